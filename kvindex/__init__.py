@@ -1,0 +1,77 @@
+"""A reliable subscriber of LLM engines' KV-cache events, and the prefix index it feeds.
+
+Connect to the engines, then ask which rank holds a prompt:
+
+    client = kvindex.connect([kvindex.Worker("vllm-0", "tcp://127.0.0.1:5557")])
+    client.match(token_ids).best
+
+`kvindex.wire`, `kvindex.subscribe`, `kvindex.index` and `kvindex.publish` hold the parts,
+`kvindex.testing` a fake engine and faulty links for tests.
+"""
+
+from typing import Final
+
+from kvindex.client import Client, connect
+from kvindex.errors import (
+    ClosedError,
+    ConfigurationError,
+    DecodeError,
+    EncodeError,
+    InvariantError,
+    KVIndexError,
+    NotLiveError,
+    TokenError,
+    UnknownRankError,
+)
+from kvindex.index import GroupSpec, Index, Match, RankMatch
+from kvindex.publish import (
+    EventPublisher,
+    EventPublisherFactory,
+    KVEventsConfig,
+    NullEventPublisher,
+    ZmqEventPublisher,
+)
+from kvindex.rank import Rank
+from kvindex.subscribe import Curve, EventStream, Link, RankStatus, Replay, State, Worker
+from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+
+__version__ = "0.1.0"
+
+BACKEND: Final[str] = "python"
+"""Which implementation of the tree runs: "native" or "python"."""
+
+__all__ = [
+    "BACKEND",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "Client",
+    "ClosedError",
+    "ConfigurationError",
+    "Curve",
+    "DecodeError",
+    "EncodeError",
+    "EventBatch",
+    "EventPublisher",
+    "EventPublisherFactory",
+    "EventStream",
+    "GroupSpec",
+    "Index",
+    "InvariantError",
+    "KVEventsConfig",
+    "KVIndexError",
+    "Link",
+    "Match",
+    "NotLiveError",
+    "NullEventPublisher",
+    "Rank",
+    "RankMatch",
+    "RankStatus",
+    "Replay",
+    "State",
+    "TokenError",
+    "UnknownRankError",
+    "Worker",
+    "ZmqEventPublisher",
+    "connect",
+]

@@ -1,0 +1,125 @@
+"""KV cache groups of hybrid models, and the hit that the engine itself would get.
+
+A plain model has one group of full attention: its hit is the leading resident blocks. A hybrid
+model also has groups that need only the blocks of their window before the cut. The rule was
+checked against what vLLM's own lookup answered (`docs/wire.md`, "Predicting the engine's hit").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import lcm
+from typing import NamedTuple
+
+import msgspec
+
+from kvindex.errors import ConfigurationError
+
+__all__ = ["GroupCoverage", "GroupSpec", "Spans", "engine_hit", "extend_spans"]
+
+Spans = list[tuple[int, int]]
+"""Resident stretches [start, stop) of a prompt's blocks, ascending and not touching."""
+
+_WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+_NO_PREFIX_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """What kind of attention a KV cache group serves.
+
+    Attributes:
+        kind: vLLM's `kv_cache_spec_kind`; kinds that nobody knows are treated like
+            "full_attention", which never overestimates.
+        sliding_window: the window in tokens, for the sliding-window kinds.
+
+    Raises:
+        ConfigurationError: a sliding-window kind without a positive window.
+    """
+
+    kind: str = "full_attention"
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind in _WINDOW_KINDS and (self.sliding_window or 0) < 1:
+            raise ConfigurationError(
+                f"a {self.kind} group needs sliding_window >= 1 token, not {self.sliding_window}"
+            )
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether prefix caching concerns the group at all."""
+        return self.kind not in _NO_PREFIX_KINDS
+
+    def needed_blocks(self, block_size: int) -> int | None:
+        """Return how many blocks before the cut must be resident; None means all of them."""
+        if self.kind in _WINDOW_KINDS:
+            assert self.sliding_window is not None
+            return -(-(self.sliding_window - 1) // block_size)
+        if self.kind == "mamba":
+            return 1  # the state at the cut stands for everything before it
+        return None
+
+
+class GroupCoverage(NamedTuple):
+    """What one rank holds of a prompt in one group."""
+
+    spec: GroupSpec
+    block_size: int
+    spans: Spans
+
+
+def extend_spans(spans: Spans, start: int, stop: int) -> None:
+    """Add [start, stop) to spans whose last one does not reach beyond it."""
+    if spans and spans[-1][1] >= start:
+        spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+    else:
+        spans.append((start, stop))
+
+
+def engine_hit(groups: Sequence[GroupCoverage]) -> int:
+    """Return how many leading tokens of the prompt the engine would find cached.
+
+    Complexity: O(spans + blocks lowered).
+    """
+    groups = [group for group in groups if group.spec.takes_part]
+    if not groups:
+        return 0
+    unit = lcm(*(group.block_size for group in groups))
+    windows = [g for g in groups if g.spec.needed_blocks(g.block_size) is not None]
+    full = [g for g in groups if g.spec.needed_blocks(g.block_size) is None]
+    hit = min(_leading(group) for group in full) if full else min(map(_reach, windows))
+    hit -= hit % unit
+    while hit and not all(_fits(group, hit) for group in windows):
+        hit -= unit
+    return hit
+
+
+def _leading(group: GroupCoverage) -> int:
+    """Return how many tokens are resident from the start."""
+    if not group.spans or group.spans[0][0]:
+        return 0
+    return group.spans[0][1] * group.block_size
+
+
+def _reach(group: GroupCoverage) -> int:
+    """Return where the last resident block ends, in tokens."""
+    return group.spans[-1][1] * group.block_size if group.spans else 0
+
+
+def _fits(group: GroupCoverage, hit: int) -> bool:
+    """Whether the blocks that a window needs before `hit` tokens are all resident."""
+    stop = hit // group.block_size
+    needed = group.spec.needed_blocks(group.block_size)
+    assert needed is not None
+    start = max(0, stop - needed)
+    return any(first <= start and stop <= last for first, last in group.spans) or start == stop
+
+
+def group_specs(specs: Mapping[int, GroupSpec]) -> dict[int, GroupSpec]:
+    """Return a checked copy of a caller's group table."""
+    for group_idx, spec in specs.items():
+        if group_idx < 0 or not isinstance(spec, GroupSpec):
+            raise ConfigurationError(
+                f"groups must map group_idx >= 0 to GroupSpec, not {group_idx!r} to {spec!r}"
+            )
+    return dict(specs)

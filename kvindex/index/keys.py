@@ -1,0 +1,154 @@
+"""Prefix keys: our own identity of a block and of everything before it.
+
+The key of a block is a keyed hash of the key before it and of the block's *content*: its packed
+tokens, the lookahead tokens that its identity covers, and its extra keys. Engine hashes take no
+part, so engines with other hash seeds, algorithms or restarts still meet at the same key.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvindex.errors import ConfigurationError
+from kvindex.index.tokens import Prompt, pack_tokens
+from kvindex.wire import BlockStored
+
+__all__ = [
+    "ExtraKeys",
+    "Key",
+    "KeyMaker",
+    "Lora",
+    "Namespace",
+    "PromptKeys",
+    "block_contents",
+    "pack_extra",
+    "stored_namespace",
+]
+
+Key: TypeAlias = bytes
+Lora: TypeAlias = str | int | None
+ExtraKeys: TypeAlias = "Sequence[Iterable[Any] | None]"
+
+_KEY_BYTES = 16
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Namespace(NamedTuple):
+    """What separates prompts of equal tokens from the first block on.
+
+    Attributes:
+        block_size: tokens per block.
+        lora: adapter name where the engine sends one, else its numeric id, else None.
+        lookahead: tokens after a block that its identity covers too (0 for most engines).
+    """
+
+    block_size: int
+    lora: Lora
+    lookahead: int
+
+
+class KeyMaker:
+    """Makes prefix keys under a secret seed, so that nobody can aim collisions at an index.
+
+    Args:
+        seed: non-negative int below 2**128; random when None.
+    """
+
+    __slots__ = ("_salt", "seed")
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = secrets.randbits(128) if seed is None else seed
+        if not 0 <= self.seed < 1 << 128:
+            raise ConfigurationError(f"seed must be in 0 … 2**128 - 1, not {seed}")
+        self._salt = self.seed.to_bytes(16, "little")
+
+    def root(self, namespace: Namespace) -> Key:
+        """Return the key before the first block of a namespace."""
+        return self.child(b"", _encode(namespace))
+
+    def child(self, parent: Key, content: bytes) -> Key:
+        """Return the key of a block with this content after a parent."""
+        # blake2b's salt is part of its parameter block: a keyed hash at no further cost.
+        return blake2b(parent + content, digest_size=_KEY_BYTES, salt=self._salt).digest()
+
+
+class PromptKeys:
+    """The keys of a prompt's blocks in one namespace, made one after the other when asked.
+
+    `keys[i]` is the key of block `i`, or None where the prompt has no whole block `i` (with its
+    lookahead tokens, if the namespace covers any).
+    """
+
+    __slots__ = ("_extras", "_keys", "_last", "_maker", "_namespace", "_prompt", "length")
+
+    def __init__(
+        self, maker: KeyMaker, namespace: Namespace, prompt: Prompt, extras: Sequence[bytes]
+    ) -> None:
+        self._maker = maker
+        self._namespace = namespace
+        self._prompt = prompt
+        self._extras = extras
+        self._keys: list[Key] = []
+        self._last = maker.root(namespace)
+        self.length = max(0, prompt.length - namespace.lookahead) // namespace.block_size
+
+    def __getitem__(self, index: int) -> Key | None:
+        if index >= self.length:
+            return None
+        keys, size = self._keys, self._namespace.block_size
+        while len(keys) <= index:
+            start = len(keys) * size
+            content = self._prompt.packed(start, start + size + self._namespace.lookahead)
+            if len(keys) < len(self._extras):
+                content += self._extras[len(keys)]
+            self._last = self._maker.child(self._last, content)
+            keys.append(self._last)
+        return keys[index]
+
+
+def pack_extra(items: Iterable[Any] | None, *, lora: Lora = None, salt: str | None = None) -> bytes:
+    """Return one block's extra keys in a canonical form: order does not matter, LoRA is left out.
+
+    vLLM repeats the LoRA name in each block's extra keys and puts the cache salt among those of
+    the first one; SGLang sends both apart. The canonical form is the same for both.
+    """
+    rest = list(items or ())
+    if lora in rest:
+        rest.remove(lora)
+    if salt is not None:
+        rest.append(salt)
+    return b"".join(sorted(_encode(item) for item in rest))
+
+
+def stored_namespace(event: BlockStored) -> Namespace:
+    """Return the namespace that a stored event's blocks belong to."""
+    lookahead = len(event.lookahead_token_ids[0]) if event.lookahead_token_ids else 0
+    lora = event.lora_name or event.lora_id
+    return Namespace(event.block_size, lora, lookahead)
+
+
+def block_contents(event: BlockStored, *, at_root: bool) -> list[bytes]:
+    """Return the content of each block of a stored event whose shape was checked before."""
+    size = event.block_size
+    packed = pack_tokens(event.token_ids)
+    step = size * 8
+    contents = [packed[start : start + step] for start in range(0, len(packed), step)]
+    if event.lookahead_token_ids:
+        contents = [
+            content + pack_tokens(after)
+            for content, after in zip(contents, event.lookahead_token_ids, strict=True)
+        ]
+    salt = event.cache_salt if at_root else None
+    if event.extra_keys is None and salt is None:
+        return contents
+    lora = event.lora_name or event.lora_id
+    extras = event.extra_keys or [None] * len(contents)
+    for i, items in enumerate(extras):
+        if items or (salt is not None and i == 0):
+            contents[i] += pack_extra(items, lora=lora, salt=salt if i == 0 else None)
+    return contents

@@ -1,0 +1,144 @@
+"""The answer to a query: for each rank, how much of the prompt is resident there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvindex.errors import UnknownRankError
+from kvindex.rank import Rank
+
+__all__ = ["Match", "RankMatch", "Trust"]
+
+_LIVE = "live"
+
+
+class Trust(NamedTuple):
+    """How far a rank's answer can be trusted.
+
+    Attributes:
+        state: the rank's stream state, e.g. "live".
+        complete: whether every batch since the publisher's first was applied.
+        lag: batches known of but not applied yet.
+    """
+
+    state: str
+    complete: bool
+    lag: int
+
+
+class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds of a prompt.
+
+    Attributes:
+        rank: whose answer it is.
+        blocks: leading blocks of the prompt that are resident on any allowed medium; for hybrid
+            models the blocks that the engine itself would hit.
+        tokens: the same in tokens.
+        block_size: tokens per block of the rank, 0 while it is unknown.
+        by_medium: of those blocks, how many are on each medium (one on two media counts for both).
+        state: stream state when asked through a client, else None.
+        complete: whether all of the rank's history was seen; None without a client.
+        lag: batches known of but not applied yet; None without a client.
+    """
+
+    rank: Rank
+    blocks: int = 0
+    tokens: int = 0
+    block_size: int = 0
+    by_medium: dict[str, int] = msgspec.field(default_factory=dict)
+    state: str | None = None
+    complete: bool | None = None
+    lag: int | None = None
+
+
+class Match:
+    """One answer for all ranks: iterates longest first, `len()` is the number of ranks.
+
+    Ranks that are known but hold nothing of the prompt are part of it, with 0 blocks.
+    Thread safety: immutable.
+
+    Examples:
+        >>> from kvindex import BlockStored, EventBatch, Index, Rank
+        >>> index = Index()
+        >>> stored = BlockStored(block_hashes=[7], token_ids=[1, 2, 3, 4], block_size=4)
+        >>> index.apply(Rank("a"), EventBatch(ts=0.0, events=[stored]))
+        >>> match = index.match([1, 2, 3, 4, 5])
+        >>> match.best.rank, match[Rank("a")].tokens, len(match)
+        (Rank(worker='a', dp_rank=0), 4, 1)
+    """
+
+    __slots__ = ("_found", "_ranks")
+
+    def __init__(self, found: Iterable[RankMatch], ranks: Iterable[Rank]) -> None:
+        self._found = {rank_match.rank: rank_match for rank_match in found}
+        self._ranks = frozenset(ranks)
+
+    @property
+    def best(self) -> RankMatch | None:
+        """The rank to prefer, or None when no rank holds a block of the prompt.
+
+        Live ranks come before others (without a client all count alike), then most tokens, then
+        the smallest rank.
+        """
+        held = (rank_match for rank_match in self if rank_match.blocks)
+        return min(held, key=_preference, default=None)
+
+    def __getitem__(self, rank: Rank) -> RankMatch:
+        """Return a rank's match; 0 blocks for a known rank that holds nothing of the prompt.
+
+        Raises:
+            UnknownRankError: the rank is not known, or was not asked for.
+        """
+        found = self._found.get(rank)
+        if found is not None:
+            return found
+        if rank in self._ranks:
+            return RankMatch(rank=rank)
+        raise UnknownRankError(rank, self._ranks)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._ranks
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __iter__(self) -> Iterator[RankMatch]:
+        """Iterate over all ranks, most tokens first, ties by rank."""
+        return iter(sorted((self[rank] for rank in self._ranks), key=_longest))
+
+    def __repr__(self) -> str:
+        best = self.best
+        found = f"best {best.rank} with {best.tokens} tokens" if best else "nothing resident"
+        return f"<Match of {len(self)} ranks: {found}>"
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return plain JSON-ready values: each rank's match by `str(rank)`, longest first."""
+        return {str(rank_match.rank): _plain(rank_match) for rank_match in self}
+
+    def with_trust(self, trust: Callable[[Rank], Trust | None]) -> Match:
+        """Return the same answer with each rank's trust filled in; None leaves a rank as it is."""
+        return Match((_trusted(rank_match, trust) for rank_match in self), self._ranks)
+
+
+def _longest(rank_match: RankMatch) -> tuple[int, bool, Rank]:
+    return (-rank_match.tokens, rank_match.state not in (None, _LIVE), rank_match.rank)
+
+
+def _preference(rank_match: RankMatch) -> tuple[bool, int, Rank]:
+    return (rank_match.state not in (None, _LIVE), -rank_match.tokens, rank_match.rank)
+
+
+def _plain(rank_match: RankMatch) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(rank_match)
+    del plain["rank"]
+    return {"worker": rank_match.rank.worker, "dp_rank": rank_match.rank.dp_rank, **plain}
+
+
+def _trusted(rank_match: RankMatch, trust: Callable[[Rank], Trust | None]) -> RankMatch:
+    found = trust(rank_match.rank)
+    if found is None:
+        return rank_match
+    return msgspec.structs.replace(rank_match, **found._asdict())

@@ -1,0 +1,16 @@
+"""Publish KV-cache events as engines do: their interface, their wire, any of their versions."""
+
+from kvindex.publish.config import KVEventsConfig
+from kvindex.publish.endpoints import offset_endpoint
+from kvindex.publish.factory import EventPublisherFactory
+from kvindex.publish.publisher import EventPublisher, NullEventPublisher
+from kvindex.publish.zmq_publisher import ZmqEventPublisher
+
+__all__ = [
+    "EventPublisher",
+    "EventPublisherFactory",
+    "KVEventsConfig",
+    "NullEventPublisher",
+    "ZmqEventPublisher",
+    "offset_endpoint",
+]

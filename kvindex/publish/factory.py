@@ -1,0 +1,105 @@
+"""Publishers by name, from a configuration."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from kvindex.errors import ConfigurationError, DuplicatePublisherError
+from kvindex.publish.config import KVEventsConfig
+from kvindex.publish.publisher import EventPublisher, NullEventPublisher, one_rank
+from kvindex.publish.zmq_publisher import ZmqEventPublisher
+
+__all__ = ["EventPublisherFactory"]
+
+_ENGINE_KNOBS = (
+    "endpoint",
+    "replay_endpoint",
+    "buffer_steps",
+    "hwm",
+    "max_queue_size",
+    "topic",
+)
+_OWN_KNOBS = ("bind", "on_full", "dialect")
+
+
+class EventPublisherFactory:
+    """Makes the publisher that a configuration names: "null", "zmq", or one registered.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    _registry: ClassVar[dict[str, Callable[..., EventPublisher]]] = {
+        "null": NullEventPublisher,
+        "zmq": ZmqEventPublisher,
+    }
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
+        """Let configurations name this publisher.
+
+        The constructor is called with the rank, under the name given to `create`, and with
+        endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size and topic, as the engines do;
+        with bind, on_full and dialect only where the configuration sets them.
+
+        Raises:
+            DuplicatePublisherError: the name is taken.
+            ConfigurationError: the name is empty, or the constructor cannot be called.
+        """
+        if not name or not isinstance(name, str) or not callable(ctor):
+            raise ConfigurationError(
+                f"a publisher needs a name and a constructor, not {name!r} and {ctor!r}"
+            )
+        with cls._lock:
+            if name in cls._registry:
+                raise DuplicatePublisherError(f"a publisher named {name!r} is registered already")
+            cls._registry[name] = ctor
+
+    @classmethod
+    def create(
+        cls,
+        config: KVEventsConfig | str | None,
+        data_parallel_rank: int | None = None,
+        *,
+        attn_dp_rank: int | None = None,
+    ) -> EventPublisher:
+        """Return a running publisher; one that does nothing if none is asked for.
+
+        Args:
+            config: the configuration, or its JSON text as SGLang's factory takes it; None or
+                empty text for none.
+            data_parallel_rank: the rank, from 0 (the default).
+            attn_dp_rank: SGLang's name of the same.
+
+        Raises:
+            ConfigurationError: a publisher that nobody registered, or what its constructor raises.
+
+        Examples:
+            >>> EventPublisherFactory.create(None).data_parallel_rank
+            0
+        """
+        rank = one_rank(data_parallel_rank, attn_dp_rank)
+        if isinstance(config, str):
+            config = KVEventsConfig.from_cli(config) if config else None
+        if config is None or not config.enable_kv_cache_events or config.publisher == "null":
+            return NullEventPublisher(rank)
+        with cls._lock:
+            constructor = cls._registry.get(config.publisher or "")
+            known = ", ".join(sorted(cls._registry))
+        if constructor is None:
+            raise ConfigurationError(
+                f"no publisher is named {config.publisher!r}; known: {known}"
+            )
+        said = attn_dp_rank is not None and data_parallel_rank is None
+        rank_name = "attn_dp_rank" if said else "data_parallel_rank"
+        return constructor(**{rank_name: rank}, **_knobs(config))
+
+
+def _knobs(config: KVEventsConfig) -> dict[str, Any]:
+    """The constructor's arguments: the engines' always, ours where they differ from the default."""
+    usual = KVEventsConfig()
+    own = {name: getattr(config, name) for name in _OWN_KNOBS}
+    changed = {name: value for name, value in own.items() if value != getattr(usual, name)}
+    return {name: getattr(config, name) for name in _ENGINE_KNOBS} | changed

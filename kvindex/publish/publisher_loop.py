@@ -1,0 +1,227 @@
+"""The publisher's thread: numbered batches out, replay requests in, replies out.
+
+One thread owns both sockets, the replay buffer and the counters. It sleeps in one poll over the
+ROUTER and a wake-up descriptor that `publish` writes to when the queue was empty; no timer runs
+unless a replay waits for room. Live batches and replays take turns in slices, so neither waits
+for more than a slice of the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+import time
+from collections import Counter
+from typing import Final
+
+import zmq
+
+from kvindex.errors import DecodeError
+from kvindex.publish.batch_queue import BatchQueue
+from kvindex.publish.replay_buffer import ReplayBuffer
+from kvindex.publish.replay_service import ReplayService
+from kvindex.publish.sockets import PublisherSockets
+from kvindex.wire import (
+    Dialect,
+    EventBatch,
+    encode_batch,
+    live_frames,
+    parse_replay_request,
+)
+
+__all__ = ["PublisherLoop"]
+
+logger = logging.getLogger(__name__)
+
+LIVE_SLICE: Final = 64
+REQUEST_SLICE: Final = 64
+_LOG_INTERVAL: Final = 5.0
+_CLOSED: Final = "the publisher is closed"
+
+
+class PublisherLoop:
+    """Sends what is put into its `queue` and answers replay requests, in a thread of its own.
+
+    Does not know the public publisher, so that one that nobody holds any more can go.
+
+    Attributes:
+        queue: where batches wait; any thread.
+        counters: written by the loop's thread only, once it runs.
+        buffer: written by the loop's thread only.
+        failure: why the thread ended early, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        dialect: Dialect,
+        topic: bytes,
+        buffer_steps: int,
+        max_queue_size: int,
+        drop_when_full: bool,
+    ) -> None:
+        self._dialect = dialect
+        self._topic = topic
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self.queue = BatchQueue(max_queue_size, drop_when_full=drop_when_full, wake=self.wake)
+        self.counters: Counter[str] = Counter()
+        self.buffer = ReplayBuffer(buffer_steps)
+        self.failure: str | None = None
+        self._deadline = float("inf")
+        self._logged_at: dict[str, float] = {}
+        self._sockets: PublisherSockets
+        self._replays: ReplayService
+        self._poller = zmq.Poller()
+        self._thread = threading.Thread(target=self._run, name="kvindex-publisher", daemon=True)
+
+    @property
+    def replays(self) -> int:
+        """Replays that wait or run."""
+        return len(self._replays)
+
+    def start(self, sockets: PublisherSockets) -> None:
+        """Hand the sockets to the thread, and start it."""
+        self._sockets = sockets
+        self._replays = ReplayService(
+            self.buffer,
+            sockets.send_reply,
+            topic=self._topic,
+            with_topic=self._dialect.replay_topic,
+            counters=self.counters,
+        )
+        self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        self._poller.register(sockets.pub, zmq.POLLERR)  # so that a terminated context wakes it
+        if sockets.router is not None:
+            self._poller.register(sockets.router, zmq.POLLIN)
+        self._thread.start()
+
+    def discard(self) -> None:
+        """Free what the constructor made: at the thread's end, or if it never starts."""
+        self.queue.stop_waking()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def close(self, timeout: float) -> bool:
+        """Take no more batches, send those that wait; False if not all went out within timeout."""
+        if self._deadline == float("inf"):
+            self._deadline = time.monotonic() + timeout
+        self.queue.close(_CLOSED)
+        if threading.current_thread() is self._thread:  # a finalizer may run anywhere
+            return False
+        self._thread.join(max(0.0, self._deadline - time.monotonic()) + 1.0)
+        return not self._thread.is_alive() and self.counters["unsent_at_shutdown"] == 0
+
+    def wake(self) -> None:
+        """Make the thread look at the queue."""
+        try:
+            self._wake_writer.send(b"\0")
+        except BlockingIOError:
+            pass  # full of wake-ups that are under way
+
+    def _run(self) -> None:
+        try:
+            while not self._is_finished():
+                has_requests = self._wait()
+                self._send_live()
+                if has_requests:
+                    self._receive_requests()
+                self._replays.serve_slice(time.monotonic())
+        except zmq.ContextTerminated:
+            self._fail("its ZeroMQ context was terminated")
+        except Exception as error:
+            logger.exception("the publisher's thread failed and publishes no more")
+            self._fail(f"its thread failed: {type(error).__name__}: {error}")
+        finally:
+            self._close_sockets()
+
+    def _is_finished(self) -> bool:
+        if not self.queue.closed:
+            return False
+        is_idle = not len(self.queue) and not len(self._replays)
+        return is_idle or time.monotonic() >= self._deadline
+
+    def _wait(self) -> bool:
+        """Sleep until there may be something to do; return whether a replay request waits."""
+        now = time.monotonic()
+        wait = 0.0 if len(self.queue) else self._replays.wait_time(now)
+        if self.queue.closed:
+            left = max(0.0, self._deadline - now)
+            wait = left if wait is None else min(wait, left)
+        # Rounded up, so that it does not wake just before the time and poll again for nothing.
+        ready = dict(self._poller.poll(None if wait is None else math.ceil(wait * 1000)))
+        if self._wake_reader.fileno() in ready:
+            self._drain_wake_ups()
+        return self._sockets.router in ready
+
+    def _drain_wake_ups(self) -> None:
+        try:
+            self._wake_reader.recv(4096)
+        except BlockingIOError:
+            pass
+
+    def _send_live(self) -> None:
+        for seq, batch in self.queue.take(LIVE_SLICE):
+            payload = self._encoded(seq, batch)
+            if payload is None:
+                continue
+            # Held before it is sent, so that a replay can repair a failed send.
+            self.buffer.append(seq, payload)
+            try:
+                self._sockets.send_live(live_frames(self._topic, seq, payload))
+            except zmq.ContextTerminated:
+                raise
+            except zmq.ZMQError as error:
+                self._count_failure("send_errors", f"batch {seq} was not sent live: {error}")
+            else:
+                self.counters["sent"] += 1
+                self.counters["sent_bytes"] += len(payload)
+
+    def _encoded(self, seq: int, batch: EventBatch) -> bytes | None:
+        try:
+            return encode_batch(batch, self._dialect)
+        except Exception as error:  # as in the engines: the number is spent, the stream goes on
+            self._count_failure(
+                "encode_errors", f"batch {seq} is lost, as it cannot be encoded: {error}"
+            )
+            return None
+
+    def _receive_requests(self) -> None:
+        for _ in range(REQUEST_SLICE):
+            frames = self._sockets.receive_request()
+            if frames is None:
+                return
+            try:
+                identity, start_seq = parse_replay_request(frames)
+            except DecodeError as error:
+                self._count_failure("replays_malformed", f"a replay request is ignored: {error}")
+            else:
+                self._replays.ask(identity, start_seq, time.monotonic())
+
+    def _count_failure(self, counter: str, message: str) -> None:
+        self.counters[counter] += 1
+        now = time.monotonic()
+        if now - self._logged_at.get(counter, float("-inf")) >= _LOG_INTERVAL:
+            self._logged_at[counter] = now
+            logger.warning("%s (%s: %d so far)", message, counter, self.counters[counter])
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        logger.error("the publisher stopped: %s", reason)
+        self.queue.close(f"the publisher stopped: {reason}")
+
+    def _close_sockets(self) -> None:
+        left = len(self.queue)
+        linger = 0.0 if self.failure else max(0.0, self._deadline - time.monotonic())
+        is_flushed = self._sockets.close(linger)
+        self.counters["unsent_at_shutdown"] = left
+        self.discard()
+        if left or not is_flushed:
+            logger.warning(
+                "the publisher closed with %d batches unsent%s",
+                left,
+                "" if is_flushed else ", and with some that may not have left the socket",
+            )

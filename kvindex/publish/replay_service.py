@@ -1,0 +1,167 @@
+"""Serving of replays, a slice at a time, so that live batches never wait long.
+
+Requests queue per asker, since replies of two replays of one asker could not be told apart; askers
+take turns. A reply that an asker has no room for is not lost, as it is in the engines: the
+replay waits and goes on, until it stood still for too long. Knows no socket: it sends through a
+function, so that every course can be tested without one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from kvindex.publish.replay_buffer import ReplayBuffer
+from kvindex.wire import replay_end, replay_frames
+
+__all__ = ["ReplayService", "SendResult"]
+
+SLICE_REPLIES: Final = 64
+SLICE_BYTES: Final = 1 << 20
+MAX_REPLAYS: Final = 64
+STALL_TIMEOUT: Final = 10.0
+_FIRST_RETRY: Final = 0.001
+_LAST_RETRY: Final = 0.05
+
+
+class SendResult(Enum):
+    """What became of a reply."""
+
+    SENT = "sent"
+    NO_ROOM = "no_room"
+    UNREACHABLE = "unreachable"
+
+
+class _Asker:
+    """One asker: the starts it wants, the position in the first replay, how long it stands."""
+
+    __slots__ = ("moved_at", "position", "retry_after", "retry_at", "starts")
+
+    def __init__(self, now: float) -> None:
+        self.starts: deque[int] = deque()
+        self.position: int | None = None
+        self.moved_at = now
+        self.retry_at = now
+        self.retry_after = _FIRST_RETRY
+
+
+class ReplayService:
+    """The replays asked for and not yet ended. One thread only.
+
+    Args:
+        buffer: what can be replayed.
+        send: sends the frames of one reply to an asker without waiting.
+        topic: the topic frame of a reply.
+        with_topic: whether replies have one.
+        counters: where replays are counted.
+        max_replays: replays that may wait or run at once; more are refused, without an answer.
+        stall_timeout: seconds without room at an asker after which its replays are given up.
+    """
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        send: Callable[[list[bytes]], SendResult],
+        *,
+        topic: bytes,
+        with_topic: bool,
+        counters: Counter[str],
+        max_replays: int = MAX_REPLAYS,
+        stall_timeout: float = STALL_TIMEOUT,
+    ) -> None:
+        self._buffer = buffer
+        self._send = send
+        self._topic = topic
+        self._with_topic = with_topic
+        self._counters = counters
+        self._max_replays = max_replays
+        self._stall_timeout = stall_timeout
+        self._askers: OrderedDict[bytes, _Asker] = OrderedDict()
+        self._replays = 0
+
+    def __len__(self) -> int:
+        return self._replays
+
+    def ask(self, identity: bytes, start_seq: int, now: float) -> None:
+        """Begin a replay, behind those that this asker already waits for."""
+        self._counters["replays_asked"] += 1
+        if self._replays >= self._max_replays:
+            self._counters["replays_refused"] += 1
+            return
+        self._replays += 1
+        asker = self._askers.get(identity)
+        if asker is None:
+            asker = self._askers[identity] = _Asker(now)
+        asker.starts.append(start_seq)
+
+    def wait_time(self, now: float) -> float | None:
+        """Return the seconds until a slice can be tried; None if no replay is on."""
+        if not self._askers:
+            return None
+        return max(0.0, min(asker.retry_at for asker in self._askers.values()) - now)
+
+    def serve_slice(self, now: float) -> None:
+        """Send a slice of the replay of the next asker that may have room."""
+        for identity, asker in self._askers.items():
+            if asker.retry_at <= now:
+                self._askers.move_to_end(identity)
+                self._advance(identity, asker, now)
+                return
+
+    def _advance(self, identity: bytes, asker: _Asker, now: float) -> None:
+        position = self._position(asker)
+        replies = size = 0
+        for seq, payload in self._buffer.held_from(position):
+            if replies == SLICE_REPLIES or size >= SLICE_BYTES:
+                return
+            frames = replay_frames(identity, self._topic, seq, payload, with_topic=self._with_topic)
+            if not self._sent(identity, asker, frames, now):
+                return
+            position += 1
+            asker.position = position
+            replies += 1
+            size += len(payload)
+            self._counters["replayed_batches"] += 1
+        if self._sent(identity, asker, replay_end(identity, with_topic=self._with_topic), now):
+            self._counters["replays_served"] += 1
+            self._end(identity, asker)
+
+    def _position(self, asker: _Asker) -> int:
+        """Where the asker's replay goes on; what left the buffer before its turn is counted."""
+        if asker.position is None:
+            asker.position = self._buffer.position(asker.starts[0])
+        elif asker.position < self._buffer.oldest_position:
+            overtaken = self._buffer.oldest_position - asker.position
+            self._counters["replay_batches_overtaken"] += overtaken
+            asker.position = self._buffer.oldest_position
+        return asker.position
+
+    def _sent(self, identity: bytes, asker: _Asker, frames: list[bytes], now: float) -> bool:
+        """Send one reply; otherwise put the replay off or give it up."""
+        result = self._send(frames)
+        if result is SendResult.SENT:
+            asker.moved_at = asker.retry_at = now
+            asker.retry_after = _FIRST_RETRY
+            return True
+        if result is SendResult.UNREACHABLE:
+            self._give_up(identity, asker, "replays_unreachable")
+        elif now - asker.moved_at >= self._stall_timeout:
+            self._give_up(identity, asker, "replays_stalled")
+        else:
+            asker.retry_at = now + asker.retry_after
+            asker.retry_after = min(2 * asker.retry_after, _LAST_RETRY)
+        return False
+
+    def _end(self, identity: bytes, asker: _Asker) -> None:
+        self._replays -= 1
+        asker.starts.popleft()
+        asker.position = None
+        if not asker.starts:
+            del self._askers[identity]
+
+    def _give_up(self, identity: bytes, asker: _Asker, reason: str) -> None:
+        self._counters[reason] += len(asker.starts)
+        self._replays -= len(asker.starts)
+        del self._askers[identity]

@@ -1,0 +1,210 @@
+"""The publisher's two ZeroMQ sockets: opened as the engines open them, or not at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from kvindex.errors import ConfigurationError
+from kvindex.publish.endpoints import port_of
+from kvindex.publish.replay_service import SendResult
+
+__all__ = ["CurveServer", "PublisherSockets", "open_sockets"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_REQUEST_BYTES = 64 * 1024
+_MAX_REQUEST_FRAMES = 4
+_ZERO_COPY_BYTES = 64 * 1024
+_LINGER_MARGIN = 50  # ms that libzmq tries on after our wait, to tell "gave up" from "done"
+
+
+class CurveServer(msgspec.Struct, frozen=True):
+    """The Z85 key pair with which both sockets encrypt, as CURVE servers."""
+
+    public_key: bytes
+    secret_key: bytes
+
+
+class PublisherSockets:
+    """A PUB socket and perhaps a ROUTER; used by one thread at a time.
+
+    Attributes:
+        pub: the live socket.
+        router: the replay socket, or None.
+        bound_endpoint: what ZeroMQ bound (or connects) the live socket to.
+        bound_replay_endpoint: what it bound the replay socket to, or None.
+    """
+
+    def __init__(self, pub: zmq.Socket[bytes], router: zmq.Socket[bytes] | None) -> None:
+        self.pub = pub
+        self.router = router
+        self.bound_endpoint = _last_endpoint(pub)
+        self.bound_replay_endpoint = _last_endpoint(router) if router is not None else None
+
+    def send_live(self, frames: Sequence[bytes]) -> None:
+        """Send one live message; never waits, since a PUB socket drops at its high-water mark.
+
+        Raises:
+            zmq.ZMQError: the socket failed.
+        """
+        copy = len(frames[-1]) < _ZERO_COPY_BYTES
+        self.pub.send_multipart(frames, flags=zmq.NOBLOCK, copy=copy)
+
+    def send_reply(self, frames: Sequence[bytes]) -> SendResult:
+        """Send one reply of a replay without waiting, and say what became of it."""
+        if self.router is None:
+            return SendResult.UNREACHABLE
+        copy = len(frames[-1]) < _ZERO_COPY_BYTES
+        try:
+            self.router.send_multipart(frames, flags=zmq.NOBLOCK, copy=copy)
+        except zmq.Again:
+            return SendResult.NO_ROOM
+        except zmq.ContextTerminated:
+            raise
+        except zmq.ZMQError as error:
+            logger.debug("a replay reply cannot be sent: %s", error)
+            return SendResult.UNREACHABLE
+        return SendResult.SENT
+
+    def receive_request(self) -> list[bytes] | None:
+        """Return the first frames of the next replay request; None if none waits."""
+        if self.router is None:
+            return None
+        try:
+            frames = [self.router.recv(zmq.NOBLOCK)]
+            while self.router.getsockopt(zmq.RCVMORE):
+                frame = self.router.recv(zmq.NOBLOCK)
+                if len(frames) < _MAX_REQUEST_FRAMES:
+                    frames.append(frame)
+        except zmq.Again:
+            return None
+        return frames
+
+    def close(self, linger: float) -> bool:
+        """Close both and return whether all was handed to the network within `linger` seconds.
+
+        What an inproc peer has not read yet lies in its own queue: it is not waited for.
+        """
+        if self.router is not None:
+            self.router.close(linger=max(0, int(linger * 1000)))
+        return _close_flushed(self.pub, linger, is_local=self.bound_endpoint.startswith("inproc:"))
+
+
+def open_sockets(
+    context: zmq.Context[zmq.Socket[bytes]],
+    *,
+    endpoint: str,
+    replay_endpoint: str | None,
+    bind: bool,
+    hwm: int,
+    curve: CurveServer | None,
+    data_parallel_rank: int,
+) -> PublisherSockets:
+    """Open the PUB socket and, if it has an endpoint, the ROUTER.
+
+    Raises:
+        ConfigurationError: an endpoint cannot be bound or connected to, or the keys do not fit;
+            nothing stays open then.
+    """
+    opened: list[zmq.Socket[bytes]] = []
+    try:
+        pub = _open(context, zmq.PUB, endpoint, curve, opened)
+        pub.set_hwm(hwm)
+        _attach(pub, endpoint, bind, "live", data_parallel_rank)
+        if replay_endpoint is None:
+            return PublisherSockets(pub, None)
+        router = _open(context, zmq.ROUTER, replay_endpoint, curve, opened)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # no room and no peer become errors, not loss
+        router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+        _attach(router, replay_endpoint, True, "replay", data_parallel_rank)
+        return PublisherSockets(pub, router)
+    except BaseException:
+        for socket in opened:
+            socket.close(linger=0)
+        raise
+
+
+def _open(
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    endpoint: str,
+    curve: CurveServer | None,
+    opened: list[zmq.Socket[bytes]],
+) -> zmq.Socket[bytes]:
+    try:
+        socket = context.socket(kind)
+    except zmq.ZMQError as error:
+        raise ConfigurationError(f"no socket for {endpoint}: {error}") from error
+    opened.append(socket)
+    if "[" in endpoint or "::" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    if curve is not None:
+        try:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public_key)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key)
+        except zmq.ZMQError as error:
+            raise ConfigurationError(
+                "curve_public_key and curve_secret_key are not a Z85 key pair of 40 characters "
+                f"each, or this libzmq has no CURVE: {error}"
+            ) from error
+    return socket
+
+
+def _attach(
+    socket: zmq.Socket[bytes], endpoint: str, bind: bool, purpose: str, rank: int
+) -> None:
+    try:
+        if bind:
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        verb = "bind" if bind else "connect to"
+        what = f"cannot {verb} {endpoint}, the {purpose} endpoint of rank {rank}: {error.strerror}"
+        raise ConfigurationError(what + _advice(error, endpoint)) from error
+
+
+def _advice(error: zmq.ZMQError, endpoint: str) -> str:
+    if error.errno != zmq.EADDRINUSE:
+        return ""
+    port = port_of(endpoint)
+    if port is None:
+        return ". Another publisher has it; give each its own"
+    return (
+        f". Something listens on port {port} already. Rank r uses port + r on both endpoints, so "
+        "bases one apart (5557 and 5558) collide from the second rank on: rank 1's live port is "
+        "rank 0's replay port. Put the bases further apart than there are ranks"
+    )
+
+
+def _last_endpoint(socket: zmq.Socket[bytes]) -> str:
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    return endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else str(endpoint)
+
+
+def _close_flushed(pub: zmq.Socket[bytes], linger: float, *, is_local: bool) -> bool:
+    """Close, and wait until libzmq is done with the socket: all is with the kernel then.
+
+    close() alone returns at once, and a process that ends takes the unsent with it.
+    """
+    milliseconds = max(0, int(linger * 1000))
+    if is_local or milliseconds == 0:
+        pub.close(linger=milliseconds)
+        return is_local
+    name = f"inproc://kvindex-publisher-closing-{id(pub)}"
+    try:
+        with pub.context.socket(zmq.PAIR) as monitor:
+            monitor.linger = 0
+            pub.monitor(name, zmq.EVENT_MONITOR_STOPPED)
+            monitor.connect(name)
+            pub.close(linger=milliseconds + _LINGER_MARGIN)
+            return bool(monitor.poll(milliseconds))
+    except zmq.ZMQError as error:  # the context was terminated meanwhile
+        logger.debug("the live socket is closed without waiting: %s", error)
+        pub.close(linger=0)
+        return False

@@ -1,0 +1,286 @@
+"""The publisher that engines use: PUB for live batches, ROUTER for replay."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from kvindex.errors import ConfigurationError
+from kvindex.publish.config import KVEventsConfig
+from kvindex.publish.endpoints import binds_endpoint, local_endpoint, offset_endpoint
+from kvindex.publish.publisher import EventPublisher
+from kvindex.publish.publisher_loop import PublisherLoop
+from kvindex.publish.sockets import CurveServer, PublisherSockets, open_sockets
+from kvindex.wire import END_SEQ, LATEST, Dialect, EventBatch, dialect
+
+__all__ = ["ZmqEventPublisher"]
+
+SHUTDOWN_TIMEOUT: Final = 1.0
+
+
+class ZmqEventPublisher(EventPublisher):
+    """Publishes batches as vLLM and SGLang do, and replays the last of them on request.
+
+    Each batch gets the next number, from 0, and the publisher's rank unless it names one. Live
+    messages are `[topic, seq, payload]`. As in the engines, a subscriber whose queue of `hwm`
+    batches is full loses live ones without a sign here. Unlike there, a replay loses nothing to
+    full queues and holds up live batches for a few milliseconds at most; a request that is none
+    is only counted. A batch that the dialect cannot carry spends its number, is counted, and is
+    missing from replays too.
+
+    What was published is sent before the process ends: `shutdown` is called at exit.
+
+    Args:
+        data_parallel_rank: the rank, from 0 (the default); its ports are the endpoints' + rank.
+        endpoint: where rank 0 publishes: tcp, ipc (rank 0 only) or inproc. Wildcards are bound,
+            a concrete host is connected to, unless `bind` says otherwise.
+        replay_endpoint: where rank 0 answers replay requests, always bound; None for no replay.
+        buffer_steps: batches kept for replay.
+        hwm: batches queued in the socket for each subscriber; 0 for no limit.
+        max_queue_size: batches that wait for the publisher's thread.
+        topic: first frame of every message.
+        attn_dp_rank: SGLang's name of `data_parallel_rank`.
+        dialect: the engine version to write as, or its name.
+        bind: True binds the live endpoint, False connects to it, None goes by the engine's rule.
+        on_full: what `publish` does when the queue is full: "block" waits for room, "drop" spends
+            the number, so that subscribers see a gap, and counts.
+        context: where the sockets live; by default `zmq.Context.instance()`. Never terminated.
+        curve_public_key: Z85 public key with which both sockets become CURVE servers.
+        curve_secret_key: its secret key.
+
+    Raises:
+        ConfigurationError: a value that cannot work, or an endpoint that cannot be bound; nothing
+            stays open then.
+
+    Thread safety: every method may be called from any thread.
+
+    Examples:
+        >>> with ZmqEventPublisher(endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
+        ...     publisher.publish(EventBatch(ts=0.0, events=[]))
+        ...     publisher.endpoint
+        'tcp://127.0.0.1:...'
+    """
+
+    END_SEQ = END_SEQ.to_bytes(8, "big")
+    """The number that ends a replay, as on the wire."""
+
+    def __init__(
+        self,
+        data_parallel_rank: int | None = None,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        topic: str = "",
+        *,
+        attn_dp_rank: int | None = None,
+        dialect: Dialect | str | None = LATEST,
+        bind: bool | None = None,
+        on_full: str = "block",
+        context: zmq.Context[Any] | None = None,
+        curve_public_key: bytes | str | None = None,
+        curve_secret_key: bytes | str | None = None,
+    ) -> None:
+        super().__init__(data_parallel_rank, attn_dp_rank=attn_dp_rank)
+        self._dialect = _chosen(dialect)
+        config = KVEventsConfig(
+            publisher="zmq",
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            buffer_steps=buffer_steps,
+            hwm=hwm,
+            max_queue_size=max_queue_size,
+            topic=topic,
+            bind=bind,
+            on_full=on_full,  # type: ignore[arg-type]  # checked there
+        )
+        sockets = self._open(config, context, _curve(curve_public_key, curve_secret_key))
+        self._bound_endpoint = sockets.bound_endpoint
+        self._bound_replay_endpoint = sockets.bound_replay_endpoint
+        self._loop = _started(config, self._dialect, sockets)
+        # Runs once: at shutdown, when the publisher is collected, or at exit. Holds only the loop.
+        self._finish = weakref.finalize(self, _close, self._loop, os.getpid(), SHUTDOWN_TIMEOUT)
+
+    @property
+    def dialect(self) -> Dialect:
+        """The engine version that is written."""
+        return self._dialect
+
+    @property
+    def endpoint(self) -> str:
+        """Where a subscriber on this machine finds the live batches."""
+        return local_endpoint(self._bound_endpoint)
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where a subscriber on this machine asks for replay; None if there is none."""
+        bound = self._bound_replay_endpoint
+        return None if bound is None else local_endpoint(bound)
+
+    @property
+    def bound_endpoint(self) -> str:
+        """The live endpoint as ZeroMQ names it, e.g. with the wildcard address."""
+        return self._bound_endpoint
+
+    @property
+    def bound_replay_endpoint(self) -> str | None:
+        """The replay endpoint as ZeroMQ names it; None if there is none."""
+        return self._bound_replay_endpoint
+
+    @property
+    def next_seq(self) -> int:
+        """The number that the next batch gets."""
+        return self._loop.queue.next_seq
+
+    def publish(self, events: EventBatch) -> None:
+        """Queue one batch for sending, numbered and with this rank; O(1), encodes nothing.
+
+        Do not change the batch's lists afterwards: they are read later, by another thread.
+
+        Raises:
+            ConfigurationError: not an EventBatch.
+            ClosedError: the publisher was shut down, before or while this waited for room.
+        """
+        if not isinstance(events, EventBatch):
+            raise ConfigurationError(
+                f"publish takes an EventBatch, not {type(events).__name__}; wrap events as "
+                "EventBatch(ts=time.time(), events=[...])"
+            )
+        if events.data_parallel_rank is None:
+            events = msgspec.structs.replace(events, data_parallel_rank=self._data_parallel_rank)
+        self._loop.queue.put(events)
+
+    def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+        """Send what waits, for at most `timeout` seconds, and close the sockets. Idempotent.
+
+        Returns when the batches are with the operating system's network, or the time is over; what
+        is left then is counted as `unsent_at_shutdown` and logged.
+
+        Raises:
+            ConfigurationError: timeout is negative.
+        """
+        if not timeout >= 0:
+            raise ConfigurationError(f"timeout is {timeout!r}; it must be 0 seconds or more")
+        self._finish.detach()
+        self._loop.close(timeout)
+
+    def statistics(self) -> dict[str, int]:
+        """Return the counters since the start, and how much is held now.
+
+        Counters: batches `published`, `sent`, `dropped_queue_full`, `unsent_at_shutdown`;
+        `sent_bytes` of payload; `encode_errors`, `send_errors`; `replays_asked`, `_served`,
+        `_refused` (too many at once), `_malformed`, `_unreachable` (the asker went away),
+        `_stalled` (it stopped reading); `replayed_batches`; `replay_batches_overtaken` (left the
+        buffer while their replay waited for a slow reader). Held now: `queued`, `buffered`,
+        `replays_active`, and `next_seq`. `failed` is 1 if the thread stopped by itself.
+        """
+        loop = self._loop
+        counts = {name: loop.counters[name] for name in _COUNTERS}
+        return counts | {
+            "published": loop.queue.accepted,
+            "dropped_queue_full": loop.queue.dropped,
+            "queued": len(loop.queue),
+            "buffered": len(loop.buffer),
+            "replays_active": loop.replays,
+            "next_seq": loop.queue.next_seq,
+            "failed": int(loop.failure is not None),
+        }
+
+    @staticmethod
+    def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
+        """Return the endpoint of a rank given that of rank 0, under the engines' name.
+
+        Raises:
+            ConfigurationError: as `kvindex.publish.offset_endpoint`.
+        """
+        return offset_endpoint(endpoint, data_parallel_rank) if endpoint else endpoint
+
+    def _open(
+        self, config: KVEventsConfig, context: zmq.Context[Any] | None, curve: CurveServer | None
+    ) -> PublisherSockets:
+        rank = self._data_parallel_rank
+        bind = config.bind
+        return open_sockets(
+            zmq.Context.instance() if context is None else context,
+            endpoint=offset_endpoint(config.endpoint, rank),
+            replay_endpoint=self.offset_endpoint_port(config.replay_endpoint, rank),
+            bind=binds_endpoint(config.endpoint, self._dialect) if bind is None else bind,
+            hwm=config.hwm,
+            curve=curve,
+            data_parallel_rank=rank,
+        )
+
+
+_COUNTERS: Final = (
+    "sent",
+    "sent_bytes",
+    "encode_errors",
+    "send_errors",
+    "unsent_at_shutdown",
+    "replays_asked",
+    "replays_served",
+    "replays_refused",
+    "replays_malformed",
+    "replays_unreachable",
+    "replays_stalled",
+    "replayed_batches",
+    "replay_batches_overtaken",
+)
+
+
+def _chosen(chosen: Dialect | str | None) -> Dialect:
+    if chosen is None:
+        return LATEST
+    if isinstance(chosen, Dialect):
+        return chosen
+    return dialect(chosen)
+
+
+def _curve(public_key: bytes | str | None, secret_key: bytes | str | None) -> CurveServer | None:
+    if public_key is None and secret_key is None:
+        return None
+    if public_key is None or secret_key is None:
+        missing = "curve_public_key" if public_key is None else "curve_secret_key"
+        raise ConfigurationError(f"{missing} is missing: CURVE needs both keys of the pair")
+    try:
+        public, secret = (
+            key.encode("ascii") if isinstance(key, str) else bytes(key)
+            for key in (public_key, secret_key)
+        )
+    except (UnicodeError, TypeError) as error:
+        raise ConfigurationError(f"CURVE keys are 40 Z85 characters each: {error}") from error
+    return CurveServer(public, secret)
+
+
+def _started(
+    config: KVEventsConfig, dialect: Dialect, sockets: PublisherSockets
+) -> PublisherLoop:
+    """A running loop that owns the sockets; they are closed if it cannot start."""
+    try:
+        loop = PublisherLoop(
+            dialect=dialect,
+            topic=config.topic.encode(),
+            buffer_steps=config.buffer_steps,
+            max_queue_size=config.max_queue_size,
+            drop_when_full=config.on_full == "drop",
+        )
+        try:
+            loop.start(sockets)
+        except BaseException:
+            loop.discard()
+            raise
+    except BaseException:
+        sockets.close(0.0)
+        raise
+    return loop
+
+
+def _close(loop: PublisherLoop, pid: int, timeout: float) -> None:
+    """Close the loop at exit or collection; a forked child has none of its thread."""
+    if os.getpid() == pid:
+        loop.close(timeout)

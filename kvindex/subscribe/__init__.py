@@ -1,0 +1,38 @@
+"""Receiving every rank's batches in order, whole, and from the right publisher."""
+
+from kvindex.subscribe.config import Replay, SequencerConfig
+from kvindex.subscribe.connection import Link
+from kvindex.subscribe.event_stream import EventStream
+from kvindex.subscribe.state import State
+from kvindex.subscribe.status import RankStatus
+from kvindex.subscribe.stream import (
+    RankAdded,
+    RankBatch,
+    RankLost,
+    RankRemoved,
+    RankRestarted,
+    Sink,
+    StreamItem,
+)
+from kvindex.subscribe.subscriber import Subscriber
+from kvindex.subscribe.worker import Curve, PublisherAddress, Worker
+
+__all__ = [
+    "Curve",
+    "EventStream",
+    "Link",
+    "PublisherAddress",
+    "RankAdded",
+    "RankBatch",
+    "RankLost",
+    "RankRemoved",
+    "RankRestarted",
+    "RankStatus",
+    "Replay",
+    "SequencerConfig",
+    "Sink",
+    "State",
+    "StreamItem",
+    "Subscriber",
+    "Worker",
+]

@@ -1,0 +1,223 @@
+"""One ZeroMQ socket that connects (or binds) to a publisher, and what its monitor tells.
+
+Owned by the subscriber's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvindex.errors import ConfigurationError
+from kvindex.subscribe.worker import Curve
+
+__all__ = ["Connection", "Link"]
+
+_STUCK_AFTER = 5.0  # seconds without a sign from a socket that should be reconnecting
+_MAX_DRAIN = 256  # messages taken from one socket before others get their turn
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """Socket settings for every connection.
+
+    Attributes:
+        hwm: messages queued in a socket before the publisher's side drops (as the engines' own).
+        max_message_bytes: a larger message closes the connection.
+        heartbeat: seconds between ZMTP pings, so that a dead peer is noticed.
+        heartbeat_timeout: seconds without a pong after which the connection counts as dead.
+        reconnect: seconds before the first new try; doubles up to `max_reconnect`.
+        max_reconnect: longest wait between tries, in seconds.
+        handshake_timeout: seconds that a ZeroMQ handshake may take.
+
+    Raises:
+        ConfigurationError: a value is not positive.
+    """
+
+    hwm: int = 100_000
+    max_message_bytes: int = 64 * 1024 * 1024
+    heartbeat: float = 5.0
+    heartbeat_timeout: float = 15.0
+    reconnect: float = 0.1
+    max_reconnect: float = 2.0
+    handshake_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be positive, not {getattr(self, name)!r}")
+
+    def configure(self, socket: zmq.Socket[bytes], curve: Curve | None) -> None:
+        """Apply these settings, and CURVE keys if any, to a socket before it connects."""
+        socket.linger = 0
+        socket.rcvhwm = self.hwm
+        socket.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(self.heartbeat))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(self.heartbeat_timeout))
+        socket.setsockopt(zmq.HEARTBEAT_TTL, _milliseconds(self.heartbeat_timeout))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _milliseconds(self.handshake_timeout))
+        socket.setsockopt(zmq.RECONNECT_IVL, _milliseconds(self.reconnect))
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _milliseconds(self.max_reconnect))
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, round(self.heartbeat)))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, round(self.heartbeat)))
+        socket.setsockopt(zmq.IPV6, 1)
+        if curve is not None:
+            socket.curve_serverkey = curve.server_key
+            socket.curve_publickey = curve.public_key
+            socket.curve_secretkey = curve.secret_key
+
+
+class Connection:
+    """A socket with its monitor: says whether a peer is there, and if not, how it fails.
+
+    Args:
+        context: the ZeroMQ context to use.
+        kind: `zmq.SUB` or `zmq.DEALER`.
+        endpoint: where to connect, or to bind.
+        link: socket settings.
+        curve: CURVE keys, or None.
+        bind: bind instead of connecting.
+        subscriptions: topics to subscribe to (SUB only).
+
+    Raises:
+        ConfigurationError: ZeroMQ refuses the endpoint.
+
+    Attributes:
+        connected: whether the ZeroMQ handshake has succeeded and the connection stands.
+        retries: connection attempts that failed since the last success.
+        refused_handshakes: peers that accepted but did not speak as the expected socket does.
+        mute: whether something accepted the connection but has not shaken hands yet.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        endpoint: str,
+        link: Link,
+        curve: Curve | None = None,
+        *,
+        bind: bool = False,
+        subscriptions: tuple[bytes, ...] = (),
+    ) -> None:
+        self.endpoint = endpoint
+        self.connected = False
+        self.retries = 0
+        self.refused_handshakes = 0
+        self.mute = False
+        self._peers = 0
+        self._changed_at: float | None = None
+        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        self.monitor: zmq.Socket[bytes] | None = None
+        try:
+            link.configure(self.socket, curve)
+            for topic in subscriptions:
+                self.socket.subscribe(topic)
+            if endpoint.startswith("inproc://"):
+                self.connected = True  # inproc pipes cannot break, and tell a monitor nothing
+            else:
+                self.monitor = self.socket.get_monitor_socket()
+            if bind:
+                self.socket.bind(endpoint)
+            else:
+                self.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            verb = "bind to" if bind else "connect to"
+            raise ConfigurationError(f"cannot {verb} {endpoint!r}: {error}") from error
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets to wait for."""
+        return [self.socket] if self.monitor is None else [self.socket, self.monitor]
+
+    def receive(self) -> list[list[bytes]]:
+        """Return the messages that are ready, at most 256, without waiting."""
+        messages: list[list[bytes]] = []
+        try:
+            while len(messages) < _MAX_DRAIN:
+                messages.append(self.socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            pass
+        return messages
+
+    def changes(self, now: float) -> Iterator[bool]:
+        """Yield True for each new connection and False for each lost one, as the monitor has them."""
+        while self.monitor is not None:
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self._changed_at = now
+            change = self._note(int(event["event"]))
+            if change is not None:
+                yield change
+
+    def _note(self, event: int) -> bool | None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._peers += 1
+            self.connected, self.mute, self.retries = True, False, 0
+            self.refused_handshakes = 0
+            return True
+        if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
+            self.mute = True
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self.retries += 1
+            self.mute = False
+        elif event in (
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+        ):
+            self.refused_handshakes += 1
+        elif event == zmq.EVENT_DISCONNECTED:
+            return self._note_disconnected()
+        return None
+
+    def _note_disconnected(self) -> bool | None:
+        if not self.connected:
+            # A peer of another socket type is disconnected without a word, right after it accepted.
+            self.refused_handshakes += self.mute
+            self.mute = False
+            return None
+        self._peers = max(0, self._peers - 1)
+        if self._peers:
+            return None
+        self.connected = False
+        return False
+
+    def stuck(self, now: float) -> bool:
+        """Whether the socket has given up: ZeroMQ does not reconnect after a refused handshake."""
+        if self.connected or self.mute or self.monitor is None or not self.refused_handshakes:
+            return False
+        return self._changed_at is not None and now - self._changed_at > _STUCK_AFTER
+
+    def trouble(self) -> str:
+        """Return what is wrong with the connection, for a person; "" while nothing is known."""
+        if self.connected:
+            return ""
+        if self.refused_handshakes:
+            return (
+                f"something answers at {self.endpoint}, but not as the expected ZeroMQ socket "
+                f"({self.refused_handshakes} handshakes failed)"
+            )
+        if self.mute:
+            return f"{self.endpoint} accepts connections, but has not shaken hands as ZeroMQ does"
+        if self.retries:
+            return f"nothing listens at {self.endpoint} ({self.retries} attempts failed)"
+        return f"no connection to {self.endpoint} yet"
+
+    def close(self) -> None:
+        """Close the socket and its monitor; idempotent."""
+        if self.monitor is not None:
+            self.socket.disable_monitor()
+            self.monitor.close(0)
+            self.monitor = None
+        self.socket.close(0)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

@@ -1,0 +1,99 @@
+"""The ordered events as an iterator, for users who want them instead of an index."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+from kvindex.errors import ClosedError, ConfigurationError
+from kvindex.subscribe.stream import StreamItem
+from kvindex.subscribe.subscriber import Subscriber
+from kvindex.subscribe.worker import Worker
+
+__all__ = ["EventStream"]
+
+
+class EventStream:
+    """Iterates over every rank's items in order: batches, and losses and restarts between them.
+
+    Args:
+        workers: the engines to subscribe to.
+        max_items: items waiting for the consumer. When it is full nothing more is received until
+            there is room; what the publishers drop meanwhile is brought back by replay, as far as
+            their buffers reach.
+        options: as for `Subscriber`, except `sink`.
+
+    Raises:
+        ConfigurationError: a worker or a setting cannot work.
+
+    Thread safety: one consumer; `close` from any thread ends the iteration.
+    """
+
+    def __init__(
+        self, workers: Iterable[Worker] = (), *, max_items: int = 10_000, **options: Any
+    ) -> None:
+        if max_items < 1:
+            raise ConfigurationError(f"max_items must be at least 1, not {max_items}")
+        self._max_items = max_items
+        self._items: deque[StreamItem] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self.subscriber = Subscriber(sink=self._put, **options)
+        try:
+            for worker in workers:
+                self.subscriber.add(worker)
+        except BaseException:
+            self.close()
+            raise
+
+    def _put(self, item: StreamItem) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) < self._max_items)
+            if not self._closed:
+                self._items.append(item)
+                self._changed.notify_all()
+
+    def get(self, timeout: float | None = None) -> StreamItem:
+        """Return the next item, waiting for it at most `timeout` seconds (None: as long as needed).
+
+        Raises:
+            TimeoutError: none came in time.
+            ClosedError: the stream was closed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or self._items, timeout):
+                raise TimeoutError(f"no item within {timeout} s")
+            if self._closed:
+                raise ClosedError("the event stream is closed")
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def __iter__(self) -> Iterator[StreamItem]:
+        """Iterate until the stream is closed."""
+        while True:
+            try:
+                yield self.get()
+            except ClosedError:
+                return
+
+    def close(self) -> None:
+        """End the iteration and the subscription; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.subscriber.close()
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

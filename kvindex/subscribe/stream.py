@@ -1,0 +1,82 @@
+"""What a subscriber hands to its sink: ordered batches, and what happened between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from kvindex.rank import Rank
+from kvindex.wire import EventBatch
+
+__all__ = ["RankAdded", "RankBatch", "RankLost", "RankRemoved", "RankRestarted", "Sink", "StreamItem"]
+
+
+class RankAdded(msgspec.Struct, frozen=True, tag=True):
+    """A rank is subscribed to from now on."""
+
+    rank: Rank
+
+
+class RankBatch(msgspec.Struct, frozen=True, tag=True):
+    """The next batch of a rank, in order and without a hole since the item before.
+
+    Attributes:
+        rank: whose batch it is.
+        epoch: counts the publisher's restarts.
+        seq: the publisher's number of it.
+        batch: its events.
+        replayed: whether it came by replay rather than live.
+    """
+
+    rank: Rank
+    epoch: int
+    seq: int
+    batch: EventBatch
+    replayed: bool
+
+
+class RankLost(msgspec.Struct, frozen=True, tag=True):
+    """Batches of a rank are lost for good; the next batch follows after the hole.
+
+    Attributes:
+        rank: whose batches they are.
+        epoch: counts the publisher's restarts.
+        reason: why they could not be had, one word.
+        first_seq: the first lost number.
+        last_seq: the last lost number, inclusive; None if that is not known.
+        reset: whether what the rank holds is to be dropped (`on_loss="reset"`).
+    """
+
+    rank: Rank
+    epoch: int
+    reason: str
+    first_seq: int
+    last_seq: int | None
+    reset: bool
+
+
+class RankRestarted(msgspec.Struct, frozen=True, tag=True):
+    """A rank's publisher is another one now: drop what the rank held.
+
+    Attributes:
+        rank: which rank.
+        epoch: the number of the epoch that begins.
+        reason: what told it, one word.
+    """
+
+    rank: Rank
+    epoch: int
+    reason: str
+
+
+class RankRemoved(msgspec.Struct, frozen=True, tag=True):
+    """A rank is no longer subscribed to."""
+
+    rank: Rank
+
+
+StreamItem: TypeAlias = RankAdded | RankBatch | RankLost | RankRestarted | RankRemoved
+Sink: TypeAlias = Callable[[StreamItem], None]
+"""Called on the subscriber's thread, one item at a time, in order for each rank."""

@@ -1,0 +1,159 @@
+"""Where an engine's publishers are: one per data-parallel rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from kvindex.errors import ConfigurationError
+
+__all__ = ["Curve", "Endpoints", "PublisherAddress", "Worker"]
+
+Endpoints: TypeAlias = str | Sequence[str] | Mapping[int, str]
+"""One endpoint for rank 0 (later ranks follow from it), one for each rank, or `{dp_rank: …}`."""
+
+_TCP_PORT = re.compile(r"(tcp://.+):(\d+)")
+_MAX_DP_SIZE = 65_536
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """CURVE keys for an encrypted, authenticated connection (Z85 text of 40 bytes each).
+
+    Attributes:
+        server_key: the publisher's public key.
+        public_key: our public key.
+        secret_key: our secret key.
+
+    Raises:
+        ConfigurationError: a key is not 40 bytes long.
+    """
+
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if len(getattr(self, name)) != 40:
+                raise ConfigurationError(f"CURVE {name} must be 40 bytes of Z85 text")
+
+
+class PublisherAddress(msgspec.Struct, frozen=True):
+    """Where one rank's publisher is expected.
+
+    Attributes:
+        dp_rank: the rank as the port tells it; a `dp_rank` in its batches wins.
+        endpoint: its PUB socket.
+        replay: its ROUTER socket, or None.
+    """
+
+    dp_rank: int
+    endpoint: str
+    replay: str | None
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One engine deployment and the endpoints of its publishers.
+
+    Attributes:
+        worker: its id, chosen by the user.
+        endpoint: ZeroMQ endpoint of the PUB socket (tcp, ipc or inproc). One string is rank 0's:
+            as the engines do, rank r then is at port + r (tcp) or has the suffix `_dp{r}`
+            (inproc). Or one for each rank, as a list or as `{dp_rank: endpoint}`.
+        replay: the same for the replay (ROUTER) socket; None if the engine has none: gaps then
+            cannot be repaired.
+        dp_size: number of data-parallel ranks.
+        topic: only messages whose topic starts with this; "" (the engines' default) is all.
+        bind: listen at `endpoint` ourselves, for publishers that connect (vLLM does when its
+            endpoint names a concrete host). Replay is still connected to.
+        curve: CURVE keys for both sockets.
+
+    Raises:
+        ConfigurationError: endpoints that no rank could be reached at, with the reason.
+
+    Examples:
+        >>> worker = Worker("vllm-0", "tcp://10.0.0.5:5557", replay="tcp://10.0.0.5:5657", dp_size=2)
+        >>> [address.endpoint for address in worker.publishers()]
+        ['tcp://10.0.0.5:5557', 'tcp://10.0.0.5:5558']
+    """
+
+    worker: str
+    endpoint: Endpoints
+    replay: Endpoints | None = None
+    dp_size: int | None = None
+    topic: str = ""
+    bind: bool = False
+    curve: Curve | None = None
+
+    def __post_init__(self) -> None:
+        if not self.worker or not isinstance(self.worker, str):
+            raise ConfigurationError(f"worker must be a non-empty string, not {self.worker!r}")
+        if self.dp_size is not None and not 1 <= self.dp_size <= _MAX_DP_SIZE:
+            raise ConfigurationError(
+                f"dp_size must be 1 to {_MAX_DP_SIZE} ranks, not {self.dp_size}"
+            )
+        self.publishers()
+
+    def publishers(self) -> list[PublisherAddress]:
+        """Return the address of each rank's publisher, by dp_rank."""
+        endpoints = _by_rank(self.endpoint, self.dp_size, "endpoint")
+        if self.replay is None:
+            return [PublisherAddress(r, e, None) for r, e in sorted(endpoints.items())]
+        replays = _by_rank(self.replay, self.dp_size or len(endpoints), "replay")
+        if endpoints.keys() != replays.keys():
+            raise ConfigurationError(
+                f"worker {self.worker!r}: endpoint names dp_ranks {sorted(endpoints)}, "
+                f"replay {sorted(replays)}; give both for the same ranks"
+            )
+        return [PublisherAddress(r, e, replays[r]) for r, e in sorted(endpoints.items())]
+
+    def shared_endpoints(self) -> list[str]:
+        """Return endpoints that one rank publishes and another replays at: a known misconfiguration.
+
+        With the engines' usual ports 5557 and 5558 and two ranks, rank 1 would publish at the
+        port where rank 0 replays.
+        """
+        addresses = self.publishers()
+        replays = {address.replay for address in addresses}
+        return [address.endpoint for address in addresses if address.endpoint in replays]
+
+
+def _by_rank(endpoints: Endpoints, dp_size: int | None, name: str) -> dict[int, str]:
+    if isinstance(endpoints, str):
+        return {r: _offset(endpoints, r, name) for r in range(dp_size or 1)}
+    by_rank = dict(endpoints if isinstance(endpoints, Mapping) else enumerate(endpoints))
+    if not by_rank:
+        raise ConfigurationError(f"{name} is empty: give one for each rank")
+    if dp_size is not None and len(by_rank) != dp_size:
+        raise ConfigurationError(f"dp_size is {dp_size}, but {name} lists {len(by_rank)} ranks")
+    for dp_rank, endpoint in by_rank.items():
+        if not isinstance(dp_rank, int) or dp_rank < 0:
+            raise ConfigurationError(f"{name}: dp_rank must be 0 or more, not {dp_rank!r}")
+        _offset(endpoint, 0, name)
+    return by_rank
+
+
+def _offset(endpoint: str, dp_rank: int, name: str) -> str:
+    """Return a rank's endpoint from rank 0's, by the engines' own rule."""
+    if endpoint.startswith("inproc://") and len(endpoint) > len("inproc://"):
+        return endpoint if dp_rank == 0 else f"{endpoint}_dp{dp_rank}"
+    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
+        if dp_rank:
+            raise ConfigurationError(
+                f"{name} {endpoint!r}: ranks of an ipc endpoint follow no rule; "
+                "give a list with one for each rank"
+            )
+        return endpoint
+    tcp = _TCP_PORT.fullmatch(endpoint)
+    if tcp is None:
+        raise ConfigurationError(
+            f"{name} {endpoint!r} is no endpoint; "
+            "expected tcp://HOST:PORT, ipc://PATH or inproc://NAME"
+        )
+    port = int(tcp[2]) + dp_rank
+    if not 1 <= port <= 65_535:
+        raise ConfigurationError(f"{name} {endpoint!r}: port {port} of rank {dp_rank} is no port")
+    return f"{tcp[1]}:{port}"

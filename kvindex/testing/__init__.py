@@ -1,0 +1,23 @@
+"""Test tools: a fake engine with a real cache, a link with faults, and a clock moved by hand.
+
+They are part of the product: whoever writes a router tests it with them, without a GPU.
+"""
+
+from kvindex.testing.cache import CacheKey, Lookup, PagedCache, ResidentBlock, Running, Served
+from kvindex.testing.clock import ManualClock
+from kvindex.testing.options import CacheOptions, Group
+from kvindex.testing.workload import Request, Workload
+
+__all__ = [
+    "CacheKey",
+    "CacheOptions",
+    "Group",
+    "Lookup",
+    "ManualClock",
+    "PagedCache",
+    "Request",
+    "ResidentBlock",
+    "Running",
+    "Served",
+    "Workload",
+]

@@ -1,0 +1,515 @@
+"""A paged prefix cache that works as an engine's does and tells every change as events.
+
+Nothing of it knows sockets. What it holds is known exactly (`truth`), so an index that is fed its
+events can be held against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from kvindex.errors import ClosedError, ConfigurationError, TokenError
+from kvindex.testing.announce import Announcer
+from kvindex.testing.chain import Chain, Hasher, HashForm, Link, Namespace
+from kvindex.testing.options import CacheOptions
+from kvindex.testing.pool import BlockPool, CpuTier
+from kvindex.wire import BlockHash, Event
+
+__all__ = ["CacheKey", "Lookup", "PagedCache", "ResidentBlock", "Running", "Served"]
+
+CacheKey = tuple[BlockHash, str, int | None]
+"""What events tell apart: (block_hash, medium, group_idx)."""
+
+ExtraKeys = Sequence[Sequence[Any] | None]
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request cost.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        hit_tokens: how many of them were cached.
+        loaded_tokens: how many of those came from the CPU tier.
+        new_tokens: how many tokens were generated.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    loaded_tokens: int = 0
+    new_tokens: int = 0
+
+
+class Lookup(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a prompt is resident.
+
+    Attributes:
+        blocks: leading blocks resident on any medium, by the engine's own rule for its groups.
+        tokens: the same in tokens.
+        by_medium: of those blocks, how many of the first group are on each medium.
+    """
+
+    blocks: int
+    tokens: int
+    by_medium: dict[str, int]
+
+
+class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """One block that the cache holds, with its whole prefix.
+
+    Attributes:
+        block_hash: as on the wire.
+        medium: where it lives.
+        group_idx: as on the wire.
+        copies: physical copies there.
+        prefix: all tokens from the start of the prompt through this block.
+        lookahead: the tokens after it that the hash covers.
+        lora: LoRA adapter name.
+        salt: cache salt.
+        extra_keys: what else the blocks of the prompt cover.
+    """
+
+    block_hash: BlockHash
+    medium: str
+    group_idx: int | None
+    copies: int
+    prefix: list[int]
+    lookahead: list[int]
+    lora: str | None
+    salt: str | None
+    extra_keys: list[tuple[Any, ...] | None]
+
+
+class Running:
+    """A request that holds blocks: made by `PagedCache.begin`, ended by `PagedCache.finish`."""
+
+    def __init__(self, chain: Chain, groups: int) -> None:
+        self.chain = chain
+        self.prompt_tokens = len(chain.token_ids)
+        self.hit_tokens = 0
+        self.loaded_tokens = 0
+        self.finished = False
+        self.tables: list[list[int | None]] = [[] for _ in range(groups)]
+        self.stored = 0
+
+    @property
+    def served(self) -> Served:
+        """What the request has cost so far."""
+        return Served(
+            prompt_tokens=self.prompt_tokens,
+            hit_tokens=self.hit_tokens,
+            loaded_tokens=self.loaded_tokens,
+            new_tokens=len(self.chain.token_ids) - self.prompt_tokens,
+        )
+
+
+class PagedCache:
+    """Serve prompts from physical blocks with prefix caching and LRU eviction.
+
+    Freed blocks join the tail of the free queue, the end of a prompt first, and stay hit-able
+    until they are taken from its head. A prompt is never hit as a whole: the engine needs its last
+    token computed, so a block-aligned prompt that comes again stores its last block a second time.
+
+    Args:
+        num_blocks: physical GPU blocks, shared by all groups.
+        block_size: tokens per block.
+        cpu_blocks: blocks of the CPU tier; 0 for none.
+        hash_form: how hashes appear in events.
+        seed: of the hashes; None draws them anew.
+        options: the rest.
+
+    Thread safety: none; one owner at a time.
+
+    Examples:
+        >>> cache = PagedCache(num_blocks=8, block_size=4)
+        >>> cache.serve(range(8)).hit_tokens
+        0
+        >>> cache.serve(range(8)).hit_tokens
+        4
+        >>> sorted(cache.truth().values())
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        cpu_blocks: int = 0,
+        hash_form: HashForm = "u64",
+        seed: int | None = 0,
+        options: CacheOptions | None = None,
+    ) -> None:
+        if num_blocks < 1 or block_size < 1 or cpu_blocks < 0:
+            raise ConfigurationError(
+                f"num_blocks={num_blocks}, block_size={block_size} are at least 1, "
+                f"cpu_blocks={cpu_blocks} at least 0"
+            )
+        self.options = options or CacheOptions()
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._hasher = Hasher(
+            block_size, form=hash_form, seed=seed, lookahead=self.options.lookahead
+        )
+        self._pool = BlockPool(num_blocks)
+        self._cpu = CpuTier(cpu_blocks)
+        self._announcer = Announcer(block_size, self.options)
+        self._running: set[Running] = set()
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def hit(
+        self,
+        token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+    ) -> int:
+        """Return how many tokens of the prompt `serve` would find cached; changes nothing.
+
+        Complexity: O(tokens).
+        """
+        chain = self._chain(token_ids, lora, salt, extra_keys)
+        return self._hit_blocks(chain) * self.block_size
+
+    def lookup(
+        self,
+        token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+    ) -> Lookup:
+        """Return how much of the prompt is resident, the whole of it included.
+
+        Complexity: O(tokens).
+        """
+        links = self._chain(token_ids, lora, salt, extra_keys).links
+        blocks = self._leading(links)
+        places = {
+            self._announcer.gpu: sum(self._pool.find(0, x) is not None for x in links[:blocks]),
+            self._announcer.cpu: sum(self._cpu.has(0, x) for x in links[:blocks]),
+        }
+        return Lookup(
+            blocks=blocks,
+            tokens=blocks * self.block_size,
+            by_medium={medium: count for medium, count in places.items() if count},
+        )
+
+    def truth(self) -> dict[CacheKey, int]:
+        """Return what is resident: for each (block_hash, medium, group_idx) its copies."""
+        return {
+            (link.block_hash, medium, self._announcer.group_idx(group)): copies
+            for group, link, copies, medium in self._contents()
+        }
+
+    def resident_prefixes(self) -> list[ResidentBlock]:
+        """Return every resident block with the tokens from the prompt's start through it.
+
+        Complexity: O(blocks * prefix length).
+        """
+        return [
+            self._resident(group, link, copies, medium)
+            for group, link, copies, medium in self._contents()
+        ]
+
+    def check(self) -> None:
+        """Assert that the physical blocks add up.
+
+        Raises:
+            InvariantError: they do not; the message says where.
+        """
+        users = Counter(
+            block
+            for running in self._running
+            for table in running.tables
+            for block in table
+            if block is not None
+        )
+        self._pool.check(users)
+
+    # -- serving -----------------------------------------------------------------------------
+
+    def serve(
+        self,
+        token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        new_tokens: Sequence[int] = (),
+    ) -> Served:
+        """Serve one request from beginning to end.
+
+        The last generated token never enters the cache: nothing was computed after it.
+
+        Raises:
+            TokenError: there are no tokens.
+            ConfigurationError: it needs more blocks than are free; nothing was changed.
+        """
+        fed = list(new_tokens[:-1])
+        chain = self._chain(token_ids, lora, salt, extra_keys)
+        self._check_room(chain, len(chain.token_ids) + len(fed))
+        running = self._begin(chain)
+        for token in fed:
+            self.step(running, [token])
+        self.finish(running)
+        return msgspec.structs.replace(running.served, new_tokens=len(new_tokens))
+
+    def begin(
+        self,
+        token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+    ) -> Running:
+        """Start a request: find its cached blocks, allocate and store the others.
+
+        Raises:
+            TokenError: there are no tokens.
+            ConfigurationError: it needs more blocks than are free; nothing was changed.
+        """
+        chain = self._chain(token_ids, lora, salt, extra_keys)
+        self._check_room(chain, len(chain.token_ids))
+        return self._begin(chain)
+
+    def step(self, running: Running, token_ids: Sequence[int]) -> None:
+        """Let a running request compute further tokens.
+
+        Raises:
+            ClosedError: the request is finished.
+            ConfigurationError: it needs more blocks than are free; nothing was changed.
+        """
+        if running.finished:
+            raise ClosedError("the request is finished; begin another")
+        total = len(running.chain.token_ids) + len(token_ids)
+        needed = sum(self._blocks(total) - len(table) for table in running.tables)
+        if needed > self._pool.free:
+            raise self._full(needed, self._pool.free)
+        self._leave_window(running)
+        running.chain.extend(token_ids)
+        self._grow(running)
+        self._store_ready(running)
+
+    def finish(self, running: Running) -> None:
+        """End a request: its blocks join the free queue, the last first. Idempotent."""
+        if running.finished:
+            return
+        running.finished = True
+        self._running.discard(running)
+        for table in running.tables:
+            self._pool.release([block for block in reversed(table) if block is not None])
+            table.clear()
+
+    def clear(self, *, gpu_only: bool = False) -> None:
+        """Forget everything cached; the event waits with the others for `take_events`.
+
+        Args:
+            gpu_only: keep the CPU tier, though the event says that all is gone (vLLM's
+                `reset_prefix_cache`).
+
+        Raises:
+            ConfigurationError: requests are running.
+        """
+        if self._running:
+            raise ConfigurationError(f"{len(self._running)} requests are running; finish them")
+        self._pool.clear()
+        if not gpu_only:
+            self._cpu.clear()
+        self._announcer.cleared()
+
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call, in causal order."""
+        return self._announcer.take()
+
+    # -- finding -----------------------------------------------------------------------------
+
+    def _chain(
+        self,
+        token_ids: Sequence[int],
+        lora: str | None,
+        salt: str | None,
+        extra_keys: ExtraKeys | None,
+    ) -> Chain:
+        if not len(token_ids):
+            raise TokenError("token_ids is empty")
+        keys = tuple(None if not one else tuple(one) for one in extra_keys or ())
+        return Chain(self._hasher, token_ids, Namespace(lora, salt, keys))
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _present(self, group: int, link: Link) -> bool:
+        return self._pool.find(group, link) is not None or self._cpu.has(group, link)
+
+    def _hit_blocks(self, chain: Chain) -> int:
+        return self._leading(chain.links[: (len(chain.token_ids) - 1) // self.block_size])
+
+    def _leading(self, links: Sequence[Link]) -> int:
+        """How many leading blocks every group can serve."""
+        blocks, before = len(links), -1
+        while blocks != before:
+            before = blocks
+            for group in range(len(self.options.groups)):
+                blocks = self._fitting(group, links[:blocks])
+        return blocks
+
+    def _fitting(self, group: int, links: Sequence[Link]) -> int:
+        """The longest cut that this group can serve."""
+        reach = self.options.groups[group].reach(self.block_size)
+        present = [self._present(group, link) for link in links]
+        if reach is None:
+            return present.index(False) if False in present else len(links)
+        cut = len(links)
+        while not all(present[max(0, cut - reach) : cut]):
+            cut -= 1
+        return cut
+
+    def _first_needed(self, group: int, hit: int) -> int:
+        reach = self.options.groups[group].reach(self.block_size)
+        return 0 if reach is None else max(0, hit - reach)
+
+    # -- holding -----------------------------------------------------------------------------
+
+    def _check_room(self, chain: Chain, tokens: int) -> None:
+        """Raise if so many tokens could not be held at once."""
+        hit, needed, reused = self._hit_blocks(chain), 0, 0
+        for group in range(len(self.options.groups)):
+            first = self._first_needed(group, hit)
+            found = [self._pool.find(group, link) for link in chain.links[first:hit]]
+            on_gpu = [block for block in found if block is not None]
+            needed += self._blocks(tokens) - first - len(on_gpu)
+            reused += sum(self._pool.is_free(block) for block in on_gpu)
+        if needed > self._pool.free - reused:
+            raise self._full(needed, self._pool.free - reused)
+
+    def _full(self, needed: int, free: int) -> ConfigurationError:
+        return ConfigurationError(
+            f"{needed} more blocks are needed and {free} of {self.num_blocks} are free: finish a "
+            "running request or give the cache more num_blocks"
+        )
+
+    def _begin(self, chain: Chain) -> Running:
+        running = Running(chain, len(self.options.groups))
+        self._running.add(running)
+        hit = self._hit_blocks(chain)
+        running.hit_tokens = hit * self.block_size
+        running.stored = hit
+        loads = self._touch(running, hit)
+        for group, positions in enumerate(loads):
+            for position in positions:
+                running.tables[group][position] = self._take()
+        self._grow(running)
+        for group, positions in enumerate(loads):
+            self._store(running, group, positions)
+        running.loaded_tokens = len(set().union(*loads)) * self.block_size
+        self._store_ready(running)
+        return running
+
+    def _touch(self, running: Running, hit: int) -> list[list[int]]:
+        """Use the hit blocks; return for each group the positions to load from the CPU tier."""
+        loads: list[list[int]] = []
+        for group, table in enumerate(running.tables):
+            first = self._first_needed(group, hit)
+            table.extend([None] * first)
+            for link in running.chain.links[first:hit]:
+                block = self._pool.find(group, link)
+                if block is not None:
+                    self._pool.touch(block)
+                self._cpu.touch(group, link)
+                table.append(block)
+            loads.append([i for i in range(first, hit) if table[i] is None])
+        return loads
+
+    def _leave_window(self, running: Running) -> None:
+        """Release the blocks that no later token of the request attends to."""
+        for group, table in zip(self.options.groups, running.tables, strict=True):
+            if group.sliding_window is None:
+                continue
+            outside = max(0, len(running.chain.token_ids) - group.sliding_window + 1)
+            count = min(outside // self.block_size, len(table))
+            self._pool.release([block for block in reversed(table[:count]) if block is not None])
+            table[:count] = [None] * count
+
+    def _grow(self, running: Running) -> None:
+        for table in running.tables:
+            while len(table) < self._blocks(len(running.chain.token_ids)):
+                table.append(self._take())
+
+    def _take(self) -> int:
+        """Take a physical block; what it held is offloaded or gone."""
+        evicted = self._pool.next_evicted()
+        if evicted is not None and self._cpu and self.options.offload == "evict":
+            self._offload(*evicted)
+        block, held = self._pool.take()
+        if held is not None:
+            self._announcer.removed(*held, self._announcer.gpu)
+        return block
+
+    def _store_ready(self, running: Running) -> None:
+        """Store the blocks that became full, group by group."""
+        full = len(running.chain.token_ids) // self.block_size
+        ready = min(full, len(running.chain.links))
+        for group in range(len(self.options.groups)):
+            self._store(running, group, range(running.stored, ready))
+        running.stored = max(running.stored, ready)
+
+    def _store(self, running: Running, group: int, positions: Sequence[int]) -> None:
+        """Store blocks of a request and announce them, one event for each unbroken run."""
+        run: list[Link] = []
+        for position in positions:
+            link, block = running.chain.links[position], running.tables[group][position]
+            one_copy = self.options.engine == "sglang"
+            if block is None or (one_copy and self._pool.find(group, link) is not None):
+                continue
+            self._pool.store(block, group, link)
+            if run and run[-1] is not link.parent:
+                self._announce(group, run)
+                run = []
+            run.append(link)
+        self._announce(group, run)
+
+    def _announce(self, group: int, run: list[Link]) -> None:
+        self._announcer.stored(group, run, self._announcer.gpu)
+        if self._cpu and self.options.offload == "store":
+            for link in run:
+                self._offload(group, link)
+
+    def _offload(self, group: int, link: Link) -> None:
+        if self._cpu.has(group, link):
+            self._cpu.touch(group, link)
+            return
+        evicted = self._cpu.store(group, link)
+        if evicted is not None:
+            self._announcer.removed(*evicted, self._announcer.cpu)
+        if self.options.placeholders:
+            self._announcer.moved(group, link, self._announcer.cpu)
+        else:
+            self._announcer.stored(group, [link], self._announcer.cpu)
+
+    # -- telling -----------------------------------------------------------------------------
+
+    def _contents(self) -> Iterator[tuple[int, Link, int, str]]:
+        for group, link, copies in self._pool.contents():
+            yield group, link, copies, self._announcer.gpu
+        for group, link, copies in self._cpu.contents():
+            yield group, link, copies, self._announcer.cpu
+
+    def _resident(self, group: int, link: Link, copies: int, medium: str) -> ResidentBlock:
+        path = list(link.path())[::-1]
+        return ResidentBlock(
+            block_hash=link.block_hash,
+            medium=medium,
+            group_idx=self._announcer.group_idx(group),
+            copies=copies,
+            prefix=[token for one in path for token in one.token_ids],
+            lookahead=list(link.lookahead),
+            lora=link.namespace.lora,
+            salt=link.namespace.salt,
+            extra_keys=[one.content for one in path],
+        )

@@ -1,0 +1,68 @@
+"""What kind of cache the fake engine has."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvindex.errors import ConfigurationError
+
+__all__ = ["CacheOptions", "Group"]
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One KV cache group of a hybrid model.
+
+    Attributes:
+        kind: kind of attention, in vLLM's words.
+        sliding_window: its window in tokens; None for full attention.
+    """
+
+    kind: str = "full_attention"
+    sliding_window: int | None = None
+
+    @classmethod
+    def window(cls, tokens: int) -> Group:
+        """Return a sliding-window group of this many tokens."""
+        return cls("sliding_window", tokens)
+
+    def reach(self, block_size: int) -> int | None:
+        """Return how many blocks before a cut a hit needs; None for all of them."""
+        if self.sliding_window is None:
+            return None
+        return -(-(self.sliding_window - 1) // block_size)
+
+
+class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The rarer properties of a `PagedCache`.
+
+    Attributes:
+        groups: KV cache groups; the first has full attention, others may have windows.
+        lookahead: how many tokens after a block its hash covers (vLLM 0.33; 1 for EAGLE bigrams).
+        offload: when blocks go to the CPU tier: as they are stored on the GPU, or only when
+            their last GPU copy is evicted.
+        placeholders: CPU stores carry the hash only (`token_ids=[]`), as vLLM's connectors do by
+            default; otherwise the whole payload.
+        engine: whose habits to follow. "vllm": group_idx and kinds on events, salt in extra_keys,
+            several physical copies of a block, medium "CPU". "sglang": none of the former, salt in
+            `cache_salt`, one copy, medium "CPU_PINNED", removals of one step in one event.
+        single_hashes: each event names one block (SGLang before 0.5.18).
+    """
+
+    groups: tuple[Group, ...] = (Group(),)
+    lookahead: int = 0
+    offload: Literal["store", "evict"] = "store"
+    placeholders: bool = True
+    engine: Literal["vllm", "sglang"] = "vllm"
+    single_hashes: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.groups or self.groups[0].sliding_window is not None:
+            raise ConfigurationError("the first of `groups` must have full attention")
+        if any(g.sliding_window is not None and g.sliding_window < 1 for g in self.groups):
+            raise ConfigurationError("sliding_window is at least 1 token")
+        if self.lookahead < 0:
+            raise ConfigurationError(f"lookahead is {self.lookahead}, below 0")
+        if self.engine == "sglang" and len(self.groups) > 1:
+            raise ConfigurationError("SGLang's events have no groups: use one")

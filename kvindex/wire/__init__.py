@@ -1,0 +1,60 @@
+"""Bytes to events and back: every dialect of the KV-cache event protocol, and its frames.
+
+Knows no socket, no clock and no index. `decode_batch` reads what any engine version sends,
+`encode_batch` writes as a chosen one does.
+"""
+
+from kvindex.wire.decode import decode_batch
+from kvindex.wire.dialect import DIALECTS, LATEST, Dialect, dialect
+from kvindex.wire.encode import encode_batch
+from kvindex.wire.events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+)
+from kvindex.wire.frames import (
+    END_SEQ,
+    LiveFrame,
+    ReplayReply,
+    live_frames,
+    parse_live,
+    parse_replay,
+    parse_replay_request,
+    replay_end,
+    replay_frames,
+    replay_request,
+)
+from kvindex.wire.quirks import text_token
+from kvindex.wire.recording import RecordedMessage, RecordingWriter, read_recording
+
+__all__ = [
+    "DIALECTS",
+    "END_SEQ",
+    "LATEST",
+    "AllBlocksCleared",
+    "BlockHash",
+    "BlockRemoved",
+    "BlockStored",
+    "Dialect",
+    "Event",
+    "EventBatch",
+    "LiveFrame",
+    "RecordedMessage",
+    "RecordingWriter",
+    "ReplayReply",
+    "decode_batch",
+    "dialect",
+    "encode_batch",
+    "live_frames",
+    "parse_live",
+    "parse_replay",
+    "parse_replay_request",
+    "read_recording",
+    "replay_end",
+    "replay_frames",
+    "replay_request",
+    "text_token",
+]

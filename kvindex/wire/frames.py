@@ -1,0 +1,168 @@
+"""The ZeroMQ frames around a payload: live messages, replay requests and their replies.
+
+Live (PUB to SUB): `[topic, seq, payload]`, seq as 8 bytes big-endian.
+Request (DEALER to ROUTER): `[b"", start_seq]`; the ROUTER sees the identity before them.
+Reply, one message for each batch from start_seq: `[b"", seq, payload]` up to vLLM 0.25 and SGLang
+0.5.21, `[b"", topic, seq, payload]` since; the last has the seq END_SEQ and an empty payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kvindex.errors import DecodeError, EncodeError
+
+__all__ = [
+    "END_SEQ",
+    "LiveFrame",
+    "ReplayReply",
+    "live_frames",
+    "parse_live",
+    "parse_replay",
+    "parse_replay_request",
+    "replay_end",
+    "replay_frames",
+    "replay_request",
+]
+
+END_SEQ: Final = 2**64 - 1
+"""The seq of the message that ends a replay."""
+
+_SEQ_BYTES: Final = 8
+_MAX_START_BYTES: Final = 64
+
+
+class LiveFrame(msgspec.Struct, frozen=True):
+    """One live message: its topic, its number, and the event batch as bytes."""
+
+    topic: bytes
+    seq: int
+    payload: bytes
+
+
+class ReplayReply(msgspec.Struct, frozen=True):
+    """One message of a replay.
+
+    Attributes:
+        topic: the topic frame, or None from engines that send none.
+        seq: the batch's number; END_SEQ at the end.
+        payload: the event batch as bytes; empty at the end.
+        end: True if the publisher says that there is no more. It does not say that nothing was
+            lost on the way: check that the numbers have no hole.
+    """
+
+    topic: bytes | None
+    seq: int
+    payload: bytes
+    end: bool
+
+
+def parse_live(frames: Sequence[bytes]) -> LiveFrame:
+    r"""Return the parts of a message received on a SUB socket.
+
+    Raises:
+        DecodeError: not 3 frames, or a seq that is not 8 bytes.
+
+    Examples:
+        >>> parse_live([b"kv", b"\x00" * 7 + b"\x05", b"..."]).seq
+        5
+    """
+    if len(frames) != 3:
+        raise _refused("live message", frames, "3 frames: topic, seq, payload")
+    return LiveFrame(frames[0], _seq(frames), frames[2])
+
+
+def live_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+    """Return the frames that a publisher sends for one batch.
+
+    Raises:
+        EncodeError: seq is not in 0 to 2**64 - 1.
+    """
+    return [topic, _seq_bytes(seq), payload]
+
+
+def parse_replay(frames: Sequence[bytes]) -> ReplayReply:
+    r"""Return the parts of a reply received on a DEALER socket, in either shape.
+
+    Raises:
+        DecodeError: not 3 or 4 frames, the first not empty, or a seq that is not 8 bytes.
+
+    Examples:
+        >>> parse_replay([b"", b"\xff" * 8, b""]).end
+        True
+        >>> parse_replay([b"", b"kv", b"\x00" * 8, b"..."]).topic
+        b'kv'
+    """
+    if len(frames) not in (3, 4) or frames[0]:
+        raise _refused("replay reply", frames, "an empty frame, a topic or none, seq, payload")
+    seq, payload = _seq(frames), frames[-1]
+    topic = frames[1] if len(frames) == 4 else None
+    return ReplayReply(topic, seq, payload, seq == END_SEQ and not payload)
+
+
+def replay_request(start_seq: int) -> list[bytes]:
+    """Return the frames with which a DEALER asks for every batch from start_seq.
+
+    END_SEQ asks for none: the publisher replies with the end only, which proves that it lives.
+
+    Raises:
+        EncodeError: start_seq is not in 0 to 2**64 - 1.
+    """
+    return [b"", _seq_bytes(start_seq)]
+
+
+def parse_replay_request(frames: Sequence[bytes]) -> tuple[bytes, int]:
+    """Return the asker's identity and start_seq from a message received on a ROUTER socket.
+
+    The number may have any length up to 64 bytes, as the engines accept it.
+
+    Raises:
+        DecodeError: not `[identity, b"", start_seq]`.
+    """
+    if len(frames) != 3 or frames[1] or len(frames[2]) > _MAX_START_BYTES:
+        raise _refused("replay request", frames, "identity, an empty frame, start_seq")
+    return frames[0], int.from_bytes(frames[2], "big")
+
+
+def replay_frames(
+    identity: bytes, topic: bytes, seq: int, payload: bytes, *, with_topic: bool
+) -> list[bytes]:
+    """Return the frames with which a ROUTER sends one batch of a replay.
+
+    Raises:
+        EncodeError: seq is not in 0 to 2**64 - 1.
+    """
+    head = [identity, b"", topic] if with_topic else [identity, b""]
+    return [*head, _seq_bytes(seq), payload]
+
+
+def replay_end(identity: bytes, *, with_topic: bool) -> list[bytes]:
+    """Return the frames with which a ROUTER ends a replay; a topic, if any, is empty."""
+    return replay_frames(identity, b"", END_SEQ, b"", with_topic=with_topic)
+
+
+def _seq(frames: Sequence[bytes]) -> int:
+    """The number in the last frame but one."""
+    frame = frames[-2]
+    if len(frame) != _SEQ_BYTES:
+        raise DecodeError(
+            f"seq has {len(frame)} bytes, not {_SEQ_BYTES} (payload of {len(frames[-1])} bytes)",
+            size=len(frames[-1]),
+        )
+    return int.from_bytes(frame, "big")
+
+
+def _seq_bytes(seq: int) -> bytes:
+    try:
+        return seq.to_bytes(_SEQ_BYTES, "big")
+    except (OverflowError, AttributeError):
+        raise EncodeError(f"seq is {seq!r}, not an int from 0 to 2**64 - 1") from None
+
+
+def _refused(what: str, frames: Sequence[bytes], expected: str) -> DecodeError:
+    lengths = ", ".join(str(len(frame)) for frame in frames[:8])
+    message = f"{what} of {len(frames)} frames (bytes: {lengths or 'none'}); expected {expected}"
+    return DecodeError(message, size=sum(map(len, frames)))

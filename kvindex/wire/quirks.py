@@ -1,0 +1,119 @@
+"""Oddities of engines, each as one pure function, so that the index can name what it works around.
+
+Nothing here keeps state, and nothing here reads an event: these are facts about values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Final
+
+from kvindex.wire.events import BlockHash
+
+__all__ = [
+    "EMPTY_TUPLE_HASH",
+    "ROOT_PARENTS",
+    "content_hash",
+    "fold_hash",
+    "fold_medium",
+    "is_content_hash",
+    "is_root_parent",
+    "text_token",
+]
+
+_MASK_64: Final = 2**64 - 1
+
+EMPTY_TUPLE_HASH: Final = 5740354900026072187
+"""CPython's `hash(())` on 64-bit machines: SGLang 0.4.8-0.5.0 names the root so."""
+
+ROOT_PARENTS: Final[frozenset[int | None]] = frozenset({None, 0, EMPTY_TUPLE_HASH})
+"""Every way in which a publisher says "the block before is the start of the prompt"."""
+
+_KNOWN_MEDIA: Final = frozenset(
+    {"GPU", "CPU", "CPU_PINNED", "DISK", "EXTERNAL", "STORAGE", "FS", "OBJ"}
+)
+
+
+def is_root_parent(parent_block_hash: BlockHash | None) -> bool:
+    """Return True if this parent means the start of the prompt.
+
+    None is the rule; LMCache and some simulators send 0; SGLang 0.4.8-0.5.0 sends `hash(())`.
+
+    Examples:
+        >>> [is_root_parent(parent) for parent in (None, 0, 5740354900026072187, 7, b"")]
+        [True, True, True, False, False]
+    """
+    return parent_block_hash in ROOT_PARENTS
+
+
+def content_hash(token_ids: Iterable[int]) -> int:
+    """Return the label that SGLang 0.4.6-0.5.5 gives a page, as an unsigned 64-bit int.
+
+    It is CPython's `hash(tuple(token_ids))` of a 64-bit build since 3.8, so it covers the page's
+    own tokens only and not the prefix: equal pages at two places share one label.
+
+    Raises:
+        TypeError: an item that is not hashable.
+
+    Complexity: O(tokens).
+
+    Examples:
+        >>> content_hash([]) == EMPTY_TUPLE_HASH
+        True
+    """
+    return hash(tuple(token_ids)) & _MASK_64
+
+
+def is_content_hash(block_hash: BlockHash, token_ids: Sequence[int]) -> bool:
+    """Return True if the label covers the block's own tokens only (see `content_hash`).
+
+    A label from a chained 64-bit hash answers True by chance once in 2**64 blocks.
+    """
+    return isinstance(block_hash, int) and block_hash & _MASK_64 == content_hash(token_ids)
+
+
+def fold_hash(block_hash: BlockHash) -> BlockHash:
+    """Return the label with its sign taken away: ints modulo 2**64, bytes as they are.
+
+    Engines differ in sign (vLLM unsigned; SGLang and vLLM up to 0.10.1 signed), and a wrapper may
+    change it on the way between a store and its removal.
+
+    Examples:
+        >>> fold_hash(-1) == fold_hash(2**64 - 1)
+        True
+    """
+    return block_hash & _MASK_64 if isinstance(block_hash, int) else block_hash
+
+
+def fold_medium(medium: str | None) -> str:
+    """Return one spelling for each medium: None is "GPU", known names upper case, others verbatim.
+
+    Known: GPU, CPU, CPU_PINNED, DISK, EXTERNAL, STORAGE, FS, OBJ. Mooncake and LMCache send lower
+    case; device strings such as "cuda:0" stay as they are.
+
+    Examples:
+        >>> [fold_medium(medium) for medium in (None, "cpu", "GPU", "cuda:0")]
+        ['GPU', 'CPU', 'GPU', 'cuda:0']
+    """
+    if medium is None:
+        return "GPU"
+    upper = medium.upper()
+    return upper if upper in _KNOWN_MEDIA else medium
+
+
+def text_token(text: str) -> int:
+    """Return the int that stands for a token that an engine sends as text.
+
+    TensorRT-LLM puts the digests of images among the token ids as strings. Decoding maps each
+    through this function; map a prompt's strings so too before asking. The result lies in
+    [2**62, 2**63), where no vocabulary reaches, and is the same in every process.
+
+    Complexity: O(length of text).
+
+    Examples:
+        >>> 2**62 <= text_token("sha256:ab") < 2**63
+        True
+    """
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**62 + 2**62
