@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -135,6 +135,17 @@ class Client:
                 wrong and what to try.
         """
         self.subscriber.wait_live(timeout, ranks=ranks)
+
+    def wait_for(
+        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
+    ) -> bool:
+        """Wait until the ranks' statuses meet a condition; return whether they did in time.
+
+        Args:
+            condition: called with the latest snapshots, whenever one has changed.
+            timeout: longest wait, in seconds.
+        """
+        return self.subscriber.wait_for(condition, timeout)
 
     def status(self, rank: Rank) -> RankStatus:
         """Return how a rank's stream stands, with its orphans and ignored blocks.

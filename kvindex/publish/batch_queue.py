@@ -25,9 +25,7 @@ class BatchQueue:
         wake: called when a batch came into the empty queue, and on closing.
     """
 
-    def __init__(
-        self, max_size: int, *, drop_when_full: bool, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, max_size: int, *, drop_when_full: bool, wake: Callable[[], None]) -> None:
         self._max_size = max_size
         self._drop_when_full = drop_when_full
         self._wake = wake

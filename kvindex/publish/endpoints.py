@@ -81,7 +81,7 @@ def local_endpoint(bound: str) -> str:
     for wildcard, loopback in (("0.0.0.0", "127.0.0.1"), ("*", "127.0.0.1"), ("[::]", "[::1]")):
         prefix = f"tcp://{wildcard}:"
         if bound.startswith(prefix):
-            return f"tcp://{loopback}:{bound[len(prefix):]}"
+            return f"tcp://{loopback}:{bound[len(prefix) :]}"
     return bound
 
 

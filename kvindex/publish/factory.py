@@ -89,9 +89,7 @@ class EventPublisherFactory:
             constructor = cls._registry.get(config.publisher or "")
             known = ", ".join(sorted(cls._registry))
         if constructor is None:
-            raise ConfigurationError(
-                f"no publisher is named {config.publisher!r}; known: {known}"
-            )
+            raise ConfigurationError(f"no publisher is named {config.publisher!r}; known: {known}")
         said = attn_dp_rank is not None and data_parallel_rank is None
         rank_name = "attn_dp_rank" if said else "data_parallel_rank"
         return constructor(**{rank_name: rank}, **_knobs(config))

@@ -219,7 +219,7 @@ class PublisherLoop:
         is_flushed = self._sockets.close(linger)
         self.counters["unsent_at_shutdown"] = left
         self.discard()
-        if left or not is_flushed:
+        if left or (linger and not is_flushed):
             logger.warning(
                 "the publisher closed with %d batches unsent%s",
                 left,

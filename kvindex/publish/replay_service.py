@@ -111,17 +111,14 @@ class ReplayService:
                 return
 
     def _advance(self, identity: bytes, asker: _Asker, now: float) -> None:
-        position = self._position(asker)
-        replies = size = 0
-        for seq, payload in self._buffer.held_from(position):
-            if replies == SLICE_REPLIES or size >= SLICE_BYTES:
+        first, size = self._position(asker), 0
+        for position, (seq, payload) in enumerate(self._buffer.held_from(first), first):
+            if position - first == SLICE_REPLIES or size >= SLICE_BYTES:
                 return
             frames = replay_frames(identity, self._topic, seq, payload, with_topic=self._with_topic)
             if not self._sent(identity, asker, frames, now):
                 return
-            position += 1
-            asker.position = position
-            replies += 1
+            asker.position = position + 1
             size += len(payload)
             self._counters["replayed_batches"] += 1
         if self._sent(identity, asker, replay_end(identity, with_topic=self._with_topic), now):

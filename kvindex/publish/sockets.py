@@ -155,9 +155,7 @@ def _open(
     return socket
 
 
-def _attach(
-    socket: zmq.Socket[bytes], endpoint: str, bind: bool, purpose: str, rank: int
-) -> None:
+def _attach(socket: zmq.Socket[bytes], endpoint: str, bind: bool, purpose: str, rank: int) -> None:
     try:
         if bind:
             socket.bind(endpoint)

@@ -257,9 +257,7 @@ def _curve(public_key: bytes | str | None, secret_key: bytes | str | None) -> Cu
     return CurveServer(public, secret)
 
 
-def _started(
-    config: KVEventsConfig, dialect: Dialect, sockets: PublisherSockets
-) -> PublisherLoop:
+def _started(config: KVEventsConfig, dialect: Dialect, sockets: PublisherSockets) -> PublisherLoop:
     """A running loop that owns the sockets; they are closed if it cannot start."""
     try:
         loop = PublisherLoop(

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal
@@ -170,12 +170,27 @@ class Subscriber:
             ClosedError: the subscriber is or was closed meanwhile.
         """
         wanted = None if ranks is None else [self.status(rank).rank for rank in ranks]
+        if not self.wait_for(lambda statuses: not _late(statuses, wanted), timeout):
+            with self._changed:
+                raise NotLiveError(timeout, _late(self._statuses, wanted))
+
+    def wait_for(
+        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
+    ) -> bool:
+        """Wait until the ranks' statuses meet a condition; return whether they did in time.
+
+        Args:
+            condition: called with the latest snapshots, whenever one has changed.
+            timeout: longest wait, in seconds.
+
+        Raises:
+            ClosedError: the subscriber is or was closed meanwhile.
+        """
         with self._changed:
-            done = self._changed.wait_for(lambda: self._closed or not self._late(wanted), timeout)
+            met = self._changed.wait_for(lambda: self._closed or condition(self._statuses), timeout)
             if self._closed:
                 raise ClosedError("the subscriber was closed")
-            if not done:
-                raise NotLiveError(timeout, self._late(wanted))
+            return met
 
     def close(self) -> None:
         """Stop the thread and close every socket; idempotent."""
@@ -198,14 +213,6 @@ class Subscriber:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _late(self, wanted: list[Rank] | None) -> dict[Rank, str]:
-        statuses = self._statuses
-        return {
-            rank: status.reason or f"state is {status.state}"
-            for rank, status in statuses.items()
-            if status.state is not State.LIVE and (wanted is None or rank in wanted)
-        }
 
     def _call(self, command: Callable[[], None]) -> None:
         """Run a command on the thread and wait for it."""
@@ -256,16 +263,10 @@ class Subscriber:
     def _publish(self, feeds: Iterable[Feed], now: float) -> None:
         """Show others the new statuses of these feeds."""
         with self._changed:
-            notify = False
             for feed in feeds:
-                if self._feeds.get(feed.rank) is not feed:
-                    continue
-                status = feed.status(now)
-                before = self._statuses.get(feed.rank)
-                self._statuses[feed.rank] = status
-                notify |= before is None or before.state is not status.state
-            if notify:
-                self._changed.notify_all()
+                if self._feeds.get(feed.rank) is feed:
+                    self._statuses[feed.rank] = feed.status(now)
+            self._changed.notify_all()
 
     def _deliver(self, item: StreamItem) -> None:
         try:
@@ -375,3 +376,11 @@ class Subscriber:
             self._changed.notify_all()
         self._watch.wake()
 
+
+def _late(statuses: Mapping[Rank, RankStatus], wanted: list[Rank] | None) -> dict[Rank, str]:
+    """Return the ranks that are not live, and why."""
+    return {
+        rank: status.reason or f"state is {status.state}"
+        for rank, status in statuses.items()
+        if status.state is not State.LIVE and (wanted is None or rank in wanted)
+    }

@@ -5,13 +5,20 @@ They are part of the product: whoever writes a router tests it with them, withou
 
 from kvindex.testing.cache import CacheKey, Lookup, PagedCache, ResidentBlock, Running, Served
 from kvindex.testing.clock import ManualClock
+from kvindex.testing.engine import FakeEngine
+from kvindex.testing.faults import Faults, LaneFaults
+from kvindex.testing.link import FaultyLink
 from kvindex.testing.options import CacheOptions, Group
 from kvindex.testing.workload import Request, Workload
 
 __all__ = [
     "CacheKey",
     "CacheOptions",
+    "FakeEngine",
+    "Faults",
+    "FaultyLink",
     "Group",
+    "LaneFaults",
     "Lookup",
     "ManualClock",
     "PagedCache",

@@ -160,7 +160,8 @@ class Lane:
 
     def _overtaken(self) -> list[Frames]:
         """The held messages that one more message has now overtaken for the last time."""
-        out, kept = [], []
+        out: list[_Held] = []
+        kept: list[_Held] = []
         for held in self._held:
             if held.overtakers > 0:
                 held.overtakers -= 1

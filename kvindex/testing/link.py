@@ -8,6 +8,7 @@ the replies back through a second lane. Other threads only hand it commands.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import random
 import socket
@@ -225,7 +226,8 @@ class FaultyLink:
         if self._woken in ready or self._woken.fileno() in ready:
             self._obey()
 
-    def _timeout(self) -> float | None:
+    def _timeout(self) -> int | None:
+        """How long to wait at most, in milliseconds."""
         dues = [lane.deadline for lane in (self._live, self._replay)]
         due = min((due for due in dues if due is not None), default=None)
         if due is None or self._wires is None:
@@ -233,7 +235,7 @@ class FaultyLink:
         wait = max(0.0, due - self._clock())
         if self._clock is not time.monotonic:
             wait = min(wait, _FOREIGN_CLOCK_POLL)
-        return wait * 1000 + (1 if wait else 0)
+        return math.ceil(wait * 1000)
 
     def _obey(self) -> None:
         try:

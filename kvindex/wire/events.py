@@ -31,7 +31,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         extra_keys: for each block, what its identity covers besides tokens (multimodal digests,
             cache salt, …), or None.
         group_idx: KV cache group of a hybrid model.
-        kv_cache_spec_kind: kind of attention of that group, e.g. "full_attention", "sliding_window".
+        kv_cache_spec_kind: that group's attention, e.g. "full_attention", "sliding_window".
         kv_cache_spec_sliding_window: its window in tokens.
         locality: "LOCAL" or "REMOTE" (vLLM 0.26).
         ownership: id of a secondary offload tier (vLLM 0.29).

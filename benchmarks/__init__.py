@@ -1,0 +1,1 @@
+"""Measurements of kvindex; see docs/benchmarks.md."""

@@ -1,0 +1,74 @@
+"""What was delivered in the current epoch: the cursor that every decision starts from."""
+
+from __future__ import annotations
+
+import math
+
+from kvindex.subscribe.actions import Batch
+
+__all__ = ["Applied"]
+
+
+class Applied:
+    """The cursor of one epoch. Owner: one sequencer.
+
+    Attributes:
+        epoch: restarts so far.
+        seq, ts: the last batch applied; seq is None before the first one of the epoch.
+        next_seq: the seq that must follow; None while the epoch may start anywhere.
+        complete: whether every batch from the publisher's first on was applied.
+        oldest_ts: batches older than this belong to an earlier epoch (unless replay has them).
+    """
+
+    def __init__(self, *, recent: int) -> None:
+        self.epoch = 0
+        self.seq: int | None = None
+        self.ts = -math.inf
+        self.next_seq: int | None = None
+        self.complete = False
+        self.oldest_ts = -math.inf
+        self._recent: dict[int, int] = {}
+        self._capacity = recent
+
+    def start(self, seq: int) -> None:
+        """Let the epoch start at `seq`: complete if that is the publisher's first."""
+        self.next_seq = seq
+        self.complete = seq == 0
+
+    def forget_start(self) -> None:
+        """Take back `start` while nothing has been applied."""
+        self.next_seq = None
+        self.complete = False
+
+    def apply(self, batch: Batch) -> None:
+        """Advance over `batch`, which must be the next one."""
+        # Replay is believed against the clock: a lower ts there means that the clock was set back.
+        self.oldest_ts = batch.ts if self.seq is None else min(self.oldest_ts, batch.ts)
+        self.seq = batch.seq
+        self.ts = batch.ts
+        self.next_seq = batch.seq + 1
+        self._recent[batch.seq] = batch.fingerprint
+        if len(self._recent) > self._capacity:
+            del self._recent[next(iter(self._recent))]
+
+    def skip_to(self, seq: int) -> None:
+        """Advance over a loss that ends before `seq`."""
+        self.next_seq = seq
+        self.complete = False
+
+    def recognise(self, batch: Batch) -> bool | None:
+        """Return whether `batch` is the one applied under its seq; None if not remembered."""
+        known = self._recent.get(batch.seq)
+        return None if known is None else known == batch.fingerprint
+
+    def restart(self, trigger: Batch | None) -> None:
+        """Begin a new epoch; `trigger` is the batch of it that gave it away, if one did."""
+        self.epoch += 1
+        if trigger is not None:
+            self.oldest_ts = trigger.ts
+        elif self.seq is not None:
+            self.oldest_ts = math.nextafter(self.ts, math.inf)
+        self.seq = None
+        self.ts = -math.inf
+        self.forget_start()
+        self._recent.clear()

@@ -1,0 +1,418 @@
+"""An engine without a model: a real prefix cache whose changes are published as engines do."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import zmq
+
+from kvindex.errors import ClosedError, ConfigurationError
+from kvindex.publish import ZmqEventPublisher
+from kvindex.rank import Rank
+from kvindex.testing.cache import CacheKey, ExtraKeys, Lookup, PagedCache, ResidentBlock, Served
+from kvindex.testing.chain import HashForm
+from kvindex.testing.options import CacheOptions
+from kvindex.testing.ports import reserve_port
+from kvindex.testing.workload import Request
+from kvindex.wire import LATEST, Dialect, Event, EventBatch
+from kvindex.wire import dialect as dialect_named
+
+__all__ = ["FakeEngine"]
+
+
+class FakeEngine:
+    """Serve requests from a paged cache and publish every change in an engine's own words.
+
+    Args:
+        worker: the worker's id.
+        dp_rank: its data-parallel rank.
+        block_size: tokens per block.
+        num_blocks: physical GPU blocks.
+        cpu_blocks: blocks of the CPU tier; 0 for none.
+        hash_form: how hashes appear in events; None for the dialect's own form.
+        seed: of the hashes; None draws them anew.
+        options: further properties of the cache; None for those of the dialect.
+        dialect: the engine version to write as, or its name.
+        endpoint: where to publish; port 0 is chosen by the operating system and kept until `close`.
+        replay: whether to answer replay requests, on a port of its own.
+        replay_endpoint: where.
+        publish: False makes an engine without sockets; its events are in `events` alone.
+        buffer_steps: batches kept for replay.
+        hwm: batches queued for each subscriber.
+        topic: first frame of every message.
+        clock: of the batches' timestamps, in seconds.
+
+    Raises:
+        ConfigurationError: a value that cannot work, or a cache whose events the dialect cannot
+            tell: tiers without medium, groups without group_idx.
+
+    Thread safety: all methods.
+
+    Examples:
+        >>> with FakeEngine(block_size=4, publish=False) as engine:
+        ...     engine.serve([1, 2, 3, 4, 5]).hit_tokens, engine.serve([1, 2, 3, 4, 9]).hit_tokens
+        (0, 4)
+    """
+
+    def __init__(
+        self,
+        worker: str = "fake-0",
+        *,
+        dp_rank: int = 0,
+        block_size: int = 16,
+        num_blocks: int = 256,
+        cpu_blocks: int = 0,
+        hash_form: HashForm | None = None,
+        seed: int | None = 0,
+        options: CacheOptions | None = None,
+        dialect: Dialect | str = LATEST,
+        endpoint: str = "tcp://127.0.0.1:0",
+        replay: bool = True,
+        replay_endpoint: str = "tcp://127.0.0.1:0",
+        publish: bool = True,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        topic: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.rank = Rank(worker, dp_rank)
+        self.dialect = dialect_named(dialect) if isinstance(dialect, str) else dialect
+        options = _habits(self.dialect) if options is None else options
+        _check(self.dialect, options, cpu_blocks)
+        self._make_cache = partial(
+            PagedCache,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            cpu_blocks=cpu_blocks,
+            hash_form=hash_form or _hash_form(self.dialect),
+            options=options,
+        )
+        self._seed = seed
+        self._cache = self._make_cache(seed=seed)
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._closed = False
+        self._batches = 0
+        self._events: tuple[Event, ...] = ()
+        outlet = _Outlet(
+            self.dialect,
+            dp_rank,
+            (endpoint, replay_endpoint if replay else None),
+            {"buffer_steps": buffer_steps, "hwm": hwm, "topic": topic},
+        )
+        self._outlet = outlet if publish else None
+        self._start()
+
+    @property
+    def worker(self) -> str:
+        """The worker's id."""
+        return self.rank.worker
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._cache.block_size
+
+    @property
+    def endpoint(self) -> str:
+        """Where subscribers on this machine find live batches.
+
+        Raises:
+            ConfigurationError: the engine was made with publish=False.
+        """
+        return self._publisher.endpoint
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where subscribers on this machine ask for replay; None if nowhere."""
+        return self._publisher.replay_endpoint
+
+    @property
+    def published(self) -> int:
+        """How many batches were published since the last restart; the next one's seq."""
+        return self._batches
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The events of the last batch."""
+        return self._events
+
+    def serve(
+        self,
+        token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        new_tokens: Sequence[int] = (),
+        flush: bool = True,
+    ) -> Served:
+        """Serve one request and publish what changed as one batch.
+
+        Args:
+            token_ids: the prompt.
+            lora: LoRA adapter name.
+            salt: cache salt.
+            extra_keys: for each leading block what else it covers (images, …), or None.
+            new_tokens: what is generated.
+            flush: False leaves the events for a later batch.
+
+        Raises:
+            TokenError: there are no tokens.
+            ConfigurationError: the request does not fit into the cache; nothing was changed.
+            ClosedError: the engine is closed.
+        """
+        with self._lock:
+            self._check_open()
+            served = self._cache.serve(
+                token_ids, lora=lora, salt=salt, extra_keys=extra_keys, new_tokens=new_tokens
+            )
+            if flush:
+                self.flush()
+            return served
+
+    def run(self, workload: Iterable[Request]) -> list[Served]:
+        """Serve the requests one after another and return what each cost."""
+        return [
+            self.serve(
+                request.token_ids,
+                lora=request.lora,
+                salt=request.salt,
+                new_tokens=request.new_tokens,
+            )
+            for request in workload
+        ]
+
+    def flush(self) -> EventBatch | None:
+        """Publish the events that wait as one batch and return it; None if there are none."""
+        with self._lock:
+            self._check_open()
+            events = self._cache.take_events()
+            if not events:
+                return None
+            batch = EventBatch(self._clock(), events, self.rank.dp_rank)
+            if self._outlet is not None:
+                self._publisher.publish(batch)
+            self._batches += 1
+            self._events = tuple(events)
+            return batch
+
+    def clear(self, *, flush: bool = False, gpu_only: bool = False) -> None:
+        """Forget everything cached.
+
+        Args:
+            flush: publish that at once. Engines do not: it leaves with the next step's batch.
+            gpu_only: keep the CPU tier, though the event says that all is gone.
+        """
+        with self._lock:
+            self._check_open()
+            self._cache.clear(gpu_only=gpu_only)
+            if flush:
+                self.flush()
+
+    def hit(
+        self,
+        token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+    ) -> int:
+        """Return how many tokens of the prompt `serve` would find cached; changes nothing."""
+        with self._lock:
+            return self._cache.hit(token_ids, lora=lora, salt=salt, extra_keys=extra_keys)
+
+    def lookup(
+        self,
+        token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+    ) -> Lookup:
+        """Return how much of the prompt is resident, the whole of it included."""
+        with self._lock:
+            return self._cache.lookup(token_ids, lora=lora, salt=salt, extra_keys=extra_keys)
+
+    def truth(self) -> dict[CacheKey, int]:
+        """Return what is resident: for each (block_hash, medium, group_idx) its copies."""
+        with self._lock:
+            return self._cache.truth()
+
+    def resident_prefixes(self) -> list[ResidentBlock]:
+        """Return every resident block with the tokens from the prompt's start through it."""
+        with self._lock:
+            return self._cache.resident_prefixes()
+
+    def statistics(self) -> dict[str, int]:
+        """Return the publisher's counters; nothing with publish=False."""
+        return {} if self._outlet is None else self._publisher.statistics()
+
+    def restart(
+        self, *, hard: bool = True, keep_ports: bool = True, new_hash_seed: bool = True
+    ) -> None:
+        """Become a new process: empty cache, seq from 0, nothing to replay.
+
+        Args:
+            hard: do not send what still waits.
+            keep_ports: listen at the same endpoints again; otherwise at new ports where the
+                operating system chose them.
+            new_hash_seed: the same prompts get other hashes than before.
+        """
+        with self._lock:
+            self._check_open()
+            if self._outlet is not None:
+                self._outlet.stop(hard=hard)
+                if not keep_ports:
+                    self._outlet.forget_ports()
+            if new_hash_seed and self._seed is not None:
+                self._seed += 1
+            self._cache = self._make_cache(seed=self._seed)
+            self._batches, self._events = 0, ()
+            self._start()
+
+    def close(self) -> None:
+        """Send what waits, for at most a second, and close the sockets. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._outlet is not None:
+                self._outlet.stop(hard=False)
+                self._outlet.forget_ports()
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _publisher(self) -> ZmqEventPublisher:
+        if self._outlet is None:
+            raise ConfigurationError("the engine was made with publish=False: it has no endpoints")
+        if self._outlet.publisher is None:
+            raise ClosedError("the engine is closed")
+        return self._outlet.publisher
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine is closed")
+
+    def _start(self) -> None:
+        if self._outlet is not None:
+            self._outlet.start()
+        if self.dialect.engine == "sglang":  # its cache's constructor resets, and says so
+            self._cache.clear()
+            self.flush()
+
+
+class _Outlet:
+    """The publisher of one engine process after another, at endpoints that stay."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        dp_rank: int,
+        endpoints: tuple[str, str | None],
+        knobs: dict[str, Any],
+    ) -> None:
+        self.publisher: ZmqEventPublisher | None = None
+        self._dialect = dialect
+        self._dp_rank = dp_rank
+        self._asked = endpoints
+        self._knobs = knobs
+        self._kept: tuple[str, str | None] | None = None
+        self._holders: list[socket.socket] = []
+        self._context: zmq.Context[Any] | None = None
+
+    def start(self) -> None:
+        if self._kept is None:
+            live, replay = self._asked
+            self._kept = (self._keep(live), None if replay is None else self._keep(replay))
+        self._context = zmq.Context()  # of its own: once it is terminated, the ports are free
+        try:
+            self.publisher = ZmqEventPublisher(
+                self._dp_rank,
+                *self._kept,
+                dialect=self._dialect,
+                bind=True if self._kept[0] != self._asked[0] else None,
+                context=self._context,
+                **self._knobs,
+            )
+        except BaseException:
+            self._context.term()
+            self.forget_ports()
+            raise
+
+    def stop(self, *, hard: bool) -> None:
+        if self.publisher is None or self._context is None:
+            return
+        if hard:
+            self.publisher.shutdown(timeout=0)
+        else:
+            self.publisher.shutdown()
+        self._context.term()
+        self.publisher = self._context = None
+
+    def forget_ports(self) -> None:
+        self._kept = None
+        for holder in self._holders:
+            holder.close()
+        self._holders.clear()
+
+    def _keep(self, endpoint: str) -> str:
+        """The endpoint of rank 0 with which this rank gets a port that stays its own."""
+        address, _, port = endpoint.rpartition(":")
+        host = address.removeprefix("tcp://")
+        if host == address or port not in ("0", "*") or host.startswith("["):
+            return endpoint
+        try:
+            holder, number = reserve_port("0.0.0.0" if host == "*" else host)
+        except OSError as error:
+            raise ConfigurationError(f"no port can be had for {endpoint!r}: {error}") from error
+        self._holders.append(holder)
+        return f"{address}:{number - self._dp_rank}"
+
+
+def _habits(dialect: Dialect) -> CacheOptions:
+    """The cache that an engine of this dialect has."""
+    sglang = dialect.engine == "sglang"
+    coalesces = dialect.form == "map" or dialect.has_salt_metadata
+    return CacheOptions(
+        engine=dialect.engine,
+        lookahead=1 if dialect.bigrams else 0,
+        placeholders=not sglang,
+        single_hashes=sglang and not coalesces,
+    )
+
+
+def _hash_form(dialect: Dialect) -> HashForm:
+    return "u64" if dialect.engine == "vllm" and dialect.has_bytes_hashes else "i64"
+
+
+def _check(dialect: Dialect, options: CacheOptions, cpu_blocks: int) -> None:
+    """Raise ConfigurationError if the dialect cannot tell what such a cache does."""
+    name = dialect.name
+    if options.engine != dialect.engine:
+        raise ConfigurationError(f"options are for {options.engine}, the dialect is {name}")
+    if dialect.bigrams and options.lookahead != 1:
+        raise ConfigurationError(f"{name} has bigrams: options.lookahead must be 1")
+    tells = ("lookahead_token_ids" in dialect.stored) or dialect.bigrams
+    if options.lookahead and not tells:
+        raise ConfigurationError(f"{name} cannot tell lookahead: use vllm-0.33.0 or -eagle")
+    if cpu_blocks and "medium" not in dialect.removed:
+        raise ConfigurationError(f"{name} has no medium on the wire: use cpu_blocks=0")
+    if len(options.groups) > 1 and "group_idx" not in dialect.removed:
+        raise ConfigurationError(f"{name} has no group_idx on the wire: use one group")

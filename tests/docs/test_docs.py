@@ -1,0 +1,57 @@
+"""The examples of README and docs run, against fake engines where they name endpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvindex.testing import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WORKER = re.compile(
+    r'Worker\("vllm-0", "tcp://127\.0\.0\.1:5557", replay="tcp://127\.0\.0\.1:5657", dp_size=2\)'
+)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+@pytest.fixture
+def engines() -> Iterator[list[FakeEngine]]:
+    ranks = [FakeEngine("vllm-0", dp_rank=rank) for rank in range(2)]
+    yield ranks
+    for engine in ranks:
+        engine.close()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_example_of_the_page_runs(page: Path, engines: list[FakeEngine]) -> None:
+    token_ids = list(range(100))
+    engines[0].serve(token_ids)
+    live = [engine.endpoint for engine in engines]
+    replay = [engine.replay_endpoint for engine in engines]
+    names: dict[str, object] = {"token_ids": token_ids}
+    try:
+        for example in PYTHON.findall(page.read_text()):
+            exec(WORKER.sub(f'Worker("vllm-0", {live}, replay={replay})', example), names)
+    finally:
+        if "client" in names:
+            names["client"].close()  # type: ignore[attr-defined]
+
+
+def test_the_readme_example_finds_the_rank_that_holds_the_prompt(
+    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_every_python_example_of_the_page_runs(ROOT / "README.md", engines)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "vllm-0/0 96 True"
+    assert printed[1].endswith("6 {'GPU': 6} live")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_the_page_leads_to_a_file(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), target

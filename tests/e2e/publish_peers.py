@@ -1,0 +1,113 @@
+"""Peers of a publisher in tests: a subscriber, an asker for replay, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import zmq
+
+from kvindex.publish import ZmqEventPublisher
+from kvindex.wire import (
+    BlockStored,
+    EventBatch,
+    LiveFrame,
+    ReplayReply,
+    parse_live,
+    parse_replay,
+    replay_request,
+)
+
+DEADLINE = 20.0
+"""Seconds after which a test gives up waiting."""
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def batch(number: int = 0, *, blocks: int = 1, block_size: int = 16) -> EventBatch:
+    """A batch that stores blocks; its ts tells which one it is."""
+    stored = BlockStored(
+        block_hashes=list(range(number, number + blocks)),
+        token_ids=list(range(blocks * block_size)),
+        block_size=block_size,
+        medium="GPU",
+    )
+    return EventBatch(ts=float(number), events=[stored])
+
+
+def wait_until(is_true: Callable[[], bool], what: str) -> None:
+    """Look again and again, giving way to other threads, until the deadline."""
+    until = time.monotonic() + DEADLINE
+    poller = zmq.Poller()
+    while not is_true():
+        assert time.monotonic() < until, f"still not true after {DEADLINE} s: {what}"
+        poller.poll(1)
+
+
+class _Peer:
+    """A socket that goes with its test."""
+
+    socket: zmq.Socket[bytes]
+
+    def __del__(self) -> None:
+        self.socket.close(linger=0)
+
+
+class Live(_Peer):
+    """A SUB socket connected to a publisher."""
+
+    def __init__(self, context: Context, endpoint: str | None, *, topic: bytes = b"") -> None:
+        self.socket = context.socket(zmq.SUB)
+        self.socket.set_hwm(0)
+        self.socket.subscribe(topic)
+        if endpoint is not None:
+            self.socket.connect(endpoint)
+
+    def receive(self, timeout: float = DEADLINE) -> LiveFrame:
+        assert self.socket.poll(int(timeout * 1000)), f"nothing live within {timeout} s"
+        return parse_live(self.socket.recv_multipart())
+
+    def join(self, publisher: ZmqEventPublisher) -> int:
+        """Publish until a batch arrives; return the next number, of which none is on its way."""
+        until = time.monotonic() + DEADLINE
+        publisher.publish(batch())
+        while not self.socket.poll(5):
+            assert time.monotonic() < until, "the subscription did not reach the publisher"
+            publisher.publish(batch())
+        last = publisher.next_seq - 1
+        while self.receive().seq < last:
+            pass
+        return last + 1
+
+
+class Asker(_Peer):
+    """A DEALER socket connected to a publisher's replay endpoint."""
+
+    def __init__(self, context: Context, endpoint: str | None) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        if endpoint is not None:
+            self.socket.connect(endpoint)
+
+    def ask(self, start_seq: int) -> None:
+        self.socket.send_multipart(replay_request(start_seq))
+
+    def receive_frames(self, timeout: float = DEADLINE) -> list[bytes]:
+        assert self.socket.poll(int(timeout * 1000)), f"no reply within {timeout} s"
+        return self.socket.recv_multipart()
+
+    def receive(self) -> list[ReplayReply]:
+        """The replies of one replay, its end included."""
+        replies = [parse_replay(self.receive_frames())]
+        while not replies[-1].end:
+            replies.append(parse_replay(self.receive_frames()))
+        return replies
+
+    def replay(self, start_seq: int) -> list[ReplayReply]:
+        self.ask(start_seq)
+        return self.receive()
+
+
+def seqs(replies: list[ReplayReply]) -> list[int]:
+    """The numbers of a replay, without its end."""
+    assert replies[-1].end
+    return [reply.seq for reply in replies[:-1]]

@@ -1,0 +1,80 @@
+"""Who may import whom: the table of docs/design.md, held against the code's own imports."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import kvindex
+
+ROOT = Path(kvindex.__file__).parent
+
+# part -> parts of kvindex that it may import; "kvindex" stands for the public names.
+ALLOWED: dict[str, set[str]] = {
+    "rank": set(),
+    "errors": {"rank"},
+    "wire": {"errors"},
+    "subscribe": {"errors", "rank", "wire"},
+    "index": {"errors", "rank", "wire"},
+    "publish": {"errors", "wire"},
+    "client": {"errors", "rank", "index", "subscribe"},
+    "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"},
+    "cli": {"kvindex", "wire", "testing", "index", "subscribe", "publish", "errors", "rank"},
+}
+# The sequencer and its values are pure: no sockets, threads, clocks or event contents.
+PURE = {"sequencer", "actions", "config", "state", "held", "repair"}
+IMPURE_MODULES = {"zmq", "threading", "time", "socket", "select", "kvindex.wire"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def modules() -> dict[Path, str]:
+    return {
+        path: path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for path in sorted(ROOT.rglob("*.py"))
+        if path.parent != ROOT or path.stem in ALLOWED
+    }
+
+
+def test_every_part_imports_only_what_it_may_know() -> None:
+    for path, part in modules().items():
+        for module in imports(path):
+            if module.split(".")[0] == "kvindex":
+                known = part_of(module)
+                assert known == part or known in ALLOWED[part], f"{path} imports {module}"
+
+
+def test_the_sequencer_is_pure() -> None:
+    for path in (ROOT / "subscribe").glob("*.py"):
+        if path.stem in PURE:
+            for module in imports(path):
+                assert module not in IMPURE_MODULES, f"{path} imports {module}"
+                assert not module.startswith("kvindex.wire"), f"{path} imports {module}"
+
+
+def test_parts_import_no_private_names_of_each_other() -> None:
+    for path, part in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvindex."):
+                for alias in node.names:
+                    private = alias.name.startswith("_")
+                    assert not private, f"{path} ({part}) imports {node.module}.{alias.name}"
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert sorted(set(kvindex.__all__)) == sorted(kvindex.__all__)
+    for name in kvindex.__all__:
+        assert hasattr(kvindex, name), name
