@@ -5,12 +5,12 @@ KVIndexError
 ├── ConfigurationError   (also ValueError)    a value given by the caller cannot work
 │   └── DuplicatePublisherError (also KeyError)  a publisher of that name is registered already
 ├── UnknownRankError     (also KeyError)      a rank or worker that nobody added
-├── TokenError           (also ValueError)    tokens of a type, shape or range that cannot be matched
+├── TokenError           (also ValueError)    tokens whose type, shape or range cannot be read
 ├── DecodeError          (also ValueError)    bytes that are not an event batch
 ├── EncodeError          (also ValueError)    an event batch that the chosen dialect cannot carry
 ├── ClosedError          (also RuntimeError)  the object was closed
 ├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
-└── InvariantError       (also AssertionError)  a structure failed its own `check()`: a bug in kvindex
+└── InvariantError       (also AssertionError)  a structure failed its own `check()`: our bug
 ```
 
 Each also inherits the builtin that a stranger would catch.

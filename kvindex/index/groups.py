@@ -7,8 +7,10 @@ checked against what vLLM's own lookup answered (`docs/wire.md`, "Predicting the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from math import lcm
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -79,7 +81,7 @@ def extend_spans(spans: Spans, start: int, stop: int) -> None:
 def engine_hit(groups: Sequence[GroupCoverage]) -> int:
     """Return how many leading tokens of the prompt the engine would find cached.
 
-    Complexity: O(spans + blocks lowered).
+    Complexity: O(blocks lowered × log spans).
     """
     groups = [group for group in groups if group.spec.takes_part]
     if not groups:
@@ -112,7 +114,10 @@ def _fits(group: GroupCoverage, hit: int) -> bool:
     needed = group.spec.needed_blocks(group.block_size)
     assert needed is not None
     start = max(0, stop - needed)
-    return any(first <= start and stop <= last for first, last in group.spans) or start == stop
+    if start == stop:
+        return True
+    before = bisect_right(group.spans, start, key=itemgetter(0))
+    return before > 0 and stop <= group.spans[before - 1][1]
 
 
 def group_specs(specs: Mapping[int, GroupSpec]) -> dict[int, GroupSpec]:

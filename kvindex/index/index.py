@@ -9,9 +9,10 @@ from typing import Any
 from kvindex.errors import ConfigurationError, InvariantError, UnknownRankError
 from kvindex.index.groups import GroupSpec, group_specs
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys, pack_extra
+from kvindex.index.labels import Budget, ResidentBlock
 from kvindex.index.match import Match
 from kvindex.index.matching import Held, held_blocks, rank_matches
-from kvindex.index.rank_blocks import Budget, RankBlocks, ResidentBlock
+from kvindex.index.rank_blocks import RankBlocks
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.tree import RadixTree
 from kvindex.rank import Rank
@@ -116,7 +117,7 @@ class Index:
     # Events ----------------------------------------------------------------------------------
 
     def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
-        """Apply one batch of a rank's events, in order. The rank given here counts, not the batch's.
+        """Apply one batch of a rank's events; the rank given here counts, not the batch's.
 
         Args:
             rank: whose events these are; it becomes known if it was not.
@@ -174,7 +175,7 @@ class Index:
             wanted = self._wanted(ranks)
             namespaces = self._namespaces(lora or None, block_size, extra_keys)
             extras = _packed_extras(extra_keys, lora, salt)
-            window_only = frozenset(r for r, b in wanted.items() if b.window_only)
+            window_only = frozenset(r for r, b in wanted.items() if b.groups.window_only)
             held: Held = {}
             for namespace in namespaces:
                 keys = PromptKeys(self._keys, namespace, prompt, extras)
@@ -290,7 +291,10 @@ class TreeView:
             return len(self._index._use(self.rank))
 
     def clear(self) -> None:
-        """Drop everything the rank holds; it stays known. O(blocks of the rank)."""
+        """Drop everything the rank holds and what its events taught; it stays known.
+
+        Kinds of groups told by `Index.describe_groups` stay. Complexity: O(blocks of the rank).
+        """
         with self._index._lock:
             self._index._use(self.rank).clear()
 
@@ -300,9 +304,12 @@ class TreeView:
             return _rank_statistics(self._index._use(self.rank))
 
     def walk(self) -> Iterator[ResidentBlock]:
-        """Iterate over the resident blocks, once for each medium and group; a snapshot. O(blocks)."""
+        """Iterate over a snapshot of the resident blocks, once for each medium and group.
+
+        Complexity: O(blocks of the rank).
+        """
         with self._index._lock:
-            return iter(list(self._index._use(self.rank).walk()))
+            return iter(list(self._index._use(self.rank).labels.walk()))
 
 
 def _folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
@@ -315,7 +322,7 @@ def _folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
 
 
 def _packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -> list[bytes]:
-    if extra_keys is None and salt is None:
+    if extra_keys is None and not salt:
         return []
     items = list(extra_keys or [None])
     return [
@@ -327,8 +334,10 @@ def _packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -
 def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
     return {
         "blocks": len(blocks),
-        "orphans": blocks.orphan_count,
-        "orphans_dropped": blocks.orphans_dropped,
+        "orphans": len(blocks.orphans),
+        "orphans_dropped": blocks.orphans.dropped,
+        "ambiguous": blocks.labels.ambiguous,
+        "duplicates": blocks.labels.duplicates,
         **{name: blocks.counters[name] for name in sorted(blocks.counters)},
         "ignored": dict(blocks.ignored),
         "skipped": dict(blocks.skipped),
@@ -338,6 +347,6 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
                 "sliding_window": group.spec.sliding_window,
                 "block_size": group.block_size,
             }
-            for group_idx, group in sorted(blocks.groups.items())
+            for group_idx, group in sorted(blocks.groups.known().items())
         },
     }

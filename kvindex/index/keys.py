@@ -118,9 +118,9 @@ def pack_extra(items: Iterable[Any] | None, *, lora: Lora = None, salt: str | No
     the first one; SGLang sends both apart. The canonical form is the same for both.
     """
     rest = list(items or ())
-    if lora in rest:
+    if isinstance(lora, str) and lora in rest:
         rest.remove(lora)
-    if salt is not None:
+    if salt:
         rest.append(salt)
     return b"".join(sorted(_encode(item) for item in rest))
 
@@ -128,8 +128,12 @@ def pack_extra(items: Iterable[Any] | None, *, lora: Lora = None, salt: str | No
 def stored_namespace(event: BlockStored) -> Namespace:
     """Return the namespace that a stored event's blocks belong to."""
     lookahead = len(event.lookahead_token_ids[0]) if event.lookahead_token_ids else 0
-    lora = event.lora_name or event.lora_id
-    return Namespace(event.block_size, lora, lookahead)
+    return Namespace(event.block_size, _lora(event), lookahead)
+
+
+def _lora(event: BlockStored) -> Lora:
+    """The adapter's name, else its id; an empty name and id 0 mean none, as in a query."""
+    return event.lora_name or event.lora_id or None
 
 
 def block_contents(event: BlockStored, *, at_root: bool) -> list[bytes]:
@@ -144,11 +148,11 @@ def block_contents(event: BlockStored, *, at_root: bool) -> list[bytes]:
             for content, after in zip(contents, event.lookahead_token_ids, strict=True)
         ]
     salt = event.cache_salt if at_root else None
-    if event.extra_keys is None and salt is None:
+    if event.extra_keys is None and not salt:
         return contents
-    lora = event.lora_name or event.lora_id
+    lora = _lora(event)
     extras = event.extra_keys or [None] * len(contents)
     for i, items in enumerate(extras):
-        if items or (salt is not None and i == 0):
+        if items or (salt and i == 0):
             contents[i] += pack_extra(items, lora=lora, salt=salt if i == 0 else None)
     return contents

@@ -8,7 +8,8 @@ from typing import TypeAlias
 from kvindex.index.groups import GroupCoverage, Spans, engine_hit, extend_spans
 from kvindex.index.keys import Namespace, PromptKeys
 from kvindex.index.match import RankMatch
-from kvindex.index.rank_blocks import Group, RankBlocks
+from kvindex.index.rank_blocks import RankBlocks
+from kvindex.index.rank_groups import Group
 from kvindex.index.tree import Owner, RadixTree
 from kvindex.rank import Rank
 
@@ -57,7 +58,7 @@ def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks]) -> Iterator[RankM
     for rank, rank_held in by_rank.items():
         blocks = ranks.get(rank)
         if blocks is not None:
-            yield _rank_match(rank, blocks.groups, rank_held)
+            yield _rank_match(rank, blocks.groups.known(), rank_held)
 
 
 def _rank_match(rank: Rank, groups: Mapping[int, Group], held: Held) -> RankMatch:
@@ -73,11 +74,11 @@ def _match_one_way(
     coverage = {
         group_idx: GroupCoverage(
             group.spec,
-            group.block_size,
+            group.block_size or 1,  # nothing stored yet: no spans either
             _union(spans for _, spans in _group_spans(held, lookahead, group_idx, group)),
         )
         for group_idx, group in groups.items()
-        if group.block_size and group.spec.takes_part
+        if group.spec.takes_part
     }
     tokens = engine_hit(list(coverage.values()))
     if not tokens:

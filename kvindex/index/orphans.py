@@ -17,6 +17,8 @@ from kvindex.wire import BlockHash
 
 __all__ = ["Orphan", "Orphans"]
 
+_MAX_CONTENT_BYTES = 64 * 2**20  # a publisher chooses its block size: the count alone is no bound
+
 
 class Orphan:
     """A held block: its copies by owner and, unless it is unplaced, its parent and content."""
@@ -37,10 +39,12 @@ class Orphans:
         dropped: how many were given up for newer ones.
     """
 
-    __slots__ = ("_held", "_limit", "_waiting", "dropped")
+    __slots__ = ("_bytes", "_held", "_limit", "_max_bytes", "_waiting", "dropped")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, max_bytes: int = _MAX_CONTENT_BYTES) -> None:
         self._limit = limit
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._held: OrderedDict[BlockHash, Orphan] = OrderedDict()
         self._waiting: dict[BlockHash, dict[BlockHash, None]] = {}
         self.dropped = 0
@@ -48,59 +52,74 @@ class Orphans:
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._held
+    def hold_label(self, block_hash: BlockHash, owner: Owner) -> None:
+        """Hold one copy of a block of which only the label is known."""
+        self._add(block_hash, owner)
+        self._make_room()
 
-    def get(self, block_hash: BlockHash) -> Orphan | None:
-        """Return the held block of this hash, if any."""
-        return self._held.get(block_hash)
-
-    def add(self, block_hash: BlockHash, owner: Owner) -> Orphan:
-        """Hold one more copy of a block; the oldest held block goes when there is no room."""
-        orphan = self._held.get(block_hash)
-        if orphan is None:
-            orphan = self._held[block_hash] = Orphan()
-        orphan.copies[owner] = orphan.copies.get(owner, 0) + 1
-        while len(self._held) > self._limit:
-            oldest = next(iter(self._held))
-            self.pop(oldest)
-            self.dropped += 1
-        return orphan
-
-    def wait_for(self, parent_hash: BlockHash, block_hash: BlockHash) -> None:
-        """Note that a held block can be placed once its parent is."""
-        orphan = self._held.get(block_hash)
-        if orphan is None:  # it was dropped at once: the limit is smaller than its chain
-            return
+    def hold(
+        self,
+        block_hash: BlockHash,
+        parent_hash: BlockHash,
+        namespace: Namespace,
+        content: bytes,
+        owner: Owner,
+    ) -> None:
+        """Hold one copy of a block that can be placed once its parent is."""
+        orphan = self._add(block_hash, owner)
         if orphan.parent_hash is not None:
             self._forget_wait(orphan.parent_hash, block_hash)
-        orphan.parent_hash = parent_hash
+        self._bytes += len(content) - len(orphan.content)
+        orphan.parent_hash, orphan.namespace, orphan.content = parent_hash, namespace, content
         self._waiting.setdefault(parent_hash, {})[block_hash] = None
+        self._make_room()
 
     def pop(self, block_hash: BlockHash) -> Orphan | None:
         """Hold a block no longer, and return it."""
         orphan = self._held.pop(block_hash, None)
-        if orphan is not None and orphan.parent_hash is not None:
-            self._forget_wait(orphan.parent_hash, block_hash)
+        if orphan is not None:
+            self._bytes -= len(orphan.content)
+            if orphan.parent_hash is not None:
+                self._forget_wait(orphan.parent_hash, block_hash)
         return orphan
 
     def pop_children(self, parent_hash: BlockHash) -> list[tuple[BlockHash, Orphan]]:
         """Hold the children of a block no longer, and return them in the order they came."""
         hashes = list(self._waiting.get(parent_hash, ()))
-        return [(block_hash, self._pop_known(block_hash)) for block_hash in hashes]
+        return [(h, orphan) for h in hashes if (orphan := self.pop(h)) is not None]
 
-    def _pop_known(self, block_hash: BlockHash) -> Orphan:
-        orphan = self.pop(block_hash)
-        assert orphan is not None
+    def drop_copy(self, block_hash: BlockHash, owner: Owner) -> bool:
+        """Take one copy of a held block away; False if the owner holds none."""
+        orphan = self._held.get(block_hash)
+        if orphan is None or owner not in orphan.copies:
+            return False
+        orphan.copies[owner] -= 1
+        if not orphan.copies[owner]:
+            del orphan.copies[owner]
+        if not orphan.copies:
+            self.pop(block_hash)
+        return True
+
+    def clear(self) -> None:
+        """Drop everything held; nothing of it counts as dropped for room."""
+        self._held.clear()
+        self._waiting.clear()
+        self._bytes = 0
+
+    def _add(self, block_hash: BlockHash, owner: Owner) -> Orphan:
+        orphan = self._held.get(block_hash)
+        if orphan is None:
+            orphan = self._held[block_hash] = Orphan()
+        orphan.copies[owner] = orphan.copies.get(owner, 0) + 1
         return orphan
+
+    def _make_room(self) -> None:
+        while len(self._held) > self._limit or self._bytes > self._max_bytes:
+            self.pop(next(iter(self._held)))
+            self.dropped += 1
 
     def _forget_wait(self, parent_hash: BlockHash, block_hash: BlockHash) -> None:
         siblings = self._waiting[parent_hash]
         del siblings[block_hash]
         if not siblings:
             del self._waiting[parent_hash]
-
-    def clear(self) -> None:
-        """Drop everything held; nothing of it counts as dropped for room."""
-        self._held.clear()
-        self._waiting.clear()

@@ -6,22 +6,25 @@ and plain Python ints of the same value give the same bytes.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from kvindex.errors import TokenError
 from kvindex.wire import text_token
 
 __all__ = ["Prompt", "TokenIds", "pack_tokens"]
 
-TokenIds: TypeAlias = "Sequence[int] | array[int] | bytes | bytearray | memoryview | Any"
-"""Token ids: a sequence of ints, or a one-dimensional contiguous buffer of 4- or 8-byte integers."""
+TokenIds: TypeAlias = Any
+"""Token ids: a sequence of ints, or a flat contiguous buffer of 4- or 8-byte integers."""
 
 TOKEN_BYTES = 8
 _CHUNK = 1024  # tokens converted at a time: small enough to be lazy, large enough to be quick
-_WIDE = frozenset("qQlLnN")
-_NARROW = frozenset("iIlL")
+_INTEGERS = frozenset("iIlLqQnN")
+_NATIVE = "@=<" if sys.byteorder == "little" else "@=>!"  # prefixes of our own byte order
+_Code: TypeAlias = Literal["i", "I", "q", "Q"]
+_CODES: dict[int, tuple[_Code, _Code]] = {4: ("i", "I"), 8: ("q", "Q")}
 
 
 def pack_tokens(token_ids: Iterable[Any]) -> bytes:
@@ -64,10 +67,11 @@ class Prompt:
     __slots__ = ("_packed", "_source", "length")
 
     def __init__(self, token_ids: TokenIds) -> None:
-        self._source = _readable(token_ids)
-        self.length = len(self._source)
-        wide = isinstance(self._source, memoryview) and self._source.itemsize == TOKEN_BYTES
-        self._packed: bytearray | memoryview = self._source.cast("B") if wide else bytearray()
+        self._source = source = _readable(token_ids)
+        self.length = len(source)
+        self._packed: bytearray | memoryview = bytearray()
+        if self.length and isinstance(source, memoryview) and source.itemsize == TOKEN_BYTES:
+            self._packed = source.cast("B")
 
     def packed(self, start: int, stop: int) -> bytes:
         """Return tokens `start` … `stop - 1` packed; both must lie within the prompt."""
@@ -79,7 +83,7 @@ class Prompt:
         return bytes(self._packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
 
 
-def _readable(token_ids: TokenIds) -> Sequence[int] | memoryview:
+def _readable(token_ids: TokenIds) -> Sequence[int] | memoryview[int]:
     if isinstance(token_ids, (list, tuple, range)):
         return token_ids
     try:
@@ -91,29 +95,32 @@ def _readable(token_ids: TokenIds) -> Sequence[int] | memoryview:
             "token_ids must be a sequence of ints or a buffer of 4- or 8-byte integers, "
             f"not {type(token_ids).__name__}"
         ) from None
-    if isinstance(token_ids, (bytes, bytearray)):
-        if len(view) % 4:
-            raise TokenError(
-                f"{len(view)} bytes are no whole number of 32-bit tokens; "
-                "pass 4 bytes per token, native byte order"
-            )
-        return view.cast("I")
-    return _checked_view(view)
+    if not isinstance(token_ids, (bytes, bytearray)):
+        return _checked_view(view)
+    if len(view) % 4:
+        raise TokenError(
+            f"{len(view)} bytes are no whole number of 32-bit tokens; "
+            "pass 4 bytes per token, native byte order"
+        )
+    return _cast(view, "I")
 
 
-def _checked_view(view: memoryview) -> memoryview:
+def _checked_view(view: memoryview) -> memoryview[int]:
     if view.ndim != 1 or not view.c_contiguous:
         raise TokenError(
             f"token_ids must be one-dimensional and contiguous, not of shape {view.shape} with "
             f"strides {view.strides}; pass a contiguous copy"
         )
-    kind = view.format.lstrip("@=")
-    allowed = {8: _WIDE, 4: _NARROW}.get(view.itemsize, frozenset())
-    if kind not in allowed:
+    kind = view.format.lstrip(_NATIVE)
+    if kind not in _INTEGERS or view.itemsize not in _CODES:
         raise TokenError(
             f"token_ids of buffer format {view.format!r} with {view.itemsize} bytes an item; "
             "4- or 8-byte native integers are needed"
         )
-    if kind != view.format:  # memoryview reads only formats without a byte-order prefix
-        return view.cast("B").cast(kind)  # type: ignore[call-overload, no-any-return]
-    return view
+    signed, unsigned = _CODES[view.itemsize]
+    return _cast(view, signed if kind.islower() else unsigned)
+
+
+def _cast(view: memoryview, code: _Code) -> memoryview[int]:
+    """Read a view as integers of another code; memoryview refuses to cast empty ones."""
+    return view.cast("B").cast(code) if view.nbytes else memoryview(array(code))

@@ -114,7 +114,8 @@ class RadixTree:
     ) -> list[Block]:
         """Return the chain of blocks with these contents after a parent, made where missing.
 
-        New blocks have no owner yet: the caller must `own` the last of them before anything else.
+        New blocks have no owner yet: the caller must `own` the last of them, or `prune`
+        it, before anything else.
         """
         if parent is None:
             run, used, key = self._root(namespace), 0, self._keys.root(namespace)
@@ -138,7 +139,7 @@ class RadixTree:
         return chain
 
     def own(self, chain: Sequence[Block], owner: Owner) -> None:
-        """Make a chain of consecutive blocks resident in an owner; those that are already stay so."""
+        """Make a chain of consecutive blocks resident in an owner, where they are not yet."""
         for segment in _segments(chain):
             if owner not in segment[0].run.owners:
                 self._isolate(segment).owners |= {owner}
@@ -153,6 +154,10 @@ class RadixTree:
             run.owners -= {owner}
             owner.resident -= len(segment)
             self._tidy(run)
+
+    def prune(self, block: Block) -> None:
+        """Drop what `extend` made up to this block and nobody came to own."""
+        self._tidy(block.run)
 
     def walk(self, namespace: Namespace, keys: PromptKeys) -> Iterator[Segment]:
         """Yield the prompt's segments from its start to where the tree no longer agrees.
@@ -261,9 +266,10 @@ class RadixTree:
             if child.owners == run.owners:
                 run = self._join(run, child)
         above = run.parent
-        if above is not None and above.blocks and len(above.children) == 1:
-            if above.owners == run.owners:
-                self._join(above, run)
+        if above is None or not above.blocks or len(above.children) > 1:
+            return
+        if above.owners == run.owners:
+            self._join(above, run)
 
     def _drop_empty_root(self, root: Run) -> None:
         if root.children:

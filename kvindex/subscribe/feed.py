@@ -335,7 +335,7 @@ class Feed:
             gaps=counters["gaps"],
             replays_asked=counters["replays_asked"],
             replays_filled=counters["replays_ended"],
-            replays_failed=counters["replays_failed"],
+            replays_failed=counters["replays_failed"] + counters["replay_timeouts"],
             losses=counters["losses"],
             restarts=counters["restarts"],
             duplicates=counters["duplicates"],
@@ -355,7 +355,7 @@ class Feed:
         reason = self.sequencer.reason
         if trouble:
             return f"{reason}; replay: {trouble}; check replay= (its port is replay port + dp_rank)"
-        if self.replay is not None and self.sequencer.counters["replays_failed"]:
+        if self.replay is not None and self.sequencer.counters["replay_timeouts"]:
             return (
                 f"{reason}; the replay endpoint {self.address.replay} is connected but silent: "
                 "is it the engine's replay_endpoint?"

@@ -62,7 +62,8 @@ class Held:
 
     def get(self, seq: int) -> HeldBatch | None:
         """Return the entry of `seq`, or None."""
-        return self._entries.get(seq)
+        entry: HeldBatch | None = self._entries.get(seq)
+        return entry
 
     def add(self, entry: HeldBatch) -> bool:
         """Hold an entry in place of any of the same seq; return False when there is no room.

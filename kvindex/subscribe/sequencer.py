@@ -373,6 +373,9 @@ class Sequencer:
         self._gap_due = None
         self._state = State.CONNECTING
         if self._applied.seq is None:
+            # Nothing tells later whether these are of the publisher that is met next.
+            self._counters["held_dropped"] += self._held.clear()
+            self._broken.clear()
             self._applied.forget_start()
         else:
             self._unproven = True
@@ -384,8 +387,8 @@ class Sequencer:
         self._stale = False
 
     def _note_silence(self) -> None:
-        silence = self._now - self._alive_at
-        if self._state is State.LIVE and not self._stale and silence >= self._config.stale_after:
+        due = self._alive_at + self._config.stale_after
+        if self._state is State.LIVE and not self._stale and self._now >= due:
             self._stale = True
             self._counters["stale"] += 1
 
@@ -417,7 +420,7 @@ class Sequencer:
         return not self._unproven and batch.seq == self._applied.next_seq
 
     def _take_fallen_back(self, batch: Batch) -> None:
-        """Take a live batch that is not above the last applied one: duplicate or restart?"""
+        """Take a live batch that is not above the last applied one: a duplicate or a restart."""
         recognised = self._applied.recognise(batch)
         if recognised:
             self._counters["duplicates"] += 1
@@ -524,7 +527,7 @@ class Sequencer:
             self._drain()
 
     def _check_overlap(self, batch: Batch) -> bool:
-        """Compare a reply with what was applied under its seq: is it the same publisher?"""
+        """Compare a reply with what was applied under its seq: the proof of identity."""
         recognised = self._applied.recognise(batch)
         if recognised is False:
             self._restart("overlap_differs")
@@ -564,6 +567,7 @@ class Sequencer:
         if next_seq is None:
             if self._asks_replay:
                 self._applied.start(seq)
+                self._held.discard_below(seq)
             next_seq = seq
         if seq >= next_seq and seq not in self._held and len(self._broken) < self._config.max_held:
             self._broken.add(seq)
@@ -583,14 +587,14 @@ class Sequencer:
         self._held.testify(request)
         if repair.highest_seq is None and self._applied.seq is None:
             self._take_empty_end(repair)
-        elif self._applied.seq is not None and (repair.highest_seq or -1) < repair.start_seq:
+        elif repair.highest_seq is None or repair.highest_seq < repair.start_seq:
             self._take_end_below(repair)
         else:
             self._discard_unconfirmed()
             self._finish_or_retry(repair)
 
     def _take_empty_end(self, repair: Repair) -> None:
-        """Judge an empty replay while nothing was applied: nothing published, or nothing kept?"""
+        """Judge an empty replay with nothing applied: nothing was published, or nothing is kept."""
         first = self._held.first
         if first is None or first == 0:
             self._applied.start(0)
@@ -610,14 +614,16 @@ class Sequencer:
             self._ask_later(repair)
 
     def _take_end_below(self, repair: Repair) -> None:
-        """Judge a replay that ended below what was applied: started anew, or nothing kept?"""
+        """Judge a replay that ended below what was applied: a restart, or nothing is kept."""
         if self._buffering or self._unproven:
             self._restart("replay_ends_below")
-            return
-        # It never kept anything and the connection held: a publisher without a buffer.
-        self._counters["replay_empty"] += self._buffering is None
-        self._buffering = False
-        self._go_live()
+        elif self._buffering is None:
+            # Nothing was ever seen from its buffer: ask from 0 whether there is one at all.
+            self._buffering = False
+            self._ask(repair)
+        else:
+            self._counters["replay_empty"] += 1
+            self._go_live()
 
     # ---------------------------------------------------------------- tries
 
@@ -631,7 +637,7 @@ class Sequencer:
         self._ask(self._repair)
 
     def _ask(self, repair: Repair) -> None:
-        start_seq = self._applied.seq or 0
+        start_seq = 0 if self._buffering is False else self._applied.seq or 0
         self._last_request += 1
         self._ask_again = False
         repair.ask(self._last_request, start_seq, self._now)

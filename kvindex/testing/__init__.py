@@ -3,7 +3,8 @@
 They are part of the product: whoever writes a router tests it with them, without a GPU.
 """
 
-from kvindex.testing.cache import CacheKey, Lookup, PagedCache, ResidentBlock, Running, Served
+from kvindex.testing.answers import CacheKey, Lookup, ResidentBlock, Served
+from kvindex.testing.cache import PagedCache, Running
 from kvindex.testing.clock import ManualClock
 from kvindex.testing.engine import FakeEngine
 from kvindex.testing.faults import Faults, LaneFaults

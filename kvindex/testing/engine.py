@@ -15,7 +15,8 @@ import zmq
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import ZmqEventPublisher
 from kvindex.rank import Rank
-from kvindex.testing.cache import CacheKey, ExtraKeys, Lookup, PagedCache, ResidentBlock, Served
+from kvindex.testing.answers import CacheKey, Lookup, ResidentBlock, Served
+from kvindex.testing.cache import ExtraKeys, PagedCache
 from kvindex.testing.chain import HashForm
 from kvindex.testing.options import CacheOptions
 from kvindex.testing.ports import reserve_port
@@ -140,7 +141,7 @@ class FakeEngine:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The events of the last batch."""
+        """What the last `flush` (of `serve`, mostly) published; empty if nothing had changed."""
         return self._events
 
     def serve(
@@ -194,13 +195,13 @@ class FakeEngine:
         with self._lock:
             self._check_open()
             events = self._cache.take_events()
+            self._events = tuple(events)
             if not events:
                 return None
             batch = EventBatch(self._clock(), events, self.rank.dp_rank)
             if self._outlet is not None:
                 self._publisher.publish(batch)
             self._batches += 1
-            self._events = tuple(events)
             return batch
 
     def clear(self, *, flush: bool = False, gpu_only: bool = False) -> None:

@@ -83,6 +83,7 @@ class FaultyLink:
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]]
         self._commands = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._ended = threading.Event()
         self._closing = False
@@ -175,7 +176,7 @@ class FaultyLink:
         try:
             self._wake.send(b"!")
         except OSError:
-            pass  # closed already: nobody is left to wake
+            pass  # full: a wake-up is under way already; closed: nobody is left to wake
 
     def _call(self, command: Callable[[], None]) -> None:
         """Let the link's thread run a command, and wait for it."""

@@ -113,6 +113,10 @@ def readable(frames: list[bytes]) -> bool:
     return True
 
 
+def from_seq(first: int) -> Callable[[list[bytes]], bool]:
+    return lambda frames: parse_live(frames).seq >= first
+
+
 def publish(engine: FakeEngine, count: int = 1) -> None:
     """Publish batches, each of a prompt not seen before."""
     for _ in range(count):
@@ -258,9 +262,9 @@ def test_a_cut_is_seen_and_heals_at_the_same_endpoint(
         publish(engine, 5)
         link.heal()
         link.heal()
-        missed = engine.published
-        last = reader.until(engine, lambda frames: parse_live(frames).seq >= missed)
+        last = reader.until(engine, from_seq(engine.published))
     reader.live.disable_monitor()
+    monitor.close()
     assert link.statistics()["cuts"] == 3
     assert len(reader.replay()) == last + 2
 

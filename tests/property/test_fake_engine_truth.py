@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.errors import ConfigurationError
-from kvindex.testing import CacheOptions, Group, PagedCache, Running, Workload
+from kvindex.index import Index
+from kvindex.testing import CacheOptions, FakeEngine, Group, PagedCache, Running, Workload
 from kvindex.wire import (
     DIALECTS,
     AllBlocksCleared,
@@ -200,3 +203,35 @@ def test_a_workload_survives_the_wire(name: str) -> None:
         model.read(decode_batch(payload).events)
         assert model.resident == cache.truth()
     assert len(model.prefixes) > 200, "eviction was not reached"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {},
+        {"cpu_blocks": 60},
+        {"cpu_blocks": 60, "options": CacheOptions(offload="evict")},
+        {"cpu_blocks": 60, "options": CacheOptions(placeholders=False)},
+        {"options": CacheOptions(groups=(Group(), Group.window(64)))},
+        {"options": CacheOptions(lookahead=1)},
+        {"dialect": "vllm-0.17.0"},
+        {"dialect": "sglang-0.5.23"},
+        {"dialect": "sglang-0.5.23-eagle"},
+    ],
+)
+def test_the_index_answers_as_the_cache_does(engine: dict[str, Any], seed: int) -> None:
+    fake = FakeEngine(publish=False, num_blocks=90, **engine)
+    index = Index()
+    requests = list(Workload(100, seed=seed, loras=["a"], salts=["s"]))
+    rng = random.Random(seed)
+    longest = 0
+    for request in requests:
+        index.apply(fake.rank, encode_batch(EventBatch(1.0, [*fake.events], 0), fake.dialect))
+        asked = rng.choice(requests)
+        found = fake.lookup(asked.token_ids, lora=asked.lora, salt=asked.salt).tokens
+        match = index.match(list(asked.token_ids), lora=asked.lora, salt=asked.salt)
+        assert match[fake.rank].tokens == found
+        longest = max(longest, found)
+        fake.run([request])
+    assert longest > 100

@@ -1,0 +1,229 @@
+"""A rank's table of labels: which block each engine hash names, and where copies of it are.
+
+The engine's hashes are only labels here. A label finds the block it was stored as, so that later
+events can name parents and removals; the tree holds the block under our own prefix key. A label
+is known as long as some owner has a copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+
+from kvindex.errors import InvariantError
+from kvindex.index.tree import Block, Owner
+from kvindex.wire import BlockHash
+
+__all__ = ["Budget", "Label", "Labels", "ResidentBlock"]
+
+
+class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """One resident block of a rank, as `TreeView.walk` yields it.
+
+    Attributes:
+        block_hash: the engine's label (ints modulo 2**64).
+        depth: blocks before it in its prompt.
+        medium: where it is.
+        group_idx: KV cache group (0 when the engine names none).
+        copies: physical copies there.
+        block_size: tokens per block.
+        lora: LoRA name or id, or None.
+    """
+
+    block_hash: BlockHash
+    depth: int
+    medium: str
+    group_idx: int
+    copies: int
+    block_size: int
+    lora: str | int | None
+
+
+class Budget:
+    """How many blocks are resident over all the ranks of an index, and how many may be."""
+
+    __slots__ = ("limit", "used")
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def spent(self) -> bool:
+        """Whether no further block fits."""
+        return self.limit is not None and self.used >= self.limit
+
+
+class Label:
+    """An engine hash: the block it names and how many copies each owner has of it.
+
+    Engines that hash only a block's own tokens (SGLang 0.4.8-0.5.5) use one hash for equal pages
+    at several places of the tree; `other` then links to the label's other blocks.
+    """
+
+    __slots__ = ("block", "copies", "other")
+
+    def __init__(self, block: Block, other: Label | None) -> None:
+        self.block = block
+        self.copies: dict[Owner, int] = {}
+        self.other = other
+
+    def in_group(self, group_idx: int) -> bool:
+        """Whether the block is resident in a group, on any medium."""
+        return any(owner.group_idx == group_idx for owner in self.copies)
+
+
+class Labels:
+    """The labels of one rank; `len()` is its resident (block, group) pairs.
+
+    Attributes:
+        ambiguous: how often a label came to name a further block.
+        duplicates: how many further physical copies of resident blocks were counted.
+    """
+
+    __slots__ = ("_budget", "_newest", "_shared", "_size", "ambiguous", "duplicates")
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._newest: dict[BlockHash, Label] = {}
+        # Further labels of one owner on a block that it already holds under another label.
+        self._shared: Counter[tuple[Block, Owner]] = Counter()
+        self._size = 0
+        self.ambiguous = 0
+        self.duplicates = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def get(self, block_hash: BlockHash) -> Label | None:
+        """Return the newest block of this hash, if any is resident."""
+        return self._newest.get(block_hash)
+
+    def named(self, block_hash: BlockHash) -> Iterator[Label]:
+        """Yield all the blocks of this hash, the newest first."""
+        label = self._newest.get(block_hash)
+        while label is not None:
+            yield label
+            label = label.other
+
+    def placements(self) -> Iterator[tuple[BlockHash, Label]]:
+        """Yield each (hash, block named so)."""
+        for block_hash in self._newest:
+            for label in self.named(block_hash):
+                yield block_hash, label
+
+    def holdings(self) -> Iterator[tuple[Block, Owner]]:
+        """Yield each (block, owner) that some label says is resident."""
+        for _, label in self.placements():
+            for owner in label.copies:
+                yield label.block, owner
+
+    def add(self, block_hash: BlockHash, block: Block, owner: Owner, copies: int = 1) -> bool:
+        """Count copies of a block; False, and nothing counted, if the budget has no room for it.
+
+        Must come before the tree learns of the owner.
+        """
+        newest = self._newest.get(block_hash)
+        label = newest if newest is None or newest.block is block else self._find(newest, block)
+        if (label is None or not label.in_group(owner.group_idx)) and not self._grow():
+            return False
+        if label is None:
+            label = self._newest[block_hash] = Label(block, newest)
+            self.ambiguous += newest is not None
+        known = label.copies.get(owner, 0)
+        label.copies[owner] = known + copies
+        self.duplicates += copies if known else copies - 1
+        if not known and owner in block.run.owners:
+            self._shared[block, owner] += 1
+        return True
+
+    def drop(self, block_hash: BlockHash, label: Label, owner: Owner) -> bool:
+        """Take one copy away; True if the owner now no longer holds the block at all."""
+        label.copies[owner] -= 1
+        if label.copies[owner]:
+            return False
+        del label.copies[owner]
+        if not label.in_group(owner.group_idx):
+            self._size -= 1
+            self._budget.used -= 1
+        if not label.copies:
+            self._forget(block_hash, label)
+        shared = self._shared.get((label.block, owner))
+        if shared is None:
+            return True
+        if shared > 1:
+            self._shared[label.block, owner] = shared - 1
+        else:
+            del self._shared[label.block, owner]
+        return False
+
+    def clear(self) -> dict[Owner, list[Block]]:
+        """Forget every label; return what each owner held."""
+        held: dict[Owner, dict[Block, None]] = {}
+        for block, owner in self.holdings():
+            held.setdefault(owner, {})[block] = None
+        self._newest.clear()
+        self._shared.clear()
+        self._budget.used -= self._size
+        self._size = 0
+        return {owner: list(blocks) for owner, blocks in held.items()}
+
+    def walk(self) -> Iterator[ResidentBlock]:
+        """Yield every resident block, once for each medium and group it is in."""
+        for block_hash, label in self.placements():
+            namespace = label.block.run.namespace
+            for owner, copies in label.copies.items():
+                yield ResidentBlock(
+                    block_hash=block_hash,
+                    depth=label.block.depth,
+                    medium=owner.medium,
+                    group_idx=owner.group_idx,
+                    copies=copies,
+                    block_size=namespace.block_size,
+                    lora=namespace.lora,
+                )
+
+    def check(self) -> Counter[Owner]:
+        """Assert that labels and the tree's owners tell the same; return each owner's blocks.
+
+        Raises:
+            InvariantError: they do not.
+        """
+        holdings = Counter(self.holdings())
+        for (block, owner), count in holdings.items():
+            if owner not in block.run.owners:
+                raise InvariantError(f"{owner!r} does not own block {block.depth} of a label")
+            if count - 1 != self._shared.get((block, owner), 0):
+                raise InvariantError(f"{count} labels of {owner!r} on block {block.depth}")
+        groups = ({owner.group_idx for owner in label.copies} for _, label in self.placements())
+        size = sum(map(len, groups))
+        if size != self._size:
+            raise InvariantError(f"{size} blocks resident, counted {self._size}")
+        return Counter(owner for _, owner in holdings)
+
+    def _grow(self) -> bool:
+        if self._budget.spent():
+            return False
+        self._size += 1
+        self._budget.used += 1
+        return True
+
+    @staticmethod
+    def _find(newest: Label, block: Block) -> Label | None:
+        label: Label | None = newest
+        while label is not None and label.block is not block:
+            label = label.other
+        return label
+
+    def _forget(self, block_hash: BlockHash, label: Label) -> None:
+        newest = self._newest[block_hash]
+        if newest is not label:
+            while newest.other is not label:
+                assert newest.other is not None
+                newest = newest.other
+            newest.other = label.other
+        elif label.other is not None:
+            self._newest[block_hash] = label.other
+        else:
+            del self._newest[block_hash]

@@ -1,0 +1,232 @@
+"""One bad rank among good ones, a killed publisher, and a consumer that stalls."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import zmq
+
+from kvindex import (
+    BlockStored,
+    EventBatch,
+    Index,
+    Link,
+    Rank,
+    Worker,
+    ZmqEventPublisher,
+)
+from kvindex.subscribe import RankBatch, StreamItem, Subscriber
+from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
+from tests.live import (
+    PATIENCE,
+    QUICK,
+    assert_true,
+    caught_up,
+    client_of,
+    wait_counter,
+    wait_status,
+    worker_of,
+)
+
+RANK = Rank("engine", 0)
+
+
+def prompt(number: int) -> list[int]:
+    return [number * 1000 + i for i in range(64)]
+
+
+def test_rank_that_sends_garbage_among_eight_healthy_ones_harms_only_itself() -> None:
+    engines = [FakeEngine(f"good-{number}") for number in range(8)]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    bad = context.socket(zmq.XPUB)
+    bad.linger = 0
+    port = bad.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        workers = [worker_of(engine) for engine in engines]
+        with client_of(Worker("bad", f"tcp://127.0.0.1:{port}"), *workers) as client:
+            assert bad.poll(PATIENCE * 1000)  # its subscription has come
+            bad.recv()
+            for garbage in _garbage():
+                bad.send_multipart(garbage)
+            for number, engine in enumerate(engines):
+                for turn in range(5):
+                    engine.serve(prompt(number * 10 + turn))
+            caught_up(client, *engines)
+            assert_true(client, *engines)
+            wait_counter(client, Rank("bad", 0), "decode_failures", at_least=len(_garbage()))
+            assert client.statistics()["thread"].get("sink_failures", 0) == 0
+            assert all(client.status(engine.rank).decode_failures == 0 for engine in engines)
+    finally:
+        for engine in engines:
+            engine.close()
+        bad.close()
+        context.term()
+
+
+def _garbage() -> list[list[bytes]]:
+    zero = bytes(8)
+    return [
+        [b""],
+        [b"", zero],
+        [b"", zero, b""],
+        [b"", b"\x01", b"\x90"],
+        [b"", zero, b"\xc1" * 1000],
+        [b"", zero, b"\xdd\xff\xff\xff\xff"],
+        [b"", zero, b"\x93\xcb" + bytes(8) + b"\x91\x91\xabBlockStored\xc0"],
+        [b"", zero, b"\x91" * 5000],
+        [b"", zero, b"\x93", b"surplus"],
+        [os.urandom(64), os.urandom(8), os.urandom(512)],
+    ]
+
+
+def test_publisher_killed_mid_batch_and_started_again_only_the_new_contents_are_answered() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    first = spawn.Process(target=_publish_until_killed, args=(there, "tcp://*:0", "tcp://*:0", 1))
+    first.start()
+    endpoint, replay = here.recv()
+    with client_of(Worker("engine", endpoint, replay=replay)) as client:
+        reached = client.wait_for(lambda s: (s[RANK].seq or 0) > 50, PATIENCE)
+        assert reached, client.status(RANK)
+        assert first.pid is not None
+        os.kill(first.pid, signal.SIGKILL)
+        first.join(PATIENCE)
+        wait_status(client, RANK, connected=False)
+        port, replay_port = (e.rpartition(":")[2] for e in (endpoint, replay))
+        again = (there, f"tcp://*:{port}", f"tcp://*:{replay_port}", 2)
+        second = spawn.Process(target=_publish_until_killed, args=again)
+        second.start()
+        try:
+            here.recv()
+            reached = client.wait_for(
+                lambda s: s[RANK].epoch >= 1 and (s[RANK].seq or 0) > 50, PATIENCE
+            )
+            assert reached, client.status(RANK)
+            assert client.match([1] * 16)[RANK].tokens == 0
+            assert client.match([2] * 16)[RANK].tokens == 16
+            client.index.check()
+        finally:
+            second.kill()
+            second.join(PATIENCE)
+
+
+def _publish_until_killed(parent: Connection, endpoint: str, replay: str, token: int) -> None:
+    publisher = ZmqEventPublisher(endpoint=endpoint, replay_endpoint=replay)
+    parent.send((publisher.endpoint, publisher.replay_endpoint))
+    number = 0
+    while True:
+        number += 1
+        stored = BlockStored(
+            block_hashes=[token * 10**9 + number],
+            parent_block_hash=token * 10**9 + number - 1 if number > 1 else None,
+            token_ids=[token] * 16,
+            block_size=16,
+        )
+        publisher.publish(EventBatch(ts=time.time(), events=[stored]))
+
+
+def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on() -> None:
+    with FakeEngine("engine", hwm=10, num_blocks=8192) as engine:
+        index, stalled, go_on = Index(), threading.Event(), threading.Event()
+
+        def sink(item: StreamItem) -> None:
+            if isinstance(item, RankBatch):
+                if item.seq == 3:
+                    stalled.set()
+                    assert go_on.wait(PATIENCE)
+                index.apply(item.rank, item.batch)
+
+        with Subscriber(
+            [worker_of(engine)], sink=sink, replay=QUICK, link=Link(hwm=10), probe_interval=0.3
+        ) as subscriber:
+            subscriber.wait_live(PATIENCE)
+            for number in range(4):
+                engine.serve(prompt(number))
+            assert stalled.wait(PATIENCE)
+            # Large batches: far more than 10 of them and than what the kernel's buffers hold.
+            for number in range(300):
+                engine.serve([number] * 8 + list(range(4000)))
+                engine.clear()
+            last = engine.published - 1
+            go_on.set()
+            assert subscriber.wait_for(lambda s: s[RANK].seq == last, PATIENCE)
+            status = subscriber.status(RANK)
+            assert (status.losses, status.restarts, status.complete) == (0, 0, True)
+            assert status.gaps >= 1, "nothing was dropped: the test does not test"
+
+
+def test_store_with_an_unknown_parent_whose_parent_comes_later_counts_from_then_on() -> None:
+    prompt_tokens = list(range(64))
+    stores = [
+        BlockStored(block_hashes=[3, 4], parent_block_hash=2, token_ids=prompt_tokens[32:], block_size=16),
+        BlockStored(block_hashes=[1, 2], token_ids=prompt_tokens[:32], block_size=16),
+    ]
+    with ZmqEventPublisher(endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
+        worker = Worker("engine", publisher.endpoint, replay=publisher.replay_endpoint)
+        with client_of(worker) as client:
+            publisher.publish(EventBatch(ts=time.time(), events=[stores[0]]))
+            wait_status(client, RANK, seq=0)
+            assert client.match(prompt_tokens)[RANK].tokens == 0
+            assert client.match(prompt_tokens[32:])[RANK].tokens == 0  # never re-rooted
+            assert client.status(RANK).orphans == 2
+            publisher.publish(EventBatch(ts=time.time(), events=[stores[1]]))
+            wait_status(client, RANK, seq=1)
+            assert client.match(prompt_tokens)[RANK].tokens == 64
+            assert client.status(RANK).orphans == 0
+
+
+def test_everything_at_once_drops_duplicates_delays_reorder_and_corruption_end_in_the_truth() -> None:
+    engines = [FakeEngine("engine", dp_rank=rank, num_blocks=64) for rank in range(3)]
+    bad = LaneFaults(drop=0.1, duplicate=0.1, reorder=0.1, delay=0.1, corrupt=0.1)
+    links = [
+        FaultyLink(
+            engine.endpoint,
+            engine.replay_endpoint,
+            faults=Faults(live=bad, replay=LaneFaults(drop=0.02, duplicate=0.02, corrupt=0.02)),
+            seed=number,
+        )
+        for number, engine in enumerate(engines)
+    ]
+    try:
+        worker = Worker(
+            "engine",
+            [link.endpoint for link in links],
+            replay=[str(link.replay_endpoint) for link in links],
+        )
+        with client_of(worker) as client:
+            for number in range(150):
+                for engine in engines:
+                    engine.serve(prompt(number % 17) + [number])
+            for link in links:
+                link.quiesce()
+            caught_up(client, *engines)
+            assert_true(client, *engines, prompts=map(prompt, range(17)))
+            for engine in engines:
+                status = client.status(engine.rank)
+                assert (status.epoch, status.losses, status.complete) == (0, 0, True), status
+    finally:
+        for thing in (*links, *engines):
+            thing.close()
+
+
+def test_sink_that_fails_is_counted_and_the_stream_goes_on() -> None:
+    seen: list[int] = []
+
+    def sink(item: StreamItem) -> None:
+        if isinstance(item, RankBatch):
+            seen.append(item.seq)
+            raise RuntimeError("a user's mistake")
+
+    with FakeEngine("engine") as engine:
+        with Subscriber([worker_of(engine)], sink=sink, replay=QUICK) as subscriber:
+            for number in range(3):
+                engine.serve(prompt(number))
+            assert subscriber.wait_for(lambda s: s[RANK].seq == 2, PATIENCE)
+            assert seen == [0, 1, 2]
+            assert subscriber.statistics()["thread"]["sink_failures"] == 3
+

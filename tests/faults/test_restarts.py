@@ -1,0 +1,121 @@
+"""An engine restarts: what it held before must never be answered again."""
+
+from __future__ import annotations
+
+from kvindex import Rank
+from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
+from tests.live import assert_true, caught_up, client_of, wait_counter, wait_status, worker_of
+
+RANK = Rank("engine", 0)
+OLD = list(range(100))
+NEW = list(range(500, 600))
+
+
+def fresh(number: int) -> list[int]:
+    """A prompt that is not cached, so that serving it publishes."""
+    return [number * 1000 + i for i in range(32)]
+
+
+def test_engine_restarts_with_lower_numbers_only_its_new_contents_are_answered() -> None:
+    with FakeEngine("engine") as engine:
+        for length in (40, 60, 80, 100):
+            engine.serve(OLD[:length])
+        with client_of(worker_of(engine)) as client:
+            caught_up(client, engine)
+            assert client.match(OLD)[RANK].tokens == 96
+            engine.restart()
+            engine.serve(NEW)
+            wait_status(client, RANK, epoch=1, seq=0)
+            caught_up(client, engine)
+            assert client.match(OLD)[RANK].tokens == 0
+            assert_true(client, engine, prompts=[OLD, NEW])
+            assert client.status(RANK).complete
+
+
+def test_engine_restarts_behind_a_link_that_stays_up_and_is_noticed_by_its_numbers() -> None:
+    with FakeEngine("engine") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        for length in (40, 60, 80, 100):
+            engine.serve(OLD[:length])
+        with client_of(worker_of(engine, link), probe_interval=60.0) as client:
+            caught_up(client, engine)
+            engine.restart()
+            with client_of(worker_of(engine)) as direct:  # the link reconnects in its own time
+                caught_up(direct, engine)
+            served = 0
+            while client.status(RANK).epoch == 0 and served < 1000:
+                served += 1
+                engine.serve(fresh(served))
+                client.wait_for(lambda statuses: statuses[RANK].epoch == 1, 0.05)
+            caught_up(client, engine)
+            assert client.match(OLD)[RANK].tokens == 0
+            assert_true(client, engine, prompts=[OLD, NEW])
+
+
+def test_engine_restarts_while_we_are_cut_off_and_is_past_our_number_nothing_old_is_left() -> None:
+    with FakeEngine("engine") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        engine.serve(OLD[:50])
+        engine.serve(OLD)
+        with client_of(worker_of(engine, link)) as client:
+            caught_up(client, engine)
+            link.cut()
+            wait_status(client, RANK, connected=False)
+            engine.restart()
+            for length in range(40, 100, 10):
+                engine.serve(NEW[:length])
+            assert engine.published > 2
+            link.heal()
+            wait_status(client, RANK, epoch=1)
+            caught_up(client, engine)
+            assert client.match(OLD)[RANK].tokens == 0
+            assert_true(client, engine, prompts=[OLD, NEW])
+            assert client.status(RANK).complete
+
+
+def test_engine_restarts_past_our_number_without_a_disconnect_the_overlap_tells() -> None:
+    with FakeEngine("engine") as engine, FakeEngine("engine", seed=9) as other:
+        with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+            engine.serve(OLD)
+            with client_of(worker_of(engine, link)) as client:
+                caught_up(client, engine)
+                for length in range(20, 100, 10):
+                    other.serve(NEW[:length])
+                link.retarget(other.endpoint, other.replay_endpoint)  # we stay connected to the link
+                wait_status(client, RANK, epoch=1)
+                caught_up(client, other)
+                assert client.match(OLD)[RANK].tokens == 0
+                assert_true(client, other, prompts=[OLD, NEW])
+
+
+def test_reconnect_without_replay_cannot_be_proven_so_nothing_old_is_answered() -> None:
+    with FakeEngine("engine", replay=False) as engine, FaultyLink(engine.endpoint) as link:
+        with client_of(worker_of(engine, link)) as client:
+            wait_status(client, RANK, connected=True)
+            served = 0
+            while client.status(RANK).seq is None and served < 1000:  # until the subscription stands
+                served += 1
+                engine.serve(OLD + fresh(served))
+                client.wait_for(lambda statuses: statuses[RANK].seq is not None, 0.05)
+            assert client.match(OLD)[RANK].tokens > 0
+            link.cut()
+            wait_status(client, RANK, connected=False)
+            link.heal()
+            wait_status(client, RANK, connected=True)
+            while client.status(RANK).restarts == 0 and served < 2000:
+                served += 1
+                engine.serve(fresh(served))
+                client.wait_for(lambda statuses: statuses[RANK].restarts > 0, 0.05)
+            assert client.match(OLD)[RANK].tokens == 0
+            assert not client.status(RANK).complete
+
+
+def test_delayed_duplicate_of_an_old_batch_is_no_restart() -> None:
+    with FakeEngine("engine") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        with client_of(worker_of(engine, link)) as client:
+            caught_up(client, engine)
+            link.set_faults(Faults(live=LaneFaults(duplicate=1.0, delay=1.0, max_delay=0.05)))
+            for length in range(16, 200, 8):
+                engine.serve(list(range(length)))
+            caught_up(client, engine)
+            wait_counter(client, RANK, "duplicates")
+            assert client.status(RANK).epoch == 0
+            assert_true(client, engine)

@@ -1,0 +1,96 @@
+"""What tests over real sockets share: engines, clients, and waiting for a state without sleeping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvindex import Client, Match, Rank, RankStatus, Replay, State, Worker, connect
+from kvindex.testing import FakeEngine, FaultyLink
+
+PATIENCE = 20.0  # seconds: far more than anything takes, so that a slow machine is no failure
+QUICK = Replay(timeout=0.5, attempts=3, backoff=0.02, max_backoff=0.1)
+
+
+def worker_of(engine: FakeEngine, via: FaultyLink | None = None, **options: Any) -> Worker:
+    source = via or engine
+    return Worker(engine.worker, {engine.rank.dp_rank: source.endpoint}, **{
+        "replay": None
+        if source.replay_endpoint is None
+        else {engine.rank.dp_rank: source.replay_endpoint},
+        **options,
+    })
+
+
+def client_of(*workers: Worker, **options: Any) -> Client:
+    return connect(workers, **{"replay": QUICK, "probe_interval": 0.3, **options})
+
+
+def caught_up(client: Client, *engines: FakeEngine, timeout: float = PATIENCE) -> None:
+    """Wait until every engine's last batch is applied and its rank is live."""
+    last = {engine.rank: engine.published - 1 for engine in engines}
+
+    def reached(statuses: Mapping[Rank, RankStatus]) -> bool:
+        return all(
+            rank in statuses
+            and statuses[rank].state is State.LIVE
+            and (seq < 0 or statuses[rank].seq == seq)
+            for rank, seq in last.items()
+        )
+
+    assert client.wait_for(reached, timeout), explain(client, last)
+
+
+def wait_status(
+    client: Client, rank: Rank, timeout: float = PATIENCE, **fields: Any
+) -> RankStatus:
+    """Wait until a rank's status has these values and return it."""
+
+    def reached(statuses: Mapping[Rank, RankStatus]) -> bool:
+        status = statuses.get(rank)
+        return status is not None and all(getattr(status, k) == v for k, v in fields.items())
+
+    assert client.wait_for(reached, timeout), explain(client, fields)
+    return client.status(rank)
+
+
+def wait_counter(
+    client: Client, rank: Rank, name: str, at_least: int = 1, timeout: float = PATIENCE
+) -> None:
+    """Wait until a rank's counter has reached a value."""
+    reached = client.wait_for(
+        lambda statuses: statuses[rank].counters.get(name, 0) >= at_least, timeout
+    )
+    assert reached, explain(client, name)
+
+
+def explain(client: Client, wanted: object) -> str:
+    lines = [f"not reached: {wanted}"]
+    lines += [str(client.status(rank)) for rank in client.ranks]
+    return "\n".join(lines)
+
+
+def resident(client: Client, rank: Rank) -> dict[tuple[Any, str, int], int]:
+    """What the index holds of a rank, in the form of `FakeEngine.truth`."""
+    return {
+        (block.block_hash, block.medium, block.group_idx): block.copies
+        for block in client.index.tree(rank).walk()
+    }
+
+
+def truth(engine: FakeEngine) -> dict[tuple[Any, str, int], int]:
+    """What an engine holds, its int hashes modulo 2**64 as in the index."""
+    return {
+        (h % 2**64 if isinstance(h, int) else h, medium, group): copies
+        for (h, medium, group), copies in engine.truth().items()
+    }
+
+
+def assert_true(client: Client, *engines: FakeEngine, prompts: Iterable[Any] = ()) -> None:
+    """Assert that the index holds exactly what the engines hold."""
+    client.index.check()
+    for engine in engines:
+        assert resident(client, engine.rank) == truth(engine), explain(client, engine.rank)
+        for prompt in prompts:
+            match: Match = client.match(prompt)
+            assert match[engine.rank].tokens == engine.lookup(prompt).tokens

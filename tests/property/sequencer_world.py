@@ -1,0 +1,297 @@
+"""A simulated publisher, a faulty network and a sequencer, over a discrete-event loop.
+
+Nothing here sleeps or reads a clock: a schedule is a list of steps (publish, restart, cut, wait)
+and a description of the faults; everything else follows from a seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from kvindex.subscribe.sequencer import (
+    Ask,
+    Batch,
+    Deliver,
+    Drop,
+    Lost,
+    Restarted,
+    Sequencer,
+    SequencerConfig,
+    State,
+)
+
+CONNECT_DELAY = 0.05
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Probabilities per message, and what replay does."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    damage: float = 0.0
+    replay_hole: float = 0.0
+    replay_sure: int = 1
+    """So many first replies are never dropped: a ROUTER drops only when its queue is full."""
+    end_lost: float = 0.0
+    replay_silent: float = 0.0
+    replay_late: float = 0.0
+    replay_damage: float = 0.0
+    stragglers: bool = False
+    """Whether live messages still arrive after the connection that carried them broke."""
+    live_delay: float = 0.5
+    """Longest extra delay of a reordered or doubled message, in seconds."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: publish / unencodable / restart / unseen_restart / cut / wait, and how much."""
+
+    kind: str
+    amount: int = 1
+
+
+@dataclass
+class Engine:
+    """One life of the publisher."""
+
+    life: int
+    buffer_steps: int
+    batches: list[Batch | None] = field(default_factory=list)
+    alive: bool = True
+
+    def __post_init__(self) -> None:
+        self.buffer: deque[Batch] = deque(maxlen=self.buffer_steps)
+
+    def publish(self, ts: float) -> Batch:
+        seq = len(self.batches)
+        batch = Batch(seq, ts, (self.life, seq), hash((self.life, seq)), 10)
+        self.batches.append(batch)
+        self.buffer.append(batch)
+        return batch
+
+    def fail_to_encode(self) -> None:
+        self.batches.append(None)
+
+
+class Coincidence(Exception):
+    """An unseen restart that no subscriber could tell: the number fits exactly, on a live batch."""
+
+
+class World:
+    """Runs a schedule and checks the invariant at every action."""
+
+    def __init__(
+        self, *, seed: int, faults: Faults, config: SequencerConfig, buffer_steps: int
+    ) -> None:
+        self.random = Random(seed)
+        self.faults = faults
+        self.now = 0.0
+        self.buffer_steps = buffer_steps
+        self.engine = Engine(0, buffer_steps)
+        self.sequencer = Sequencer(config, now=0.0, random=Random(seed + 1))
+        self.config = config
+        self.connected = False
+        self.connection = 0
+        self.unseen_lives: set[int] = set()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._open_request: int | None = None
+        # What the sink has since the last restart or reset, and since the last loss of any kind.
+        self.delivered: list[Batch] = []
+        self.unbroken: list[Batch] = []
+        self.expected: int | None = None
+        self.highest_life = 0
+        self.losses: list[Lost] = []
+        self.epoch = 0
+        self.connect()
+
+    # -- the discrete-event loop
+
+    def at(self, delay: float, event: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (self.now + delay, self._order, event))
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, serving events and the sequencer's deadline in order."""
+        end = self.now + seconds
+        for _ in range(100_000):
+            deadline = self.sequencer.deadline
+            next_event = self._events[0][0] if self._events else end
+            due = min(next_event, end if deadline is None else max(deadline, self.now))
+            if due >= end:
+                self.now = end
+                return
+            self.now = due
+            if self._events and next_event <= due:
+                heapq.heappop(self._events)[2]()
+            else:
+                self.obey(self.sequencer.tick(self.now))
+        raise AssertionError("the sequencer never comes to rest")
+
+    # -- the link
+
+    def connect(self) -> None:
+        self.connection += 1
+        self.connected = True
+        self.obey(self.sequencer.connected(self.now))
+
+    def disconnect(self) -> None:
+        self.connected = False
+        self.obey(self.sequencer.disconnected(self.now))
+
+    def send_live(self, batch: Batch) -> None:
+        faults, random = self.faults, self.random
+        if not self.connected or random.random() < faults.drop:
+            return
+        copies = 2 if random.random() < faults.duplicate else 1
+        connection = self.connection
+        for copy in range(copies):
+            late = copy > 0 or random.random() < faults.reorder
+            delay = 0.001 + (random.random() * faults.live_delay if late else 0.0)
+            damaged = random.random() < faults.damage
+            self.at(delay, lambda damaged=damaged: self._arrive(batch, damaged, connection))
+
+    def _arrive(self, batch: Batch, damaged: bool, connection: int) -> None:
+        if connection != self.connection and not self.faults.stragglers:
+            return
+        if damaged:
+            seq = batch.seq if self.random.random() < 0.5 else None
+            self.obey(self.sequencer.damaged(seq, self.now))
+        else:
+            self.obey(self.sequencer.live(batch, self.now))
+
+    # -- the replay endpoint
+
+    def serve(self, ask: Ask) -> None:
+        """Answer as the engines' ROUTER does."""
+        faults, random = self.faults, self.random
+        engine = self.engine
+        if not self.connected or random.random() < faults.replay_silent:
+            return
+        delay = 0.01 + (random.random() * 6 if random.random() < faults.replay_late else 0.0)
+        replies = [batch for batch in engine.buffer if batch.seq >= ask.start_seq]
+        for number, batch in enumerate(replies):
+            delay += 0.0001
+            if number >= faults.replay_sure and random.random() < faults.replay_hole:
+                continue
+            damaged = random.random() < faults.replay_damage
+            self.at(delay, lambda b=batch, d=damaged: self._reply(ask.request, b, d))
+        if random.random() >= faults.end_lost:
+            self.at(delay + 0.0001, lambda: self._end(ask.request))
+
+    def _reply(self, request: int, batch: Batch, damaged: bool) -> None:
+        if damaged:
+            self.obey(self.sequencer.replayed_damaged(request, batch.seq, self.now))
+        else:
+            self.obey(self.sequencer.replayed(request, batch, self.now))
+
+    def _end(self, request: int) -> None:
+        self.obey(self.sequencer.replay_ended(request, self.now))
+
+    # -- steps
+
+    def take(self, step: Step) -> None:
+        if step.kind == "publish":
+            for _ in range(step.amount):
+                self.publish()
+        elif step.kind == "unencodable":
+            self.engine.fail_to_encode()
+        elif step.kind == "wait":
+            self.run(step.amount * 0.05)
+        elif step.kind == "cut":
+            self.cut(step.amount)
+        elif step.kind in ("restart", "unseen_restart"):
+            self.restart(step.amount, seen=step.kind == "restart")
+
+    def publish(self) -> None:
+        self.send_live(self.engine.publish(1_000.0 + self.now))
+        self.run(0.002)
+
+    def cut(self, published_meanwhile: int) -> None:
+        self.disconnect()
+        for _ in range(published_meanwhile):
+            self.publish()
+        self.run(CONNECT_DELAY)
+        self.connect()
+
+    def restart(self, published_meanwhile: int, *, seen: bool) -> None:
+        """Start the engine anew; it publishes some batches before anyone is connected again."""
+        self.run(0.01)
+        self.engine.alive = False
+        self.engine = Engine(self.engine.life + 1, self.buffer_steps)
+        if not seen:
+            self.unseen_lives.add(self.engine.life)
+        if seen:
+            self.cut(published_meanwhile)
+            return
+        self.connected = False
+        for _ in range(published_meanwhile):
+            self.publish()
+        self.connected = True
+
+    def settle(self) -> None:
+        """Let the faults stop and everything come to rest, probes included."""
+        self.faults = Faults()
+        self.run(400.0)
+
+    # -- obeying, and the invariant
+
+    def obey(self, actions: list[object] | list[Deliver]) -> None:
+        for action in actions:
+            if isinstance(action, Ask):
+                self._open_request = action.request
+                self.serve(action)
+            elif isinstance(action, Drop):
+                assert action.request == self._open_request
+                self._open_request = None
+            elif isinstance(action, Lost):
+                self._check_lost(action)
+            elif isinstance(action, Restarted):
+                assert action.epoch == self.epoch + 1
+                self.epoch = action.epoch
+                self.expected = None
+                self.delivered.clear()
+                self.unbroken.clear()
+                self.losses.clear()
+            elif isinstance(action, Deliver):
+                self._check_delivered(action)
+        deadline = self.sequencer.deadline
+        assert deadline is None or self.sequencer.state is not State.CLOSED
+        assert len(self.sequencer._held) <= self.config.max_held
+
+    def _check_lost(self, lost: Lost) -> None:
+        assert lost.last_seq is not None
+        assert lost.first_seq <= lost.last_seq
+        assert self.expected in (None, lost.first_seq), "a loss names the hole from where we stand"
+        assert lost.reset == (self.config.on_loss == "reset")
+        self.expected = lost.last_seq + 1
+        self.losses.append(lost)
+        self.unbroken.clear()
+        if lost.reset:
+            self.delivered.clear()
+
+    def _check_delivered(self, action: Deliver) -> None:
+        batch = action.batch
+        life = batch.payload[0]
+        if self.expected is not None:
+            assert batch.seq == self.expected, f"{batch.seq} delivered, {self.expected} expected"
+        elif batch.seq > 0:
+            assert not self.sequencer.complete
+        if self.delivered and self.delivered[-1].payload[0] != life:
+            if not action.replayed and (
+                not self.config.has_replay or life in self.unseen_lives
+            ):
+                raise Coincidence
+            raise AssertionError(f"{batch.payload} follows {self.delivered[-1].payload}")
+        if life < self.highest_life:
+            assert not self.delivered
+        self.expected = batch.seq + 1
+        self.highest_life = max(life, self.highest_life)
+        self.delivered.append(batch)
+        self.unbroken.append(batch)

@@ -1,0 +1,160 @@
+"""Any schedule of faults: the sequencer's invariant holds, and everything heals that can."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from tests.property.sequencer_world import Coincidence, Faults, Step, World
+
+from kvindex.subscribe.sequencer import Replay, SequencerConfig, State
+
+EXAMPLES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 250
+schedules = settings(max_examples=EXAMPLES)
+
+AMPLE = 10_000
+
+seeds = st.integers(min_value=0, max_value=2**32)
+often = st.sampled_from([0.0, 0.05, 0.2, 0.5])
+sometimes = st.sampled_from([0.0, 0.0, 0.1, 0.3])
+
+
+def steps(*kinds: str) -> st.SearchStrategy[list[Step]]:
+    step = st.one_of(
+        st.builds(Step, st.just("publish"), st.integers(1, 8)),
+        st.builds(Step, st.just("wait"), st.sampled_from([1, 10, 60, 150])),
+        *(st.builds(Step, st.just(kind), st.integers(0, 6)) for kind in kinds),
+    )
+    return st.lists(step, min_size=1, max_size=16)
+
+
+configs = st.builds(
+    SequencerConfig,
+    has_replay=st.just(True),
+    on_loss=st.sampled_from(["reset", "keep"]),
+    max_held=st.sampled_from([1, 3, 10_000]),
+    recent=st.sampled_from([1, 4, 256]),
+    replay=st.builds(Replay, attempts=st.integers(1, 4)),
+)
+
+live_faults = {"drop": often, "duplicate": often, "reorder": often, "damage": sometimes}
+
+
+def run(world: World, schedule: list[Step]) -> bool:
+    """Run a schedule to rest; return False if it met what no subscriber could tell."""
+    try:
+        for step in schedule:
+            world.take(step)
+        world.settle()
+    except Coincidence:
+        event("coincidence")
+        return False
+    return True
+
+
+def check_at_rest(world: World) -> None:
+    sequencer, engine = world.sequencer, world.engine
+    assert sequencer.state in (State.LIVE, State.STALE)
+    assert not sequencer.reason or sequencer.state is State.STALE
+    assert sequencer.lag == 0
+    published = [batch for batch in engine.batches if batch is not None]
+    held = world.unbroken
+    assert held == published[len(published) - len(held) :]
+    assert held or not published or world.losses
+    if sequencer.complete:
+        assert held == published == engine.batches[: len(published)]
+
+
+@schedules
+@given(
+    seed=seeds,
+    faults=st.builds(Faults, **live_faults, replay_hole=sometimes, replay_sure=st.just(2), stragglers=st.booleans()),
+    schedule=steps("restart", "unseen_restart", "cut"),
+    config=configs,
+)
+def test_whatever_replay_can_repair_is_repaired_without_loss(
+    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
+) -> None:
+    world = World(seed=seed, faults=faults, config=config, buffer_steps=AMPLE)
+    if run(world, schedule):
+        check_at_rest(world)
+        assert world.delivered == world.engine.batches
+        assert world.losses == []
+        assert world.sequencer.complete
+
+
+@schedules
+@given(
+    seed=seeds,
+    faults=st.builds(
+        Faults,
+        **live_faults,
+        replay_hole=sometimes,
+        replay_silent=often,
+        replay_late=sometimes,
+        replay_damage=sometimes,
+        end_lost=sometimes,
+    ),
+    schedule=steps("restart", "cut", "unencodable"),
+    config=configs,
+    buffer_steps=st.sampled_from([1, 2, 5, 20, AMPLE]),
+)
+def test_whatever_happens_the_rank_holds_a_true_suffix(
+    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig, buffer_steps: int
+) -> None:
+    world = World(seed=seed, faults=faults, config=config, buffer_steps=buffer_steps)
+    if run(world, schedule):
+        check_at_rest(world)
+
+
+@schedules
+@given(
+    seed=seeds,
+    faults=st.builds(Faults, **live_faults),
+    schedule=steps("restart", "cut", "unencodable"),
+    config=configs.map(lambda config: replace_replay(config)),
+)
+def test_without_replay_each_gap_is_declared(
+    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
+) -> None:
+    world = World(seed=seed, faults=faults, config=config, buffer_steps=0)
+    try:
+        for step in schedule:
+            world.take(step)
+        world.faults = Faults()
+        world.run(10.0)
+        # A lost tail shows only when something follows it.
+        for _ in range(3):
+            world.publish()
+        world.settle()
+    except Coincidence:
+        event("coincidence")
+        return
+    check_at_rest(world)
+
+
+@schedules
+@given(
+    seed=seeds,
+    faults=st.builds(Faults, **live_faults),
+    schedule=steps("cut"),
+    config=configs,
+)
+def test_a_publisher_that_keeps_nothing_for_replay_still_goes_live(
+    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
+) -> None:
+    world = World(seed=seed, faults=faults, config=config, buffer_steps=0)
+    if not run(world, schedule):
+        return
+    for _ in range(3):
+        world.publish()
+    world.settle()
+    check_at_rest(world)
+    assert world.unbroken[-3:] == world.engine.batches[-3:]
+
+
+def replace_replay(config: SequencerConfig) -> SequencerConfig:
+    return SequencerConfig(
+        has_replay=False, on_loss=config.on_loss, max_held=config.max_held, recent=config.recent
+    )
