@@ -81,7 +81,7 @@ def resident(client: Client, rank: Rank) -> dict[tuple[Any, str, int], int]:
 def truth(engine: FakeEngine) -> dict[tuple[Any, str, int], int]:
     """What an engine holds, its int hashes modulo 2**64 as in the index."""
     return {
-        (h % 2**64 if isinstance(h, int) else h, medium, group): copies
+        (h % 2**64 if isinstance(h, int) else h, medium, group or 0): copies
         for (h, medium, group), copies in engine.truth().items()
     }
 

@@ -1,0 +1,97 @@
+"""The command line: see what engines publish, keep it, and ask which rank holds a prompt.
+
+Exit codes of every command: 0 it did what was asked; 1 it did not (each `--help` says when);
+2 the arguments cannot work; 130 interrupted by Ctrl-C (where that is not the normal end); 141 the
+reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvindex import ConfigurationError, KVIndexError, TokenError, __version__
+from kvindex.cli import demo, match, record, replay, tail
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+_BROKEN_PIPE = 141  # 128 + SIGPIPE
+_COMMANDS = (demo, tail, match, record, replay)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments after the program's name; those of the process by default.
+    """
+    arguments = _parser().parse_args(argv)
+    with _logging_to_stderr(arguments.verbose):
+        try:
+            code: int = arguments.run(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_output()
+            return _BROKEN_PIPE
+        except KeyboardInterrupt:
+            print("kvindex: interrupted", file=sys.stderr)
+            return _INTERRUPTED
+        except (ConfigurationError, TokenError) as error:
+            print(f"kvindex {arguments.command}: {error}", file=sys.stderr)
+            return 2
+        except (KVIndexError, OSError) as error:
+            print(f"kvindex {arguments.command}: {error}", file=sys.stderr)
+            return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvindex",
+        description="Subscribe to LLM engines' KV-cache events and ask which rank holds a prompt.",
+        epilog="Start with: kvindex demo. Each command has its own --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvindex {__version__}")
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        help="log to stderr what the library does (before the command; twice for more)",
+    )
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+@contextmanager
+def _logging_to_stderr(verbose: int) -> Iterator[None]:
+    """Show the library's log from the level asked for; commands themselves tell what matters."""
+    level = (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(level)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("kvindex")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def _discard_output() -> None:
+    """Point stdout at nothing, so that Python's own flush at exit does not fail again."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)

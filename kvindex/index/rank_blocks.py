@@ -21,6 +21,7 @@ __all__ = ["RankBlocks"]
 
 _MAX_TAGS = 64  # distinct unknown event tags counted by name
 _MAX_OWNERS = 64  # distinct (medium, group) places of one rank
+_MAX_TORN = 65_536  # labels remembered as ambiguous; beyond it every parent counts as such
 
 
 class _Chain(NamedTuple):
@@ -62,6 +63,8 @@ class RankBlocks:
         self._owners: dict[tuple[str, int], Owner] = {}
         self._reports_full = False
         self._positions_unknown = False
+        # Labels of several blocks of which one went away: those that are left cannot be told.
+        self._torn: set[BlockHash] = set()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -107,6 +110,7 @@ class RankBlocks:
         self.orphans.clear()
         self._reports_full = False
         self._positions_unknown = False
+        self._torn.clear()
 
     # Storing ---------------------------------------------------------------------------------
 
@@ -130,8 +134,8 @@ class RankBlocks:
         chain = _Chain(namespace, hashes, block_contents(event, at_root=at_root), owner)
         if at_root:
             self._store_at_root(event, chain)
-        elif parent is not None:
-            self._store_after(parent, chain)
+        elif parent is not None and parent_hash is not None:
+            self._store_after(parent, fold_hash(parent_hash), chain)
         else:
             self._store_detached(event, chain)
 
@@ -166,14 +170,17 @@ class RankBlocks:
         self._reports_full = self._reports_full or len(chain.hashes) > 1
         return self._reports_full
 
-    def _store_after(self, parent: Label, chain: _Chain) -> None:
+    def _store_after(self, parent: Label, parent_hash: BlockHash, chain: _Chain) -> None:
         if parent.block.run.namespace != chain.namespace:
             self.ignored["parent_namespace"] += len(chain.hashes)
-        elif parent.other is not None:
+        elif parent.other is not None or self._is_torn(parent_hash):
             # One hash names several blocks (see `Label`): which of them is meant is not said.
             self.ignored["parent_ambiguous"] += len(chain.hashes)
         else:
             self._place(parent.block, chain)
+
+    def _is_torn(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._torn or len(self._torn) >= _MAX_TORN
 
     def _store_detached(self, event: BlockStored, chain: _Chain) -> None:
         """Store blocks whose parent is not resident: known ones need none, others wait."""
@@ -271,7 +278,9 @@ class RankBlocks:
                 continue
             self.counters["removed"] += 1
             # Which of several blocks of one hash is gone is not said: none may be answered for.
-            self.counters["removed_ambiguous"] += len(labels) - 1
+            if len(labels) > 1:
+                self.counters["removed_ambiguous"] += len(labels) - 1
+                self._torn.add(block_hash)
             for label in labels:
                 if self.labels.drop(block_hash, label, owner):
                     gone.append(label.block)

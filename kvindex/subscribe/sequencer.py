@@ -144,6 +144,10 @@ class Sequencer:
         self._ask_again = False
         # Disconnected since the publisher was last known to be the one applied so far.
         self._unproven = False
+        # The first batch of the epoch needs replay's word: it may be a straggler of another one.
+        self._doubt_start = False
+        # Highest seq of a live batch dropped for want of room, -1 if none.
+        self._dropped = -1
         # Whether the publisher keeps batches for replay: None until it is seen.
         self._buffering: bool | None = None
         # Without replay: when the open gap is given up.
@@ -188,8 +192,9 @@ class Sequencer:
         next_seq = self._applied.next_seq
         if next_seq is None:
             return len(self._held)
-        highest = max(self._held.last or 0, max(self._broken, default=0))
-        return max(0, highest + 1 - next_seq) if self._held or self._broken else 0
+        held = self._held.last
+        known = max(self._dropped, -1 if held is None else held, max(self._broken, default=-1))
+        return max(0, known + 1 - next_seq)
 
     @property
     def counters(self) -> Counter[str]:
@@ -361,6 +366,11 @@ class Sequencer:
         return self._config.has_replay and self._buffering is not False
 
     @property
+    def _start_doubted(self) -> bool:
+        """Whether the first batch of the epoch may only come from replay."""
+        return self._doubt_start and self._asks_replay
+
+    @property
     def _probe_due(self) -> float:
         return self._quiet_since + self._config.probe_interval * self._probe_factor
 
@@ -371,11 +381,15 @@ class Sequencer:
             # What was missing was on its way over the broken connection: nothing can fill the gap.
             self._lose_all_gaps("gap_without_replay")
         self._gap_due = None
+        self._doubt_start = True
         self._state = State.CONNECTING
         if self._applied.seq is None:
             # Nothing tells later whether these are of the publisher that is met next.
             self._counters["held_dropped"] += self._held.clear()
             self._broken.clear()
+            if self._applied.next_seq:
+                # Losses were declared up to there; whoever comes next starts afresh.
+                self._restart("unproven_reconnect")
             self._applied.forget_start()
         else:
             self._unproven = True
@@ -415,9 +429,11 @@ class Sequencer:
 
     def _follows(self, batch: Batch) -> bool:
         """Return whether a live batch may be delivered at once."""
+        if self._unproven or self._start_doubted:
+            return False
         if self._applied.next_seq is None and self._state is State.LIVE:
             self._applied.start(batch.seq)
-        return not self._unproven and batch.seq == self._applied.next_seq
+        return batch.seq == self._applied.next_seq
 
     def _take_fallen_back(self, batch: Batch) -> None:
         """Take a live batch that is not above the last applied one: a duplicate or a restart."""
@@ -468,21 +484,27 @@ class Sequencer:
             self._counters["conflicting"] += 1
             if batch.ts < known.batch.ts:
                 return False
+        self._broken.discard(batch.seq)
         entry = HeldBatch(batch, asked=self._last_request, confirmed=confirmed)
         if self._held.add(entry):
             return True
-        self._overflow(batch)
+        self._overflow(entry)
         return False
 
-    def _overflow(self, batch: Batch) -> None:
-        """Drop the newest arrival; replay will bring it, or the gap before it is lost now."""
-        self._counters["held_dropped"] += 1
-        if self._asks_replay:
-            self._ask_again = True
-        elif self._state is not State.CONNECTING:
-            self._counters["held_dropped"] -= 1
+    def _overflow(self, entry: HeldBatch) -> None:
+        """Drop the newest arrival for replay to bring; without replay lose the gap before it."""
+        batch = entry.batch
+        if self._asks_replay or self._state is State.CONNECTING:
+            self._counters["held_dropped"] += 1
+            self._ask_again = self._asks_replay
+            self._dropped = max(self._dropped, batch.seq)
+        else:
             self._lose_all_gaps("held_overflow")
-            self._take_live(batch)
+            if batch.seq == self._applied.next_seq:
+                self._deliver(batch, replayed=False)
+            elif batch.seq > (self._applied.next_seq or 0):
+                self._held.add(entry)
+                self._notice_gap()
 
     # ---------------------------------------------------------------- replies
 
@@ -568,7 +590,8 @@ class Sequencer:
             if self._asks_replay:
                 self._applied.start(seq)
                 self._held.discard_below(seq)
-            next_seq = seq
+                self._drain()
+            next_seq = self._applied.next_seq or seq
         if seq >= next_seq and seq not in self._held and len(self._broken) < self._config.max_held:
             self._broken.add(seq)
 
@@ -596,8 +619,9 @@ class Sequencer:
     def _take_empty_end(self, repair: Repair) -> None:
         """Judge an empty replay with nothing applied: nothing was published, or nothing is kept."""
         first = self._held.first
-        if first is None or first == 0:
-            self._applied.start(0)
+        if first is None or (first == 0 and not self._doubt_start):
+            if self._applied.next_seq is None:
+                self._applied.start(0)
             self._drain()
             self._finish_or_retry(repair)
         elif self._held_missed(first):
@@ -608,8 +632,10 @@ class Sequencer:
             else:
                 self._counters["replay_empty"] += 1
                 self._buffering = False
-                self._applied.forget_start()
+                if self._applied.next_seq == 0:
+                    self._applied.forget_start()
                 self._go_live()
+                self._lose_dropped()
         else:
             self._ask_later(repair)
 
@@ -673,6 +699,7 @@ class Sequencer:
     def _finish_or_retry(self, repair: Repair) -> None:
         """Go on after a replay that ended: live if nothing is missing, else ask again."""
         if not self._missing:
+            self._dropped = -1
             self._go_live()
         elif repair.progress:
             self._ask(repair)
@@ -701,14 +728,19 @@ class Sequencer:
         entry = self._held.get(self._held.first)
         return entry is not None and not entry.confirmed
 
+    @property
+    def _enough_evidence(self) -> int:
+        """How many replays without a held batch refute it: one may have been a moment too early."""
+        return max(2, self._config.replay.attempts)
+
     def _held_missed(self, seq: int) -> bool:
         """Return whether enough replays ended without the held batch."""
         entry = self._held.get(seq)
-        return entry is not None and entry.missed >= self._config.replay.attempts
+        return entry is not None and entry.missed >= self._enough_evidence
 
     def _discard_unconfirmed(self) -> None:
-        attempts = self._config.replay.attempts
-        dropped = self._held.discard(lambda entry: entry.missed >= attempts)
+        enough = self._enough_evidence
+        dropped = self._held.discard(lambda entry: entry.missed >= enough)
         self._counters["unconfirmed"] += dropped
 
     def _name_hole(self, repair: Repair) -> str:
@@ -726,12 +758,15 @@ class Sequencer:
         if self._unproven:
             self._restart("unproven_reconnect", resync=reason == "undecodable")
             return
+        self._doubt_start = False
+        self._drain()
         if self._applied.next_seq is None:
             self._lose_join(f"join_{reason}")
         elif self._held or self._broken:
             self._lose(reason)
         else:
             self._ask_again = False
+            self._lose_dropped()
         self._drain()
         if self._missing:
             repair.tries = 0
@@ -764,6 +799,13 @@ class Sequencer:
             last = min(behind, default=first + 1) - 1
         self._applied.skip_to(last + 1)
         self._declare(reason, first, last)
+
+    def _lose_dropped(self) -> None:
+        """Declare what was dropped for want of room, and will not come again, lost."""
+        first = self._applied.next_seq
+        if first is not None and first <= self._dropped and not self._held:
+            self._applied.skip_to(self._dropped + 1)
+            self._declare("held_overflow", first, self._dropped)
 
     def _declare(self, reason: str, first: int, last: int) -> None:
         self._counters["losses"] += 1
@@ -801,6 +843,8 @@ class Sequencer:
         self._applied.restart(trigger)
         self._broken.clear()
         self._unproven = self._ask_again = False
+        self._doubt_start = resync
+        self._dropped = -1
         self._gap_due = None
         self._refused = 0
         if self._buffering is False:
@@ -825,6 +869,7 @@ class Sequencer:
         self._counters["replayed"] += replayed
         self._delivered_at = self._now
         self._refused = 0
+        self._doubt_start = False
         self._broken.discard(batch.seq)
         if self._repair is not None:
             self._repair.progress = True
@@ -841,9 +886,10 @@ class Sequencer:
     def _drain(self) -> None:
         """Deliver the held batches that follow."""
         while not self._unproven and (seq := self._applied.next_seq) is not None:
-            entry = self._held.pop(seq)
-            if entry is None:
+            entry = self._held.get(seq)
+            if entry is None or (self._start_doubted and not entry.confirmed):
                 return
+            self._held.pop(seq)
             self._deliver(entry.batch, replayed=entry.confirmed)
 
     def _after_advance(self) -> None:

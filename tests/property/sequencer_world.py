@@ -97,6 +97,7 @@ class World:
         self.sequencer = Sequencer(config, now=0.0, random=Random(seed + 1))
         self.config = config
         self.connected = False
+        self.cut_off = False  # the live stream only, and nobody notices
         self.connection = 0
         self.unseen_lives: set[int] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -143,11 +144,12 @@ class World:
 
     def disconnect(self) -> None:
         self.connected = False
+        self.connection += 1
         self.obey(self.sequencer.disconnected(self.now))
 
     def send_live(self, batch: Batch) -> None:
         faults, random = self.faults, self.random
-        if not self.connected or random.random() < faults.drop:
+        if not self.connected or self.cut_off or random.random() < faults.drop:
             return
         copies = 2 if random.random() < faults.duplicate else 1
         connection = self.connection
@@ -230,15 +232,20 @@ class World:
         if seen:
             self.cut(published_meanwhile)
             return
-        self.connected = False
-        for _ in range(published_meanwhile):
+        self.cut_off = True
+        # An empty one cannot be told from one that keeps nothing for replay.
+        for _ in range(max(1, published_meanwhile)):
             self.publish()
-        self.connected = True
+        self.cut_off = False
 
     def settle(self) -> None:
         """Let the faults stop and everything come to rest, probes included."""
         self.faults = Faults()
-        self.run(400.0)
+        self.run(200.0)
+        if not self.engine.buffer:
+            # Nobody can tell an engine that has published nothing from one that keeps nothing.
+            self.publish()
+            self.run(200.0)
 
     # -- obeying, and the invariant
 

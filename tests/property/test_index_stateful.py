@@ -17,10 +17,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from index_model import Content, Namespace, Prompt, RankModel
 
 from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Index, Rank
 from kvindex.wire import BlockHash, Event
+from tests.property.index_model import Content, Namespace, Prompt, RankModel
 
 MEDIA = ("GPU", "CPU")
 

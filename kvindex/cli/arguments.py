@@ -1,0 +1,105 @@
+"""Checked argument types, and the prompt's tokens from a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TypeAlias
+
+from kvindex import ConfigurationError
+
+__all__ = ["Commands", "add_prompt_arguments", "count", "parse_tokens", "read_tokens", "seconds"]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""Where a command adds its own parser."""
+
+
+def seconds(text: str) -> float:
+    """Return a duration in seconds, finite and above 0 (an argparse type)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1 (an argparse type)."""
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what belongs to a prompt's identity besides its tokens: `lora`, `salt`."""
+    lora = parser.add_mutually_exclusive_group()
+    lora.add_argument("--lora", metavar="NAME", help="LoRA adapter of the request")
+    lora.add_argument(
+        "--lora-id",
+        type=count,
+        dest="lora",
+        metavar="N",
+        help="the same, for engines that send no names",
+    )
+    parser.add_argument("--salt", help="cache salt of the request")
+
+
+def read_tokens(name: str) -> list[int]:
+    """Return the token ids in a file, or on stdin for "-".
+
+    Raises:
+        ConfigurationError: the file cannot be read, or holds something else.
+    """
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read tokens from {name}: {error}") from error
+    try:
+        return parse_tokens(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{'stdin' if name == '-' else name}: {error}") from None
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Return token ids written as a JSON list, or separated by white space or commas.
+
+    Raises:
+        ConfigurationError: it holds something else; says which item.
+
+    Examples:
+        >>> parse_tokens("[1, 2, 3]") == parse_tokens("1 2, 3") == [1, 2, 3]
+        True
+    """
+    items = _items(text)
+    tokens = []
+    for position, item in enumerate(items):
+        try:
+            if isinstance(item, bool | float):
+                raise ValueError
+            token = int(item)
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"item {position} is {str(item)[:40]!r}, no token id; "
+                "expected a JSON list of whole numbers, or numbers separated by spaces or commas"
+            ) from None
+        if token < 0:
+            raise ConfigurationError(f"item {position} is {token}: token ids are 0 or more")
+        tokens.append(token)
+    if not tokens:
+        raise ConfigurationError("no tokens")
+    return tokens
+
+
+def _items(text: str) -> list[object]:
+    if not text.lstrip().startswith("["):
+        return list(text.replace(",", " ").split())
+    try:
+        return list(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"this is no JSON list: {error}") from None

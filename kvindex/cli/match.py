@@ -1,0 +1,94 @@
+"""`kvindex match`: which rank of live engines holds a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kvindex import Match, NotLiveError, connect
+from kvindex.cli.arguments import Commands, add_prompt_arguments, read_tokens, seconds
+from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.output import json_line, table
+
+__all__ = ["add_parser", "match_table"]
+
+_NOTHING_MATCHED = 1
+_NOT_LIVE = 3
+
+
+def add_parser(commands: Commands) -> None:
+    """Add this command to the command line."""
+    parser = commands.add_parser(
+        "match",
+        help="ask live engines which rank holds a prompt",
+        description=(
+            "Connect, catch up by replay, and print how many leading tokens of a prompt each rank "
+            "holds. Exit 0: some rank holds a block of it; 1: none does; 3: --require-live was "
+            "given and a rank is not live."
+        ),
+        epilog="An engine never hits a whole prompt: to predict its hit, leave out the last token.",
+    )
+    parser.add_argument(
+        "tokens",
+        metavar="FILE",
+        help="token ids: a JSON list, or numbers separated by spaces or commas; - for stdin",
+    )
+    add_prompt_arguments(parser)
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds to wait for every rank to be live (default: 5)",
+    )
+    parser.add_argument(
+        "--require-live", action="store_true", help="fail (exit 3) if a rank is not live by then"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_worker_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Connect, wait, ask, print."""
+    workers = workers_of(arguments)
+    token_ids = read_tokens(arguments.tokens)
+    late: dict[str, str] = {}
+    with connect(workers) as client:
+        try:
+            client.wait_live(arguments.wait)
+        except NotLiveError as error:
+            print(f"kvindex match: {error}", file=sys.stderr)
+            if arguments.require_live:
+                return _NOT_LIVE
+            late = {str(rank): reason for rank, reason in error.reasons.items()}
+        match = client.match(token_ids, lora=arguments.lora, salt=arguments.salt)
+    if arguments.json:
+        best = match.best and match.best.rank
+        answer = {"tokens": len(token_ids), "best": best, "ranks": match.to_dict()}
+        print(json_line({**answer, "not_live": late}))
+    else:
+        print(match_table(match, len(token_ids)))
+    return 0 if match.best else _NOTHING_MATCHED
+
+
+def match_table(match: Match, prompt_tokens: int) -> str:
+    """Return what each rank holds as a table, longest first, and the best rank below."""
+    rows = [
+        (
+            found.rank,
+            found.tokens,
+            found.blocks,
+            ", ".join(f"{n} {medium}" for medium, n in sorted(found.by_medium.items())) or "-",
+            found.state or "-",
+            {None: "-", True: "yes", False: "no"}[found.complete],
+        )
+        for found in match
+    ]
+    header = ("rank", "tokens", "blocks", "on", "state", "complete")
+    best = match.best
+    if best is None:
+        verdict = f"no rank holds a block of these {prompt_tokens} tokens"
+    else:
+        verdict = f"best: {best.rank} holds {best.tokens} of {prompt_tokens} tokens"
+    return f"{table(header, rows)}\n{verdict}"

@@ -1,0 +1,86 @@
+"""How commands write: aligned tables, JSON, and progress that only a terminal sees."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvindex import Rank
+
+__all__ = ["Progress", "json_line", "plain", "table"]
+
+_NUMBER = str.maketrans("", "", "0123456789.,-%")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return lines with aligned columns: numbers to the right, words to the left.
+
+    Examples:
+        >>> print(table(["rank", "tokens"], [["vllm-0/0", 96], ["vllm-0/1", 0]]))
+        rank      tokens
+        vllm-0/0      96
+        vllm-0/1       0
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    columns = list(zip(header, *cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(not cell.translate(_NUMBER) for cell in column[1:]) for column in columns]
+    return "\n".join(_line(row, widths, right) for row in [header, *cells])
+
+
+def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    cells = [
+        cell.rjust(width) if is_right else cell.ljust(width)
+        for cell, width, is_right in zip(row, widths, right, strict=True)
+    ]
+    return "  ".join(cells).rstrip()
+
+
+def plain(value: Any) -> Any:
+    """Return JSON-ready values: structs as objects, bytes in hex, ranks by their name."""
+    if isinstance(value, Rank):
+        return str(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, msgspec.Struct):
+        fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        tag = value.__struct_config__.tag
+        return {"type": tag, **fields} if tag else fields
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def json_line(value: Any) -> str:
+    """Return a value, made plain, as one line of JSON."""
+    return json.dumps(plain(value), ensure_ascii=False)
+
+
+class Progress:
+    """One line on stderr that is overwritten, at most ten times a second; silent off a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+        self._next = 0.0
+        self._width = 0
+
+    def show(self, text: str) -> None:
+        """Show how far it is."""
+        now = time.monotonic()
+        if self._shown and now >= self._next:
+            self._next = now + 0.1
+            print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
+            self._width = len(text)
+
+    def clear(self) -> None:
+        """Wipe the line, so that what follows starts on an empty one."""
+        if self._width:
+            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
+            self._width = 0

@@ -1,0 +1,128 @@
+"""`kvindex tail`: every rank's events in order, as they come."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventStream, State
+from kvindex.cli.arguments import Commands, count, seconds
+from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.output import json_line
+from kvindex.subscribe import RankBatch, RankLost, RankRestarted, StreamItem
+
+__all__ = ["add_parser", "describe"]
+
+_PATIENCE = 3.0  # seconds without an item after which ranks that are not live are explained
+
+
+def add_parser(commands: Commands) -> None:
+    """Add this command to the command line."""
+    parser = commands.add_parser(
+        "tail",
+        help="print every rank's events in order, live",
+        description=(
+            "Print every rank's event batches in order, one line each, with losses and restarts "
+            "between them; first what the publisher still holds for replay. Runs until Ctrl-C, "
+            "which is its normal end (exit 0), as are --limit and --seconds."
+        ),
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--limit", type=count, metavar="N", help="end after N lines")
+    parser.add_argument("--seconds", type=seconds, metavar="S", help="end after S seconds")
+    add_worker_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print items until there were enough, or Ctrl-C."""
+    seen: Counter[str] = Counter()
+    workers = workers_of(arguments)
+    try:
+        with EventStream(workers) as stream:
+            _print_items(stream, arguments, seen)
+    except KeyboardInterrupt:
+        pass  # the normal end of a tail
+    sys.stdout.flush()
+    print(
+        f"{seen['RankBatch']} batches with {seen['events']} events, {seen['RankLost']} losses, "
+        f"{seen['RankRestarted']} restarts",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _print_items(
+    stream: EventStream, arguments: argparse.Namespace, seen: Counter[str]
+) -> None:
+    until = time.monotonic() + (arguments.seconds or float("inf"))
+    explained: dict[str, str] = {}
+    while (left := until - time.monotonic()) > 0:
+        try:
+            item = stream.get(min(left, _PATIENCE))
+        except TimeoutError:
+            _explain(stream, explained)
+            continue
+        if not isinstance(item, RankBatch | RankLost | RankRestarted):
+            continue
+        print(json_line(item) if arguments.json else describe(item), flush=True)
+        seen[type(item).__name__] += 1
+        seen["lines"] += 1
+        seen["events"] += len(item.batch.events) if isinstance(item, RankBatch) else 0
+        if seen["lines"] == arguments.limit:
+            return
+
+
+def _explain(stream: EventStream, explained: dict[str, str]) -> None:
+    """Say on stderr which ranks nothing can come from, and why; each reason once."""
+    for rank, status in stream.subscriber.statuses().items():
+        trouble = "" if status.state is State.LIVE else str(status.state)
+        if explained.get(str(rank), "") != trouble:
+            explained[str(rank)] = trouble
+            print(f"{rank}: {status.state}: {status.reason}" if trouble else f"{rank}: live",
+                  file=sys.stderr)
+
+
+def describe(item: StreamItem) -> str:
+    """Return one line that tells what an item says.
+
+    Examples:
+        >>> from kvindex import Rank
+        >>> describe(RankLost(Rank("vllm-0"), 0, "evicted", 5, 7, True))
+        'vllm-0/0  epoch 0  LOST seq 5..7 (evicted): what the rank held is to be dropped'
+    """
+    if isinstance(item, RankBatch):
+        how = "  (replayed)" if item.replayed else ""
+        return f"{item.rank}  epoch {item.epoch}  seq {item.seq}  {_events(item.batch)}{how}"
+    if isinstance(item, RankLost):
+        last = "?" if item.last_seq is None else item.last_seq
+        then = "what the rank held is to be dropped" if item.reset else "kept, flagged incomplete"
+        return (
+            f"{item.rank}  epoch {item.epoch}  LOST seq {item.first_seq}..{last} "
+            f"({item.reason}): {then}"
+        )
+    if isinstance(item, RankRestarted):
+        return f"{item.rank}  epoch {item.epoch}  RESTARTED ({item.reason}): its cache is empty"
+    return f"{item.rank}  {type(item).__name__}"
+
+
+def _events(batch: EventBatch) -> str:
+    """Sum up a batch: blocks stored and removed on each medium, clears, unknown events."""
+    parts: list[str] = []
+    for event in batch.events:
+        if isinstance(event, AllBlocksCleared):
+            parts.append("all cleared")
+        elif isinstance(event, BlockRemoved):
+            parts.append(f"-{len(event.block_hashes)} {event.medium or 'GPU'}")
+        elif isinstance(event, BlockStored):
+            lora = event.lora_name or (event.lora_id is not None and f"id {event.lora_id}")
+            parts.append(
+                f"+{len(event.block_hashes)} {event.medium or 'GPU'}"
+                + (f" (LoRA {lora})" if lora else "")
+            )
+    if batch.skipped:
+        parts.append(f"{len(batch.skipped)} unknown")
+    shown = ", ".join(parts[:6]) or "no events"
+    return shown + (f", and {len(parts) - 6} more events" if len(parts) > 6 else "")

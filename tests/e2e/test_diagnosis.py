@@ -1,0 +1,134 @@
+"""What is wrong and what to try: in wait_live's TimeoutError and in the status."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvindex import Client, NotLiveError, Rank, State, Worker
+from kvindex.testing import FakeEngine, FaultyLink
+from tests.live import PATIENCE, client_of, wait_status, worker_of
+
+RANK = Rank("engine", 0)
+
+
+def complaint(client: Client, timeout: float = 0.6) -> str:
+    with pytest.raises(TimeoutError) as caught:
+        client.wait_live(timeout)
+    assert isinstance(caught.value, NotLiveError)
+    assert caught.value.timeout == timeout
+    assert "engine/0" in str(caught.value)
+    assert client.status(RANK).state is not State.LIVE
+    assert client.status(RANK).reason
+    return caught.value.reasons[RANK]
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as holder:  # bound and closed: nothing listens there
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        return port
+
+
+def test_connecting_to_nothing(unused_port: int) -> None:
+    with client_of(Worker("engine", f"tcp://127.0.0.1:{unused_port}")) as client:
+        reason = complaint(client)
+        assert f"nothing listens at tcp://127.0.0.1:{unused_port}" in reason
+        assert "attempts failed" in reason
+
+
+def test_publisher_that_connects_instead_of_binding(unused_port: int) -> None:
+    # An engine told "tcp://127.0.0.1:PORT" connects there: for us nothing listens.
+    with FakeEngine("engine", endpoint=f"tcp://127.0.0.1:{unused_port}", replay=False):
+        with client_of(Worker("engine", f"tcp://127.0.0.1:{unused_port}")) as client:
+            reason = complaint(client)
+            assert "connects instead of listening" in reason
+            assert "bind=True" in reason
+            assert "tcp://*:PORT" in reason
+
+
+def test_wrong_port_where_the_replay_socket_answers() -> None:
+    with FakeEngine("engine") as engine:
+        with client_of(Worker("engine", str(engine.replay_endpoint))) as client:
+            reason = complaint(client)
+            assert "not as the expected ZeroMQ socket" in reason
+            assert "replay port" in reason
+
+
+def test_wrong_port_where_something_else_listens() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with client_of(Worker("engine", f"tcp://127.0.0.1:{port}")) as client:
+            assert "has not shaken hands as ZeroMQ does" in complaint(client)
+
+
+def test_topic_that_filters_everything_is_named_beside_the_one_that_is_sent() -> None:
+    with FakeEngine("engine", topic="kv-events") as engine:
+        engine.serve(list(range(64)))
+        with client_of(worker_of(engine, topic="kv@pod-1")) as client:
+            reason = complaint(client)
+            assert "'kv@pod-1' filters out everything" in reason
+            assert "'kv-events'" in reason
+            assert client.status(RANK).counters["filtered_by_topic"] > 0
+
+
+def test_topic_that_filters_everything_shows_live_without_replay() -> None:
+    with FakeEngine("engine", replay=False) as engine:
+        with client_of(worker_of(engine, topic="kv")) as client:
+            number = 0
+            while not client.status(RANK).counters.get("filtered_by_topic") and number < 1000:
+                number += 1
+                engine.serve([number * 1000 + i for i in range(32)])
+                client.wait_for(
+                    lambda statuses: bool(statuses[RANK].counters.get("filtered_by_topic")), 0.05
+                )
+            assert "filters out everything" in complaint(client)
+
+
+def test_a_topic_that_fits_is_no_hindrance() -> None:
+    with FakeEngine("engine", topic="kv-events") as engine:
+        engine.serve(list(range(64)))
+        with client_of(worker_of(engine, topic="kv")) as client:
+            client.wait_live(PATIENCE)
+            assert client.match(list(range(64)))[RANK].tokens == 64
+
+
+def test_an_idle_engine_with_a_topic_becomes_live_after_a_while() -> None:
+    with FakeEngine("engine", topic="kv-events", dialect="vllm-0.20.0") as engine:
+        with client_of(worker_of(engine, topic="kv")) as client:
+            client.wait_live(PATIENCE)
+
+
+def test_replay_port_where_nothing_listens(unused_port: int) -> None:
+    with FakeEngine("engine") as engine:
+        worker = Worker("engine", engine.endpoint, replay=f"tcp://127.0.0.1:{unused_port}")
+        with client_of(worker) as client:
+            reason = complaint(client)
+            assert f"nothing listens at tcp://127.0.0.1:{unused_port}" in reason
+            assert "replay" in reason
+
+
+def test_replay_port_that_is_silent() -> None:
+    with FakeEngine("engine") as engine:
+        with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+            link.silence_replay()
+            with client_of(worker_of(engine, link)) as client:
+                reason = complaint(client, timeout=1.2)
+                assert "replay" in reason
+                assert "silent" in reason
+                assert str(link.replay_endpoint) in reason
+
+
+def test_an_engine_that_starts_late_is_found() -> None:
+    with FakeEngine("engine") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        link.cut()
+        engine.serve(list(range(64)))
+        with client_of(worker_of(engine, link)) as client:
+            assert "nothing listens" in complaint(client)
+            link.heal()
+            client.wait_live(PATIENCE)
+            wait_status(client, RANK, seq=0, complete=True, reason="")

@@ -1,0 +1,64 @@
+"""Events for tests of the index: blocks are numbered along one prompt and labelled from 100 on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvindex import BlockRemoved, BlockStored, EventBatch, Index, Rank
+from kvindex.wire import Event
+
+SIZE = 4
+A, B = Rank("a"), Rank("b")
+
+
+def tokens(*blocks: int) -> list[int]:
+    """The tokens of the blocks with these numbers; each block has tokens of its own."""
+    return [1000 * block + i for block in blocks for i in range(SIZE)]
+
+
+def prompt(count: int) -> list[int]:
+    """The one prompt's first `count` blocks."""
+    return tokens(*range(count))
+
+
+def stored(*blocks: int, parent: Any = "before", base: int = 100, **fields: Any) -> BlockStored:
+    """Store consecutive blocks of the one prompt; `base` is the label of block 0."""
+    if parent == "before":
+        parent = base + blocks[0] - 1 if blocks[0] else None
+    fields.setdefault("token_ids", tokens(*blocks))
+    fields.setdefault("block_size", SIZE)
+    hashes = fields.pop("block_hashes", [base + block for block in blocks])
+    return BlockStored(block_hashes=hashes, parent_block_hash=parent, **fields)
+
+
+def removed(*blocks: int, base: int = 100, **fields: Any) -> BlockRemoved:
+    return BlockRemoved(block_hashes=[base + block for block in blocks], **fields)
+
+
+def located(*blocks: int, **fields: Any) -> BlockStored:
+    """Say where blocks are, without their tokens."""
+    return stored(*blocks, parent=None, token_ids=[], block_size=0, **fields)
+
+
+def apply(index: Index, rank: Rank, *events: Event) -> None:
+    """Apply each event as a batch of its own, and check the index after each."""
+    for event in events:
+        index.apply(rank, EventBatch(ts=0.0, events=[event]))
+        index.check()
+
+
+def index_of(*events: Event, rank: Rank = A, **options: Any) -> Index:
+    index = Index(**options)
+    apply(index, rank, *events)
+    return index
+
+
+def matched(index: Index, token_ids: Iterable[int], rank: Rank = A, **options: Any) -> int:
+    """How many blocks of the prompt the rank holds."""
+    return index.match(list(token_ids), **options)[rank].blocks
+
+
+def told(index: Index, rank: Rank = A) -> dict[str, Any]:
+    statistics: dict[str, Any] = index.statistics()["ranks"][str(rank)]
+    return statistics

@@ -1,0 +1,321 @@
+"""What `Index`, `Match` and `TreeView` answer and refuse, apart from the events' meaning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvindex import EventBatch, GroupSpec, Index, Rank
+from kvindex.errors import (
+    ConfigurationError,
+    DecodeError,
+    InvariantError,
+    TokenError,
+    UnknownRankError,
+)
+from kvindex.index import Trust
+from kvindex.wire import encode_batch
+from tests.unit.index_events import (
+    SIZE,
+    A,
+    B,
+    apply,
+    index_of,
+    located,
+    matched,
+    prompt,
+    removed,
+    stored,
+    tokens,
+    told,
+)
+
+C = Rank("c", 3)
+
+
+def three_ranks() -> Index:
+    """A holds 2 blocks, B holds 3 and C nothing of the prompt."""
+    index = index_of(stored(0, 1))
+    apply(index, B, stored(0, 1, 2))
+    apply(index, C, stored(7, parent=None))
+    return index
+
+
+# Match
+
+
+def test_best_holds_most_tokens() -> None:
+    best = three_ranks().match(prompt(9)).best
+    assert best is not None
+    assert (best.rank, best.blocks, best.tokens, best.block_size) == (B, 3, 3 * SIZE, SIZE)
+
+
+def test_best_is_none_when_nobody_holds_anything() -> None:
+    index = three_ranks()
+    assert index.match(tokens(30)).best is None
+    assert index.match([]).best is None
+    assert Index().match(prompt(2)).best is None
+
+
+def test_equals_are_ordered_by_rank() -> None:
+    index = Index()
+    for rank in (C, B, Rank("c", 1), A):
+        apply(index, rank, stored(0))
+    match = index.match(prompt(1))
+    assert [found.rank for found in match] == [A, B, Rank("c", 1), C]
+    assert match.best is not None
+    assert match.best.rank == A
+
+
+def test_iteration_is_longest_first_and_includes_ranks_that_hold_nothing() -> None:
+    match = three_ranks().match(prompt(9))
+    assert [(found.rank, found.blocks) for found in match] == [(B, 3), (A, 2), (C, 0)]
+    assert len(match) == 3
+
+
+def test_a_rank_is_found_by_name_or_refused() -> None:
+    match = three_ranks().match(prompt(9))
+    assert match[("b", 0)].blocks == 3  # type: ignore[index]
+    assert (match[C].blocks, match[C].tokens, match[C].by_medium) == (0, 0, {})
+    assert C in match
+    assert Rank("d") not in match
+    with pytest.raises(KeyError, match=r"d/0 is not known; known: a/0, b/0, c/3"):
+        match[Rank("d")]
+
+
+def test_to_dict_is_ready_for_json() -> None:
+    plain = json.loads(json.dumps(three_ranks().match(prompt(9)).to_dict()))
+    assert list(plain) == ["b/0", "a/0", "c/3"]
+    assert plain["b/0"]["worker"] == "b"
+    assert plain["b/0"]["dp_rank"] == 0
+    assert plain["b/0"]["blocks"] == 3
+    assert plain["b/0"]["by_medium"] == {"GPU": 3}
+
+
+def test_live_ranks_come_before_stale_ones_that_hold_more() -> None:
+    trust = {A: Trust("live", True, 0), B: Trust("stale", False, 7)}
+    match = three_ranks().match(prompt(9)).with_trust(trust.get)
+    assert match.best is not None
+    assert match.best.rank == A
+    assert (match[B].state, match[B].complete, match[B].lag) == ("stale", False, 7)
+    assert match[C].state is None
+    assert [found.rank for found in match] == [B, A, C], "iteration stays longest first"
+
+
+def test_a_stale_rank_is_best_when_no_live_one_holds_anything() -> None:
+    match = three_ranks().match(prompt(9)).with_trust(lambda _: Trust("stale", True, 0))
+    assert match.best is not None
+    assert match.best.rank == B
+
+
+def test_an_answer_does_not_change_when_the_index_does() -> None:
+    index = three_ranks()
+    match = index.match(prompt(9))
+    index.remove(B)
+    assert match[B].blocks == 3
+
+
+# Filters
+
+
+def test_ranks_narrow_the_answer() -> None:
+    index = three_ranks()
+    match = index.match(prompt(9), ranks=[A])
+    assert [found.rank for found in match] == [A]
+    assert len(index.match(prompt(9), ranks=[])) == 0
+    with pytest.raises(UnknownRankError, match="d/0"):
+        index.match(prompt(9), ranks=[Rank("d")])
+
+
+def test_block_size_narrows_to_ranks_of_that_size() -> None:
+    index = index_of(stored(0, 1))
+    apply(index, B, stored(0, token_ids=tokens(0, 1), block_size=2 * SIZE))
+    match = index.match(prompt(2), block_size=2 * SIZE)
+    assert (match[A].blocks, match[B].blocks) == (0, 1)
+    both = index.match(prompt(2))
+    assert both[A].tokens == both[B].tokens == 2 * SIZE
+
+
+def test_media_are_folded_and_must_be_some() -> None:
+    index = index_of(stored(0, 1), stored(0, medium="cpu"))
+    assert matched(index, prompt(2), media="cpu") == matched(index, prompt(2), media={"CPU"}) == 1
+    assert matched(index, prompt(2), media=["DISK"]) == 0
+    with pytest.raises(ConfigurationError, match="media is empty"):
+        index.match(prompt(2), media=[])
+
+
+def test_extra_keys_tell_equal_tokens_apart() -> None:
+    image = [None, [("digest", 3)]]
+    index = index_of(stored(0, 1, extra_keys=[None, (("digest", 3),)]))
+    assert matched(index, prompt(2), extra_keys=image) == 2
+    assert matched(index, prompt(2)) == 1
+    assert matched(index, prompt(2), extra_keys=[None, [("digest", 4)]]) == 1
+    assert matched(index, prompt(2), extra_keys=[*image, None, ["beyond the prompt"]]) == 2
+
+
+def test_the_order_of_extra_keys_within_a_block_does_not_matter() -> None:
+    index = index_of(stored(0, lora_name="l", extra_keys=[("l", ("image", 0), "salt")]))
+    query: dict[str, Any] = {"lora": "l", "salt": "salt", "extra_keys": [[("image", 0)]]}
+    assert matched(index, prompt(1), **query) == 1
+
+
+def test_extra_keys_need_a_block_size_where_there_are_several() -> None:
+    index = index_of(stored(0, 1))
+    apply(index, B, stored(0, token_ids=tokens(0, 1), block_size=2 * SIZE))
+    with pytest.raises(ConfigurationError, match=r"block sizes \[4, 8\]"):
+        index.match(prompt(2), extra_keys=[None])
+    assert matched(index, prompt(2), extra_keys=[None], block_size=SIZE) == 2
+
+
+def test_match_many_answers_each_prompt_with_the_same_options() -> None:
+    index = three_ranks()
+    matches = index.match_many([prompt(1), tokens(9), prompt(3)], ranks=[B])
+    assert [match[B].blocks for match in matches] == [1, 0, 3]
+    assert index.match_many([]) == []
+
+
+def test_partial_blocks_never_count() -> None:
+    assert matched(index_of(stored(0, 1)), prompt(2)[:-1]) == 1
+
+
+def test_lookahead_tokens_belong_to_the_block() -> None:
+    ahead = {"lookahead_token_ids": [tokens(1)[:1]]}
+    index = index_of(stored(0, **ahead))
+    assert matched(index, prompt(1)) == 0, "the prompt has no next token"
+    assert matched(index, prompt(1) + tokens(1)[:1]) == 1
+    assert matched(index, prompt(1) + [5]) == 0
+
+
+# Ranks and trees
+
+
+def test_ranks_are_known_from_their_first_event_or_by_name() -> None:
+    index = Index()
+    index.add(B)
+    index.add(B)
+    apply(index, A)
+    index.apply(A, EventBatch(ts=0.0, events=[]))
+    assert index.ranks == (A, B)
+    assert index.match(prompt(1))[B].blocks == 0
+
+
+def test_a_removed_rank_is_unknown_and_leaves_nothing() -> None:
+    index = three_ranks()
+    view = index.tree(B)
+    index.remove(B)
+    index.remove(B)
+    index.check()
+    assert (index.ranks, len(index)) == ((A, C), 3)
+    for use in (view.__len__, view.clear, view.walk, lambda: index.tree(B)):
+        with pytest.raises(UnknownRankError, match="b/0 is not known"):
+            use()
+
+
+def test_a_view_counts_walks_and_clears_one_rank() -> None:
+    index = index_of(stored(0, 1, lora_name="l"), stored(1, medium="CPU", lora_name="l"))
+    apply(index, B, stored(0))
+    view = index.tree(A)
+    assert (len(view), len(index)) == (2, 3)
+    blocks = {(b.block_hash, b.medium): (b.depth, b.copies, b.lora) for b in view.walk()}
+    assert blocks == {(100, "GPU"): (0, 1, "l"), (101, "GPU"): (1, 1, "l")} | {
+        (101, "CPU"): (1, 1, "l")
+    }
+    view.clear()
+    index.check()
+    assert (len(view), len(index), index.ranks) == (0, 1, (A, B))
+
+
+def test_apply_reads_payloads_as_it_reads_batches() -> None:
+    batch = EventBatch(ts=0.0, events=[stored(0, 1), removed(1)])
+    payload = encode_batch(batch)
+    for form in (payload, bytearray(payload), memoryview(payload)):
+        index = Index()
+        index.apply(A, form)
+        assert matched(index, prompt(2)) == 1
+
+
+def test_a_payload_that_cannot_be_read_changes_nothing() -> None:
+    index = index_of(stored(0))
+    with pytest.raises(DecodeError):
+        index.apply(A, b"\xff nonsense")
+    assert matched(index, prompt(1)) == 1
+
+
+def test_statistics_count_by_reason() -> None:
+    index = index_of(stored(0, 1), stored(1), removed(1), removed(9), stored(5), located(8))
+    statistics = json.loads(json.dumps(index.statistics()))
+    assert {name: statistics[name] for name in ("blocks", "orphans", "unique_blocks", "runs")} == {
+        "blocks": 2,
+        "orphans": 2,
+        "unique_blocks": 2,
+        "runs": 1,
+    }
+    counted = ("stored", "duplicates", "removed", "removed_unknown", "orphaned", "unplaced")
+    assert [statistics["ranks"]["a/0"][name] for name in counted] == [3, 1, 1, 1, 1, 1]
+    group = {"kind": "full_attention", "sliding_window": None, "block_size": SIZE}
+    assert statistics["ranks"]["a/0"]["groups"] == {"0": group}
+
+
+# Limits and errors
+
+
+def test_max_blocks_leaves_out_what_does_not_fit_and_says_so() -> None:
+    index = index_of(stored(0, 1, 2), max_blocks=2)
+    assert (len(index), matched(index, prompt(3))) == (2, 2)
+    assert told(index)["ignored"] == {"max_blocks": 1}
+    apply(index, B, stored(0, 1))
+    assert (len(index), told(index, B)["ignored"]) == (2, {"max_blocks": 2})
+    apply(index, A, stored(1), removed(1), removed(1), stored(1))
+    assert matched(index, prompt(2)) == 2
+
+
+@pytest.mark.parametrize("late", [stored(0, group_idx=1), located(0, group_idx=1)])
+def test_max_blocks_counts_each_group_however_it_is_told(late: Any) -> None:
+    index = index_of(stored(0), late, max_blocks=1)
+    assert (len(index), told(index)["ignored"]) == (1, {"max_blocks": 1})
+
+
+def test_max_blocks_holds_for_orphans_too() -> None:
+    index = index_of(stored(1, 2), stored(2, group_idx=1), stored(0), max_blocks=2)
+    assert (len(index), matched(index, prompt(3), ranks=[A])) == (2, 0)
+    assert told(index)["orphans"] == 0 or told(index)["orphans"] == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_blocks": 0}, {"max_orphans": -1}, {"seed": -1}, {"seed": 1 << 128}], ids=str
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match="must be"):
+        Index(**options)
+
+
+def test_two_indexes_of_one_seed_and_two_of_their_own_agree() -> None:
+    for index in (Index(seed=7), Index(seed=7), Index(), Index()):
+        apply(index, A, stored(0, 1))
+        assert matched(index, prompt(2)) == 2
+
+
+def test_groups_that_make_no_sense_are_refused() -> None:
+    index = Index()
+    for groups in ({-1: GroupSpec()}, {0: "full"}):
+        with pytest.raises(ConfigurationError, match="GroupSpec"):
+            index.describe_groups(A, groups)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="sliding_window >= 1"):
+        GroupSpec("sliding_window")
+
+
+def test_tokens_that_cannot_be_read_are_refused_at_the_call() -> None:
+    index = index_of(stored(0, 1))
+    with pytest.raises(TokenError, match="str"):
+        index.match("a prompt")
+    with pytest.raises(TokenError, match="float"):
+        index.match([1.5] * 8)
+
+
+def test_check_finds_what_does_not_add_up() -> None:
+    index = index_of(stored(0, 1))
+    index._budget.used += 1
+    with pytest.raises(InvariantError, match="2 blocks resident, counted 3"):
+        index.check()

@@ -1,0 +1,159 @@
+"""Every form in which a prompt may come, and that no more of it is looked at than needed."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import UserList
+from typing import Any
+
+import pytest
+
+from kvindex import EventBatch, Index
+from kvindex.errors import TokenError
+from kvindex.index.keys import KeyMaker
+from kvindex.index.tokens import Prompt, pack_tokens
+from kvindex.wire import text_token
+from tests.unit.index_events import A, apply, index_of, matched, prompt, stored
+
+TOKENS = prompt(4)
+
+FORMS: dict[str, Any] = {
+    "list": TOKENS,
+    "tuple": tuple(TOKENS),
+    "sequence": UserList(TOKENS),
+    "bytes": array("I", TOKENS).tobytes(),
+    "bytearray": bytearray(array("I", TOKENS).tobytes()),
+    **{f"array {code}": array(code, TOKENS) for code in "iIlLqQ"},
+    **{f"memoryview {code}": memoryview(array(code, TOKENS)) for code in "iq"},
+    "memoryview read-only": memoryview(array("i", TOKENS)).toreadonly(),
+    **{
+        f"ctypes {kind.__name__}": (kind * len(TOKENS))(*TOKENS)
+        for kind in (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64)
+    },
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_the_same_tokens_matches_alike(name: str) -> None:
+    index = index_of(stored(0, 1, 2))
+    assert index.match(FORMS[name])[A].blocks == 3
+
+
+def test_a_range_matches() -> None:
+    index = index_of(stored(0, token_ids=list(range(5, 9))))
+    assert index.match(range(5, 20))[A].blocks == 1
+
+
+@pytest.mark.parametrize("code", "iIlLqQ")
+def test_an_empty_buffer_matches_nothing(code: str) -> None:
+    assert index_of(stored(0)).match(array(code))[A].blocks == 0
+
+
+@pytest.mark.parametrize("empty", [[], (), b"", bytearray(), range(0)], ids=repr)
+def test_an_empty_prompt_matches_nothing(empty: Any) -> None:
+    assert index_of(stored(0)).match(empty)[A].blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("token", "same"), [(-1, 2**64 - 1), (2**63, -(2**63)), (True, 1), ("text", text_token("text"))]
+)
+def test_a_token_counts_modulo_64_bits(token: Any, same: int) -> None:
+    assert pack_tokens([token]) == pack_tokens([same])
+
+
+@pytest.mark.parametrize("signed", ["i", "q"])
+def test_signed_and_unsigned_buffers_of_one_value_agree(signed: str) -> None:
+    assert Prompt(array(signed, [7, 8])).packed(0, 2) == pack_tokens([7, 8])
+    assert Prompt(array(signed.upper(), [7, 8])).packed(0, 2) == pack_tokens([7, 8])
+    assert Prompt(array("q", [-7])).packed(0, 1) == Prompt([-7]).packed(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("refused", "why"),
+    [
+        ("text", "str"),
+        (5, "int"),
+        (None, "NoneType"),
+        ({1, 2, 3, 4}, "set"),
+        (iter([1]), "list_iterator"),
+        (array("h", [1, 2]), "format 'h' with 2 bytes"),
+        (array("d", [1.0]), "format 'd'"),
+        (memoryview(b"12345678"), "format 'B'"),
+        (b"12345", "5 bytes are no whole number"),
+        (memoryview(array("i", [1, 2, 3, 4]))[::2], "contiguous"),
+        (memoryview(bytes(16)).cast("i", (2, 2)), r"shape \(2, 2\)"),
+        ((ctypes.c_int32.__ctype_be__ * 4)(1, 2, 3, 4), "format '>"),
+        ([1, 2, 3, 2**64], "64 bits"),
+        ([1, 2, 3, 4.0], "float"),
+        ([1, 2, None, 4], "NoneType"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_refused_with_a_reason(refused: Any, why: str) -> None:
+    with pytest.raises(TokenError, match=why):
+        index_of(stored(0)).match(refused)
+
+
+class Counted(list[int]):
+    """A list that counts how many of its items were taken."""
+
+    taken = 0
+
+    def __getitem__(self, item: Any) -> Any:
+        found = super().__getitem__(item)
+        self.taken += len(found) if isinstance(item, slice) else 1
+        return found
+
+
+def test_a_short_match_neither_packs_nor_hashes_a_long_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = index_of(stored(0, 1, 2))
+    hashed = []
+    child = KeyMaker.child
+
+    def counting(self: KeyMaker, parent: bytes, content: bytes) -> bytes:
+        hashed.append(content)
+        return child(self, parent, content)
+
+    monkeypatch.setattr(KeyMaker, "child", counting)
+    long_prompt = Counted(prompt(4_000))
+    assert matched_lazily(index, long_prompt) == 3
+    assert len(hashed) <= 5, "three blocks, the one that ends the match, and the root"
+    assert long_prompt.taken <= 1_024
+
+
+def matched_lazily(index: Index, token_ids: Any) -> int:
+    return index.match(token_ids)[A].blocks
+
+
+def test_a_prompt_that_matches_nothing_costs_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = index_of(stored(1, parent=None))
+    long_prompt = Counted(prompt(4_000))
+    assert matched_lazily(index, long_prompt) == 0
+    assert long_prompt.taken <= 1_024
+
+
+def test_a_rank_that_stopped_matching_does_not_draw_the_walk_on() -> None:
+    index = index_of(*(stored(block) for block in range(1_000)))
+    apply(index, A, stored(0), stored(0))
+    index.apply(A, EventBatch(ts=0.0, events=[]))
+    for hole in range(1, 1_000, 2):
+        apply_quietly(index, hole)
+    long_prompt = Counted(prompt(1_000))
+    assert matched_lazily(index, long_prompt) == 1
+    assert long_prompt.taken <= 1_024
+
+
+def apply_quietly(index: Index, hole: int) -> None:
+    from tests.unit.index_events import removed
+
+    index.apply(A, EventBatch(ts=0.0, events=[removed(hole)]))
+
+
+def test_long_prompts_are_packed_across_chunks() -> None:
+    index = Index()
+    index.apply(A, EventBatch(ts=0.0, events=[stored(*range(1_000))]))
+    assert matched(index, prompt(1_000)) == 1_000
+    assert index.match(array("i", prompt(1_000)))[A].blocks == 1_000
