@@ -11,7 +11,8 @@ import random
 import time
 
 from benchmarks.environment import resident_bytes
-from kvindex import BlockRemoved, BlockStored, Event, EventBatch, Index, Rank
+from kvindex import BlockRemoved, BlockStored, EventBatch, Index, Rank
+from kvindex.wire import Event
 
 BLOCK_SIZE = 4
 CHAIN_BLOCKS = 32

@@ -16,6 +16,8 @@ __all__ = ["Commands", "add_prompt_arguments", "count", "parse_tokens", "read_to
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Where a command adds its own parser."""
 
+_TOKEN_LIMIT = 2**63
+
 
 def seconds(text: str) -> float:
     """Return a duration in seconds, finite and above 0 (an argparse type)."""
@@ -80,20 +82,26 @@ def parse_tokens(text: str) -> list[int]:
     tokens = []
     for position, item in enumerate(items):
         try:
-            if isinstance(item, bool | float):
-                raise ValueError
-            token = int(item)
-        except (TypeError, ValueError):
+            token = _token(item)
+        except ValueError:
             raise ConfigurationError(
                 f"item {position} is {str(item)[:40]!r}, no token id; "
                 "expected a JSON list of whole numbers, or numbers separated by spaces or commas"
             ) from None
-        if token < 0:
-            raise ConfigurationError(f"item {position} is {token}: token ids are 0 or more")
+        if not 0 <= token < _TOKEN_LIMIT:
+            raise ConfigurationError(f"item {position} is {token}: token ids are 0 to 2**63 - 1")
         tokens.append(token)
     if not tokens:
         raise ConfigurationError("no tokens")
     return tokens
+
+
+def _token(item: object) -> int:
+    if isinstance(item, str):
+        return int(item)
+    if isinstance(item, int) and not isinstance(item, bool):
+        return item
+    raise ValueError(item)
 
 
 def _items(text: str) -> list[object]:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from kvindex import Client, Link, Rank, Replay, Worker, connect
+from kvindex import Client, Link, Rank, RankStatus, Replay, State, Worker, connect
 from kvindex.cli.arguments import Commands, seconds
 from kvindex.cli.narrator import Narrator
 from kvindex.cli.output import table
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, Request, Workload
+from kvindex.wire import BlockHash
 
 __all__ = ["add_parser"]
 
 _DIALECTS = {"vllm-0": "vllm-0.33.0", "sglang-0": "sglang-0.5.18"}
 _DP_SIZE = 2
-_FAULTS = Faults(
-    live=LaneFaults(drop=0.03, duplicate=0.04, reorder=0.03), replay=LaneFaults(drop=0.02)
-)
+_FAULTS = Faults(live=LaneFaults(drop=0.03, duplicate=0.04, reorder=0.03))
 _INTERVAL = 0.02  # seconds between requests: what paces the demo
 _CATCH_UP = 8.0  # seconds that repair may take after the last request
 _MASK_64 = 2**64 - 1
@@ -69,9 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
             link.quiesce()
         narrator.say(f"{len(requests)} requests served; faults off, catching up")
         caught_up = fleet.wait_until_applied(client, narrator)
-        agree = _print_truth(fleet, client) and _print_route(fleet, client, requests)
-        _print_summary(fleet, client, time.monotonic() - started, agree and caught_up)
-    return 0 if agree and caught_up else 1
+        if not caught_up:
+            for rank in client.ranks:
+                narrator.say(f"{rank}: {client.status(rank).reason or 'live'}")
+        equal = _print_truth(fleet, client)
+        as_engines = _print_route(fleet, client, requests)
+        good = caught_up and equal and as_engines
+        _print_summary(fleet, client, time.monotonic() - started, good)
+    return 0 if good else 1
 
 
 class _Fleet:
@@ -107,18 +111,15 @@ class _Fleet:
     def wait_until_applied(self, client: Client, narrator: Narrator) -> bool:
         """Wait until every rank is live at its engine's last batch; return whether it came so."""
         until = time.monotonic() + _CATCH_UP
-        while time.monotonic() < until:
-            narrator.look()
-            if client.wait_for(
-                lambda statuses: all(
-                    statuses[rank].state == "live" and statuses[rank].seq == engine.published - 1
-                    for rank, engine in self.engines.items()
-                ),
-                timeout=0.1,
-            ):
-                narrator.look()
-                return True
-        return False
+        while not (done := client.wait_for(self._applied, 0.0)) and time.monotonic() < until:
+            narrator.watch(0.05)
+        return done
+
+    def _applied(self, statuses: Mapping[Rank, RankStatus]) -> bool:
+        return all(
+            statuses[rank].state is State.LIVE and statuses[rank].seq == engine.published - 1
+            for rank, engine in self.engines.items()
+        )
 
 
 def _traffic(
@@ -147,8 +148,7 @@ def _traffic(
         rank = choose.choice(ranks)
         fleet.engines[rank].serve(request.token_ids, new_tokens=request.new_tokens)
         served.append((rank, request))
-        narrator.look()
-        time.sleep(_INTERVAL)
+        narrator.watch(_INTERVAL)
     for _, told, do in script:  # a machine too slow to reach them in time
         narrator.say(told, mark="!")
         do()
@@ -160,16 +160,11 @@ def _print_truth(fleet: _Fleet, client: Client) -> bool:
     rows = []
     agree = True
     for rank, engine in fleet.engines.items():
-        truth = {
-            (block_hash if isinstance(block_hash, bytes) else block_hash & _MASK_64, medium, group)
-            : copies
-            for (block_hash, medium, group), copies in engine.truth().items()
-        }
+        truth = {_plain_key(*key): copies for key, copies in engine.truth().items()}
         held = {
-            (block.block_hash, block.medium, block.group_idx): block.copies
+            _plain_key(block.block_hash, block.medium, block.group_idx): block.copies
             for block in client.index.tree(rank).walk()
         }
-        truth = {(name, medium, group or 0): n for (name, medium, group), n in truth.items()}
         agree = agree and held == truth
         verdict = "equal" if held == truth else "DIFFERENT"
         rows.append((rank, engine.dialect.name, len(truth), len(held), verdict))
@@ -178,9 +173,16 @@ def _print_truth(fleet: _Fleet, client: Client) -> bool:
     return agree
 
 
-def _print_route(
-    fleet: _Fleet, client: Client, requests: Sequence[tuple[Rank, Request]]
-) -> bool:
+def _plain_key(
+    block_hash: BlockHash, medium: str, group_idx: int | None
+) -> tuple[BlockHash, str, int]:
+    """The index names hashes modulo 2**64, and group 0 where the engine names none."""
+    if isinstance(block_hash, int):
+        block_hash &= _MASK_64
+    return block_hash, medium, group_idx or 0
+
+
+def _print_route(fleet: _Fleet, client: Client, requests: Sequence[tuple[Rank, Request]]) -> bool:
     """Route the prompt that is held longest, and ask each engine itself what it would find."""
     candidates = [list(request.token_ids) for _, request in requests[-40:]]
     matches = [(client.match(tokens), tokens) for tokens in candidates]
@@ -191,7 +193,7 @@ def _print_route(
         own = fleet.engines[found.rank].lookup(tokens).tokens
         agree = agree and own == found.tokens
         best = "<- best" if match.best and found.rank == match.best.rank else ""
-        rows.append((found.rank, found.tokens, own, found.state, best))
+        rows.append((found.rank, found.tokens, own, found.state or "-", best))
     print(f"\nA prompt of {len(tokens)} tokens, and how many of them are held:")
     print(table(("rank", "index", "engine's own", "state", ""), rows))
     return agree
@@ -205,12 +207,12 @@ def _print_summary(fleet: _Fleet, client: Client, took: float, agree: bool) -> N
     )
     seen = [client.status(rank) for rank in client.ranks]
     print(
-        f"\nInjected: {dropped} batches dropped, {doubled} duplicated, {reordered} reordered, "
-        "1 restart, 1 cut."
-        f"\nNoticed: {sum(s.gaps for s in seen)} gaps, {sum(s.duplicates for s in seen)} "
-        f"duplicates, {sum(s.restarts for s in seen)} restarts; "
-        f"{sum(s.replays_asked for s in seen)} replays asked, "
-        f"{sum(s.losses for s in seen)} batches lost for good."
+        f"\nInjected: batches dropped {dropped}, duplicated {doubled}, reordered {reordered}; "
+        "engines restarted 1, connections cut 1."
+        f"\nNoticed: gaps {sum(s.gaps for s in seen)}, "
+        f"duplicates {sum(s.duplicates for s in seen)}, "
+        f"restarts {sum(s.restarts for s in seen)}, losses {sum(s.losses for s in seen)}; "
+        f"replays asked {sum(s.replays_asked for s in seen)}."
     )
     verdict = "every rank's index equals its engine's cache" if agree else "NOT equal, see above"
     print(f"Result: {verdict} ({took:.1f} s).")

@@ -23,7 +23,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
         "--worker",
         action="append",
         default=[],
-        metavar="NAME=ENDPOINT[,…]",
+        metavar="NAME=ENDPOINT[,...]",
         help=f"one engine, as {WORKER_FORM}; repeatable",
     )
     group.add_argument("--endpoint", help="the only engine's PUB socket, e.g. tcp://host:5557")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from kvindex import Client, Rank, RankStatus, State
 
@@ -16,32 +17,43 @@ class Narrator:
         self._client = client
         self._started = time.monotonic()
         self._told = {rank: client.status(rank) for rank in client.ranks}
-        self._open_gap: dict[Rank, float] = {}
+        self._latest: Mapping[Rank, RankStatus] = self._told
+        self._gaps: dict[Rank, RankStatus] = {}  # ranks with an open gap, as they were before it
 
     def say(self, text: str, *, mark: str = " ") -> None:
         """Print a line with the time since the start."""
         print(f"{time.monotonic() - self._started:6.2f} s {mark} {text}", flush=True)
 
-    def look(self) -> None:
-        """Print what has changed since the last look."""
+    def watch(self, seconds: float) -> None:
+        """Tell what changes, as it happens, for so long."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._client.wait_for(self._changed, left):
+                self._tell()
+
+    def _changed(self, statuses: Mapping[Rank, RankStatus]) -> bool:
+        self._latest = dict(statuses)
+        return any(self._latest[rank] is not told for rank, told in self._told.items())
+
+    def _tell(self) -> None:
         for rank, before in self._told.items():
-            now = self._client.status(rank)
-            if now != before:
-                self._told[rank] = now
-                self._compare(rank, before, now)
+            now = self._told[rank] = self._latest[rank]
+            self._compare(rank, before, now)
 
     def _compare(self, rank: Rank, before: RankStatus, now: RankStatus) -> None:
-        if now.restarts > before.restarts:
-            self.say(f"{rank}: restart noticed: its blocks are dropped, epoch {now.epoch} begins")
-        if now.losses > before.losses:
-            self.say(f"{rank}: batches lost for good: its blocks are dropped")
         if before.connected and not now.connected:
-            self.say(f"{rank}: disconnected; answers are flagged {now.state}")
+            self.say(f"{rank}: disconnected; its answers are flagged {now.state!s}")
         if now.connected and not before.connected:
             self.say(f"{rank}: connected again; replay shows what was missed")
-        if now.gaps > before.gaps or (now.state == State.REPAIRING and rank not in self._open_gap):
-            self._open_gap.setdefault(rank, time.monotonic())
-        if rank in self._open_gap and now.state == State.LIVE:
-            took = (time.monotonic() - self._open_gap.pop(rank)) * 1000
-            asked = now.replays_asked - before.replays_asked
-            self.say(f"{rank}: gap repaired through seq {now.seq} ({took:.0f} ms, {asked})")
+        if now.losses > before.losses:
+            self.say(f"{rank}: batches lost for good; what it held is dropped")
+        if now.restarts > before.restarts:
+            self._gaps.pop(rank, None)
+            self.say(f"{rank}: restart noticed; what it held is dropped, epoch {now.epoch} begins")
+        elif now.gaps > before.gaps:
+            self._gaps.setdefault(rank, before)
+            self.say(f"{rank}: gap after seq {before.seq}")
+        if rank in self._gaps and now.state is State.LIVE:
+            asked = now.replays_asked > self._gaps.pop(rank).replays_asked
+            how = "by replay" if asked else "by late messages"
+            self.say(f"{rank}: repaired {how}, whole through seq {now.seq}")

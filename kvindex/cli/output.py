@@ -12,7 +12,7 @@ import msgspec
 
 from kvindex import Rank
 
-__all__ = ["Progress", "json_line", "plain", "table"]
+__all__ = ["Progress", "json_line", "plain", "printable", "table"]
 
 _NUMBER = str.maketrans("", "", "0123456789.,-%")
 
@@ -26,7 +26,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         vllm-0/0      96
         vllm-0/1       0
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     columns = list(zip(header, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(not cell.translate(_NUMBER) for cell in column[1:]) for column in columns]
@@ -39,6 +39,20 @@ def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> s
         for cell, width, is_right in zip(row, widths, right, strict=True)
     ]
     return "  ".join(cells).rstrip()
+
+
+def printable(text: str) -> str:
+    r"""Return text that cannot steer a terminal: names come from the network.
+
+    Examples:
+        >>> printable("GPU"), printable("a\x1b[2J")
+        ('GPU', 'a\\x1b[2J')
+    """
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def plain(value: Any) -> Any:
@@ -60,7 +74,7 @@ def plain(value: Any) -> Any:
 
 def json_line(value: Any) -> str:
     """Return a value, made plain, as one line of JSON."""
-    return json.dumps(plain(value), ensure_ascii=False)
+    return json.dumps(plain(value))
 
 
 class Progress:

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -69,23 +69,26 @@ def run(arguments: argparse.Namespace) -> int:
         context = stack.enter_context(_context())
         takes = [
             _Take(context, worker, address, stack.enter_context(_new(path, arguments.force)))
-            for (worker, address), path in names.items()
+            for worker, address, path in names
         ]
         try:
+            for take, (_, _, path) in zip(takes, names, strict=True):
+                print(f"recording {take.rank} to {path}", file=sys.stderr, flush=True)
             _record(takes, arguments)
         except KeyboardInterrupt:
             pass  # the normal end of a recording
         if arguments.replay:
-            complete = all([take.add_replay(arguments.replay_timeout) for take in takes])
-    for take, path in zip(takes, names.values(), strict=True):
-        print(f"{take.summary()} -> {path}")
+            for take in takes:
+                complete = take.add_replay(arguments.replay_timeout) and complete
+    for take, (_, _, path) in zip(takes, names, strict=True):
+        print(f"{path}: {take.summary()}")
     return 0 if complete else 1
 
 
 def file_names(
-    output: str, workers: list[Worker]
-) -> dict[tuple[Worker, PublisherAddress], Path]:
-    """Return the file of each publisher: a recording holds one.
+    output: str, workers: Sequence[Worker]
+) -> list[tuple[Worker, PublisherAddress, Path]]:
+    """Return each publisher with its file: a recording holds one.
 
     Raises:
         ConfigurationError: two ranks would share a file.
@@ -93,14 +96,14 @@ def file_names(
     publishers = [(worker, address) for worker in workers for address in worker.publishers()]
     stem = output.removesuffix(_SUFFIX)
     if len(publishers) == 1:
-        return {publishers[0]: Path(stem + _SUFFIX)}
-    paths = [
-        Path(f"{stem}-{re.sub(r'[^A-Za-z0-9._-]', '_', worker.worker)}-{address.dp_rank}{_SUFFIX}")
-        for worker, address in publishers
-    ]
-    if len(set(paths)) < len(paths):
+        return [(*publishers[0], Path(stem + _SUFFIX))]
+    named = []
+    for worker, address in publishers:
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker.worker)
+        named.append((worker, address, Path(f"{stem}-{safe}-{address.dp_rank}{_SUFFIX}")))
+    if len({path for _, _, path in named}) < len(named):
         raise ConfigurationError("two workers' names give the same file name: rename one")
-    return dict(zip(publishers, paths, strict=True))
+    return named
 
 
 @contextmanager
@@ -209,7 +212,7 @@ class _Take:
 
     def summary(self) -> str:
         """Tell what was recorded, and what is known to be missing."""
-        parts = [f"{self.rank}: {self.live} live messages"]
+        parts = [f"{self.live} live messages"]
         if self.replayed:
             parts.append(f"{self.replayed} replies")
         parts.append(f"{self.bytes} bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections import Counter
@@ -10,12 +11,12 @@ from collections import Counter
 from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventStream, State
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
-from kvindex.cli.output import json_line
+from kvindex.cli.output import json_line, printable
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted, StreamItem
 
 __all__ = ["add_parser", "describe"]
 
-_PATIENCE = 3.0  # seconds without an item after which ranks that are not live are explained
+_PATIENCE = 3.0  # seconds between looks at which ranks are not live
 
 
 def add_parser(commands: Commands) -> None:
@@ -54,23 +55,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_items(
-    stream: EventStream, arguments: argparse.Namespace, seen: Counter[str]
-) -> None:
-    until = time.monotonic() + (arguments.seconds or float("inf"))
+def _print_items(stream: EventStream, arguments: argparse.Namespace, seen: Counter[str]) -> None:
+    until = time.monotonic() + (arguments.seconds or math.inf)
+    look_at = time.monotonic() + _PATIENCE
     explained: dict[str, str] = {}
-    while (left := until - time.monotonic()) > 0:
-        try:
-            item = stream.get(min(left, _PATIENCE))
-        except TimeoutError:
+    while (now := time.monotonic()) < until:
+        if now >= look_at:
             _explain(stream, explained)
+            look_at = now + _PATIENCE
+        try:
+            item = stream.get(min(until, look_at) - now)
+        except TimeoutError:
             continue
         if not isinstance(item, RankBatch | RankLost | RankRestarted):
             continue
-        print(json_line(item) if arguments.json else describe(item), flush=True)
         seen[type(item).__name__] += 1
         seen["lines"] += 1
         seen["events"] += len(item.batch.events) if isinstance(item, RankBatch) else 0
+        print(json_line(item) if arguments.json else printable(describe(item)), flush=True)
         if seen["lines"] == arguments.limit:
             return
 
@@ -81,8 +83,10 @@ def _explain(stream: EventStream, explained: dict[str, str]) -> None:
         trouble = "" if status.state is State.LIVE else str(status.state)
         if explained.get(str(rank), "") != trouble:
             explained[str(rank)] = trouble
-            print(f"{rank}: {status.state}: {status.reason}" if trouble else f"{rank}: live",
-                  file=sys.stderr)
+            print(
+                f"{rank}: {status.state}: {status.reason}" if trouble else f"{rank}: live",
+                file=sys.stderr,
+            )
 
 
 def describe(item: StreamItem) -> str:

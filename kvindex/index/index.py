@@ -112,7 +112,8 @@ class Index:
 
     def __len__(self) -> int:
         """Return the number of resident (rank, block) pairs."""
-        return self._budget.used
+        with self._lock:
+            return self._budget.used
 
     # Events ----------------------------------------------------------------------------------
 

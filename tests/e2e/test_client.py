@@ -26,6 +26,7 @@ from kvindex import (
 )
 from kvindex.subscribe import RankAdded, RankBatch, RankRestarted
 from kvindex.testing import FakeEngine, Workload
+from kvindex.testing.ports import reserve_port
 from tests.live import (
     PATIENCE,
     QUICK,
@@ -148,11 +149,8 @@ def test_curve_connects_with_the_right_keys_and_not_without() -> None:
 
 
 def test_we_bind_for_a_publisher_that_connects() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    probe = context.socket(zmq.SUB)
-    port = probe.bind_to_random_port("tcp://127.0.0.1")
-    probe.close(0)
-    with client_of(Worker("engine", f"tcp://127.0.0.1:{port}", bind=True)) as client:
+    holder, port = reserve_port()
+    with holder, client_of(Worker("engine", f"tcp://127.0.0.1:{port}", bind=True)) as client:
         publisher = ZmqEventPublisher(endpoint=f"tcp://127.0.0.1:{port}")  # no '*': it connects
         try:
             client.wait_live(PATIENCE)
@@ -164,7 +162,6 @@ def test_we_bind_for_a_publisher_that_connects() -> None:
             assert client.status(RANK).seq is not None
         finally:
             publisher.shutdown()
-    context.term()
 
 
 def test_workers_are_added_and_removed_while_others_run() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
 from kvindex import Client, NotLiveError, Rank, State, Worker
 from kvindex.testing import FakeEngine, FaultyLink
+from kvindex.testing.ports import reserve_port
 from tests.live import PATIENCE, client_of, wait_status, worker_of
 
 RANK = Rank("engine", 0)
@@ -25,11 +27,10 @@ def complaint(client: Client, timeout: float = 0.6) -> str:
 
 
 @pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as holder:  # bound and closed: nothing listens there
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
-        return port
+def unused_port() -> Iterator[int]:
+    holder, port = reserve_port()  # bound, but nothing listens there
+    yield port
+    holder.close()
 
 
 def test_connecting_to_nothing(unused_port: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from publish_peers import DEADLINE, Asker, Context, Live, batch, seqs, wait_until
+from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, seqs, wait_until
 from zmq.utils.monitor import recv_monitor_message
 
 from kvindex.errors import ClosedError, ConfigurationError

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from publish_peers import DEADLINE, Asker, Context, Live, batch, wait_until
+from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, wait_until
 
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import ZmqEventPublisher

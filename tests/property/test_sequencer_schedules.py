@@ -6,11 +6,11 @@ import os
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from tests.property.sequencer_world import Coincidence, Faults, Step, World
 
 from kvindex.subscribe.sequencer import Replay, SequencerConfig, State
+from tests.property.sequencer_world import CoincidenceError, Faults, Step, World
 
-EXAMPLES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 250
+EXAMPLES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 500
 schedules = settings(max_examples=EXAMPLES)
 
 AMPLE = 10_000
@@ -41,13 +41,19 @@ configs = st.builds(
 live_faults = {"drop": often, "duplicate": often, "reorder": often, "damage": sometimes}
 
 
+def without_replay(config: SequencerConfig) -> SequencerConfig:
+    return SequencerConfig(
+        has_replay=False, on_loss=config.on_loss, max_held=config.max_held, recent=config.recent
+    )
+
+
 def run(world: World, schedule: list[Step]) -> bool:
     """Run a schedule to rest; return False if it met what no subscriber could tell."""
     try:
         for step in schedule:
             world.take(step)
         world.settle()
-    except Coincidence:
+    except CoincidenceError:
         event("coincidence")
         return False
     return True
@@ -69,7 +75,13 @@ def check_at_rest(world: World) -> None:
 @schedules
 @given(
     seed=seeds,
-    faults=st.builds(Faults, **live_faults, replay_hole=sometimes, replay_sure=st.just(2), stragglers=st.booleans()),
+    faults=st.builds(
+        Faults,
+        **live_faults,
+        replay_hole=sometimes,
+        replay_sure=st.just(2),
+        stragglers=st.booleans(),
+    ),
     schedule=steps("restart", "unseen_restart", "cut"),
     config=configs,
 )
@@ -113,7 +125,7 @@ def test_whatever_happens_the_rank_holds_a_true_suffix(
     seed=seeds,
     faults=st.builds(Faults, **live_faults),
     schedule=steps("restart", "cut", "unencodable"),
-    config=configs.map(lambda config: replace_replay(config)),
+    config=configs.map(without_replay),
 )
 def test_without_replay_each_gap_is_declared(
     seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
@@ -128,7 +140,7 @@ def test_without_replay_each_gap_is_declared(
         for _ in range(3):
             world.publish()
         world.settle()
-    except Coincidence:
+    except CoincidenceError:
         event("coincidence")
         return
     check_at_rest(world)
@@ -152,9 +164,3 @@ def test_a_publisher_that_keeps_nothing_for_replay_still_goes_live(
     world.settle()
     check_at_rest(world)
     assert world.unbroken[-3:] == world.engine.batches[-3:]
-
-
-def replace_replay(config: SequencerConfig) -> SequencerConfig:
-    return SequencerConfig(
-        has_replay=False, on_loss=config.on_loss, max_held=config.max_held, recent=config.recent
-    )

@@ -139,8 +139,15 @@ def test_a_restarted_engine_holds_only_its_new_contents() -> None:
     assert len(index) == 2
 
 
+def test_a_block_under_two_labels_is_resident_until_both_are_gone() -> None:
+    index = index_of(stored(0, 1), stored(0, 1, base=900), removed(0, 1))
+    assert matched(index, prompt(2)) == 2
+    apply(index, A, removed(0, 1, base=900))
+    assert matched(index, prompt(2)) == 0
+
+
 def test_a_restarted_engine_may_have_a_smaller_block_size_and_fewer_groups() -> None:
-    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
     index = index_of(stored(0, 1), stored(0, 1, **window, kv_cache_spec_sliding_window=4))
     index.tree(A).clear()
     apply(index, A, stored(0, token_ids=tokens(0)[:2], block_size=2))
@@ -170,11 +177,11 @@ def test_a_clear_forgets_orphans_and_labels() -> None:
     [{}, {"lora": "a"}, {"lora": "b"}, {"salt": "x"}, {"lora": "a", "salt": "x"}],
     ids=str,
 )
-def test_lora_and_salt_make_separate_prefixes(query: dict[str, str]) -> None:
+def test_lora_and_salt_make_separate_prefixes(query: dict[str, Any]) -> None:
     lora, salt = query.get("lora"), query.get("salt")
     keys: list[tuple[Any, ...] | None] = [(salt, lora) if salt and lora else (lora or salt,), None]
     index = index_of(stored(0, 1, lora_name=lora, extra_keys=keys if query else None))
-    other_queries: list[dict[str, str]] = [{}, {"lora": "a"}, {"lora": "b"}, {"salt": "x"}]
+    other_queries: list[dict[str, Any]] = [{}, {"lora": "a"}, {"lora": "b"}, {"salt": "x"}]
     assert matched(index, prompt(2), **query) == 2
     for other in other_queries:
         assert matched(index, prompt(2), **other) == (2 if other == query else 0)
@@ -222,7 +229,7 @@ def test_one_group_removes_a_hash_that_the_other_keeps() -> None:
 
 
 def test_hybrid_model_answers_what_the_engine_would_hit() -> None:
-    window = {
+    window: dict[str, Any] = {
         "group_idx": 1,
         "kv_cache_spec_kind": "sliding_window",
         "kv_cache_spec_sliding_window": 2 * SIZE,

@@ -14,7 +14,7 @@ from kvindex.errors import TokenError
 from kvindex.index.keys import KeyMaker
 from kvindex.index.tokens import Prompt, pack_tokens
 from kvindex.wire import text_token
-from tests.unit.index_events import A, apply, index_of, matched, prompt, stored
+from tests.unit.index_events import A, index_of, matched, prompt, removed, stored
 
 TOKENS = prompt(4)
 
@@ -119,37 +119,25 @@ def test_a_short_match_neither_packs_nor_hashes_a_long_prompt(
 
     monkeypatch.setattr(KeyMaker, "child", counting)
     long_prompt = Counted(prompt(4_000))
-    assert matched_lazily(index, long_prompt) == 3
+    assert index.match(long_prompt)[A].blocks == 3
     assert len(hashed) <= 5, "three blocks, the one that ends the match, and the root"
     assert long_prompt.taken <= 1_024
-
-
-def matched_lazily(index: Index, token_ids: Any) -> int:
-    return index.match(token_ids)[A].blocks
 
 
 def test_a_prompt_that_matches_nothing_costs_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     index = index_of(stored(1, parent=None))
     long_prompt = Counted(prompt(4_000))
-    assert matched_lazily(index, long_prompt) == 0
+    assert index.match(long_prompt)[A].blocks == 0
     assert long_prompt.taken <= 1_024
 
 
-def test_a_rank_that_stopped_matching_does_not_draw_the_walk_on() -> None:
-    index = index_of(*(stored(block) for block in range(1_000)))
-    apply(index, A, stored(0), stored(0))
-    index.apply(A, EventBatch(ts=0.0, events=[]))
-    for hole in range(1, 1_000, 2):
-        apply_quietly(index, hole)
+def test_a_hole_ends_the_walk() -> None:
+    index = index_of(stored(*range(1_000)))
+    holes = removed(*range(1, 1_000, 2))
+    index.apply(A, EventBatch(ts=0.0, events=[holes]))
     long_prompt = Counted(prompt(1_000))
-    assert matched_lazily(index, long_prompt) == 1
+    assert index.match(long_prompt)[A].blocks == 1
     assert long_prompt.taken <= 1_024
-
-
-def apply_quietly(index: Index, hole: int) -> None:
-    from tests.unit.index_events import removed
-
-    index.apply(A, EventBatch(ts=0.0, events=[removed(hole)]))
 
 
 def test_long_prompts_are_packed_across_chunks() -> None:

@@ -1,0 +1,291 @@
+"""The core of a sequencer: what is delivered, held, lost and asked for (see `sequencer`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from kvindex.subscribe.actions import Action, Ask, Batch, Deliver, Drop, Lost, Restarted
+from kvindex.subscribe.applied import Applied
+from kvindex.subscribe.config import SequencerConfig
+from kvindex.subscribe.held import Held, HeldBatch
+from kvindex.subscribe.repair import Purpose, Repair
+from kvindex.subscribe.state import State
+
+__all__ = ["Ordering"]
+
+
+class Ordering:
+    """Moves the cursor: every change of it, and every action, is made here."""
+
+    def __init__(
+        self, config: SequencerConfig, *, now: float, random: Random | None = None
+    ) -> None:
+        self._config = config
+        self._random = Random() if random is None else random
+        self._now = now
+        self._out: list[Action] = []
+        self._counters: Counter[str] = Counter()
+        self._state = State.CONNECTING
+        self._applied = Applied(recent=config.recent)
+        self._held = Held(max_batches=config.max_held, max_bytes=config.max_held_bytes)
+        # Seqs from next_seq on that replay sent, but damaged.
+        self._broken: set[int] = set()
+        self._repair: Repair | None = None
+        self._last_request = 0
+        # A replay must be asked after the current one: it was too early to show what is missing.
+        self._ask_again = False
+        # Disconnected since the publisher was last known to be the one applied so far.
+        self._unproven = False
+        # The first batch of the epoch needs replay's word: it may be a straggler of another one.
+        self._doubt_start = False
+        # Highest seq of a live batch dropped for want of room, -1 if none.
+        self._dropped = -1
+        # Whether the publisher keeps batches for replay: None until it is seen.
+        self._buffering: bool | None = None
+        # Without replay: when the open gap is given up.
+        self._gap_due: float | None = None
+        self._refused = 0
+        self._quiet_since = now
+        self._probe_factor = 1
+        self._alive_at = now
+        self._stale = False
+        self._delivered_at: float | None = None
+
+    def _leave(self) -> list[Action]:
+        """Hand over the actions that have piled up."""
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def _asks_replay(self) -> bool:
+        """Whether replay can help: there is an endpoint, and it did not prove to be empty."""
+        return self._config.has_replay and self._buffering is not False
+
+    @property
+    def _start_doubted(self) -> bool:
+        """Whether the first batch of the epoch may only come from replay."""
+        return self._doubt_start and self._asks_replay
+
+    @property
+    def _missing(self) -> bool:
+        """Whether something is known, or must be suspected, to be missing."""
+        return bool(self._held or self._broken or self._ask_again or self._unproven)
+
+    def _begin(self, purpose: Purpose) -> None:
+        self._repair = Repair(purpose, self._config.replay)
+        self._gap_due = None
+        if purpose is Purpose.GAP:
+            self._state = State.REPAIRING
+        elif purpose is not Purpose.PROBE:
+            self._state = State.SYNCING
+        self._ask(self._repair)
+
+    def _ask(self, repair: Repair) -> None:
+        start_seq = 0 if self._buffering is False else self._applied.seq or 0
+        self._last_request += 1
+        repair.until_end |= self._ask_again
+        self._ask_again = False
+        repair.ask(self._last_request, start_seq, self._now)
+        self._counters["replays_asked"] += 1
+        self._out.append(Ask(self._last_request, start_seq))
+
+    def _ask_later(self, repair: Repair) -> None:
+        repair.back_off(self._random, self._now)
+
+    def _close_request(self, repair: Repair) -> None:
+        if repair.request is not None:
+            self._out.append(Drop(repair.request))
+        repair.close_try()
+
+    def _abandon_request(self) -> None:
+        if self._repair is not None:
+            self._close_request(self._repair)
+            self._repair = None
+
+    def _hold(self, batch: Batch, *, confirmed: bool = False) -> bool:
+        """Hold a batch that does not follow yet; return whether that brought something new."""
+        known = self._held.get(batch.seq)
+        if known is not None and known.batch.fingerprint == batch.fingerprint:
+            if not confirmed:
+                self._counters["duplicates"] += 1
+            known.confirmed |= confirmed
+            return False
+        if known is not None:
+            self._counters["conflicting"] += 1
+            if batch.ts < known.batch.ts:
+                return False
+        self._broken.discard(batch.seq)
+        entry = HeldBatch(batch, asked=self._last_request, confirmed=confirmed)
+        if self._held.add(entry):
+            return True
+        self._overflow(entry)
+        return False
+
+    def _overflow(self, entry: HeldBatch) -> None:
+        """Drop the newest arrival for replay to bring; without replay lose the gap before it."""
+        batch = entry.batch
+        if self._asks_replay or self._state is State.CONNECTING:
+            self._counters["held_dropped"] += 1
+            self._ask_again = self._asks_replay
+            self._dropped = max(self._dropped, batch.seq)
+        else:
+            self._lose_all_gaps("held_overflow")
+            if batch.seq < (self._applied.next_seq or 0):
+                self._counters["delayed"] += 1
+                return
+            self._held.add(entry)
+            self._drain()
+            self._notice_gap()
+
+    def _deliver(self, batch: Batch, *, replayed: bool) -> None:
+        """Deliver the next batch."""
+        starts_epoch = self._applied.seq is None
+        self._applied.apply(batch)
+        self._counters["delivered"] += 1
+        self._counters["replayed"] += replayed
+        self._delivered_at = self._now
+        self._refused = 0
+        self._doubt_start = False
+        self._broken.discard(batch.seq)
+        if self._repair is not None:
+            self._repair.progress = True
+        if self._buffering is not False:
+            self._quiet_since = self._now
+        self._out.append(Deliver(batch, replayed))
+        if starts_epoch and self._config.has_replay:
+            self._counters["old_epoch"] += self._held.discard(self._is_straggler)
+
+    def _is_straggler(self, entry: HeldBatch) -> bool:
+        """Return whether a held batch is older than the epoch and no replay has it."""
+        return not entry.confirmed and entry.batch.ts < self._applied.oldest_ts
+
+    def _drain(self) -> None:
+        """Deliver the held batches that follow."""
+        while not self._unproven and (seq := self._applied.next_seq) is not None:
+            entry = self._held.get(seq)
+            if entry is None or (self._start_doubted and not entry.confirmed):
+                return
+            self._held.pop(seq)
+            self._deliver(entry.batch, replayed=entry.confirmed)
+
+    def _after_advance(self) -> None:
+        """Be live again as soon as a gap has closed; the open request goes on as a probe."""
+        repair = self._repair
+        if repair is None:
+            if self._state is State.REPAIRING and not self._held:
+                self._go_live()
+        elif repair.purpose is Purpose.GAP and not repair.until_end and not self._missing:
+            if repair.request is None:
+                self._go_live()
+            else:
+                repair.purpose = Purpose.PROBE
+                self._state = State.LIVE
+
+    def _go_live(self) -> None:
+        """End the repair; deliver what can be; look for a further gap."""
+        self._abandon_request()
+        self._gap_due = None
+        self._state = State.LIVE
+        if self._unproven and (first := self._held.first) is not None:
+            entry = self._held.get(first)
+            assert entry is not None
+            self._restart("unproven_reconnect", entry.batch)
+            return
+        if self._applied.next_seq is None and (first := self._held.first) is not None:
+            self._applied.start(first)
+        self._drain()
+        if not self._asks_replay:
+            self._lose_broken_next()
+        self._notice_gap()
+
+    def _notice_gap(self) -> None:
+        """Begin to repair if something is missing and no repair runs."""
+        if not (self._held or self._broken or self._ask_again):
+            return
+        if not self._asks_replay:
+            if self._gap_due is None and (self._held or self._broken):
+                self._counters["gaps"] += 1
+                self._state = State.REPAIRING
+                self._gap_due = self._now + self._config.replay.timeout
+        elif self._repair is None:
+            self._counters["gaps"] += 1
+            self._begin(Purpose.GAP)
+        elif self._repair.purpose is Purpose.PROBE:
+            self._counters["gaps"] += 1
+            self._repair.purpose = Purpose.GAP
+            self._state = State.REPAIRING
+
+    def _lose(self, reason: str) -> None:
+        """Declare the hole at the next expected seq lost."""
+        first = last = self._applied.next_seq
+        if first is None or last is None:
+            return
+        if first in self._broken:
+            reason = "undecodable"
+            while last + 1 in self._broken:
+                last += 1
+        else:
+            behind = [seq for seq in (self._held.first, min(self._broken, default=None)) if seq]
+            last = min(behind, default=first + 1) - 1
+        self._applied.skip_to(last + 1)
+        self._declare(reason, first, last)
+
+    def _lose_all_gaps(self, reason: str) -> None:
+        """Deliver everything held, with a loss at each hole."""
+        if self._unproven:
+            return
+        while self._held or self._broken:
+            if self._applied.next_seq is None:
+                self._applied.start(self._held.first or 0)
+            else:
+                self._lose(reason)
+            self._drain()
+        self._gap_due = None
+
+    def _lose_broken_next(self) -> None:
+        """Without replay: a damaged batch that is the next one is lost at once."""
+        while self._applied.next_seq in self._broken:
+            self._lose("undecodable")
+            self._drain()
+
+    def _lose_dropped(self) -> None:
+        """Declare what was dropped for want of room, and will not come again, lost."""
+        first = self._applied.next_seq
+        if first is not None and first <= self._dropped and not self._held:
+            self._applied.skip_to(self._dropped + 1)
+            self._declare("held_overflow", first, self._dropped)
+
+    def _declare(self, reason: str, first: int, last: int) -> None:
+        self._counters["losses"] += 1
+        self._counters["lost_batches"] += last - first + 1
+        self._broken = {seq for seq in self._broken if seq > last}
+        self._out.append(Lost(reason, first, last, self._config.on_loss == "reset"))
+
+    def _restart(self, reason: str, trigger: Batch | None = None, *, resync: bool = True) -> None:
+        """Begin a new epoch; with `resync`, by a join."""
+        self._counters["restarts"] += 1
+        self._abandon_request()
+        if self._config.has_replay:
+            self._held.clear()
+        elif trigger is not None:
+            oldest = trigger.ts
+            self._held.discard(lambda entry: entry.batch.ts < oldest)
+        self._applied.restart(trigger)
+        self._broken.clear()
+        self._unproven = self._ask_again = False
+        self._doubt_start = resync
+        self._dropped = -1
+        self._gap_due = None
+        self._refused = 0
+        if self._buffering is False:
+            self._buffering = None
+        self._out.append(Restarted(self._applied.epoch, reason))
+        if trigger is not None:
+            self._hold(trigger)
+        if self._state is State.CONNECTING:
+            return
+        if self._config.has_replay and resync:
+            self._begin(Purpose.JOIN)
+        else:
+            self._go_live()

@@ -1,0 +1,83 @@
+"""Every example runs by itself, ends by itself, and shows what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvindex.testing import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+DEADLINE = 30.0
+SHOWN = {
+    "01_apply_and_match": "after block 12 has left: 16 tokens",
+    "02_connect": "best: long/0",
+    "03_ordered_events": "a new engine process",
+    "04_trust_and_status": "on_loss='keep': 80 tokens before, 80 after the loss",
+    "05_test_your_router": "100 prompts routed",
+    "06_kv_aware_router": "round-robin",
+}
+
+
+def run(path: Path, *argv: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", str(path), *argv],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_example_runs_and_shows_its_point(path: Path) -> None:
+    assert SHOWN[path.stem] in run(path)
+
+
+def test_the_ladder_has_no_missing_rung() -> None:
+    assert [path.stem for path in EXAMPLES] == list(SHOWN)
+
+
+def test_a_loss_drops_the_blocks_unless_they_are_to_be_kept() -> None:
+    out = run(ROOT / "examples" / "04_trust_and_status.py")
+    assert "on_loss='reset': 80 tokens before, 0 after the loss" in out
+    assert "nothing listens at tcp://127.0.0.1:9" in out
+
+
+def test_the_kv_aware_router_beats_round_robin_without_piling_up_load() -> None:
+    out = run(ROOT / "examples" / "06_kv_aware_router.py")
+    rates = re.findall(r"^(prefix and load|round-robin) +([\d.]+)% +([\d.]+)%", out, re.MULTILINE)
+    (_, routed, busiest), (_, in_turn, _) = rates
+    assert float(routed) > float(in_turn) + 5
+    assert float(busiest) < 35
+
+
+@pytest.mark.parametrize("name", ["02_connect", "04_trust_and_status"])
+def test_the_example_takes_an_endpoint(name: str) -> None:
+    with FakeEngine("yours") as engine:
+        engine.serve(range(100))
+        argv = [engine.endpoint] if name.startswith("04") else [engine.endpoint, _replay(engine)]
+        out = run(ROOT / "examples" / f"{name}.py", *argv)
+    assert "live" in out
+
+
+def test_the_router_takes_endpoints() -> None:
+    with FakeEngine("a") as one, FakeEngine("b") as two:
+        argv = [f"a={one.endpoint}", f"b={two.endpoint}"]
+        out = run(ROOT / "examples" / "06_kv_aware_router.py", *argv)
+    assert out.count(" -> ") == 10
+    assert {"a/0", "b/0"} == set(re.findall(r"-> (\S+)", out)), "load spreads what nobody holds"
+
+
+def _replay(engine: FakeEngine) -> str:
+    assert engine.replay_endpoint is not None
+    return engine.replay_endpoint

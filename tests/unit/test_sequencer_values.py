@@ -1,0 +1,92 @@
+"""The values around a sequencer: settings, the held buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvindex.errors import ConfigurationError
+from kvindex.subscribe.held import Held, HeldBatch
+from kvindex.subscribe.sequencer import Replay, SequencerConfig, State
+from tests.unit.sequencer_script import batch
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"timeout": 0.0}, "replay.timeout"),
+        ({"timeout": float("inf")}, "replay.timeout"),
+        ({"attempts": 0}, "replay.attempts"),
+        ({"backoff": -1.0}, "replay.backoff"),
+        ({"backoff": 6.0}, "replay.max_backoff"),
+    ],
+)
+def test_replay_refuses_what_cannot_work(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Replay(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"on_loss": "ignore"}, "on_loss"),
+        ({"probe_interval": 0.0}, "probe_interval"),
+        ({"stale_after": float("nan")}, "stale_after"),
+        ({"max_held": 0}, "max_held"),
+        ({"max_held_bytes": 0}, "max_held_bytes"),
+        ({"recent": 0}, "recent"),
+    ],
+)
+def test_config_refuses_what_cannot_work(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        SequencerConfig(has_replay=True, **options)
+
+
+def test_states_read_as_their_names() -> None:
+    assert [str(state) for state in State][:3] == ["connecting", "syncing", "live"]
+    assert State("live") is State.LIVE
+
+
+def entry(seq: int, size: int = 10, *, confirmed: bool = False) -> HeldBatch:
+    return HeldBatch(batch(seq, size=size), asked=1, confirmed=confirmed)
+
+
+def test_held_is_sorted_and_bounded() -> None:
+    held = Held(max_batches=2, max_bytes=100)
+    assert (held.first, held.last) == (None, None)
+    assert held.add(entry(5))
+    assert held.add(entry(3))
+    assert not held.add(entry(4))
+    assert (held.first, held.last, len(held), held.size) == (3, 5, 2, 20)
+    assert held.discard_below(5) == 1
+    assert held.pop(5) is not None
+    assert held.pop(5) is None
+    assert held.size == 0
+
+
+def test_held_counts_a_replaced_batch_once() -> None:
+    held = Held(max_batches=1, max_bytes=100)
+    assert held.add(entry(5, size=40))
+    assert held.add(entry(5, size=60))
+    assert (len(held), held.size) == (1, 60)
+
+
+def test_one_batch_is_always_held_however_large() -> None:
+    held = Held(max_batches=5, max_bytes=10)
+    assert held.add(entry(1, size=1000))
+    assert not held.add(entry(2, size=1))
+
+
+def test_only_a_later_replay_testifies_against_a_held_batch() -> None:
+    held = Held(max_batches=5, max_bytes=100)
+    held.add(entry(1))
+    held.add(entry(2, confirmed=True))
+    held.testify(1)
+    held.testify(2)
+    first, second = held.get(1), held.get(2)
+    assert first is not None
+    assert second is not None
+    assert (first.missed, second.missed) == (1, 0)
+    assert held.start_of_run(3) == 1
+    assert held.start_of_run(7) == 7
