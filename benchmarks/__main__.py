@@ -11,7 +11,7 @@ from benchmarks.environment import header
 def main() -> None:
     """Run what was asked for and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("only", nargs="?", choices=["memory", "load"], help="one of them; both by default")
+    parser.add_argument("only", nargs="?", choices=["memory", "load"], help="both by default")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: shows that they run")
     parser.add_argument("--ranks", type=int, default=64, help="ranks of the load (64)")
     options = parser.parse_args()

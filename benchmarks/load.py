@@ -17,7 +17,9 @@ BLOCKS_PER_BATCH = 4
 
 def run(ranks: int, batches: int) -> None:
     """Publish `batches` batches at each of `ranks` ranks and print what arrived."""
-    print(f"load: {ranks} ranks live at once, {batches:,} batches of {BLOCKS_PER_BATCH} blocks each")
+    print(
+        f"load: {ranks} ranks live at once, {batches:,} batches of {BLOCKS_PER_BATCH} blocks each"
+    )
     here, there = multiprocessing.Pipe()
     engines = multiprocessing.get_context("spawn").Process(target=_publish, args=(there, ranks))
     engines.start()
@@ -45,10 +47,10 @@ def _report(ranks: dict[str, dict[str, int]], seconds: float, batches: int) -> N
     def total(name: str) -> int:
         return sum(rank[name] for rank in ranks.values())
 
+    rate = batches / seconds
     print(
-        f"  {batches / seconds:,.0f} batches/s, {batches * BLOCKS_PER_BATCH / seconds:,.0f} blocks/s "
-        f"in {seconds:.2f} s; gaps {total('gaps')}, losses {total('losses')}, "
-        f"restarts {total('restarts')}"
+        f"  {rate:,.0f} batches/s, {rate * BLOCKS_PER_BATCH:,.0f} blocks/s in {seconds:.2f} s; "
+        f"gaps {total('gaps')}, losses {total('losses')}, restarts {total('restarts')}"
     )
 
 

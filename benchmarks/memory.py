@@ -57,8 +57,8 @@ def run(cycles: int) -> None:
             )
     rate = done / (time.perf_counter() - started)
     index.remove(rank)
-    statistics = index.statistics()
-    print(f"  {rate:,.0f} cycles/s; after removing everything: {statistics['unique_blocks']} blocks")
+    left = index.statistics()["unique_blocks"]
+    print(f"  {rate:,.0f} cycles/s; after removing everything: {left} blocks")
 
 
 def _prompt(rng: random.Random) -> list[int]:

@@ -1,4 +1,4 @@
-"""What tests over real sockets share: engines, clients, and waiting for a state without sleeping."""
+"""What tests over real sockets share: clients, and waiting for a state without sleeping."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ QUICK = Replay(timeout=0.5, attempts=3, backoff=0.02, max_backoff=0.1)
 
 def worker_of(engine: FakeEngine, via: FaultyLink | None = None, **options: Any) -> Worker:
     source = via or engine
-    return Worker(engine.worker, {engine.rank.dp_rank: source.endpoint}, **{
-        "replay": None
-        if source.replay_endpoint is None
-        else {engine.rank.dp_rank: source.replay_endpoint},
-        **options,
-    })
+    return Worker(
+        engine.worker,
+        {engine.rank.dp_rank: source.endpoint},
+        **{
+            "replay": None
+            if source.replay_endpoint is None
+            else {engine.rank.dp_rank: source.replay_endpoint},
+            **options,
+        },
+    )
+
+
+def link_to(engine: FakeEngine, **options: Any) -> FaultyLink:
+    return FaultyLink(engine.endpoint, engine.replay_endpoint, **options)
 
 
 def client_of(*workers: Worker, **options: Any) -> Client:
@@ -41,9 +49,7 @@ def caught_up(client: Client, *engines: FakeEngine, timeout: float = PATIENCE) -
     assert client.wait_for(reached, timeout), explain(client, last)
 
 
-def wait_status(
-    client: Client, rank: Rank, timeout: float = PATIENCE, **fields: Any
-) -> RankStatus:
+def wait_status(client: Client, rank: Rank, timeout: float = PATIENCE, **fields: Any) -> RankStatus:
     """Wait until a rank's status has these values and return it."""
 
     def reached(statuses: Mapping[Rank, RankStatus]) -> bool:

@@ -145,7 +145,7 @@ class Connection:
         return messages
 
     def changes(self, now: float) -> Iterator[bool]:
-        """Yield True for each new connection and False for each lost one, as the monitor has them."""
+        """Yield True for each new connection and False for each lost one, as they happened."""
         while self.monitor is not None:
             try:
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))

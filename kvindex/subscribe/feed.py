@@ -267,21 +267,17 @@ class Feed:
                 ": dropping what the rank held" if lost.reset else "",
             )
         self._sink(
-            RankLost(
-                self.rank, self._epoch, lost.reason, lost.first_seq, lost.last_seq, lost.reset
-            )
+            RankLost(self.rank, self._epoch, lost.reason, lost.first_seq, lost.last_seq, lost.reset)
         )
 
     def _ask(self, ask: Ask, now: float) -> None:
-        """Send a replay request on a fresh socket, so that no reply of an earlier one can mix in."""
+        """Send a replay request on a fresh socket: no reply to an earlier one can mix in."""
         self._close_replay(None)
         endpoint = self.address.replay
         assert endpoint is not None  # the sequencer was told whether there is one
         self._request = ask.request
         try:
-            self.replay = Connection(
-                self._context, zmq.DEALER, endpoint, self._link, self._curve
-            )
+            self.replay = Connection(self._context, zmq.DEALER, endpoint, self._link, self._curve)
             self._watch_all(self.replay)
             self.replay.socket.send_multipart(replay_request(ask.start_seq), zmq.NOBLOCK)
         except (ConfigurationError, zmq.ZMQError) as error:

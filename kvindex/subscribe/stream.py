@@ -10,7 +10,15 @@ import msgspec
 from kvindex.rank import Rank
 from kvindex.wire import EventBatch
 
-__all__ = ["RankAdded", "RankBatch", "RankLost", "RankRemoved", "RankRestarted", "Sink", "StreamItem"]
+__all__ = [
+    "RankAdded",
+    "RankBatch",
+    "RankLost",
+    "RankRemoved",
+    "RankRestarted",
+    "Sink",
+    "StreamItem",
+]
 
 
 class RankAdded(msgspec.Struct, frozen=True, tag=True):

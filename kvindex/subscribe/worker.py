@@ -75,7 +75,7 @@ class Worker(msgspec.Struct, frozen=True):
         ConfigurationError: endpoints that no rank could be reached at, with the reason.
 
     Examples:
-        >>> worker = Worker("vllm-0", "tcp://10.0.0.5:5557", replay="tcp://10.0.0.5:5657", dp_size=2)
+        >>> worker = Worker("vllm-0", "tcp://10.0.0.5:5557", dp_size=2)
         >>> [address.endpoint for address in worker.publishers()]
         ['tcp://10.0.0.5:5557', 'tcp://10.0.0.5:5558']
     """
@@ -102,7 +102,7 @@ class Worker(msgspec.Struct, frozen=True):
         endpoints = _by_rank(self.endpoint, self.dp_size, "endpoint")
         if self.replay is None:
             return [PublisherAddress(r, e, None) for r, e in sorted(endpoints.items())]
-        replays = _by_rank(self.replay, self.dp_size or len(endpoints), "replay")
+        replays = _by_rank(self.replay, len(endpoints), "replay", of="endpoint")
         if endpoints.keys() != replays.keys():
             raise ConfigurationError(
                 f"worker {self.worker!r}: endpoint names dp_ranks {sorted(endpoints)}, "
@@ -111,7 +111,7 @@ class Worker(msgspec.Struct, frozen=True):
         return [PublisherAddress(r, e, replays[r]) for r, e in sorted(endpoints.items())]
 
     def shared_endpoints(self) -> list[str]:
-        """Return endpoints that one rank publishes and another replays at: a known misconfiguration.
+        """Return endpoints that one rank publishes and another replays at: a known mistake.
 
         With the engines' usual ports 5557 and 5558 and two ranks, rank 1 would publish at the
         port where rank 0 replays.
@@ -121,14 +121,18 @@ class Worker(msgspec.Struct, frozen=True):
         return [address.endpoint for address in addresses if address.endpoint in replays]
 
 
-def _by_rank(endpoints: Endpoints, dp_size: int | None, name: str) -> dict[int, str]:
+def _by_rank(
+    endpoints: Endpoints, dp_size: int | None, name: str, *, of: str = "dp_size"
+) -> dict[int, str]:
     if isinstance(endpoints, str):
         return {r: _offset(endpoints, r, name) for r in range(dp_size or 1)}
     by_rank = dict(endpoints if isinstance(endpoints, Mapping) else enumerate(endpoints))
     if not by_rank:
         raise ConfigurationError(f"{name} is empty: give one for each rank")
     if dp_size is not None and len(by_rank) != dp_size:
-        raise ConfigurationError(f"dp_size is {dp_size}, but {name} lists {len(by_rank)} ranks")
+        raise ConfigurationError(
+            f"{of} says {dp_size} rank(s), but {name} lists {len(by_rank)}; give one for each"
+        )
     for dp_rank, endpoint in by_rank.items():
         if not isinstance(dp_rank, int) or dp_rank < 0:
             raise ConfigurationError(f"{name}: dp_rank must be 0 or more, not {dp_rank!r}")

@@ -21,7 +21,7 @@ RANK = Rank("engine", 0)
 
 
 class Recorded:
-    """A publisher that has only its recorded frames: live ones by hand, replay by its own thread."""
+    """A publisher of recorded frames: live ones by hand, replay by a thread of its own."""
 
     def __init__(self, name: str) -> None:
         messages = list(read_recording(CAPTURES / f"{name}.frames"))
@@ -41,7 +41,7 @@ class Recorded:
         self._thread.start()
 
     def wait_for_subscriber(self) -> None:
-        assert self._pub.poll(PATIENCE * 1000)
+        assert self._pub.poll(int(PATIENCE * 1000))
         self._pub.recv()
 
     def send(self, frames: list[bytes]) -> None:

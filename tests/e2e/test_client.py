@@ -138,10 +138,9 @@ def test_curve_connects_with_the_right_keys_and_not_without() -> None:
         curve_secret_key=server_secret,
     ) as publisher:
         publisher.publish(batch())
-        endpoints = {"endpoint": publisher.endpoint, "replay": publisher.replay_endpoint}
-        with client_of(
-            Worker("engine", **endpoints, curve=curve), Worker("plain", **endpoints)
-        ) as client:
+        live, replay = publisher.endpoint, publisher.replay_endpoint
+        plain = Worker("plain", live, replay=replay)
+        with client_of(Worker("engine", live, replay=replay, curve=curve), plain) as client:
             client.wait_live(PATIENCE, ranks=[RANK])
             assert client.status(RANK).seq == 0
             with pytest.raises(TimeoutError, match="plain/0"):

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvindex import Client, NotLiveError, Rank, State, Worker
-from kvindex.testing import FakeEngine, FaultyLink
+from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
-from tests.live import PATIENCE, client_of, wait_status, worker_of
+from tests.live import PATIENCE, client_of, link_to, wait_status, worker_of
 
 RANK = Rank("engine", 0)
 
@@ -115,7 +115,7 @@ def test_replay_port_where_nothing_listens(unused_port: int) -> None:
 
 def test_replay_port_that_is_silent() -> None:
     with FakeEngine("engine") as engine:
-        with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        with link_to(engine) as link:
             link.silence_replay()
             with client_of(worker_of(engine, link)) as client:
                 reason = complaint(client, timeout=1.2)
@@ -125,7 +125,10 @@ def test_replay_port_that_is_silent() -> None:
 
 
 def test_an_engine_that_starts_late_is_found() -> None:
-    with FakeEngine("engine") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+    with (
+        FakeEngine("engine") as engine,
+        link_to(engine) as link,
+    ):
         link.cut()
         engine.serve(list(range(64)))
         with client_of(worker_of(engine, link)) as client:

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, seqs, wait_until
 from zmq.utils.monitor import recv_monitor_message
 
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import EventPublisherFactory, KVEventsConfig, ZmqEventPublisher
 from kvindex.wire import DIALECTS, AllBlocksCleared, EventBatch, decode_batch, dialect
+from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, seqs, wait_until
 
 Make = Callable[..., ZmqEventPublisher]
 

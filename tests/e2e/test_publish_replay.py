@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import zmq
-from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, seqs, wait_until
 
 from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import END_SEQ, parse_replay
+from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, seqs, wait_until
 
 Make = Callable[..., ZmqEventPublisher]
 

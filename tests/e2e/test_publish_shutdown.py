@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, wait_until
 
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import decode_batch
+from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, wait_until
 
 PUBLISH_AND_END = """
 import sys

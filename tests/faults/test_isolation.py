@@ -49,7 +49,7 @@ def test_rank_that_sends_garbage_among_eight_healthy_ones_harms_only_itself() ->
     try:
         workers = [worker_of(engine) for engine in engines]
         with client_of(Worker("bad", f"tcp://127.0.0.1:{port}"), *workers) as client:
-            assert bad.poll(PATIENCE * 1000)  # its subscription has come
+            assert bad.poll(int(PATIENCE * 1000))  # its subscription has come
             bad.recv()
             for garbage in _garbage():
                 bad.send_multipart(garbage)
@@ -163,7 +163,9 @@ def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on
 def test_store_with_an_unknown_parent_whose_parent_comes_later_counts_from_then_on() -> None:
     prompt_tokens = list(range(64))
     stores = [
-        BlockStored(block_hashes=[3, 4], parent_block_hash=2, token_ids=prompt_tokens[32:], block_size=16),
+        BlockStored(
+            block_hashes=[3, 4], parent_block_hash=2, token_ids=prompt_tokens[32:], block_size=16
+        ),
         BlockStored(block_hashes=[1, 2], token_ids=prompt_tokens[:32], block_size=16),
     ]
     with ZmqEventPublisher(endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
@@ -180,7 +182,7 @@ def test_store_with_an_unknown_parent_whose_parent_comes_later_counts_from_then_
             assert client.status(RANK).orphans == 0
 
 
-def test_everything_at_once_drops_duplicates_delays_reorder_and_corruption_end_in_the_truth() -> None:
+def test_drops_duplicates_delays_reorder_and_corruption_at_once_end_in_the_truth() -> None:
     engines = [FakeEngine("engine", dp_rank=rank, num_blocks=64) for rank in range(3)]
     bad = LaneFaults(drop=0.1, duplicate=0.1, reorder=0.1, delay=0.1, corrupt=0.1)
     links = [
@@ -201,7 +203,7 @@ def test_everything_at_once_drops_duplicates_delays_reorder_and_corruption_end_i
         with client_of(worker) as client:
             for number in range(150):
                 for engine in engines:
-                    engine.serve(prompt(number % 17) + [number])
+                    engine.serve([*prompt(number % 17), number])
             for link in links:
                 link.quiesce()
             caught_up(client, *engines)
@@ -210,8 +212,10 @@ def test_everything_at_once_drops_duplicates_delays_reorder_and_corruption_end_i
                 status = client.status(engine.rank)
                 assert (status.epoch, status.losses, status.complete) == (0, 0, True), status
     finally:
-        for thing in (*links, *engines):
-            thing.close()
+        for link in links:
+            link.close()
+        for engine in engines:
+            engine.close()
 
 
 def test_sink_that_fails_is_counted_and_the_stream_goes_on() -> None:
@@ -229,4 +233,3 @@ def test_sink_that_fails_is_counted_and_the_stream_goes_on() -> None:
             assert subscriber.wait_for(lambda s: s[RANK].seq == 2, PATIENCE)
             assert seen == [0, 1, 2]
             assert subscriber.statistics()["thread"]["sink_failures"] == 3
-

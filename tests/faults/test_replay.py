@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from kvindex import Rank, State
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
-from tests.live import assert_true, caught_up, client_of, wait_counter, wait_status, worker_of
+from tests.live import (
+    assert_true,
+    caught_up,
+    client_of,
+    link_to,
+    wait_counter,
+    wait_status,
+    worker_of,
+)
 
 RANK = Rank("engine", 0)
 OTHER = Rank("other", 0)
@@ -18,7 +26,7 @@ def test_replay_endpoint_dead_while_live_goes_on_live_ingest_of_every_rank_never
     with (
         FakeEngine("engine") as engine,
         FakeEngine("other") as other,
-        FaultyLink(engine.endpoint, engine.replay_endpoint) as link,
+        link_to(engine) as link,
     ):
         with client_of(worker_of(engine, link), worker_of(other)) as client:
             engine.serve(prompt(0))
@@ -44,7 +52,7 @@ def test_replay_endpoint_dead_while_live_goes_on_live_ingest_of_every_rank_never
 
 def test_loss_with_policy_keep_leaves_the_old_answers_flagged() -> None:
     with FakeEngine("engine") as engine:
-        with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        with link_to(engine) as link:
             with client_of(worker_of(engine, link), on_loss="keep") as client:
                 engine.serve(prompt(0))
                 caught_up(client, engine)
@@ -93,7 +101,7 @@ def test_replay_buffer_wrapped_before_we_join_gives_a_partial_but_true_index() -
 
 def test_replay_buffer_wrapped_past_a_gap_is_a_loss_not_an_endless_retry() -> None:
     with FakeEngine("engine", buffer_steps=3) as engine:
-        with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        with link_to(engine) as link:
             with client_of(worker_of(engine, link), probe_interval=60.0) as client:
                 engine.serve(prompt(0))
                 caught_up(client, engine)
@@ -109,7 +117,7 @@ def test_replay_buffer_wrapped_past_a_gap_is_a_loss_not_an_endless_retry() -> No
 
 def test_last_batch_lost_and_then_silence_is_found_by_a_probe() -> None:
     with FakeEngine("engine") as engine:
-        with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        with link_to(engine) as link:
             with client_of(worker_of(engine, link)) as client:
                 engine.serve(prompt(0))
                 caught_up(client, engine)
@@ -126,7 +134,7 @@ def test_replies_lost_inside_a_replay_are_asked_for_again() -> None:
         for number in range(200):
             engine.serve(prompt(number))
         faults = Faults(replay=LaneFaults(drop=0.05))
-        with FaultyLink(engine.endpoint, engine.replay_endpoint, faults=faults, seed=3) as link:
+        with link_to(engine, faults=faults, seed=3) as link:
             with client_of(worker_of(engine, link)) as client:
                 wait_counter(client, RANK, "replays_asked", 2)
                 link.quiesce()
@@ -139,7 +147,7 @@ def test_replies_lost_inside_a_replay_are_asked_for_again() -> None:
 def test_silent_replay_at_joining_gives_live_batches_after_the_tries_are_used_up() -> None:
     with FakeEngine("engine") as engine:
         engine.serve(prompt(0))
-        with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        with link_to(engine) as link:
             link.silence_replay()
             with client_of(worker_of(engine, link)) as client:
                 wait_status(client, RANK, connected=True)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from kvindex import Rank
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
-from tests.live import assert_true, caught_up, client_of, wait_counter, wait_status, worker_of
+from tests.live import (
+    assert_true,
+    caught_up,
+    client_of,
+    link_to,
+    wait_counter,
+    wait_status,
+    worker_of,
+)
 
 RANK = Rank("engine", 0)
 OLD = list(range(100))
@@ -33,7 +41,10 @@ def test_engine_restarts_with_lower_numbers_only_its_new_contents_are_answered()
 
 
 def test_engine_restarts_behind_a_link_that_stays_up_and_is_noticed_by_its_numbers() -> None:
-    with FakeEngine("engine") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+    with (
+        FakeEngine("engine") as engine,
+        link_to(engine) as link,
+    ):
         for length in (40, 60, 80, 100):
             engine.serve(OLD[:length])
         with client_of(worker_of(engine, link), probe_interval=60.0) as client:
@@ -52,7 +63,10 @@ def test_engine_restarts_behind_a_link_that_stays_up_and_is_noticed_by_its_numbe
 
 
 def test_engine_restarts_while_we_are_cut_off_and_is_past_our_number_nothing_old_is_left() -> None:
-    with FakeEngine("engine") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+    with (
+        FakeEngine("engine") as engine,
+        link_to(engine) as link,
+    ):
         engine.serve(OLD[:50])
         engine.serve(OLD)
         with client_of(worker_of(engine, link)) as client:
@@ -73,13 +87,15 @@ def test_engine_restarts_while_we_are_cut_off_and_is_past_our_number_nothing_old
 
 def test_engine_restarts_past_our_number_without_a_disconnect_the_overlap_tells() -> None:
     with FakeEngine("engine") as engine, FakeEngine("engine", seed=9) as other:
-        with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        with link_to(engine) as link:
             engine.serve(OLD)
             with client_of(worker_of(engine, link)) as client:
                 caught_up(client, engine)
                 for length in range(20, 100, 10):
                     other.serve(NEW[:length])
-                link.retarget(other.endpoint, other.replay_endpoint)  # we stay connected to the link
+                link.retarget(
+                    other.endpoint, other.replay_endpoint
+                )  # we stay connected to the link
                 wait_status(client, RANK, epoch=1)
                 caught_up(client, other)
                 assert client.match(OLD)[RANK].tokens == 0
@@ -91,7 +107,9 @@ def test_reconnect_without_replay_cannot_be_proven_so_nothing_old_is_answered() 
         with client_of(worker_of(engine, link)) as client:
             wait_status(client, RANK, connected=True)
             served = 0
-            while client.status(RANK).seq is None and served < 1000:  # until the subscription stands
+            while (
+                client.status(RANK).seq is None and served < 1000
+            ):  # until the subscription stands
                 served += 1
                 engine.serve(OLD + fresh(served))
                 client.wait_for(lambda statuses: statuses[RANK].seq is not None, 0.05)
@@ -109,7 +127,10 @@ def test_reconnect_without_replay_cannot_be_proven_so_nothing_old_is_answered() 
 
 
 def test_delayed_duplicate_of_an_old_batch_is_no_restart() -> None:
-    with FakeEngine("engine") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+    with (
+        FakeEngine("engine") as engine,
+        link_to(engine) as link,
+    ):
         with client_of(worker_of(engine, link)) as client:
             caught_up(client, engine)
             link.set_faults(Faults(live=LaneFaults(duplicate=1.0, delay=1.0, max_delay=0.05)))

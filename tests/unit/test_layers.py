@@ -27,7 +27,7 @@ IMPURE_MODULES = {"zmq", "threading", "time", "socket", "select", "kvindex.wire"
 
 
 def imports(path: Path) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
