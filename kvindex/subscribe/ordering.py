@@ -63,9 +63,11 @@ class Ordering:
         return self._config.has_replay and self._buffering is not False
 
     @property
-    def _start_doubted(self) -> bool:
-        """Whether the first batch of the epoch may only come from replay."""
-        return self._doubt_start and self._asks_replay
+    def _awaits_replay(self) -> bool:
+        """Whether only batches that replay has may be delivered for now."""
+        repair = self._repair
+        syncing = self._state is State.SYNCING and repair is not None and repair.request is not None
+        return self._asks_replay and (syncing or self._doubt_start)
 
     @property
     def _missing(self) -> bool:
@@ -164,7 +166,7 @@ class Ordering:
         """Deliver the held batches that follow."""
         while not self._unproven and (seq := self._applied.next_seq) is not None:
             entry = self._held.get(seq)
-            if entry is None or (self._start_doubted and not entry.confirmed):
+            if entry is None or (self._awaits_replay and not entry.confirmed):
                 return
             self._held.pop(seq)
             self._deliver(entry.batch, replayed=entry.confirmed)
@@ -235,11 +237,11 @@ class Ordering:
         """Deliver everything held, with a loss at each hole."""
         if self._unproven:
             return
+        if self._applied.next_seq is None and (first := self._held.first) is not None:
+            self._applied.start(first)
+        self._drain()
         while self._held or self._broken:
-            if self._applied.next_seq is None:
-                self._applied.start(self._held.first or 0)
-            else:
-                self._lose(reason)
+            self._lose(reason)
             self._drain()
         self._gap_due = None
 
@@ -274,7 +276,7 @@ class Ordering:
         self._applied.restart(trigger)
         self._broken.clear()
         self._unproven = self._ask_again = False
-        self._doubt_start = resync
+        self._doubt_start = False
         self._dropped = -1
         self._gap_due = None
         self._refused = 0

@@ -121,6 +121,7 @@ class Repairing(Ordering):
             self._take_end_below(repair)
         else:
             self._discard_unconfirmed()
+            self._drain()
             self._finish_or_retry(repair)
 
     def _take_empty_end(self, repair: Repair) -> None:

@@ -52,7 +52,12 @@ discarded as unconfirmed; it must not open a hole that nobody can fill. Straggle
 epoch's first batch are refused by ts; where replay has them nevertheless, replay is believed.
 
 **Without replay** (none configured, or its buffer proved to be empty) a gap waits for reordered
-batches for one time-out and is then lost, and a reconnect is a restart at the next batch.
+batches for one time-out and is then lost, and a reconnect is a restart at the next batch. What is
+delivered while the buffer is empty is taken on trust; when a probe finds something in it after
+all, that trust ends with a restart and a join.
+
+**Layers.** `Ordering` moves the cursor and makes every action; `Repairing` judges what replay
+says; `Sequencer` has the entrances and judges what comes live.
 
 **Limit.** A publisher that was started anew without the connection breaking (behind a proxy), and
 whose first batch to reach us carries exactly the next number, cannot be told from the old one.
@@ -360,7 +365,7 @@ class Sequencer(Repairing):
 
     def _follows(self, batch: Batch) -> bool:
         """Return whether a live batch may be delivered at once."""
-        if self._unproven or self._start_doubted:
+        if self._unproven or self._awaits_replay:
             return False
         if self._applied.next_seq is None and self._state is State.LIVE:
             self._applied.start(batch.seq)

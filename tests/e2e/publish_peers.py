@@ -35,6 +35,12 @@ def batch(number: int = 0, *, blocks: int = 1, block_size: int = 16) -> EventBat
     return EventBatch(ts=float(number), events=[stored])
 
 
+def publish_many(publisher: ZmqEventPublisher, count: int, *, blocks: int = 1) -> None:
+    """Publish batches numbered from 0 by their ts."""
+    for number in range(count):
+        publisher.publish(batch(number, blocks=blocks))
+
+
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
     """Look again and again, giving way to other threads, until the deadline."""
     until = time.monotonic() + DEADLINE

@@ -12,7 +12,16 @@ from zmq.utils.monitor import recv_monitor_message
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import EventPublisherFactory, KVEventsConfig, ZmqEventPublisher
 from kvindex.wire import DIALECTS, AllBlocksCleared, EventBatch, decode_batch, dialect
-from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, seqs, wait_until
+from tests.e2e.publish_peers import (
+    DEADLINE,
+    Asker,
+    Context,
+    Live,
+    batch,
+    publish_many,
+    seqs,
+    wait_until,
+)
 
 Make = Callable[..., ZmqEventPublisher]
 
@@ -29,7 +38,7 @@ def make(context: Context) -> Iterator[Make]:
     made: list[ZmqEventPublisher] = []
 
     def make(**arguments: Any) -> ZmqEventPublisher:
-        usual = {"endpoint": "tcp://127.0.0.1:0", "context": context}
+        usual: dict[str, Any] = {"endpoint": "tcp://127.0.0.1:0", "context": context}
         made.append(ZmqEventPublisher(**(usual | arguments)))
         return made[-1]
 
@@ -95,7 +104,7 @@ def test_a_batch_that_cannot_be_encoded_leaves_a_hole(context: Context, make: Ma
 
 def test_what_is_no_batch_is_refused_at_the_call(make: Make) -> None:
     with pytest.raises(ConfigurationError, match="not list"):
-        make().publish([AllBlocksCleared()])
+        make().publish([AllBlocksCleared()])  # type: ignore[arg-type]
 
 
 def test_a_closed_publisher_refuses_batches(make: Make) -> None:
@@ -122,10 +131,7 @@ def test_threads_may_publish_at_once(context: Context, make: Make) -> None:
     publisher = make(max_queue_size=8)
     live = Live(context, publisher.endpoint)
     first = live.join(publisher)
-    threads = [
-        threading.Thread(target=lambda: [publisher.publish(batch()) for _ in range(250)])
-        for _ in range(4)
-    ]
+    threads = [threading.Thread(target=publish_many, args=(publisher, 250)) for _ in range(4)]
     for thread in threads:
         thread.start()
     assert [live.receive().seq for _ in range(1000)] == list(range(first, first + 1000))
@@ -199,7 +205,16 @@ def test_a_failed_constructor_leaves_nothing_open(context: Context, make: Make) 
     with pytest.raises(ConfigurationError, match="the replay endpoint of rank 0"):
         make(endpoint=name, replay_endpoint=taken)
     assert threading.active_count() == threads
-    make(endpoint=name)  # the live endpoint of the failed one is free again
+
+    def is_free() -> bool:
+        with context.socket(zmq.PUB) as other:
+            try:
+                other.bind(name)
+            except zmq.ZMQError:
+                return False
+            return True
+
+    wait_until(is_free, "the live endpoint of the failed one can be bound again")
 
 
 def test_the_factory_makes_a_publisher_that_speaks(context: Context) -> None:

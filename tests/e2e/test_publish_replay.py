@@ -10,7 +10,16 @@ import zmq
 
 from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import END_SEQ, parse_replay
-from tests.e2e.publish_peers import DEADLINE, Asker, Context, Live, batch, seqs, wait_until
+from tests.e2e.publish_peers import (
+    DEADLINE,
+    Asker,
+    Context,
+    Live,
+    batch,
+    publish_many,
+    seqs,
+    wait_until,
+)
 
 Make = Callable[..., ZmqEventPublisher]
 
@@ -27,7 +36,7 @@ def make(context: Context) -> Iterator[Make]:
     made: list[ZmqEventPublisher] = []
 
     def make(published: int = 0, **arguments: Any) -> ZmqEventPublisher:
-        usual = {
+        usual: dict[str, Any] = {
             "endpoint": "tcp://127.0.0.1:0",
             "replay_endpoint": "tcp://127.0.0.1:0",
             "context": context,
@@ -148,7 +157,7 @@ def test_a_long_replay_is_lossless_while_live_goes_on(context: Context, make: Ma
     first = live.join(publisher)
     asker = Asker(context, publisher.replay_endpoint)
     asker.ask(0)
-    thread = threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(1000)])
+    thread = threading.Thread(target=publish_many, args=(publisher, 1000))
     thread.start()
     replayed = seqs(asker.receive())
     assert replayed == list(range(len(replayed)))
@@ -161,17 +170,20 @@ def test_a_reader_that_pauses_loses_nothing_and_stops_nobody(context: Context, m
     publisher = make()
     live = Live(context, publisher.endpoint)
     live.join(publisher)
-    for number in range(9000):
-        publisher.publish(batch(number, blocks=64))
+    big = batch(blocks=64)
+    for _ in range(4500):
+        publisher.publish(big)
     wait_until(lambda: publisher.statistics()["queued"] == 0, "all is sent")
-    paused = Asker(context, publisher.replay_endpoint)
+    paused = Asker(context, None)
+    paused.socket.set_hwm(10)
+    paused.socket.connect(str(publisher.replay_endpoint))
     paused.ask(0)
 
     def replayed() -> int:
         return publisher.statistics()["replayed_batches"]
 
     wait_until(lambda: replayed() > 500, "the replay began")
-    assert len(Asker(context, publisher.replay_endpoint).replay(0)) > 9000
+    assert len(Asker(context, publisher.replay_endpoint).replay(0)) > 4500
     last = publisher.next_seq
     publisher.publish(batch(1))
     while live.receive().seq < last:
@@ -201,8 +213,9 @@ def test_requests_of_one_asker_are_answered_in_their_order(context: Context, mak
 
 def test_an_asker_that_goes_away_is_forgotten(context: Context, make: Make) -> None:
     publisher = make()
-    for number in range(5000):
-        publisher.publish(batch(number, blocks=256))
+    big = batch(blocks=256)
+    for _ in range(4000):
+        publisher.publish(big)
     asker = Asker(context, publisher.replay_endpoint)
     asker.ask(0)
     asker.receive_frames()

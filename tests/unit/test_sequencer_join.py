@@ -72,9 +72,11 @@ def test_publisher_whose_empty_buffer_fills_is_joined_again() -> None:
     script = Script()
     script.connect()
     script.live(5)
-    while not script.is_in(State.LIVE):
+    # The first replay was asked before the batch came, and does not count.
+    for _ in range(1 + 3):
         script.end()
         script.pass_time(1.0)
+    assert script.is_in(State.LIVE)
     script.pass_time(5.0)
     assert restarts(script.reply(batch(5))) == ["replay_awoke"]
     assert delivered(script.reply(*range(6), end=True)) == [0, 1, 2, 3, 4, 5]
