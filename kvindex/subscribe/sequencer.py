@@ -203,6 +203,11 @@ class Sequencer(Repairing):
             if self._config.has_replay:
                 self._begin(Purpose.JOIN if self._applied.seq is None else Purpose.PROVE)
             else:
+                if self._unproven:
+                    # Nothing will ever show that it is the same publisher, nor whose the batches
+                    # are that came since the connection broke.
+                    self._held.clear()
+                    self._restart("unproven_reconnect")
                 self._go_live()
         return self._leave()
 

@@ -28,7 +28,7 @@ for line in sys.stdin:
         break
     publisher.publish(EventBatch(ts=0.0, events=[]))
 stored = BlockStored(block_hashes=[1], token_ids=list(range(5000)), block_size=5000)
-for number in range(1, 501):
+for number in range(1, 1501):
     publisher.publish(EventBatch(ts=float(number), events=[stored]))
 """
 
@@ -162,17 +162,19 @@ def test_batches_of_the_last_moment_leave_at_exit(context: Context) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     with process:
-        live = Live(context, process.stdout.readline().strip())
+        live = Live(context, None)
+        live.socket.set_hwm(10)  # so that much is still on its way when the process ends
+        live.socket.connect(process.stdout.readline().strip())
         until = time.monotonic() + DEADLINE
         while not live.socket.poll(5):
             assert time.monotonic() < until, "the subscription did not reach the publisher"
             print(file=process.stdin, flush=True)
         print("end", file=process.stdin, flush=True)
         frames = [live.receive()]
-        while decode_batch(frames[-1].payload).ts < 500.0:
+        while decode_batch(frames[-1].payload).ts < 1500.0:
             frames.append(live.receive())
         assert process.wait(DEADLINE) == 0
-    assert len(frames) >= 500
+    assert len(frames) >= 1500
     assert [frame.seq for frame in frames] == list(range(frames[0].seq, frames[-1].seq + 1))
 
 

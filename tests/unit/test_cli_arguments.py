@@ -54,7 +54,7 @@ def test_a_worker_may_name_each_ranks_endpoints() -> None:
         ("a=tcp://h:5557,replay=", "'replay=' is none of"),
         ("a=tcp://h:5557,bind=yes", "'bind=yes' is none of"),
         ("a=tcp://h:5557,port=1", "'port=1' is none of"),
-        ("a=tcp://h:1,replay=tcp://h:2,replay=tcp://h:3", "replay lists 2 ranks"),
+        ("a=tcp://h:1,replay=tcp://h:2,replay=tcp://h:3", "replay lists 2"),
     ],
 )
 def test_a_bad_worker_is_refused_with_its_text_and_the_reason(text: str, said: str) -> None:
