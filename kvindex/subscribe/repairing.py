@@ -32,8 +32,7 @@ class Repairing(Ordering):
         if next_seq is not None and batch.seq < next_seq:
             return self._check_overlap(batch)
         if self._unproven:
-            # The buffer has wrapped past the overlap while nobody could see who was sending.
-            self._restart("unproven_reconnect")
+            self._take_reply_without_overlap(repair)
             return True
         if self._contradicts_held(batch):
             self._counters["conflicting"] += 1
@@ -42,6 +41,16 @@ class Repairing(Ordering):
             self._retry_or_give_up(repair, "replay_failed")
             return True
         return self._take_following_reply(batch)
+
+    def _take_reply_without_overlap(self, repair: Repair) -> None:
+        """Judge a proof that begins too late: its overlap was lost, or has left the buffer."""
+        if repair.exhausted:
+            # The buffer has wrapped past the overlap while nobody could see who was sending.
+            self._restart("unproven_reconnect")
+        else:
+            self._counters["overlaps_missed"] += 1
+            self._close_request(repair)
+            self._ask_later(repair)
 
     def _start_at(self, batch: Batch) -> None:
         """Begin the epoch with the first batch that replay has, or with a held run before it."""
