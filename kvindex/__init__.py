@@ -23,7 +23,7 @@ from kvindex.errors import (
     TokenError,
     UnknownRankError,
 )
-from kvindex.index import GroupSpec, Index, Match, RankMatch
+from kvindex.index import Index, Match, RankMatch
 from kvindex.publish import (
     EventPublisher,
     EventPublisherFactory,
@@ -33,7 +33,7 @@ from kvindex.publish import (
 )
 from kvindex.rank import Rank
 from kvindex.subscribe import Curve, EventStream, Link, RankStatus, Replay, State, Worker
-from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, GroupSpec
 
 __version__ = "0.1.0"
 

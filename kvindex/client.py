@@ -82,6 +82,7 @@ class Client:
             self.index.apply(item.rank, item.batch)
         elif isinstance(item, RankAdded):
             self.index.add(item.rank)
+            self.index.describe_groups(item.rank, item.groups)
         elif isinstance(item, RankRemoved):
             self.index.remove(item.rank)
         elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):

@@ -15,7 +15,7 @@ QUICK = Replay(timeout=0.5, attempts=3, backoff=0.02, max_backoff=0.1)
 def worker_of(engine: FakeEngine, via: FaultyLink | None = None, **options: Any) -> Worker:
     source = via or engine
     return Worker(
-        engine.worker,
+        options.pop("worker", engine.worker),
         {engine.rank.dp_rank: source.endpoint},
         **{
             "replay": None

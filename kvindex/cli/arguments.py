@@ -9,9 +9,17 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
-from kvindex import ConfigurationError
+from kvindex import ConfigurationError, GroupSpec
 
-__all__ = ["Commands", "add_prompt_arguments", "count", "parse_tokens", "read_tokens", "seconds"]
+__all__ = [
+    "Commands",
+    "add_prompt_arguments",
+    "count",
+    "group_of",
+    "parse_tokens",
+    "read_tokens",
+    "seconds",
+]
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Where a command adds its own parser."""
@@ -36,6 +44,20 @@ def count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return value
+
+
+def group_of(text: str) -> tuple[int, GroupSpec]:
+    """Return a group's index and kind from IDX=KIND[:WINDOW] (an argparse type)."""
+    number, _, kind = text.partition("=")
+    kind, colon, window = kind.partition(":")
+    try:
+        if not kind:
+            raise ConfigurationError("no kind")
+        return int(number), GroupSpec(kind, int(window) if colon else None)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not IDX=KIND[:WINDOW], e.g. 1=sliding_window:64 ({error})"
+        ) from error
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvindex import ConfigurationError, DecodeError, Index, Rank
-from kvindex.cli.arguments import Commands, add_prompt_arguments, read_tokens
+from kvindex.cli.arguments import Commands, add_prompt_arguments, group_of, read_tokens
 from kvindex.cli.match import match_table
 from kvindex.cli.output import Progress, json_line, table
 from kvindex.cli.recorded import Recorded
@@ -44,6 +44,15 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--probe", metavar="TOKENS", help="then match the prompt in this file (- for stdin)"
     )
+    parser.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        type=group_of,
+        metavar="IDX=KIND[:WINDOW]",
+        help="kind of a KV cache group of a hybrid model, where the events do not tell (vLLM "
+        "before 0.22), e.g. 1=sliding_window:64",
+    )
     add_prompt_arguments(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object, with every resident block"
@@ -69,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"cannot read {path}: {error}") from error
         finally:
             progress.clear()
+        for rank in recorded.ranks:
+            index.describe_groups(rank, dict(arguments.group))
     _print(arguments, index, recordings, prompt)
     for recorded in recordings:
         if recorded.error:

@@ -1,8 +1,7 @@
 """The index: a radix tree over prefix keys, one view for each rank."""
 
-from kvindex.index.groups import GroupSpec
 from kvindex.index.index import Index, TreeView
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match, RankMatch, Trust
 
-__all__ = ["GroupSpec", "Index", "Match", "RankMatch", "ResidentBlock", "TreeView", "Trust"]
+__all__ = ["Index", "Match", "RankMatch", "ResidentBlock", "TreeView", "Trust"]

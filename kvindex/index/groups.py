@@ -8,58 +8,17 @@ checked against what vLLM's own lookup answered (`docs/wire.md`, "Predicting the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import lcm
 from operator import itemgetter
 from typing import NamedTuple
 
-import msgspec
+from kvindex.wire import GroupSpec
 
-from kvindex.errors import ConfigurationError
-
-__all__ = ["GroupCoverage", "GroupSpec", "Spans", "engine_hit", "extend_spans"]
+__all__ = ["GroupCoverage", "Spans", "engine_hit", "extend_spans"]
 
 Spans = list[tuple[int, int]]
 """Resident stretches [start, stop) of a prompt's blocks, ascending and not touching."""
-
-_WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
-_NO_PREFIX_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
-
-
-class GroupSpec(msgspec.Struct, frozen=True):
-    """What kind of attention a KV cache group serves.
-
-    Attributes:
-        kind: vLLM's `kv_cache_spec_kind`; kinds that nobody knows are treated like
-            "full_attention", which never overestimates.
-        sliding_window: the window in tokens, for the sliding-window kinds.
-
-    Raises:
-        ConfigurationError: a sliding-window kind without a positive window.
-    """
-
-    kind: str = "full_attention"
-    sliding_window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind in _WINDOW_KINDS and (self.sliding_window or 0) < 1:
-            raise ConfigurationError(
-                f"a {self.kind} group needs sliding_window >= 1 token, not {self.sliding_window}"
-            )
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether prefix caching concerns the group at all."""
-        return self.kind not in _NO_PREFIX_KINDS
-
-    def needed_blocks(self, block_size: int) -> int | None:
-        """Return how many blocks before the cut must be resident; None means all of them."""
-        if self.kind in _WINDOW_KINDS:
-            assert self.sliding_window is not None
-            return -(-(self.sliding_window - 1) // block_size)
-        if self.kind == "mamba":
-            return 1  # the state at the cut stands for everything before it
-        return None
 
 
 class GroupCoverage(NamedTuple):
@@ -118,13 +77,3 @@ def _fits(group: GroupCoverage, hit: int) -> bool:
         return True
     before = bisect_right(group.spans, start, key=itemgetter(0))
     return before > 0 and stop <= group.spans[before - 1][1]
-
-
-def group_specs(specs: Mapping[int, GroupSpec]) -> dict[int, GroupSpec]:
-    """Return a checked copy of a caller's group table."""
-    for group_idx, spec in specs.items():
-        if group_idx < 0 or not isinstance(spec, GroupSpec):
-            raise ConfigurationError(
-                f"groups must map group_idx >= 0 to GroupSpec, not {group_idx!r} to {spec!r}"
-            )
-    return dict(specs)

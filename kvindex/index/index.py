@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvindex.errors import ConfigurationError, InvariantError, UnknownRankError
-from kvindex.index.groups import GroupSpec, group_specs
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys, pack_extra
 from kvindex.index.labels import Budget, ResidentBlock
 from kvindex.index.match import Match
@@ -16,7 +15,7 @@ from kvindex.index.rank_blocks import RankBlocks
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.tree import RadixTree
 from kvindex.rank import Rank
-from kvindex.wire import EventBatch, decode_batch
+from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
 from kvindex.wire.quirks import fold_medium
 
 __all__ = ["Index", "TreeView"]

@@ -7,14 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvindex.errors import InvariantError
-from kvindex.index.groups import GroupSpec
 from kvindex.index.keys import Namespace, block_contents, stored_namespace
 from kvindex.index.labels import Budget, Label, Labels
 from kvindex.index.orphans import Orphan, Orphans
 from kvindex.index.rank_groups import RankGroups
 from kvindex.index.tree import Block, Owner, RadixTree
 from kvindex.rank import Rank
-from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
+from kvindex.wire import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    GroupSpec,
+)
 from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash, is_root_parent
 
 __all__ = ["RankBlocks"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvindex.index.groups import GroupSpec
 from kvindex.index.keys import Namespace
-from kvindex.wire import BlockStored
+from kvindex.wire import BlockStored, GroupSpec
 
 __all__ = ["Group", "RankGroups"]
 

@@ -66,6 +66,7 @@ class Feed:
         now: float,
     ) -> None:
         self.worker = worker.worker
+        self.groups = worker.groups
         self.rank = Rank(worker.worker, address.dp_rank)
         self.rank_confirmed = False
         self.closed = False

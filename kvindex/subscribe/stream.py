@@ -8,7 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvindex.rank import Rank
-from kvindex.wire import EventBatch
+from kvindex.wire import EventBatch, GroupSpec
 
 __all__ = [
     "RankAdded",
@@ -22,9 +22,15 @@ __all__ = [
 
 
 class RankAdded(msgspec.Struct, frozen=True, tag=True):
-    """A rank is subscribed to from now on."""
+    """A rank is subscribed to from now on.
+
+    Attributes:
+        rank: which rank.
+        groups: its KV cache groups, as its `Worker` tells them.
+    """
 
     rank: Rank
+    groups: dict[int, GroupSpec] = {}
 
 
 class RankBatch(msgspec.Struct, frozen=True, tag=True):

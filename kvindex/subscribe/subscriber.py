@@ -326,7 +326,7 @@ class Subscriber:
         self._workers[worker.worker] = worker
         for feed in feeds:
             self._feeds[feed.rank] = feed
-            self._deliver(RankAdded(feed.rank))
+            self._deliver(RankAdded(feed.rank, feed.groups))
         self._publish(feeds, now)
 
     def _remove(self, worker: str) -> None:
@@ -361,7 +361,7 @@ class Subscriber:
         for moving, rank in moved.items():
             moving.rank = rank
             self._feeds[rank] = moving
-            self._deliver(RankAdded(rank))
+            self._deliver(RankAdded(rank, moving.groups))
         self._publish(moved, self._clock())
         return True
 

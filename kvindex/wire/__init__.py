@@ -27,6 +27,7 @@ from kvindex.wire.frames import (
     replay_frames,
     replay_request,
 )
+from kvindex.wire.group_spec import GroupSpec, group_specs
 from kvindex.wire.quirks import text_token
 from kvindex.wire.recording import RecordedMessage, RecordingWriter, read_recording
 
@@ -41,6 +42,7 @@ __all__ = [
     "Dialect",
     "Event",
     "EventBatch",
+    "GroupSpec",
     "LiveFrame",
     "RecordedMessage",
     "RecordingWriter",
@@ -48,6 +50,7 @@ __all__ = [
     "decode_batch",
     "dialect",
     "encode_batch",
+    "group_specs",
     "live_frames",
     "parse_live",
     "parse_replay",

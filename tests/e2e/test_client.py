@@ -16,6 +16,7 @@ from kvindex import (
     Curve,
     EventBatch,
     EventStream,
+    GroupSpec,
     Link,
     Rank,
     State,
@@ -25,7 +26,7 @@ from kvindex import (
     connect,
 )
 from kvindex.subscribe import RankAdded, RankBatch, RankRestarted
-from kvindex.testing import FakeEngine, Workload
+from kvindex.testing import CacheOptions, FakeEngine, Group, Workload
 from kvindex.testing.ports import reserve_port
 from tests.live import (
     PATIENCE,
@@ -311,3 +312,24 @@ def test_a_bad_worker_leaves_no_thread_behind() -> None:
     with pytest.raises(ConfigurationError, match="cannot bind"):
         connect([Worker("engine", "tcp://203.0.113.77:5557", bind=True)])
     assert threading.active_count() == before
+
+
+def test_groups_told_with_the_worker_predict_the_hit_of_an_old_hybrid_engine() -> None:
+    options = CacheOptions(groups=(Group(), Group.window(32)))
+    groups = {0: GroupSpec(), 1: GroupSpec("sliding_window", 32)}
+    with FakeEngine("engine", dialect="vllm-0.20.0", options=options, num_blocks=64) as engine:
+        worker = worker_of(engine, groups=groups)
+        with client_of(worker, worker_of(engine, worker="untold")) as client:
+            prompts = [[number * 1000 + i for i in range(160)] for number in range(3)]
+            for prompt in prompts * 2:
+                engine.serve(prompt)
+            last = engine.published - 1
+            wait_status(client, RANK, seq=last)
+            wait_status(client, Rank("untold", 0), seq=last)
+            hits = [engine.lookup(prompt).tokens for prompt in prompts]
+            assert any(hits)
+            match = [client.match(prompt) for prompt in prompts]
+            assert [m[RANK].tokens for m in match] == hits
+            assert all(
+                m[Rank("untold", 0)].tokens <= hit for m, hit in zip(match, hits, strict=True)
+            )
