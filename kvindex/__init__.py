@@ -13,6 +13,7 @@ from typing import Final
 
 from kvindex.client import Client, connect
 from kvindex.errors import (
+    BusyError,
     ClosedError,
     ConfigurationError,
     DecodeError,
@@ -45,6 +46,7 @@ __all__ = [
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
+    "BusyError",
     "Client",
     "ClosedError",
     "ConfigurationError",

@@ -17,6 +17,7 @@ from kvindex.subscribe import (
     RankLost,
     RankRemoved,
     RankRestarted,
+    RanksRenamed,
     RankStatus,
     StreamItem,
     Subscriber,
@@ -85,6 +86,8 @@ class Client:
             self.index.describe_groups(item.rank, item.groups)
         elif isinstance(item, RankRemoved):
             self.index.remove(item.rank)
+        elif isinstance(item, RanksRenamed):
+            self.index.rename(dict(item.names))
         elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
             self.index.tree(item.rank).clear()
 

@@ -8,6 +8,7 @@ KVIndexError
 ├── TokenError           (also ValueError)    tokens whose type, shape or range cannot be read
 ├── DecodeError          (also ValueError)    bytes that are not an event batch
 ├── EncodeError          (also ValueError)    an event batch that the chosen dialect cannot carry
+├── BusyError            (also TimeoutError)  a thread did not come to a call in time
 ├── ClosedError          (also RuntimeError)  the object was closed
 ├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
 └── InvariantError       (also AssertionError)  a structure failed its own `check()`: our bug
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from kvindex.rank import Rank
 
 __all__ = [
+    "BusyError",
     "ClosedError",
     "ConfigurationError",
     "DecodeError",
@@ -87,6 +89,21 @@ class DecodeError(KVIndexError, ValueError):
 
 class EncodeError(KVIndexError, ValueError):
     """An event batch that the chosen dialect cannot carry."""
+
+
+class BusyError(KVIndexError, TimeoutError):
+    """The owning thread did not come to a call in time; the call was not carried out.
+
+    Attributes:
+        timeout: how long was waited, in seconds.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        super().__init__(
+            f"the subscriber's thread was busy for {timeout:g} s: its sink has not returned; "
+            "nothing was done"
+        )
 
 
 class ClosedError(KVIndexError, RuntimeError):

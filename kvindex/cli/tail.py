@@ -12,7 +12,7 @@ from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Eve
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
 from kvindex.cli.output import json_line, printable
-from kvindex.subscribe import RankBatch, RankLost, RankRestarted, StreamItem
+from kvindex.subscribe import RankBatch, RankLost, RankRestarted, RanksRenamed, StreamItem
 
 __all__ = ["add_parser", "describe"]
 
@@ -109,6 +109,9 @@ def describe(item: StreamItem) -> str:
         )
     if isinstance(item, RankRestarted):
         return f"{item.rank}  epoch {item.epoch}  RESTARTED ({item.reason}): its cache is empty"
+    if isinstance(item, RanksRenamed):
+        names = ", ".join(f"{old} is {new}" for old, new in item.names)
+        return f"RENAMED by their batches: {names}"
     return f"{item.rank}  {type(item).__name__}"
 
 

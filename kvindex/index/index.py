@@ -86,6 +86,22 @@ class Index:
             if blocks is not None:
                 blocks.clear()
 
+    def rename(self, names: Mapping[Rank, Rank]) -> None:
+        """Know ranks by other names, with all that they hold; several may change places.
+
+        A rank that is not known is left out; one whose name is taken over is forgotten.
+
+        Complexity: O(ranks).
+        """
+        with self._lock:
+            moved = {new: self._ranks.pop(old) for old, new in names.items() if old in self._ranks}
+            for rank, blocks in moved.items():
+                replaced = self._ranks.pop(rank, None)
+                if replaced is not None:
+                    replaced.clear()
+                blocks.rename(rank)
+                self._ranks[rank] = blocks
+
     def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
         """Say what kinds of KV cache groups a hybrid model's rank has.
 

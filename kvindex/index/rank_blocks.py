@@ -75,6 +75,12 @@ class RankBlocks:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def rename(self, rank: Rank) -> None:
+        """Belong to another rank from now on."""
+        self.rank = rank
+        for owner in self._owners.values():
+            owner.rank = rank
+
     def configure(self, specs: Mapping[int, GroupSpec]) -> None:
         """Take the user's word for the kinds of groups."""
         self.groups.configure(specs)

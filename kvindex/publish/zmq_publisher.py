@@ -19,8 +19,6 @@ from kvindex.wire import END_SEQ, LATEST, Dialect, EventBatch, dialect
 
 __all__ = ["ZmqEventPublisher"]
 
-SHUTDOWN_TIMEOUT: Final = 1.0
-
 
 class ZmqEventPublisher(EventPublisher):
     """Publishes batches as vLLM and SGLang do, and replays the last of them on request.
@@ -65,6 +63,9 @@ class ZmqEventPublisher(EventPublisher):
         'tcp://127.0.0.1:...'
     """
 
+    SHUTDOWN_TIMEOUT: float = 1.0
+    """Seconds that `shutdown` takes at most unless told, and at exit; as in the engines."""
+
     END_SEQ = END_SEQ.to_bytes(8, "big")
     """The number that ends a replay, as on the wire."""
 
@@ -104,7 +105,9 @@ class ZmqEventPublisher(EventPublisher):
         self._bound_replay_endpoint = sockets.bound_replay_endpoint
         self._loop = _started(config, self._dialect, sockets)
         # Runs once: at shutdown, when the publisher is collected, or at exit. Holds only the loop.
-        self._finish = weakref.finalize(self, _close, self._loop, os.getpid(), SHUTDOWN_TIMEOUT)
+        self._finish = weakref.finalize(
+            self, _close, self._loop, os.getpid(), self.SHUTDOWN_TIMEOUT
+        )
 
     @property
     def dialect(self) -> Dialect:
@@ -155,8 +158,10 @@ class ZmqEventPublisher(EventPublisher):
             events = msgspec.structs.replace(events, data_parallel_rank=self._data_parallel_rank)
         self._loop.queue.put(events)
 
-    def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Send what waits, for at most `timeout` seconds, and close the sockets. Idempotent.
+
+        None stands for `SHUTDOWN_TIMEOUT`.
 
         Returns when the batches are with the operating system's network, or the time is over; what
         is left then is counted as `unsent_at_shutdown` and logged.
@@ -164,6 +169,7 @@ class ZmqEventPublisher(EventPublisher):
         Raises:
             ConfigurationError: timeout is negative.
         """
+        timeout = self.SHUTDOWN_TIMEOUT if timeout is None else timeout
         if not timeout >= 0:
             raise ConfigurationError(f"timeout is {timeout!r}; it must be 0 seconds or more")
         self._finish.detach()

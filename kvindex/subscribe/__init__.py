@@ -11,6 +11,7 @@ from kvindex.subscribe.stream import (
     RankLost,
     RankRemoved,
     RankRestarted,
+    RanksRenamed,
     Sink,
     StreamItem,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "RankRemoved",
     "RankRestarted",
     "RankStatus",
+    "RanksRenamed",
     "Replay",
     "SequencerConfig",
     "Sink",

@@ -18,6 +18,7 @@ __all__ = ["Connection", "Link"]
 
 _STUCK_AFTER = 5.0  # seconds without a sign from a socket that should be reconnecting
 _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
+_MAX_DRAIN_BYTES = 64 * 1024 * 1024
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,10 +87,8 @@ class Connection:
         ConfigurationError: ZeroMQ refuses the endpoint.
 
     Attributes:
-        connected: whether the ZeroMQ handshake has succeeded and the connection stands.
         retries: connection attempts that failed since the last success.
         refused_handshakes: peers that accepted but did not speak as the expected socket does.
-        mute: whether something accepted the connection but has not shaken hands yet.
     """
 
     def __init__(
@@ -104,21 +103,23 @@ class Connection:
         subscriptions: tuple[bytes, ...] = (),
     ) -> None:
         self.endpoint = endpoint
-        self.connected = False
         self.retries = 0
         self.refused_handshakes = 0
-        self.mute = False
-        self._peers = 0
+        self._open: set[int] = set()  # descriptors of TCP or ipc connections
+        self._handshakes = 0  # how many of them have shaken hands
+        self._inproc = endpoint.startswith("inproc://")
+        self._bound = bind
         self._changed_at: float | None = None
-        self.socket: zmq.Socket[bytes] = context.socket(kind)
         self.monitor: zmq.Socket[bytes] | None = None
+        try:
+            self.socket: zmq.Socket[bytes] = context.socket(kind)
+        except zmq.ZMQError as error:
+            raise ConfigurationError(f"no socket for {endpoint!r} can be had: {error}") from error
         try:
             link.configure(self.socket, curve)
             for topic in subscriptions:
                 self.socket.subscribe(topic)
-            if endpoint.startswith("inproc://"):
-                self.connected = True  # inproc pipes cannot break, and tell a monitor nothing
-            else:
+            if not self._inproc:  # inproc pipes cannot break, and tell a monitor nothing
                 self.monitor = self.socket.get_monitor_socket()
             if bind:
                 self.socket.bind(endpoint)
@@ -135,14 +136,21 @@ class Connection:
         return [self.socket] if self.monitor is None else [self.socket, self.monitor]
 
     def receive(self) -> list[list[bytes]]:
-        """Return the messages that are ready, at most 256, without waiting."""
+        """Return the messages that are ready, up to a bound, without waiting."""
         messages: list[list[bytes]] = []
+        size = 0
         try:
-            while len(messages) < _MAX_DRAIN:
-                messages.append(self.socket.recv_multipart(zmq.NOBLOCK))
+            while len(messages) < _MAX_DRAIN and size < _MAX_DRAIN_BYTES:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                messages.append(frames)
+                size += sum(map(len, frames))
         except zmq.Again:
             pass
         return messages
+
+    def postpone(self, now: float) -> None:
+        """Count as changed now: look for a socket that gave up only later."""
+        self._changed_at = now
 
     def changes(self, now: float) -> Iterator[bool]:
         """Yield True for each new connection and False for each lost one, as they happened."""
@@ -152,21 +160,17 @@ class Connection:
             except zmq.Again:
                 return
             self._changed_at = now
-            change = self._note(int(event["event"]))
+            change = self._note(int(event["event"]), int(event["value"]))
             if change is not None:
                 yield change
 
-    def _note(self, event: int) -> bool | None:
+    def _note(self, event: int, value: int) -> bool | None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._peers += 1
-            self.connected, self.mute, self.retries = True, False, 0
-            self.refused_handshakes = 0
-            return True
+            return self._note_handshake()
         if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
-            self.mute = True
+            self._open.add(value)
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self.retries += 1
-            self.mute = False
         elif event in (
             zmq.EVENT_HANDSHAKE_FAILED_AUTH,
             zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
@@ -174,24 +178,36 @@ class Connection:
         ):
             self.refused_handshakes += 1
         elif event == zmq.EVENT_DISCONNECTED:
-            return self._note_disconnected()
+            return self._note_disconnected(value)
         return None
 
-    def _note_disconnected(self) -> bool | None:
-        if not self.connected:
-            # A peer of another socket type is disconnected without a word, right after it accepted.
-            self.refused_handshakes += self.mute
-            self.mute = False
-            return None
-        self._peers = max(0, self._peers - 1)
-        if self._peers:
-            return None
-        self.connected = False
-        return False
+    def _note_handshake(self) -> bool:
+        self._handshakes = min(self._handshakes + 1, max(1, len(self._open)))
+        self.retries = self.refused_handshakes = 0
+        return True
+
+    def _note_disconnected(self, descriptor: int) -> bool | None:
+        was_connected = self.connected
+        # The handshake event does not say whose it was: a connection that ends while others are
+        # open that never shook hands is taken for one of those (port scans, health checks).
+        self.refused_handshakes += len(self._open) > self._handshakes
+        self._open.discard(descriptor)
+        self._handshakes = min(self._handshakes, len(self._open))
+        return False if was_connected and not self.connected else None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a peer's ZeroMQ handshake has succeeded and its connection stands."""
+        return self._inproc or self._handshakes > 0
+
+    @property
+    def mute(self) -> bool:
+        """Whether something accepted the connection but has not shaken hands yet."""
+        return bool(self._open) and not self.connected
 
     def stuck(self, now: float) -> bool:
         """Whether the socket has given up: ZeroMQ does not reconnect after a refused handshake."""
-        if self.connected or self.mute or self.monitor is None or not self.refused_handshakes:
+        if self._bound or self.connected or self.mute or not self.refused_handshakes:
             return False
         return self._changed_at is not None and now - self._changed_at > _STUCK_AFTER
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from kvindex.errors import ClosedError, ConfigurationError
-from kvindex.subscribe.stream import StreamItem
+from kvindex.subscribe.stream import RankBatch, StreamItem
 from kvindex.subscribe.subscriber import Subscriber
 from kvindex.subscribe.worker import Worker
 
@@ -41,7 +41,7 @@ class EventStream:
         self._items: deque[StreamItem] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self.subscriber = Subscriber(sink=self._put, **options)
+        self.subscriber = Subscriber(sink=self._put, on_stop=self._end, **options)
         try:
             for worker in workers:
                 self.subscriber.add(worker)
@@ -51,7 +51,8 @@ class EventStream:
 
     def _put(self, item: StreamItem) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self._max_items)
+            if isinstance(item, RankBatch):  # the few others never wait: calls depend on them
+                self._changed.wait_for(lambda: self._closed or len(self._items) < self._max_items)
             if not self._closed:
                 self._items.append(item)
                 self._changed.notify_all()
@@ -82,10 +83,13 @@ class EventStream:
 
     def close(self) -> None:
         """End the iteration and the subscription; idempotent."""
+        self._end()
+        self.subscriber.close()
+
+    def _end(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self.subscriber.close()
 
     def __enter__(self) -> EventStream:
         return self

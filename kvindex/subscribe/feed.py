@@ -45,7 +45,7 @@ class Feed:
         context: the ZeroMQ context.
         watch: told of every socket that is opened and closed.
         sink: where ordered items go.
-        rename: asked to give this feed the dp_rank that its batches name.
+        on_named: told once the publisher's batches have named its dp_rank.
         now: the present, in seconds of the subscriber's clock.
 
     Raises:
@@ -62,13 +62,14 @@ class Feed:
         context: zmq.Context[zmq.Socket[bytes]],
         watch: Watch,
         sink: Sink,
-        rename: Callable[[Feed, int], bool],
+        on_named: Callable[[Feed], None],
         now: float,
     ) -> None:
         self.worker = worker.worker
         self.groups = worker.groups
         self.rank = Rank(worker.worker, address.dp_rank)
-        self.rank_confirmed = False
+        self.named: int | None = None
+        self.failure = ""
         self.closed = False
         self.address = address
         self.sequencer = Sequencer(config, now=now)
@@ -85,7 +86,7 @@ class Feed:
         self._curve: Curve | None = worker.curve
         self._bind = worker.bind
         self._sink = sink
-        self._rename = rename
+        self._on_named = on_named
         self._logged_at: dict[str, float] = {}
         self._last_event_at: float | None = None
         self.live = self._open_live()
@@ -190,15 +191,10 @@ class Feed:
         except DecodeError as error:
             self._note_damage("undecodable", error, now)
             return None
-        if not self.rank_confirmed and events.data_parallel_rank is not None:
-            self._confirm_rank(events.data_parallel_rank)
+        if self.named is None and events.data_parallel_rank is not None:
+            self.named = events.data_parallel_rank
+            self._on_named(self)
         return Batch(seq, events.ts, events, hash(payload), len(payload))
-
-    def _confirm_rank(self, dp_rank: int) -> None:
-        """Take the dp_rank that the publisher itself names."""
-        self.rank_confirmed = True
-        if dp_rank != self.rank.dp_rank and not self._rename(self, dp_rank):
-            self.counters["dp_rank_conflicts"] += 1
 
     def _note_damage(self, kind: str, error: DecodeError, now: float) -> None:
         self.counters["decode_failures"] += 1
@@ -217,15 +213,27 @@ class Feed:
     def tick(self, now: float) -> bool:
         """Let time pass: time-outs, back-off, probes, staleness; say whether any of it was due."""
         if self.live.stuck(now):
-            self.counters["reopened"] += 1
-            self._close(self.live)
-            self.live = self._open_live()
+            self._reopen(now)
         deadline = self.deadline
         if deadline is None or deadline > now:
             return False
         self.topic.decide(now)
         self._obey(self.sequencer.tick(now), now)
         return True
+
+    def _reopen(self, now: float) -> None:
+        """Replace a socket that gave up; if there is none to be had, try again later."""
+        given_up = self.live
+        try:
+            self.live = self._open_live()
+        except ConfigurationError as error:
+            self.counters["reopen_failures"] += 1
+            given_up.postpone(now)
+            if self._may_log("reopen", now):
+                logger.warning("%s: %s", self.rank, error)
+        else:
+            self.counters["reopened"] += 1
+            self._close(given_up)
 
     # What the sequencer wants -----------------------------------------------------------------
 
@@ -242,6 +250,8 @@ class Feed:
             self._obeying = False
 
     def _do(self, action: Action, now: float) -> None:
+        if self.closed:
+            return  # removed by its own sink, in the middle of a turn
         if isinstance(action, Deliver):
             self._last_event_at = now
             batch = action.batch
@@ -341,6 +351,10 @@ class Feed:
         )
 
     def _reason(self, now: float) -> str:
+        if self.failure:
+            return self.failure
+        if self.closed:
+            return "closed"
         if not self.live.connected:
             return self._connection_trouble()
         if self.topic.contradicted:

@@ -16,6 +16,7 @@ __all__ = [
     "RankLost",
     "RankRemoved",
     "RankRestarted",
+    "RanksRenamed",
     "Sink",
     "StreamItem",
 ]
@@ -85,12 +86,24 @@ class RankRestarted(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class RanksRenamed(msgspec.Struct, frozen=True, tag=True):
+    """Ranks are known by other names from now on, because their batches name them so.
+
+    Attributes:
+        names: pairs of the old and the new rank; two may have changed places.
+    """
+
+    names: tuple[tuple[Rank, Rank], ...]
+
+
 class RankRemoved(msgspec.Struct, frozen=True, tag=True):
     """A rank is no longer subscribed to."""
 
     rank: Rank
 
 
-StreamItem: TypeAlias = RankAdded | RankBatch | RankLost | RankRestarted | RankRemoved
+StreamItem: TypeAlias = (
+    RankAdded | RankBatch | RankLost | RankRestarted | RanksRenamed | RankRemoved
+)
 Sink: TypeAlias = Callable[[StreamItem], None]
 """Called on the subscriber's thread, one item at a time, in order for each rank."""

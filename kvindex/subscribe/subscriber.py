@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,14 +16,16 @@ import zmq
 
 from kvindex.errors import ClosedError, ConfigurationError, NotLiveError, UnknownRankError
 from kvindex.rank import Rank
+from kvindex.subscribe.commands import Commands
 from kvindex.subscribe.config import Replay, SequencerConfig
 from kvindex.subscribe.connection import Link
 from kvindex.subscribe.feed import Feed, aged
+from kvindex.subscribe.rank_names import Claim, settle
 from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
-from kvindex.subscribe.stream import RankAdded, RankRemoved, Sink, StreamItem
+from kvindex.subscribe.stream import RankAdded, RankRemoved, RanksRenamed, Sink, StreamItem
 from kvindex.subscribe.watch import Watch
-from kvindex.subscribe.worker import Worker
+from kvindex.subscribe.worker import PublisherAddress, Worker
 
 __all__ = ["Subscriber"]
 
@@ -46,8 +48,10 @@ class Subscriber:
         link: socket settings.
         probe_interval: seconds without a batch after which a rank's tail is checked by replay.
         stale_after: seconds without a proof of life after which a rank is stale.
-        context: ZeroMQ context; the process-wide one by default, so that inproc endpoints meet.
+        context: ZeroMQ context for every socket. By default the process-wide one for inproc
+            endpoints, so that they meet, and one of its own for all others.
         clock: monotonic seconds.
+        on_stop: called once, on the subscriber's thread, when that ends for whatever reason.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.
@@ -67,7 +71,9 @@ class Subscriber:
         stale_after: float = 30.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
+        _check_settings(replay, link, sink)
         self._config = SequencerConfig(
             has_replay=True,
             on_loss=on_loss,
@@ -76,9 +82,11 @@ class Subscriber:
             stale_after=stale_after,
         )
         self._link = link or Link()
-        self._context = context or zmq.Context.instance()
+        self._shared_context = context or zmq.Context.instance()
+        self._own_context = None if context else _large_context()
         self._clock = clock
         self._sink = sink
+        self._on_stop = on_stop
         # Owned by the thread.
         self._feeds: dict[Rank, Feed] = {}
         self._workers: dict[str, Worker] = {}
@@ -88,9 +96,13 @@ class Subscriber:
         self._changed = threading.Condition()
         self._statuses: dict[Rank, RankStatus] = {}
         self._renamed: dict[Rank, Rank] = {}
+        self._turned_at = clock()
         self._closed = False
-        # Written by all, emptied by the thread.
-        self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._failure: BaseException | None = None
+        # Set by `close`, read by the thread.
+        self._stopping = False
+        self._commands = Commands(self._watch.wake)
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="kvindex-subscriber", daemon=True)
         self._thread.start()
         try:
@@ -111,18 +123,28 @@ class Subscriber:
     def add(self, worker: Worker) -> None:
         """Subscribe to a further worker's ranks.
 
+        From within the sink it is carried out after the current turn; its failure is logged.
+
         Raises:
-            ConfigurationError: its id is taken, or ZeroMQ refuses an endpoint.
+            ConfigurationError: it is no `Worker`, its id is taken, or ZeroMQ refuses an endpoint.
             ClosedError: the subscriber is closed.
+            BusyError: a slow sink held the thread for too long.
         """
+        if not isinstance(worker, Worker):
+            raise ConfigurationError(
+                f"expected Worker(NAME, ENDPOINT), not {type(worker).__name__} ({worker!r:.60})"
+            )
         self._call(lambda: self._add(worker))
 
     def remove(self, worker: str) -> None:
         """Unsubscribe from a worker's ranks.
 
+        From within the sink it is carried out after the current turn; its failure is logged.
+
         Raises:
             UnknownRankError: no such worker.
             ClosedError: the subscriber is closed.
+            BusyError: a slow sink held the thread for too long.
         """
         self._call(lambda: self._remove(worker))
 
@@ -138,18 +160,27 @@ class Subscriber:
             status = self._statuses.get(rank) or self._statuses.get(self._renamed.get(rank, rank))
             if status is None:
                 raise UnknownRankError(rank, self._statuses)
-        return aged(status, self._clock())
+        return aged(self._believed(status), self._clock())
 
     def find(self, rank: Rank) -> RankStatus | None:
         """Return the latest snapshot of a rank, its `last_event_age` not aged, or None. O(1)."""
-        return self._statuses.get(rank)
+        status = self._statuses.get(rank)
+        return None if status is None else self._believed(status)
 
     def statuses(self) -> dict[Rank, RankStatus]:
         """Return how every rank's stream stands."""
         with self._changed:
             statuses = dict(self._statuses)
         now = self._clock()
-        return {rank: aged(status, now) for rank, status in sorted(statuses.items())}
+        return {rank: aged(self._believed(s), now) for rank, s in sorted(statuses.items())}
+
+    def _believed(self, status: RankStatus) -> RankStatus:
+        """Return a snapshot as it is, or as stale when the thread has not come round for long."""
+        silence = self._clock() - self._turned_at
+        if status.state is not State.LIVE or silence < self._config.stale_after + 2 * _MAX_SLEEP:
+            return status
+        reason = f"the subscriber's thread is stuck for {silence:.0f} s: is its sink slow?"
+        return msgspec.structs.replace(status, state=State.STALE, reason=reason)
 
     def statistics(self) -> dict[str, Any]:
         """Return plain JSON-ready values: `ranks` by `str(rank)` as `RankStatus`, and `thread`."""
@@ -169,10 +200,15 @@ class Subscriber:
             UnknownRankError: one of `ranks` is not subscribed to.
             ClosedError: the subscriber is or was closed meanwhile.
         """
-        wanted = None if ranks is None else [self.status(rank).rank for rank in ranks]
-        if not self.wait_for(lambda statuses: not _late(statuses, wanted), timeout):
+        wanted = None if ranks is None else [Rank(*self.status(rank).rank) for rank in ranks]
+
+        def late(statuses: Mapping[Rank, RankStatus]) -> dict[Rank, str]:
+            names = wanted and [self._renamed.get(rank, rank) for rank in wanted]
+            return _late(statuses, names)
+
+        if not self.wait_for(lambda statuses: not late(statuses), timeout):
             with self._changed:
-                raise NotLiveError(timeout, _late(self._statuses, wanted))
+                raise NotLiveError(timeout, late(self._statuses))
 
     def wait_for(
         self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
@@ -189,19 +225,20 @@ class Subscriber:
         with self._changed:
             met = self._changed.wait_for(lambda: self._closed or condition(self._statuses), timeout)
             if self._closed:
-                raise ClosedError("the subscriber was closed")
+                raise self._closed_error()
             return met
 
     def close(self) -> None:
-        """Stop the thread and close every socket; idempotent."""
-        if self._thread is threading.current_thread():
-            self._stop()
-            return
-        try:
-            self._call(self._stop)
-        except ClosedError:
-            pass
-        self._thread.join(_COMMAND_TIMEOUT)
+        """Stop the thread and close every socket; idempotent.
+
+        It waits for a sink that is running, but no longer than 30 seconds.
+        """
+        self._stopping = True
+        self._watch.wake()
+        if self._thread is not threading.current_thread() and self._pid == os.getpid():
+            self._thread.join(_COMMAND_TIMEOUT)
+            if self._thread.is_alive():
+                logger.warning("the subscriber's sink has not returned; it ends when that does")
 
     def __enter__(self) -> Subscriber:
         return self
@@ -215,45 +252,58 @@ class Subscriber:
         self.close()
 
     def _call(self, command: Callable[[], None]) -> None:
-        """Run a command on the thread and wait for it."""
+        """Run a command on the thread and wait for it; from the thread itself, run it later."""
+        if self._pid != os.getpid():
+            raise ClosedError("the subscriber's thread is in the parent of this process")
+        if self._closed:
+            raise self._closed_error()
         if self._thread is threading.current_thread():
-            command()
-            return
-        done: Future[None] = Future()
-        with self._changed:
-            if self._closed:
-                raise ClosedError("the subscriber is closed")
-            self._commands.append((command, done))
-        self._watch.wake()
-        done.result(_COMMAND_TIMEOUT)
+            self._commands.post(command)
+        else:
+            self._commands.call(command, _COMMAND_TIMEOUT)
+
+    def _closed_error(self) -> ClosedError:
+        if self._failure is None:
+            return ClosedError("the subscriber was closed")
+        return ClosedError(f"the subscriber's thread failed: {self._failure!r}")
 
     # The thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._closed:
+            while not self._stopping:
                 self._turn()
-        except BaseException:
+        except BaseException as error:
             logger.exception("the subscriber's thread failed; it is closed")
+            self._failure = error
             self._counters["thread_failures"] += 1
-            self._stop()
         finally:
-            self._fail_commands()
-            self._watch.close()
+            self._stop()
 
     def _turn(self) -> None:
         """Wait for something to do, and do it: commands, then messages, then time-outs."""
         touched: dict[Feed, None] = self._watch.wait(self._sleep())
-        now = self._clock()
+        now = self._turned_at = self._clock()
         self._counters["turns"] += 1
-        self._run_commands()
+        self._commands.run()
         for feed in touched:
             if not feed.closed:
-                feed.pump(now)
+                self._guard(feed, feed.pump, now)
         for feed in list(self._feeds.values()):
-            if feed.tick(now):
+            if not feed.closed and self._guard(feed, feed.tick, now):
                 touched[feed] = None
         self._publish(touched, now)
+
+    def _guard(self, feed: Feed, step: Callable[[float], bool | None], now: float) -> bool | None:
+        """Take one step of a feed; a failure ends that feed, and no other."""
+        try:
+            return step(now)
+        except Exception as error:
+            logger.exception("%s: its stream failed and is closed", feed.rank)
+            self._counters["feed_failures"] += 1
+            feed.failure = f"failed: {error!r}; remove the worker and add it again"
+            feed.close(now)
+            return True
 
     def _sleep(self) -> float:
         deadlines = (feed.deadline for feed in self._feeds.values())
@@ -269,25 +319,13 @@ class Subscriber:
             self._changed.notify_all()
 
     def _deliver(self, item: StreamItem) -> None:
+        if self._stopping:
+            return
         try:
             self._sink(item)
         except Exception:
             self._counters["sink_failures"] += 1
             logger.exception("the sink failed on %s", type(item).__name__)
-
-    def _run_commands(self) -> None:
-        while self._commands:
-            command, done = self._commands.popleft()
-            try:
-                command()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-    def _fail_commands(self) -> None:
-        while self._commands:
-            self._commands.popleft()[1].set_exception(ClosedError("the subscriber is closed"))
 
     def _add(self, worker: Worker) -> None:
         if worker.worker in self._workers:
@@ -312,14 +350,14 @@ class Subscriber:
                         address,
                         config,
                         link=self._link,
-                        context=self._context,
+                        context=self._context_for(address),
                         watch=self._watch,
                         sink=self._deliver,
-                        rename=self._rename,
+                        on_named=self._settle_names,
                         now=now,
                     )
                 )
-        except ConfigurationError:
+        except BaseException:
             for feed in feeds:
                 feed.close(now)
             raise
@@ -342,45 +380,95 @@ class Subscriber:
             self._renamed = {r: n for r, n in self._renamed.items() if r.worker != worker}
             self._changed.notify_all()
 
-    def _rename(self, feed: Feed, dp_rank: int) -> bool:
-        """Give a feed the dp_rank that its publisher names; say whether that was possible."""
-        old, new = feed.rank, Rank(feed.worker, dp_rank)
-        other = self._feeds.get(new)
-        if other is not None and other.rank_confirmed:
-            logger.warning("%s: its batches name dp_rank %d, as another's do", old, dp_rank)
-            return False
-        moved = {feed: new} if other is None else {feed: new, other: old}
-        for moving in moved:
-            del self._feeds[moving.rank]
-            self._deliver(RankRemoved(moving.rank))
+    def _context_for(self, address: PublisherAddress) -> zmq.Context[zmq.Socket[bytes]]:
+        if self._own_context is None or address.endpoint.startswith("inproc://"):
+            return self._shared_context
+        return self._own_context
+
+    def _settle_names(self, named: Feed) -> None:
+        """Name a worker's ranks anew after one of its publishers has named its dp_rank."""
+        feeds = [feed for feed in self._feeds.values() if feed.worker == named.worker]
+        feeds.sort(key=lambda feed: feed.address.dp_rank)
+        dp_ranks = settle([Claim(feed.address.dp_rank, feed.named) for feed in feeds])
+        names: dict[Rank, Rank] = {}
+        for feed, dp_rank in zip(feeds, dp_ranks, strict=True):
+            if feed.named not in (None, dp_rank):
+                feed.counters["dp_rank_conflicts"] += 1
+                logger.warning(
+                    "%s: its batches name dp_rank %d, as another's do", feed.rank, feed.named
+                )
+            if dp_rank != feed.rank.dp_rank:
+                names[feed.rank] = Rank(feed.worker, dp_rank)
+        if names:
+            self._rename(feeds, names)
+
+    def _rename(self, feeds: list[Feed], names: dict[Rank, Rank]) -> None:
+        moved = [feed for feed in feeds if feed.rank in names]
+        for feed in moved:
+            del self._feeds[feed.rank]
+        for feed in moved:
+            feed.rank = names[feed.rank]
+            self._feeds[feed.rank] = feed
         with self._changed:
-            for moving in moved:
-                self._statuses.pop(moving.rank, None)
-            if other is None:
-                self._renamed[old] = new
-        for moving, rank in moved.items():
-            moving.rank = rank
-            self._feeds[rank] = moving
-            self._deliver(RankAdded(rank, moving.groups))
+            for rank in names:
+                self._statuses.pop(rank, None)
+            for feed in feeds:
+                expected = Rank(feed.worker, feed.address.dp_rank)
+                self._renamed[expected] = feed.rank
+        self._deliver(RanksRenamed(tuple(names.items())))
         self._publish(moved, self._clock())
-        return True
 
     def _stop(self) -> None:
+        """End everything; what fails on the way is logged, and the rest ends all the same."""
+        self._commands.close()
+        self._stopping = True
         now = self._clock()
         for feed in self._feeds.values():
-            feed.close(now)
+            try:
+                feed.close(now)
+            except Exception:
+                logger.exception("%s: closing it failed", feed.rank)
         with self._changed:
             self._closed = True
-            for feed in self._feeds.values():
-                self._statuses[feed.rank] = feed.status(now)
+            for rank, status in self._statuses.items():
+                self._statuses[rank] = msgspec.structs.replace(
+                    status, state=State.CLOSED, connected=False, reason="closed"
+                )
             self._changed.notify_all()
-        self._watch.wake()
+        self._watch.close()
+        if self._own_context is not None:
+            self._own_context.term()
+        if self._on_stop is not None:
+            self._on_stop()
+
+
+def _check_settings(replay: object, link: object, sink: object) -> None:
+    if replay is not None and not isinstance(replay, Replay):
+        raise ConfigurationError(
+            f"replay must be Replay(timeout=…, attempts=…), not {replay!r}; "
+            "the replay endpoint belongs to the Worker"
+        )
+    if link is not None and not isinstance(link, Link):
+        raise ConfigurationError(f"link must be Link(…), not {link!r}")
+    if not callable(sink):
+        raise ConfigurationError(f"sink must be callable, not {sink!r}")
+
+
+def _large_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Return a context with room for thousands of ranks; each takes three to six sockets."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, min(65_535, context.get(zmq.SOCKET_LIMIT)))
+    return context
 
 
 def _late(statuses: Mapping[Rank, RankStatus], wanted: list[Rank] | None) -> dict[Rank, str]:
     """Return the ranks that are not live, and why."""
+    gone = [rank for rank in wanted or () if rank not in statuses]
     return {
-        rank: status.reason or f"state is {status.state}"
-        for rank, status in statuses.items()
-        if status.state is not State.LIVE and (wanted is None or rank in wanted)
+        **dict.fromkeys(gone, "it is not subscribed to any more"),
+        **{
+            rank: status.reason or f"state is {status.state}"
+            for rank, status in statuses.items()
+            if status.state is not State.LIVE and (wanted is None or rank in wanted)
+        },
     }

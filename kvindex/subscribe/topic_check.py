@@ -10,6 +10,7 @@ __all__ = ["TopicCheck"]
 
 _GRACE = 1.0  # seconds after connecting in which a wrong topic may still show
 _MAX_SEEN = 8
+_MAX_SHOWN = 64  # bytes of a topic; it is the network's to choose
 
 
 class TopicCheck:
@@ -43,7 +44,7 @@ class TopicCheck:
             return True
         self.filtered += 1
         if len(self._seen) < _MAX_SEEN:
-            self._seen[topic] = None
+            self._seen[topic[:_MAX_SHOWN]] = None
         return False
 
     @property

@@ -30,9 +30,9 @@ class Watch:
         self._poller.register(watched, zmq.POLLIN)
 
     def remove(self, watched: zmq.Socket[bytes]) -> None:
-        """Wait for this socket no longer; must come before it is closed."""
-        del self._owners[watched]
-        self._poller.unregister(watched)
+        """Wait for this socket no longer; must come before it is closed. Idempotent."""
+        if self._owners.pop(watched, None) is not None:
+            self._poller.unregister(watched)
 
     def wait(self, seconds: float) -> dict[Any, None]:
         """Return the owners of the sockets that can be read, after at most this long."""

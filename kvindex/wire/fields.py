@@ -36,6 +36,7 @@ MAX_HASH_BYTES: Final = 64
 """Longest accepted block hash: engines send 16 or 32 bytes."""
 
 _MAX_SMALL: Final = 2**31 - 1
+_MAX_TEXT = 1024
 
 Lookahead = list[list[int]]
 _INTS = list[int]
@@ -71,8 +72,12 @@ def block_hashes(value: Any) -> list[BlockHash]:
 
 
 def optional_text(value: Any, name: str) -> str | None:
-    """Return a str or None."""
-    if value is None or type(value) is str:
+    """Return a str of at most 1,024 characters, or None."""
+    if value is None:
+        return None
+    if type(value) is str:
+        if len(value) > _MAX_TEXT:
+            raise DecodeError(f"{name} has {len(value)} characters, over {_MAX_TEXT}")
         return value
     raise DecodeError(f"{name} is {type(value).__name__}, not str")
 
@@ -99,8 +104,8 @@ def optional_small_int(value: Any, name: str) -> int | None:
 
 
 def informational_text(value: Any) -> str | None:
-    """Return a str, or None for anything else."""
-    return value if type(value) is str else None
+    """Return a str of at most 1,024 characters, or None for anything else."""
+    return value if type(value) is str and len(value) <= _MAX_TEXT else None
 
 
 def informational_int(value: Any) -> int | None:

@@ -21,6 +21,7 @@ import sys
 from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import BlockStored, EventBatch
 
+ZmqEventPublisher.SHUTDOWN_TIMEOUT = 20.0  # a loaded machine may need more than the usual
 publisher = ZmqEventPublisher(endpoint="tcp://127.0.0.1:0")
 print(publisher.endpoint, flush=True)
 for line in sys.stdin:
