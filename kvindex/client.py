@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvindex.errors import UnknownRankError
-from kvindex.index import Index, Match, Trust
+from kvindex.index import ExtraKeys, Index, Match, Trust
 from kvindex.rank import Rank
 from kvindex.subscribe import (
     RankAdded,
@@ -19,6 +19,7 @@ from kvindex.subscribe import (
     RankRestarted,
     RanksRenamed,
     RankStatus,
+    State,
     StreamItem,
     Subscriber,
     Worker,
@@ -93,12 +94,31 @@ class Client:
 
     # Queries ----------------------------------------------------------------------------------
 
-    def match(self, token_ids: Any, **options: Any) -> Match:
+    def match(
+        self,
+        token_ids: Any,
+        *,
+        lora: str | int | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        media: Iterable[str] | str | None = None,
+        ranks: Iterable[Rank] | None = None,
+        block_size: int | None = None,
+    ) -> Match:
         """Return how much of a prompt each rank holds, with each rank's trust.
 
         Args and Raises: as `Index.match`.
         """
-        return self.index.match(token_ids, **options).with_trust(self._trust)
+        match = self.index.match(
+            token_ids,
+            lora=lora,
+            salt=salt,
+            extra_keys=extra_keys,
+            media=media,
+            ranks=ranks,
+            block_size=block_size,
+        )
+        return match.with_trust(self._trust)
 
     def match_many(self, prompts: Iterable[Any], **options: Any) -> list[Match]:
         """Return one `Match` for each prompt; options are those of `match`, for all of them."""
@@ -183,6 +203,11 @@ class Client:
     def close(self) -> None:
         """Stop receiving; the index stays as it is and can still be asked. Idempotent."""
         self.subscriber.close()
+
+    def __repr__(self) -> str:
+        statuses = self.subscriber.statuses().values()
+        live = sum(status.state is State.LIVE for status in statuses)
+        return f"<Client of {len(statuses)} ranks, {live} live, {len(self.index)} blocks>"
 
     def __enter__(self) -> Client:
         return self

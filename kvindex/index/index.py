@@ -52,6 +52,9 @@ class Index:
         max_blocks: int | None = None,
         max_orphans: int = 16_384,
     ) -> None:
+        for name, value in (("seed", seed), ("max_blocks", max_blocks)):
+            if not isinstance(value, (int, type(None))):
+                raise ConfigurationError(f"{name} must be an int or None, not {value!r}")
         if max_blocks is not None and max_blocks < 1:
             raise ConfigurationError(f"max_blocks must be at least 1 block, not {max_blocks}")
         if max_orphans < 0:
@@ -187,6 +190,7 @@ class Index:
         """
         prompt = Prompt(token_ids)
         wanted_media = _folded_media(media)
+        _check_options(lora, salt, block_size)
         with self._lock:
             wanted = self._wanted(ranks)
             namespaces = self._namespaces(lora or None, block_size, extra_keys)
@@ -263,6 +267,8 @@ class Index:
     def _wanted(self, ranks: Iterable[Rank] | None) -> dict[Rank, RankBlocks]:
         if ranks is None:
             return dict(self._ranks)
+        if isinstance(ranks, tuple) and ranks and not isinstance(ranks[0], tuple):
+            raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
         return {rank: self._known(rank) for rank in ranks}
 
     def _namespaces(
@@ -328,10 +334,23 @@ class TreeView:
             return iter(list(self._index._use(self.rank).labels.walk()))
 
 
+def _check_options(lora: object, salt: object, block_size: object) -> None:
+    """Refuse what could match nothing, whatever is resident."""
+    if not isinstance(lora, (str, int, type(None))) or isinstance(lora, bool):
+        raise ConfigurationError(f"lora must be a name or a numeric id, not {lora!r}")
+    if not isinstance(salt, (str, type(None))):
+        raise ConfigurationError(f"salt must be a string, not {salt!r}")
+    if block_size is not None and not (isinstance(block_size, int) and block_size > 0):
+        raise ConfigurationError(f"block_size must be 1 token or more, not {block_size!r}")
+
+
 def _folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
     if media is None:
         return None
-    folded = frozenset(map(fold_medium, [media] if isinstance(media, str) else media))
+    names = [media] if isinstance(media, str) else list(media)
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"media must be names such as 'GPU', not {media!r}")
+    folded = frozenset(map(fold_medium, names))
     if not folded:
         raise ConfigurationError("media is empty: name at least one medium, or leave it out")
     return folded

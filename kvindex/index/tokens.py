@@ -70,6 +70,9 @@ class Prompt:
         self._source = source = _readable(token_ids)
         self.length = len(source)
         self._packed: bytearray | memoryview = bytearray()
+        if self.length and not isinstance(source, memoryview):
+            # So that a prompt of floats or words is refused, however little of it is looked at.
+            self._packed = bytearray(pack_tokens(source[:1]))
         if self.length and isinstance(source, memoryview) and source.itemsize == TOKEN_BYTES:
             self._packed = source.cast("B")
 
@@ -79,7 +82,8 @@ class Prompt:
         if missing > 0:
             assert isinstance(self._packed, bytearray)
             done = len(self._packed) // TOKEN_BYTES
-            self._packed += pack_tokens(self._source[done : max(stop, done + _CHUNK)])
+            chunk_end = (done // _CHUNK + 1) * _CHUNK
+            self._packed += pack_tokens(self._source[done : max(stop, chunk_end)])
         return bytes(self._packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
 
 

@@ -27,12 +27,14 @@ _LEAST: Final = {"buffer_steps": 0, "hwm": 0, "max_queue_size": 1}
 _MAX_HWM: Final = 2**31 - 1
 
 
-class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KVEventsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How one engine publishes its KV-cache events.
 
     The first eight are vLLM's names and defaults; SGLang has all but the first. Left out,
     `enable_kv_cache_events` is True if a publisher is named (as SGLang does), and `publisher` is
     "zmq" if the events are enabled (as vLLM does), else "null"; both are filled in here.
+    As vLLM's it can be changed after it was made; `EventPublisherFactory.create` checks it again.
+    Unknown keys are refused, where SGLang ignores them: they are mistyped ones more often than not.
 
     Attributes:
         enable_kv_cache_events: False publishes nothing, whatever `publisher` says.
@@ -72,10 +74,10 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.publisher is None:
             named = "zmq" if self.enable_kv_cache_events else "null"
-            msgspec.structs.force_setattr(self, "publisher", named)
+            self.publisher = named
         if self.enable_kv_cache_events is None:
             enabled = self.publisher != "null"
-            msgspec.structs.force_setattr(self, "enable_kv_cache_events", enabled)
+            self.enable_kv_cache_events = enabled
         self._check()
 
     @classmethod

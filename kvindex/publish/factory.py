@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
+
+import msgspec
 
 from kvindex.errors import ConfigurationError, DuplicatePublisherError
 from kvindex.publish.config import KVEventsConfig
@@ -40,7 +43,8 @@ class EventPublisherFactory:
     def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
         """Let configurations name this publisher.
 
-        The constructor is called with the rank, under the name given to `create`, and with
+        The constructor is called with the rank, as data_parallel_rank or attn_dp_rank, whichever
+        parameter it has (as it was given to `create` if it has both or neither), and with
         endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size and topic, as the engines do;
         with bind, on_full and dialect only where the configuration sets them.
 
@@ -83,6 +87,8 @@ class EventPublisherFactory:
         rank = one_rank(data_parallel_rank, attn_dp_rank)
         if isinstance(config, str):
             config = KVEventsConfig.from_cli(config) if config else None
+        if config is not None:
+            config = msgspec.structs.replace(config)  # checked again: it may have been changed
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher(rank)
         with cls._lock:
@@ -90,9 +96,18 @@ class EventPublisherFactory:
             known = ", ".join(sorted(cls._registry))
         if constructor is None:
             raise ConfigurationError(f"no publisher is named {config.publisher!r}; known: {known}")
-        said = attn_dp_rank is not None and data_parallel_rank is None
-        rank_name = "attn_dp_rank" if said else "data_parallel_rank"
-        return constructor(**{rank_name: rank}, **_knobs(config))
+        came_as = "data_parallel_rank" if attn_dp_rank is None else "attn_dp_rank"
+        return constructor(**{_rank_name(constructor, came_as): rank}, **_knobs(config))
+
+
+def _rank_name(constructor: Callable[..., EventPublisher], came_as: str) -> str:
+    """Return the engine's own name of the rank that a constructor takes."""
+    try:
+        names = inspect.signature(constructor).parameters
+    except (TypeError, ValueError):  # a builtin that tells nothing of its parameters
+        return came_as
+    taken = [name for name in ("data_parallel_rank", "attn_dp_rank") if name in names]
+    return taken[0] if len(taken) == 1 else came_as
 
 
 def _knobs(config: KVEventsConfig) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class ZmqEventPublisher(EventPublisher):
             bind=bind,
             on_full=on_full,  # type: ignore[arg-type]  # checked there
         )
+        self._config = config
         sockets = self._open(config, context, _curve(curve_public_key, curve_secret_key))
         self._bound_endpoint = sockets.bound_endpoint
         self._bound_replay_endpoint = sockets.bound_replay_endpoint
@@ -139,6 +140,18 @@ class ZmqEventPublisher(EventPublisher):
     def next_seq(self) -> int:
         """The number that the next batch gets."""
         return self._loop.queue.next_seq
+
+    def get_publisher_config(self) -> KVEventsConfig:
+        """Return a copy of the configuration, its endpoints being this rank's as they were written.
+
+        What was really bound, e.g. for port 0, is in `endpoint` and `replay_endpoint`.
+        """
+        config, rank = self._config, self._data_parallel_rank
+        return msgspec.structs.replace(
+            config,
+            endpoint=offset_endpoint(config.endpoint, rank),
+            replay_endpoint=self.offset_endpoint_port(config.replay_endpoint, rank),
+        )
 
     def publish(self, events: EventBatch) -> None:
         """Queue one batch for sending, numbered and with this rank; O(1), encodes nothing.

@@ -223,7 +223,10 @@ class Connection:
         if self.mute:
             return f"{self.endpoint} accepts connections, but has not shaken hands as ZeroMQ does"
         if self.retries:
-            return f"nothing listens at {self.endpoint} ({self.retries} attempts failed)"
+            return (
+                f"nothing listens at {self.endpoint}, or its host is unknown "
+                f"({self.retries} attempts failed)"
+            )
         return f"no connection to {self.endpoint} yet"
 
     def close(self) -> None:

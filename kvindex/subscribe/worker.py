@@ -95,12 +95,33 @@ class Worker(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.worker or not isinstance(self.worker, str):
             raise ConfigurationError(f"worker must be a non-empty string, not {self.worker!r}")
+        self._check_types()
         if self.dp_size is not None and not 1 <= self.dp_size <= _MAX_DP_SIZE:
             raise ConfigurationError(
                 f"dp_size must be 1 to {_MAX_DP_SIZE} ranks, not {self.dp_size}"
             )
         group_specs(self.groups)
         self.publishers()
+
+    def _check_types(self) -> None:
+        kinds: dict[str, tuple[type, ...]] = {
+            "endpoint": (str, Sequence, Mapping),
+            "replay": (str, Sequence, Mapping, type(None)),
+            "dp_size": (int, type(None)),
+            "topic": (str,),
+            "bind": (bool,),
+            "curve": (Curve, type(None)),
+        }
+        for name, allowed in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, allowed) or isinstance(value, bytes):
+                wanted = " or ".join(kind.__name__ for kind in allowed)
+                raise ConfigurationError(f"{name} must be {wanted}, not {value!r}")
+        if not self.bind and "*" in str(self.endpoint):
+            raise ConfigurationError(
+                f"endpoint {self.endpoint!r}: nobody can connect to '*', which is what the engine "
+                "binds; give its host, or bind=True"
+            )
 
     def publishers(self) -> list[PublisherAddress]:
         """Return the address of each rank's publisher, by dp_rank."""

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import index
 from types import TracebackType
 from typing import Any
 
 import zmq
 
-from kvindex.errors import ClosedError, ConfigurationError
+from kvindex.errors import ClosedError, ConfigurationError, TokenError
 from kvindex.publish import ZmqEventPublisher
 from kvindex.rank import Rank
 from kvindex.testing.answers import CacheKey, Lookup, ResidentBlock, Served
@@ -165,14 +166,18 @@ class FakeEngine:
             flush: False leaves the events for a later batch.
 
         Raises:
-            TokenError: there are no tokens.
+            TokenError: there are no tokens, or one is no integer of 64 bits.
             ConfigurationError: the request does not fit into the cache; nothing was changed.
             ClosedError: the engine is closed.
         """
         with self._lock:
             self._check_open()
             served = self._cache.serve(
-                token_ids, lora=lora, salt=salt, extra_keys=extra_keys, new_tokens=new_tokens
+                _tokens(token_ids),
+                lora=lora,
+                salt=salt,
+                extra_keys=extra_keys,
+                new_tokens=_tokens(new_tokens),
             )
             if flush:
                 self.flush()
@@ -227,7 +232,7 @@ class FakeEngine:
     ) -> int:
         """Return how many tokens of the prompt `serve` would find cached; changes nothing."""
         with self._lock:
-            return self._cache.hit(token_ids, lora=lora, salt=salt, extra_keys=extra_keys)
+            return self._cache.hit(_tokens(token_ids), lora=lora, salt=salt, extra_keys=extra_keys)
 
     def lookup(
         self,
@@ -239,7 +244,9 @@ class FakeEngine:
     ) -> Lookup:
         """Return how much of the prompt is resident, the whole of it included."""
         with self._lock:
-            return self._cache.lookup(token_ids, lora=lora, salt=salt, extra_keys=extra_keys)
+            return self._cache.lookup(
+                _tokens(token_ids), lora=lora, salt=salt, extra_keys=extra_keys
+            )
 
     def truth(self) -> dict[CacheKey, int]:
         """Return what is resident: for each (block_hash, medium, group_idx) its copies."""
@@ -317,6 +324,21 @@ class FakeEngine:
         if self.dialect.engine == "sglang":  # its cache's constructor resets, and says so
             self._cache.clear()
             self.flush()
+
+
+def _tokens(token_ids: Iterable[Any]) -> list[int]:
+    """Return token ids as plain ints, whatever integers they were.
+
+    Raises:
+        TokenError: one is no integer, or does not fit into 64 bits.
+    """
+    try:
+        tokens = [index(token) for token in token_ids]
+    except TypeError as error:
+        raise TokenError(f"token ids must be ints: {error}") from None
+    if tokens and not (min(tokens) >= -(1 << 63) and max(tokens) < 1 << 64):
+        raise TokenError("a token id does not fit into 64 bits")
+    return tokens
 
 
 class _Outlet:

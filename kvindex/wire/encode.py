@@ -7,9 +7,10 @@ encoded again, give the recorded bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -22,7 +23,8 @@ from kvindex.wire.events import AllBlocksCleared, BlockHash, BlockRemoved, Block
 __all__ = ["encode_batch"]
 
 _write = msgspec.msgpack.Encoder().encode
-_INTS = list[int]
+_ONLY_INT = frozenset({int})
+_HASH_KINDS = {True: frozenset({int, bytes}), False: _ONLY_INT}  # by has_bytes_hashes
 
 
 def encode_batch(batch: EventBatch, dialect: Dialect = LATEST) -> bytes:
@@ -72,7 +74,9 @@ class _Shapes(msgspec.Struct, frozen=True):
     """The structs of one dialect, in the form that its engine encodes."""
 
     stored: Callable[..., Any]
+    stored_fields: Callable[[Any], tuple[Any, ...]]
     removed: Callable[..., Any]
+    removed_fields: Callable[[Any], tuple[Any, ...]]
     cleared: Any
     salted: Callable[..., Any] | None
 
@@ -90,10 +94,18 @@ def _shapes(dialect: Dialect) -> _Shapes:
 
     return _Shapes(
         shape("BlockStored", *dialect.stored),
+        attrgetter(*dialect.stored),
         shape("BlockRemoved", *dialect.removed),
+        _getter(dialect.removed),
         shape("AllBlocksCleared")(),
         shape("BlockStored", *dialect.stored, "metadata") if dialect.has_salt_metadata else None,
     )
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what reads these attributes as a tuple, also where there is only one."""
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda event: (get(event),)
 
 
 def _event(event: object, dialect: Dialect, shapes: _Shapes) -> Any:
@@ -112,13 +124,14 @@ def _event(event: object, dialect: Dialect, shapes: _Shapes) -> Any:
 def _removed(event: BlockRemoved, dialect: Dialect, shapes: _Shapes) -> Any:
     _check_hashes(fields.block_hashes(event.block_hashes), dialect)
     _check_place(event)
-    return shapes.removed(*[getattr(event, name) for name in dialect.removed])
+    return shapes.removed(*shapes.removed_fields(event))
 
 
 def _stored(event: BlockStored, dialect: Dialect, shapes: _Shapes) -> Any:
     _check_stored(event, dialect)
-    values = [getattr(event, name) for name in dialect.stored]
+    values: Sequence[Any] = shapes.stored_fields(event)
     if dialect.bigrams:
+        values = list(values)
         values[dialect.stored.index("token_ids")] = _bigrams(event)
     if shapes.salted is not None and event.cache_salt is not None:
         return shapes.salted(*values, {"cache_salt": event.cache_salt})
@@ -129,29 +142,34 @@ def _check_stored(event: BlockStored, dialect: Dialect) -> None:
     _check_hashes(fields.block_hashes(event.block_hashes), dialect)
     if event.parent_block_hash is not None:
         _check_hashes([fields.block_hash(event.parent_block_hash, "parent_block_hash")], dialect)
-    try:
-        msgspec.convert(event.token_ids, _INTS)
-    except msgspec.ValidationError as error:
-        raise EncodeError(f"token_ids is no list of ints: {error}") from None
+    if type(event.token_ids) is not list or not _ONLY_INT.issuperset(map(type, event.token_ids)):
+        raise EncodeError("token_ids is no list of ints")
     _check_place(event)
     fields.small_int(event.block_size, "block_size")
-    fields.optional_int(event.lora_id, "lora_id")
-    fields.optional_text(event.lora_name, "lora_name")
-    fields.optional_text(event.cache_salt, "cache_salt")
-    fields.tokens_per_block(event.lookahead_token_ids)
-    extra_keys.extra_keys(event.extra_keys)
+    if event.lora_id is not None:
+        fields.optional_int(event.lora_id, "lora_id")
+    if event.lora_name is not None:
+        fields.optional_text(event.lora_name, "lora_name")
+    if event.cache_salt is not None:
+        fields.optional_text(event.cache_salt, "cache_salt")
+    if event.lookahead_token_ids is not None:
+        fields.tokens_per_block(event.lookahead_token_ids)
+    if event.extra_keys is not None:
+        extra_keys.extra_keys(event.extra_keys)
 
 
 def _check_place(event: BlockStored | BlockRemoved) -> None:
-    fields.optional_text(event.medium, "medium")
-    fields.optional_small_int(event.group_idx, "group_idx")
+    if event.medium is not None:
+        fields.optional_text(event.medium, "medium")
+    if event.group_idx is not None:
+        fields.optional_small_int(event.group_idx, "group_idx")
 
 
 def _check_hashes(block_hashes: list[BlockHash], dialect: Dialect) -> None:
-    kinds = set(map(type, block_hashes))
-    allowed = {int, bytes} if dialect.has_bytes_hashes else {int}
-    if kinds <= allowed:
+    allowed = _HASH_KINDS[dialect.has_bytes_hashes]
+    if allowed.issuperset(map(type, block_hashes)):
         return
+    kinds = set(map(type, block_hashes))
     odd = ", ".join(sorted(kind.__name__ for kind in kinds - allowed))
     known = " or ".join(sorted(kind.__name__ for kind in allowed))
     raise EncodeError(f"a block hash is {odd}; {dialect.name} carries {known} only")

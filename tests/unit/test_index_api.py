@@ -319,3 +319,27 @@ def test_check_finds_what_does_not_add_up() -> None:
     index._budget.used += 1
     with pytest.raises(InvariantError, match="2 blocks resident, counted 3"):
         index.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"salt": 5}, "salt"),
+        ({"lora": 1.5}, "lora"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": "16"}, "block_size"),
+        ({"media": [("GPU", 3)]}, "media"),
+        ({"ranks": Rank("a", 0)}, "give \\["),
+    ],
+)
+def test_options_that_could_match_nothing_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Index().match([1, 2, 3], **options)
+
+
+def test_a_short_prompt_of_floats_or_words_is_refused_too() -> None:
+    for odd in ([1.5], [None], [b"x"]):
+        with pytest.raises(TokenError):
+            Index().match(odd)

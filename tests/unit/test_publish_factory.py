@@ -10,6 +10,7 @@ from kvindex.publish import (
     EventPublisherFactory,
     KVEventsConfig,
     NullEventPublisher,
+    ZmqEventPublisher,
 )
 from kvindex.wire import EventBatch
 
@@ -123,3 +124,39 @@ def test_two_names_of_the_rank_must_agree() -> None:
         NullEventPublisher(1, attn_dp_rank=2)
     with pytest.raises(ConfigurationError, match="two names of one rank"):
         EventPublisherFactory.create(None, 1, attn_dp_rank=0)
+
+
+def test_a_constructor_gets_the_rank_under_the_name_that_it_has() -> None:
+    class SGLangStyle(NullEventPublisher):
+        def __init__(self, attn_dp_rank: int, **knobs: object) -> None:
+            super().__init__(attn_dp_rank=attn_dp_rank)
+
+    class VLLMStyle(NullEventPublisher):
+        def __init__(self, data_parallel_rank: int, **knobs: object) -> None:
+            super().__init__(data_parallel_rank)
+
+    for name, constructor in (("by-attn", SGLangStyle), ("by-dp", VLLMStyle)):
+        EventPublisherFactory.register_publisher(name, constructor)
+        config = KVEventsConfig(publisher=name)
+        assert EventPublisherFactory.create(config, 2).data_parallel_rank == 2
+        assert EventPublisherFactory.create(config, attn_dp_rank=3).data_parallel_rank == 3
+
+
+def test_a_configuration_can_be_changed_and_is_checked_when_it_is_used() -> None:
+    config = KVEventsConfig(publisher="zmq")
+    config.topic = "kv"
+    config.buffer_steps = -1
+    with pytest.raises(ConfigurationError, match="buffer_steps"):
+        EventPublisherFactory.create(config)
+
+
+def test_the_configuration_of_a_rank_has_its_own_endpoints() -> None:
+    config = KVEventsConfig(
+        publisher="zmq", endpoint="inproc://config-test", replay_endpoint="tcp://127.0.0.1:0"
+    )
+    with EventPublisherFactory.create(config, data_parallel_rank=1) as publisher:
+        assert isinstance(publisher, ZmqEventPublisher)
+        told = publisher.get_publisher_config()
+        assert told.endpoint == "inproc://config-test_dp1"
+        assert told.replay_endpoint == "tcp://127.0.0.1:0"
+        assert config.endpoint == "inproc://config-test"
