@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import TypeVar
 
 from kvindex.errors import ConfigurationError
@@ -54,12 +53,7 @@ class EventPublisher(ABC):
     def __enter__(self: _Publisher) -> _Publisher:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
 

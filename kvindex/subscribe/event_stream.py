@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 from kvindex.errors import ClosedError, ConfigurationError
@@ -94,10 +93,5 @@ class EventStream:
     def __enter__(self) -> EventStream:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

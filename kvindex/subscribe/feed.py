@@ -10,7 +10,6 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
-import msgspec
 import zmq
 
 from kvindex.errors import ConfigurationError, DecodeError
@@ -27,7 +26,7 @@ from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import Curve, PublisherAddress, Worker
 from kvindex.wire import decode_batch, parse_live, parse_replay, replay_request
 
-__all__ = ["Feed", "aged"]
+__all__ = ["Feed"]
 
 logger = logging.getLogger(__name__)
 
@@ -395,10 +394,3 @@ class Feed:
         self._close_replay(None)
         self._close(self.live)
         self._obey(self.sequencer.close(now), now)
-
-
-def aged(status: RankStatus, now: float) -> RankStatus:
-    """Return a snapshot with the time of its last event turned into an age."""
-    if status.last_event_age is None:
-        return status
-    return msgspec.structs.replace(status, last_event_age=max(0.0, now - status.last_event_age))

@@ -8,21 +8,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
 import zmq
 
-from kvindex.errors import ClosedError, ConfigurationError, NotLiveError, UnknownRankError
+from kvindex.errors import ClosedError, ConfigurationError, UnknownRankError
 from kvindex.rank import Rank
 from kvindex.subscribe.commands import Commands
 from kvindex.subscribe.config import Replay, SequencerConfig
 from kvindex.subscribe.connection import Link
-from kvindex.subscribe.feed import Feed, aged
+from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.rank_names import Claim, settle
-from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
+from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import RankAdded, RankRemoved, RanksRenamed, Sink, StreamItem
 from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import PublisherAddress, Worker
@@ -92,13 +91,8 @@ class Subscriber:
         self._workers: dict[str, Worker] = {}
         self._watch = Watch()
         self._counters: Counter[str] = Counter()
-        # Written by the thread, read by all, under the condition's lock.
-        self._changed = threading.Condition()
-        self._statuses: dict[Rank, RankStatus] = {}
-        self._renamed: dict[Rank, Rank] = {}
-        self._turned_at = clock()
-        self._closed = False
-        self._failure: BaseException | None = None
+        # Written by the thread, read by all.
+        self._board = StatusBoard(clock, stale_after + 2 * _MAX_SLEEP)
         # Set by `close`, read by the thread.
         self._stopping = False
         self._commands = Commands(self._watch.wake)
@@ -117,8 +111,7 @@ class Subscriber:
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """The ranks subscribed to, sorted."""
-        with self._changed:
-            return tuple(sorted(self._statuses))
+        return self._board.ranks
 
     def add(self, worker: Worker) -> None:
         """Subscribe to a further worker's ranks.
@@ -156,31 +149,15 @@ class Subscriber:
         Raises:
             UnknownRankError: the rank is not subscribed to.
         """
-        with self._changed:
-            status = self._statuses.get(rank) or self._statuses.get(self._renamed.get(rank, rank))
-            if status is None:
-                raise UnknownRankError(rank, self._statuses)
-        return aged(self._believed(status), self._clock())
+        return self._board.get(rank)
 
     def find(self, rank: Rank) -> RankStatus | None:
         """Return the latest snapshot of a rank, its `last_event_age` not aged, or None. O(1)."""
-        status = self._statuses.get(rank)
-        return None if status is None else self._believed(status)
+        return self._board.find(rank)
 
     def statuses(self) -> dict[Rank, RankStatus]:
         """Return how every rank's stream stands."""
-        with self._changed:
-            statuses = dict(self._statuses)
-        now = self._clock()
-        return {rank: aged(self._believed(s), now) for rank, s in sorted(statuses.items())}
-
-    def _believed(self, status: RankStatus) -> RankStatus:
-        """Return a snapshot as it is, or as stale when the thread has not come round for long."""
-        silence = self._clock() - self._turned_at
-        if status.state is not State.LIVE or silence < self._config.stale_after + 2 * _MAX_SLEEP:
-            return status
-        reason = f"the subscriber's thread is stuck for {silence:.0f} s: is its sink slow?"
-        return msgspec.structs.replace(status, state=State.STALE, reason=reason)
+        return self._board.all()
 
     def statistics(self) -> dict[str, Any]:
         """Return plain JSON-ready values: `ranks` by `str(rank)` as `RankStatus`, and `thread`."""
@@ -200,15 +177,7 @@ class Subscriber:
             UnknownRankError: one of `ranks` is not subscribed to.
             ClosedError: the subscriber is or was closed meanwhile.
         """
-        wanted = None if ranks is None else [Rank(*self.status(rank).rank) for rank in ranks]
-
-        def late(statuses: Mapping[Rank, RankStatus]) -> dict[Rank, str]:
-            names = wanted and [self._renamed.get(rank, rank) for rank in wanted]
-            return _late(statuses, names)
-
-        if not self.wait_for(lambda statuses: not late(statuses), timeout):
-            with self._changed:
-                raise NotLiveError(timeout, late(self._statuses))
+        self._board.wait_live(ranks, timeout)
 
     def wait_for(
         self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
@@ -222,11 +191,7 @@ class Subscriber:
         Raises:
             ClosedError: the subscriber is or was closed meanwhile.
         """
-        with self._changed:
-            met = self._changed.wait_for(lambda: self._closed or condition(self._statuses), timeout)
-            if self._closed:
-                raise self._closed_error()
-            return met
+        return self._board.wait_for(condition, timeout)
 
     def close(self) -> None:
         """Stop the thread and close every socket; idempotent.
@@ -243,47 +208,38 @@ class Subscriber:
     def __enter__(self) -> Subscriber:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _call(self, command: Callable[[], None]) -> None:
         """Run a command on the thread and wait for it; from the thread itself, run it later."""
         if self._pid != os.getpid():
             raise ClosedError("the subscriber's thread is in the parent of this process")
-        if self._closed:
-            raise self._closed_error()
+        self._board.check_open()
         if self._thread is threading.current_thread():
             self._commands.post(command)
         else:
             self._commands.call(command, _COMMAND_TIMEOUT)
 
-    def _closed_error(self) -> ClosedError:
-        if self._failure is None:
-            return ClosedError("the subscriber was closed")
-        return ClosedError(f"the subscriber's thread failed: {self._failure!r}")
-
     # The thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        reason = "the subscriber was closed"
         try:
             while not self._stopping:
                 self._turn()
         except BaseException as error:
             logger.exception("the subscriber's thread failed; it is closed")
-            self._failure = error
             self._counters["thread_failures"] += 1
+            reason = f"the subscriber's thread failed: {error!r}"
         finally:
-            self._stop()
+            self._stop(reason)
 
     def _turn(self) -> None:
         """Wait for something to do, and do it: commands, then messages, then time-outs."""
         touched: dict[Feed, None] = self._watch.wait(self._sleep())
-        now = self._turned_at = self._clock()
+        now = self._clock()
+        self._board.sign(now)
         self._counters["turns"] += 1
         self._commands.run()
         for feed in touched:
@@ -312,11 +268,7 @@ class Subscriber:
 
     def _publish(self, feeds: Iterable[Feed], now: float) -> None:
         """Show others the new statuses of these feeds."""
-        with self._changed:
-            for feed in feeds:
-                if self._feeds.get(feed.rank) is feed:
-                    self._statuses[feed.rank] = feed.status(now)
-            self._changed.notify_all()
+        self._board.show(feed.status(now) for feed in feeds if self._feeds.get(feed.rank) is feed)
 
     def _deliver(self, item: StreamItem) -> None:
         if self._stopping:
@@ -375,10 +327,7 @@ class Subscriber:
             feed.close(now)
             del self._feeds[feed.rank]
             self._deliver(RankRemoved(feed.rank))
-        with self._changed:
-            self._statuses = {r: s for r, s in self._statuses.items() if r.worker != worker}
-            self._renamed = {r: n for r, n in self._renamed.items() if r.worker != worker}
-            self._changed.notify_all()
+        self._board.remove(worker)
 
     def _context_for(self, address: PublisherAddress) -> zmq.Context[zmq.Socket[bytes]]:
         if self._own_context is None or address.endpoint.startswith("inproc://"):
@@ -409,16 +358,12 @@ class Subscriber:
         for feed in moved:
             feed.rank = names[feed.rank]
             self._feeds[feed.rank] = feed
-        with self._changed:
-            for rank in names:
-                self._statuses.pop(rank, None)
-            for feed in feeds:
-                expected = Rank(feed.worker, feed.address.dp_rank)
-                self._renamed[expected] = feed.rank
+        ports = {Rank(feed.worker, feed.address.dp_rank): feed.rank for feed in feeds}
+        self._board.rename(names, ports)
         self._deliver(RanksRenamed(tuple(names.items())))
         self._publish(moved, self._clock())
 
-    def _stop(self) -> None:
+    def _stop(self, reason: str) -> None:
         """End everything; what fails on the way is logged, and the rest ends all the same."""
         self._commands.close()
         self._stopping = True
@@ -428,13 +373,7 @@ class Subscriber:
                 feed.close(now)
             except Exception:
                 logger.exception("%s: closing it failed", feed.rank)
-        with self._changed:
-            self._closed = True
-            for rank, status in self._statuses.items():
-                self._statuses[rank] = msgspec.structs.replace(
-                    status, state=State.CLOSED, connected=False, reason="closed"
-                )
-            self._changed.notify_all()
+        self._board.end(reason)
         self._watch.close()
         if self._own_context is not None:
             self._own_context.term()
@@ -459,16 +398,3 @@ def _large_context() -> zmq.Context[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, min(65_535, context.get(zmq.SOCKET_LIMIT)))
     return context
-
-
-def _late(statuses: Mapping[Rank, RankStatus], wanted: list[Rank] | None) -> dict[Rank, str]:
-    """Return the ranks that are not live, and why."""
-    gone = [rank for rank in wanted or () if rank not in statuses]
-    return {
-        **dict.fromkeys(gone, "it is not subscribed to any more"),
-        **{
-            rank: status.reason or f"state is {status.state}"
-            for rank, status in statuses.items()
-            if status.state is not State.LIVE and (wanted is None or rank in wanted)
-        },
-    }

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import index
-from types import TracebackType
 from typing import Any
 
 import zmq
@@ -298,12 +297,7 @@ class FakeEngine:
     def __enter__(self) -> FakeEngine:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     @property

@@ -18,7 +18,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from types import TracebackType
 from typing import Final
 
 import zmq
@@ -159,12 +158,7 @@ class FaultyLink:
     def __enter__(self) -> FaultyLink:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _reserve(self) -> str:

@@ -1,0 +1,167 @@
+"""What the subscriber's thread shows to all others: the latest status of each rank.
+
+Written by that thread alone, read and waited on by any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
+from kvindex.rank import Rank
+from kvindex.subscribe.state import State
+from kvindex.subscribe.status import RankStatus
+
+__all__ = ["StatusBoard"]
+
+Statuses = Mapping[Rank, RankStatus]
+
+
+class StatusBoard:
+    """The ranks' latest snapshots, and waiting for them to change.
+
+    Args:
+        clock: the subscriber's clock, in seconds.
+        patience: seconds without a sign of the writing thread after which what it called live is
+            shown as stale.
+    """
+
+    def __init__(self, clock: Callable[[], float], patience: float) -> None:
+        self._clock = clock
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._statuses: dict[Rank, RankStatus] = {}
+        self._names: dict[Rank, Rank] = {}  # by the rank that a port tells, the one it is
+        self._signed_at = clock()
+        self._ended: str | None = None
+
+    # By the writing thread --------------------------------------------------------------------
+
+    def sign(self, now: float) -> None:
+        """Note that the thread has come round."""
+        self._signed_at = now
+
+    def show(self, statuses: Iterable[RankStatus]) -> None:
+        """Replace these ranks' snapshots."""
+        with self._changed:
+            self._statuses.update((status.rank, status) for status in statuses)
+            self._changed.notify_all()
+
+    def remove(self, worker: str) -> None:
+        """Forget a worker's ranks."""
+        with self._changed:
+            self._statuses = {r: s for r, s in self._statuses.items() if r.worker != worker}
+            self._names = {r: n for r, n in self._names.items() if r.worker != worker}
+            self._changed.notify_all()
+
+    def rename(self, gone: Iterable[Rank], names: Mapping[Rank, Rank]) -> None:
+        """Take names away, and note under which a port's own rank is found now."""
+        with self._changed:
+            for rank in gone:
+                self._statuses.pop(rank, None)
+            self._names.update(names)
+
+    def end(self, reason: str) -> None:
+        """Show every rank as closed, and end all waiting."""
+        with self._changed:
+            self._ended = reason
+            for rank, status in self._statuses.items():
+                self._statuses[rank] = msgspec.structs.replace(
+                    status, state=State.CLOSED, connected=False, reason="closed"
+                )
+            self._changed.notify_all()
+
+    # By any thread ----------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks, sorted."""
+        with self._changed:
+            return tuple(sorted(self._statuses))
+
+    def check_open(self) -> None:
+        """Raise ClosedError, with the reason, once the writing thread has ended."""
+        if self._ended is not None:
+            raise ClosedError(self._ended)
+
+    def find(self, rank: Rank) -> RankStatus | None:
+        """Return a rank's latest snapshot, or None. O(1)."""
+        status = self._statuses.get(rank)
+        return None if status is None else self._believed(status)
+
+    def get(self, rank: Rank) -> RankStatus:
+        """Return a rank's snapshot, its `last_event_age` being an age.
+
+        Raises:
+            UnknownRankError: there is none, under its own name or its port's.
+        """
+        with self._changed:
+            status = self._statuses.get(self._name(rank))
+            if status is None:
+                raise UnknownRankError(rank, self._statuses)
+        return self._aged(status)
+
+    def all(self) -> dict[Rank, RankStatus]:
+        """Return every rank's snapshot, as `get` does."""
+        with self._changed:
+            statuses = sorted(self._statuses.items())
+        return {rank: self._aged(status) for rank, status in statuses}
+
+    def wait_for(self, condition: Callable[[Statuses], bool], timeout: float) -> bool:
+        """Wait until the snapshots meet a condition; return whether they did in time.
+
+        Raises:
+            ClosedError: the writing thread has ended, or ended meanwhile.
+        """
+        with self._changed:
+            met = self._changed.wait_for(
+                lambda: self._ended is not None or condition(self._statuses), timeout
+            )
+            self.check_open()
+            return met
+
+    def wait_live(self, ranks: Iterable[Rank] | None, timeout: float) -> None:
+        """Wait until every rank, or each of these, is live.
+
+        Raises:
+            NotLiveError: time ran out.
+            UnknownRankError: one of `ranks` is not known.
+            ClosedError: the writing thread has ended, or ended meanwhile.
+        """
+        wanted = None if ranks is None else [self.get(rank).rank for rank in ranks]
+        if not self.wait_for(lambda _: not self._late(wanted), timeout):
+            with self._changed:
+                raise NotLiveError(timeout, self._late(wanted))
+
+    def _late(self, wanted: list[Rank] | None) -> dict[Rank, str]:
+        """Return the ranks that are not live, and why."""
+        late = {}
+        for rank in self._statuses if wanted is None else map(self._name, wanted):
+            status = self._statuses.get(rank)
+            if status is None:
+                late[rank] = "it is not subscribed to any more"
+            elif status.state is not State.LIVE:
+                late[rank] = status.reason or f"its state is {status.state}"
+        return late
+
+    def _name(self, rank: Rank) -> Rank:
+        return rank if rank in self._statuses else self._names.get(rank, rank)
+
+    def _believed(self, status: RankStatus) -> RankStatus:
+        """Return a snapshot as it is, or as stale when the thread has not come round for long."""
+        silence = self._clock() - self._signed_at
+        if status.state is not State.LIVE or silence < self._patience:
+            return status
+        reason = f"the subscriber's thread is stuck for {silence:.0f} s: is its sink slow?"
+        return msgspec.structs.replace(status, state=State.STALE, reason=reason)
+
+    def _aged(self, status: RankStatus) -> RankStatus:
+        """Return a snapshot with the time of its last event turned into an age."""
+        status = self._believed(status)
+        if status.last_event_age is None:
+            return status
+        age = max(0.0, self._clock() - status.last_event_age)
+        return msgspec.structs.replace(status, last_event_age=age)
