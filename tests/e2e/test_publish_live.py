@@ -27,13 +27,6 @@ Make = Callable[..., ZmqEventPublisher]
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
-    with zmq.Context() as context:
-        yield context
-        context.destroy(linger=0)
-
-
-@pytest.fixture
 def make(context: Context) -> Iterator[Make]:
     made: list[ZmqEventPublisher] = []
 
