@@ -206,6 +206,8 @@ class Feed:
     @property
     def deadline(self) -> float | None:
         """When `tick` wants to be called next."""
+        if self.closed:
+            return None
         deadlines = (self.sequencer.deadline, self.topic.deadline)
         return min((d for d in deadlines if d is not None), default=None)
 

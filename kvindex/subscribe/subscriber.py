@@ -330,7 +330,8 @@ class Subscriber:
         self._board.remove(worker)
 
     def _context_for(self, address: PublisherAddress) -> zmq.Context[zmq.Socket[bytes]]:
-        if self._own_context is None or address.endpoint.startswith("inproc://"):
+        endpoints = (address.endpoint, address.replay or "")
+        if self._own_context is None or any(e.startswith("inproc://") for e in endpoints):
             return self._shared_context
         return self._own_context
 
@@ -342,7 +343,7 @@ class Subscriber:
         names: dict[Rank, Rank] = {}
         for feed, dp_rank in zip(feeds, dp_ranks, strict=True):
             if feed.named not in (None, dp_rank):
-                feed.counters["dp_rank_conflicts"] += 1
+                feed.counters["dp_rank_conflicts"] = 1
                 logger.warning(
                     "%s: its batches name dp_rank %d, as another's do", feed.rank, feed.named
                 )
@@ -376,7 +377,7 @@ class Subscriber:
         self._board.end(reason)
         self._watch.close()
         if self._own_context is not None:
-            self._own_context.term()
+            self._own_context.destroy(linger=0)
         if self._on_stop is not None:
             self._on_stop()
 
