@@ -88,6 +88,8 @@ def test_replay_buffer_wrapped_before_we_join_gives_a_partial_but_true_index() -
     with FakeEngine("engine", buffer_steps=4) as engine:
         for number in range(10):
             engine.serve(prompt(number))
+        with client_of(worker_of(engine)) as earlier:  # it has seen all: the buffer has wrapped
+            caught_up(earlier, engine)
         with client_of(worker_of(engine)) as client:
             caught_up(client, engine)
             status = client.status(RANK)
