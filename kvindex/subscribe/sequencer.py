@@ -185,7 +185,7 @@ class Sequencer(Repairing):
         waits = []
         if self._repair is not None:
             waits.append(self._repair.due)
-        if self._gap_due is not None:
+        elif self._gap_due is not None:  # as in `tick`: the repair decides first
             waits.append(self._gap_due)
         if self._state is State.LIVE:
             if self._repair is None and self._config.has_replay:

@@ -174,6 +174,14 @@ def test_when_batches_are_lost_the_index_never_holds_more_than_the_engine(
         world.compare()
 
 
+def test_a_gap_that_waits_behind_a_repair_is_no_busy_loop() -> None:
+    config = SequencerConfig(has_replay=True, replay=REPLAY)
+    bad = Faults(drop=0.05, damage=0.3, replay_late=0.2)
+    world = CacheWorld(seed=168503, faults=bad, config=config, buffer_steps=0)
+    assert run(world, [Step("publish", 1), Step("publish", 1), Step("publish", 9)])
+    world.compare()
+
+
 def test_the_comparison_can_fail() -> None:
     config = SequencerConfig(has_replay=True)
     world = CacheWorld(seed=1, faults=Faults(), config=config, buffer_steps=100)
