@@ -9,8 +9,7 @@ Connect to the engines, then ask which rank holds a prompt:
 `kvindex.testing` a fake engine and faulty links for tests.
 """
 
-from typing import Final
-
+from kvindex.backend import BACKEND
 from kvindex.client import Client, connect
 from kvindex.errors import (
     BusyError,
@@ -37,9 +36,6 @@ from kvindex.subscribe import Curve, EventStream, Link, RankStatus, Replay, Stat
 from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, GroupSpec
 
 __version__ = "0.1.0"
-
-BACKEND: Final[str] = "python"
-"""Which implementation of the tree runs: "native" or "python"."""
 
 __all__ = [
     "BACKEND",

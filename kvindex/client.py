@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 
 from kvindex.errors import UnknownRankError
-from kvindex.index import ExtraKeys, Index, Match, Trust
+from kvindex.index import ExtraKeys, Index, Match, read_batch
 from kvindex.rank import Rank
 from kvindex.subscribe import (
     RankAdded,
-    RankBatch,
     RankLost,
     RankRemoved,
     RankRestarted,
@@ -76,12 +75,17 @@ class Client:
     ) -> None:
         self.index = Index() if index is None else index
         workers = [workers] if isinstance(workers, Worker) else workers
-        self.subscriber = Subscriber(workers, sink=self._on_item, **options)
+        self.subscriber = Subscriber(
+            workers,
+            sink=self._on_item,
+            on_batch=self.index.apply,
+            decode=read_batch,
+            **options,
+        )
 
     def _on_item(self, item: StreamItem) -> None:
-        if isinstance(item, RankBatch):
-            self.index.apply(item.rank, item.batch)
-        elif isinstance(item, RankAdded):
+        """Take what is not a batch; those go to the index directly."""
+        if isinstance(item, RankAdded):
             self.index.add(item.rank)
             self.index.describe_groups(item.rank, item.groups)
         elif isinstance(item, RankRemoved):
@@ -108,6 +112,8 @@ class Client:
 
         Args and Raises: as `Index.match`.
         """
+        # Before the match: what changes meanwhile makes an answer better than its trust, not worse.
+        trusts = self.subscriber.trusts()
         match = self.index.match(
             token_ids,
             lora=lora,
@@ -117,15 +123,11 @@ class Client:
             ranks=ranks,
             block_size=block_size,
         )
-        return match.with_trust(self._trust)
+        return match.with_trust(trusts.get)
 
     def match_many(self, prompts: Iterable[Any], **options: Any) -> list[Match]:
         """Return one `Match` for each prompt; options are those of `match`, for all of them."""
         return [self.match(token_ids, **options) for token_ids in prompts]
-
-    def _trust(self, rank: Rank) -> Trust | None:
-        status = self.subscriber.find(rank)
-        return None if status is None else Trust(status.state, status.complete, status.lag)
 
     # Workers and their streams ----------------------------------------------------------------
 

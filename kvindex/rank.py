@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Rank"]
+__all__ = ["Rank", "Trust"]
 
 
 class Rank(NamedTuple):
@@ -24,3 +24,17 @@ class Rank(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.worker}/{self.dp_rank}"
+
+
+class Trust(NamedTuple):
+    """How far a rank's answer can be trusted.
+
+    Attributes:
+        state: the rank's stream state, e.g. "live".
+        complete: whether every batch since the publisher's first was applied.
+        lag: batches known of but not applied yet.
+    """
+
+    state: str
+    complete: bool
+    lag: int

@@ -1,10 +1,17 @@
-"""Hypothesis profiles: "default" for every run, "nightly" (HYPOTHESIS_PROFILE=nightly) for many."""
+"""Hypothesis profiles, and which backend the run tests.
+
+The profiles are "default" for every run, and "nightly" (HYPOTHESIS_PROFILE=nightly) for many.
+"""
 
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, distribution
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+import kvindex
 
 settings.register_profile(
     "default",
@@ -21,3 +28,27 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure() -> None:
+    """Refuse to test the sources in Python while a native module lies in an installed copy."""
+    chosen = os.environ.get("KVINDEX_BACKEND")
+    if kvindex.BACKEND == "python" and not chosen and _installed_natively():
+        raise pytest.UsageError(
+            "pytest imports kvindex from its sources, but the native module was installed beside"
+            " a copy of them: install with `pip install -e '.[test]'`, or set"
+            " KVINDEX_BACKEND=python to test the Python index"
+        )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which backend was tested, even when quiet."""
+    terminalreporter.write_line(f"kvindex backend: {kvindex.BACKEND}")
+
+
+def _installed_natively() -> bool:
+    try:
+        files = distribution("kvindex").files or []
+    except PackageNotFoundError:
+        return False
+    return any(file.name.startswith("_native.") and file.suffix != ".pyi" for file in files)

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Protocol
 
 import msgspec
 
 from kvindex.errors import UnknownRankError
-from kvindex.rank import Rank
+from kvindex.rank import Rank, Trust
 
-__all__ = ["Match", "RankMatch", "Trust"]
+__all__ = ["Found", "FoundMatches", "Match", "RankMatch"]
 
 _LIVE = "live"
-
-
-class Trust(NamedTuple):
-    """How far a rank's answer can be trusted.
-
-    Attributes:
-        state: the rank's stream state, e.g. "live".
-        complete: whether every batch since the publisher's first was applied.
-        lag: batches known of but not applied yet.
-    """
-
-    state: str
-    complete: bool
-    lag: int
 
 
 class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,10 +40,37 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
     lag: int | None = None
 
 
+class Found(Protocol):
+    """What the ranks that hold anything of a prompt hold of it."""
+
+    def get(self, rank: Rank) -> RankMatch | None:
+        """Return a rank's match, if the rank holds anything."""
+
+    def values(self) -> Iterable[RankMatch]:
+        """Return all of them, in no order."""
+
+    def first(self) -> RankMatch | None:
+        """Return the one with most tokens, of equal ones the smallest rank's; None if empty."""
+
+
+class FoundMatches(dict[Rank, RankMatch]):
+    """What the Python index found, by rank."""
+
+    __slots__ = ()
+
+    def __init__(self, found: Iterable[RankMatch]) -> None:
+        super().__init__((rank_match.rank, rank_match) for rank_match in found)
+
+    def first(self) -> RankMatch | None:
+        """Return the match to prefer; see `Found`."""
+        return min((found for found in self.values() if found.blocks), key=_longest, default=None)
+
+
 class Match:
     """One answer for all ranks: iterates longest first, `len()` is the number of ranks.
 
-    Ranks that are known but hold nothing of the prompt are part of it, with 0 blocks.
+    Ranks that are known but hold nothing of the prompt are part of it, with 0 blocks. `RankMatch`es
+    are made when they are looked at.
     Thread safety: immutable.
 
     Examples:
@@ -70,11 +83,17 @@ class Match:
         (Rank(worker='a', dp_rank=0), 4, 1)
     """
 
-    __slots__ = ("_found", "_ranks")
+    __slots__ = ("_found", "_ranks", "_trust")
 
-    def __init__(self, found: Iterable[RankMatch], ranks: Iterable[Rank]) -> None:
-        self._found = {rank_match.rank: rank_match for rank_match in found}
-        self._ranks = frozenset(ranks)
+    def __init__(
+        self,
+        found: Found,
+        ranks: Collection[Rank],
+        trust: Callable[[Rank], Trust | None] | None = None,
+    ) -> None:
+        self._found = found
+        self._ranks = ranks
+        self._trust = trust
 
     @property
     def best(self) -> RankMatch | None:
@@ -83,8 +102,14 @@ class Match:
         Live ranks come before others (without a client all count alike), then most tokens, then
         the smallest rank.
         """
-        held = (rank_match for rank_match in self if rank_match.blocks)
-        return min(held, key=_preference, default=None)
+        first = self._found.first()
+        if first is None or self._trust is None:
+            return first
+        trusted = self._trusted(first)
+        if trusted.state in (None, _LIVE):
+            return trusted
+        held = (self._trusted(found) for found in self._found.values() if found.blocks)
+        return min(held, key=_preference)
 
     def __getitem__(self, rank: Rank) -> RankMatch:
         """Return a rank's match; 0 blocks for a known rank that holds nothing of the prompt.
@@ -92,12 +117,9 @@ class Match:
         Raises:
             UnknownRankError: the rank is not known, or was not asked for.
         """
-        found = self._found.get(rank)
-        if found is not None:
-            return found
-        if rank in self._ranks:
-            return RankMatch(rank=rank)
-        raise UnknownRankError(rank, self._ranks)
+        if rank not in self._ranks:
+            raise UnknownRankError(rank, self._ranks)
+        return self._trusted(self._found.get(rank) or RankMatch(rank=rank))
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._ranks
@@ -107,7 +129,9 @@ class Match:
 
     def __iter__(self) -> Iterator[RankMatch]:
         """Iterate over all ranks, most tokens first, ties by rank."""
-        return iter(sorted((self[rank] for rank in self._ranks), key=_longest))
+        found = {rank_match.rank: rank_match for rank_match in self._found.values()}
+        everyone = (found.get(rank) or RankMatch(rank=rank) for rank in self._ranks)
+        return iter(sorted(map(self._trusted, everyone), key=_longest))
 
     def __repr__(self) -> str:
         best = self.best
@@ -119,8 +143,18 @@ class Match:
         return {str(rank_match.rank): _plain(rank_match) for rank_match in self}
 
     def with_trust(self, trust: Callable[[Rank], Trust | None]) -> Match:
-        """Return the same answer with each rank's trust filled in; None leaves a rank as it is."""
-        return Match((_trusted(rank_match, trust) for rank_match in self), self._ranks)
+        """Return the same answer with each rank's trust filled in; None leaves a rank as it is.
+
+        Args:
+            trust: called when a rank is looked at; must always say the same of it.
+        """
+        return Match(self._found, self._ranks, trust)
+
+    def _trusted(self, rank_match: RankMatch) -> RankMatch:
+        found = None if self._trust is None else self._trust(rank_match.rank)
+        if found is None:
+            return rank_match
+        return msgspec.structs.replace(rank_match, **found._asdict())
 
 
 def _longest(rank_match: RankMatch) -> tuple[int, bool, Rank]:
@@ -135,10 +169,3 @@ def _plain(rank_match: RankMatch) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(rank_match)
     del plain["rank"]
     return {"worker": rank_match.rank.worker, "dp_rank": rank_match.rank.dp_rank, **plain}
-
-
-def _trusted(rank_match: RankMatch, trust: Callable[[Rank], Trust | None]) -> RankMatch:
-    found = trust(rank_match.rank)
-    if found is None:
-        return rank_match
-    return msgspec.structs.replace(rank_match, **found._asdict())

@@ -24,7 +24,7 @@ def held_blocks(
     namespace: Namespace,
     keys: PromptKeys,
     media: frozenset[str] | None,
-    window_only: frozenset[Rank],
+    window_only: bool,
 ) -> dict[Owner, Spans]:
     """Return which of the prompt's blocks each owner holds, as far as any rank's match can go.
 
@@ -33,7 +33,8 @@ def held_blocks(
         namespace: where to walk.
         keys: the prompt's keys there.
         media: folded names of the media that count, or None for all.
-        window_only: ranks without a group of full attention, whose match may start after a hole.
+        window_only: whether some rank has no group of full attention here: its match may start
+            after a hole.
     """
     held: dict[Owner, Spans] = {}
     alive: set[Rank] | None = None
@@ -63,7 +64,7 @@ def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks]) -> Iterator[RankM
 
 def _rank_match(rank: Rank, groups: Mapping[int, Group], held: Held) -> RankMatch:
     """Return the best answer over the rank's ways of hashing (with and without lookahead)."""
-    lookaheads = {namespace.lookahead for namespace in held}
+    lookaheads = sorted({namespace.lookahead for namespace in held})
     answers = (_match_one_way(rank, groups, held, lookahead) for lookahead in lookaheads)
     return max(answers, key=lambda answer: answer.tokens)
 

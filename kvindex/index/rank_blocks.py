@@ -25,6 +25,10 @@ from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash, is_root
 
 __all__ = ["RankBlocks"]
 
+_COUNTERS = (
+    *("stored", "reannounced", "orphaned", "orphans_attached", "unplaced"),
+    *("removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"),
+)
 _MAX_TAGS = 64  # distinct unknown event tags counted by name
 _MAX_OWNERS = 64  # distinct (medium, group) places of one rank
 _MAX_TORN = 65_536  # labels remembered as ambiguous; beyond it every parent counts as such
@@ -62,7 +66,7 @@ class RankBlocks:
         self.labels = Labels(budget)
         self.orphans = Orphans(max_orphans)
         self.groups = RankGroups()
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.ignored: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self._tree = tree

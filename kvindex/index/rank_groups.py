@@ -38,10 +38,13 @@ class RankGroups:
         """Return the groups by their index."""
         return self._groups
 
-    @property
-    def window_only(self) -> bool:
-        """Whether no group needs all blocks before the cut, so that a match may skip a hole."""
-        specs = [group.spec for group in self._groups.values() if group.spec.takes_part]
+    def window_only(self, block_size: int) -> bool:
+        """Whether no group of this block size needs all blocks before the cut.
+
+        Then a match may skip a hole in a walk over blocks of that size.
+        """
+        groups = [group for group in self._groups.values() if group.block_size == block_size]
+        specs = [group.spec for group in groups if group.spec.takes_part]
         return bool(specs) and all(spec.needed_blocks(1) is not None for spec in specs)
 
     def configure(self, specs: Mapping[int, GroupSpec]) -> None:

@@ -6,6 +6,9 @@ from kvindex.subscribe.event_stream import EventStream
 from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.stream import (
+    BatchSink,
+    Decode,
+    DecodedBatch,
     RankAdded,
     RankBatch,
     RankLost,
@@ -19,7 +22,10 @@ from kvindex.subscribe.subscriber import Subscriber
 from kvindex.subscribe.worker import Curve, PublisherAddress, Worker
 
 __all__ = [
+    "BatchSink",
     "Curve",
+    "Decode",
+    "DecodedBatch",
     "EventStream",
     "Link",
     "PublisherAddress",

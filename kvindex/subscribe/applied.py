@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import islice
 
 from kvindex.subscribe.actions import Batch
 
@@ -48,8 +50,27 @@ class Applied:
         self.ts = batch.ts
         self.next_seq = batch.seq + 1
         self._recent[batch.seq] = batch.fingerprint
-        if len(self._recent) > self._capacity:
-            del self._recent[next(iter(self._recent))]
+        self._forget_oldest()
+
+    def apply_run(self, timestamps: Sequence[float], fingerprints: Sequence[int]) -> None:
+        """Advance over several batches, the next ones, none of them older than `oldest_ts`.
+
+        The same as `apply` for each, unless the epoch has yet to begin: that takes `apply`.
+        """
+        assert self.seq is not None
+        assert self.next_seq is not None
+        first, end = self.next_seq, self.next_seq + len(fingerprints)
+        self.seq = end - 1
+        self.ts = timestamps[-1]
+        self.next_seq = end
+        self._recent.update(zip(range(first, end), fingerprints, strict=True))
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        excess = len(self._recent) - self._capacity
+        if excess > 0:
+            for seq in list(islice(self._recent, excess)):
+                del self._recent[seq]
 
     def skip_to(self, seq: int) -> None:
         """Advance over a loss that ends before `seq`."""

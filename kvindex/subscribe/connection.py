@@ -16,6 +16,8 @@ from kvindex.subscribe.worker import Curve
 
 __all__ = ["Connection", "Link"]
 
+_NOBLOCK = int(zmq.NOBLOCK)
+_POLLIN = int(zmq.POLLIN)
 _STUCK_AFTER = 5.0  # seconds without a sign from a socket that should be reconnecting
 _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
 _MAX_DRAIN_BYTES = 64 * 1024 * 1024
@@ -89,6 +91,7 @@ class Connection:
     Attributes:
         retries: connection attempts that failed since the last success.
         refused_handshakes: peers that accepted but did not speak as the expected socket does.
+        drained: whether the last `receive` left nothing behind.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Connection:
         self.endpoint = endpoint
         self.retries = 0
         self.refused_handshakes = 0
+        self.drained = False
         self._open: set[int] = set()  # descriptors of TCP or ipc connections
         self._handshakes = 0  # how many of them have shaken hands
         self._inproc = endpoint.startswith("inproc://")
@@ -137,15 +141,26 @@ class Connection:
 
     def receive(self) -> list[list[bytes]]:
         """Return the messages that are ready, up to a bound, without waiting."""
+        # As `recv_multipart`, in two thirds of its time: a frame taken without copying tells by
+        # itself whether more follow, so that the socket need not be asked after each.
+        receive = self.socket.recv
         messages: list[list[bytes]] = []
         size = 0
+        self.drained = False
         try:
             while len(messages) < _MAX_DRAIN and size < _MAX_DRAIN_BYTES:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frame = receive(_NOBLOCK, copy=False)
+                content = frame.bytes
+                frames = [content]
+                size += len(content)
+                while frame.more:
+                    frame = receive(_NOBLOCK, copy=False)
+                    content = frame.bytes
+                    frames.append(content)
+                    size += len(content)
                 messages.append(frames)
-                size += sum(map(len, frames))
         except zmq.Again:
-            pass
+            self.drained = True
         return messages
 
     def postpone(self, now: float) -> None:
@@ -154,11 +169,8 @@ class Connection:
 
     def changes(self, now: float) -> Iterator[bool]:
         """Yield True for each new connection and False for each lost one, as they happened."""
-        while self.monitor is not None:
-            try:
-                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
+        while self.monitor is not None and int(self.monitor.get(zmq.EVENTS)) & _POLLIN:
+            event = parse_monitor_message(self.monitor.recv_multipart(_NOBLOCK))
             self._changed_at = now
             change = self._note(int(event["event"]), int(event["value"]))
             if change is not None:
@@ -205,11 +217,15 @@ class Connection:
         """Whether something accepted the connection but has not shaken hands yet."""
         return bool(self._open) and not self.connected
 
-    def stuck(self, now: float) -> bool:
-        """Whether the socket has given up: ZeroMQ does not reconnect after a refused handshake."""
+    @property
+    def stuck_at(self) -> float | None:
+        """When the socket counts as having given up; None while it goes on trying.
+
+        ZeroMQ does not reconnect after a refused handshake.
+        """
         if self._bound or self.connected or self.mute or not self.refused_handshakes:
-            return False
-        return self._changed_at is not None and now - self._changed_at > _STUCK_AFTER
+            return None
+        return None if self._changed_at is None else self._changed_at + _STUCK_AFTER
 
     def trouble(self) -> str:
         """Return what is wrong with the connection, for a person; "" while nothing is known."""

@@ -23,7 +23,7 @@ class EventStream:
         max_items: items waiting for the consumer. When it is full nothing more is received until
             there is room; what the publishers drop meanwhile is brought back by replay, as far as
             their buffers reach.
-        options: as for `Subscriber`, except `sink`.
+        options: as for `Subscriber`, except `sink` and `on_batch`.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 import zmq
 
@@ -17,14 +18,16 @@ from kvindex.rank import Rank
 from kvindex.subscribe.actions import Action, Ask, Batch, Deliver, Drop, Lost, Restarted
 from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import Connection, Link
+from kvindex.subscribe.feed_status import feed_status
+from kvindex.subscribe.outlet import Outlet
+from kvindex.subscribe.read_run import read_run
 from kvindex.subscribe.sequencer import Sequencer
-from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
-from kvindex.subscribe.stream import RankBatch, RankLost, RankRestarted, Sink
+from kvindex.subscribe.stream import Decode, RankLost, RankRestarted
 from kvindex.subscribe.topic_check import TopicCheck
 from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import Curve, PublisherAddress, Worker
-from kvindex.wire import decode_batch, parse_live, parse_replay, replay_request
+from kvindex.wire import parse_live, parse_replay, replay_request
 
 __all__ = ["Feed"]
 
@@ -43,7 +46,8 @@ class Feed:
         link: socket settings.
         context: the ZeroMQ context.
         watch: told of every socket that is opened and closed.
-        sink: where ordered items go.
+        decode: makes batches of payloads.
+        outlet: where ordered items go.
         on_named: told once the publisher's batches have named its dp_rank.
         now: the present, in seconds of the subscriber's clock.
 
@@ -60,7 +64,8 @@ class Feed:
         link: Link,
         context: zmq.Context[zmq.Socket[bytes]],
         watch: Watch,
-        sink: Sink,
+        decode: Decode,
+        outlet: Outlet,
         on_named: Callable[[Feed], None],
         now: float,
     ) -> None:
@@ -83,11 +88,12 @@ class Feed:
         self._watch = watch
         self._link = link
         self._curve: Curve | None = worker.curve
-        self._bind = worker.bind
-        self._sink = sink
+        self.bind = worker.bind
+        self._decode = decode
+        self._outlet = outlet
         self._on_named = on_named
         self._logged_at: dict[str, float] = {}
-        self._last_event_at: float | None = None
+        self.last_event_at: float | None = None
         self.live = self._open_live()
         if self.live.connected:
             self._obey(self.sequencer.connected(now), now)
@@ -101,7 +107,7 @@ class Feed:
             self.address.endpoint,
             self._link,
             self._curve,
-            bind=self._bind,
+            bind=self.bind,
             subscriptions=tuple(wanted),
         )
         self._watch_all(connection)
@@ -122,12 +128,17 @@ class Feed:
         """Take what the sockets have, up to a bound, so that other feeds get their turn."""
         # Messages first, then the monitor: so a message of a new connection is never handled
         # before the end of the old one is known.
-        messages = self.live.receive()
+        messages = self._received(self.live)
         for connected in self.live.changes(now):
             self._on_connection(connected, now)
-        for frames in messages:
-            self._on_live(frames, now)
+        self._on_messages(messages, now)
         self._pump_replay(now)
+
+    def _received(self, connection: Connection) -> list[list[bytes]]:
+        messages = connection.receive()
+        if not connection.drained:
+            self._watch.look_again(self)
+        return messages
 
     def _on_connection(self, connected: bool, now: float) -> None:
         logger.debug("%s: %s", self.rank, "connected" if connected else "disconnected")
@@ -136,6 +147,34 @@ class Feed:
             self._obey(self.sequencer.connected(now), now)
         else:
             self._obey(self.sequencer.disconnected(now), now)
+
+    def _on_messages(self, messages: Sequence[list[bytes]], now: float) -> None:
+        """Take live messages: runs of ordinary ones at once, each other one by itself."""
+        position = 0
+        while position < len(messages):
+            position += self._take_run(messages, position, now)
+            if position < len(messages):
+                self._on_live(messages[position], now)
+                position += 1
+
+    def _take_run(self, messages: Sequence[list[bytes]], position: int, now: float) -> int:
+        """Take the messages from `position` on that are ordinary; return how many those were."""
+        first_seq = self.sequencer.run_start
+        if first_seq is None or not self.topic.confirmed:
+            return 0
+        run = read_run(
+            islice(messages, position, None),
+            first_seq,
+            self.topic.topic,
+            self._decode,
+            named=self.named is not None,
+        )
+        taken = self.sequencer.live_run(first_seq, run.timestamps, run.fingerprints, now)
+        if taken:
+            self.last_event_at = now
+            batches = run.batches[:taken]
+            self._outlet.put_batches(self.rank, self._epoch, first_seq, batches, replayed=False)
+        return taken
 
     def _on_live(self, frames: list[bytes], now: float) -> None:
         try:
@@ -149,6 +188,7 @@ class Feed:
             return
         if not was_confirmed:
             self.live.socket.unsubscribe(b"")
+            self._watch.look_again(self)
         batch = self._decoded(live.seq, live.payload, now)
         if batch is None:
             self._obey(self.sequencer.damaged(live.seq, now), now)
@@ -159,7 +199,7 @@ class Feed:
         connection, request = self.replay, self._request
         if connection is None or request is None:
             return
-        messages = connection.receive()
+        messages = self._received(connection)
         for _ in connection.changes(now):
             pass  # only `trouble()` cares
         for frames in messages:
@@ -186,14 +226,14 @@ class Feed:
 
     def _decoded(self, seq: int, payload: bytes, now: float) -> Batch | None:
         try:
-            events = decode_batch(payload)
+            batch = self._decode(payload)
         except DecodeError as error:
             self._note_damage("undecodable", error, now)
             return None
-        if self.named is None and events.data_parallel_rank is not None:
-            self.named = events.data_parallel_rank
+        if self.named is None and batch.data_parallel_rank is not None:
+            self.named = batch.data_parallel_rank
             self._on_named(self)
-        return Batch(seq, events.ts, events, hash(payload), len(payload))
+        return Batch(seq, batch.ts, batch, hash(payload), len(payload))
 
     def _note_damage(self, kind: str, error: DecodeError, now: float) -> None:
         self.counters["decode_failures"] += 1
@@ -208,16 +248,17 @@ class Feed:
         """When `tick` wants to be called next."""
         if self.closed:
             return None
-        deadlines = (self.sequencer.deadline, self.topic.deadline)
+        deadlines = (self.sequencer.deadline, self.topic.deadline, self.live.stuck_at)
         return min((d for d in deadlines if d is not None), default=None)
 
     def tick(self, now: float) -> bool:
         """Let time pass: time-outs, back-off, probes, staleness; say whether any of it was due."""
-        if self.live.stuck(now):
-            self._reopen(now)
         deadline = self.deadline
         if deadline is None or deadline > now:
             return False
+        stuck_at = self.live.stuck_at
+        if stuck_at is not None and stuck_at <= now:
+            self._reopen(now)
         self.topic.decide(now)
         self._obey(self.sequencer.tick(now), now)
         return True
@@ -254,9 +295,11 @@ class Feed:
         if self.closed:
             return  # removed by its own sink, in the middle of a turn
         if isinstance(action, Deliver):
-            self._last_event_at = now
+            self.last_event_at = now
             batch = action.batch
-            self._sink(RankBatch(self.rank, self._epoch, batch.seq, batch.payload, action.replayed))
+            self._outlet.put_batches(
+                self.rank, self._epoch, batch.seq, [batch.payload], replayed=action.replayed
+            )
         elif isinstance(action, Ask):
             self._ask(action, now)
         elif isinstance(action, Drop):
@@ -266,7 +309,7 @@ class Feed:
         elif isinstance(action, Restarted):
             self._epoch = action.epoch
             logger.info("%s: restarted (%s): epoch %d", self.rank, action.reason, action.epoch)
-            self._sink(RankRestarted(self.rank, action.epoch, action.reason))
+            self._outlet.put(RankRestarted(self.rank, action.epoch, action.reason))
 
     def _tell_lost(self, lost: Lost, now: float) -> None:
         if self._may_log("lost", now):
@@ -278,7 +321,7 @@ class Feed:
                 lost.reason,
                 ": dropping what the rank held" if lost.reset else "",
             )
-        self._sink(
+        self._outlet.put(
             RankLost(self.rank, self._epoch, lost.reason, lost.first_seq, lost.last_seq, lost.reset)
         )
 
@@ -315,78 +358,9 @@ class Feed:
 
     # What others may know ---------------------------------------------------------------------
 
-    def state(self, now: float) -> State:
-        """Return the stream's state; a topic that filters everything is not live."""
-        state = self.sequencer.state
-        if state is State.LIVE and (self.topic.contradicted or self.topic.open):
-            return State.SYNCING
-        return state
-
     def status(self, now: float) -> RankStatus:
         """Return a snapshot; `last_event_age` is the time of the last event, made an age later."""
-        sequencer = self.sequencer
-        counters = sequencer.counters + self.counters
-        if self.topic.filtered:
-            counters["filtered_by_topic"] = self.topic.filtered
-        return RankStatus(
-            rank=self.rank,
-            state=self.state(now),
-            reason=self._reason(now),
-            epoch=sequencer.epoch,
-            seq=sequencer.seq,
-            complete=sequencer.complete,
-            lag=sequencer.lag,
-            connected=self.live.connected,
-            endpoint=self.address.endpoint,
-            replay_endpoint=self.address.replay,
-            last_event_age=self._last_event_at,
-            gaps=counters["gaps"],
-            replays_asked=counters["replays_asked"],
-            replays_filled=counters["replays_ended"],
-            replays_failed=counters["replays_failed"] + counters["replay_timeouts"],
-            losses=counters["losses"],
-            restarts=counters["restarts"],
-            duplicates=counters["duplicates"],
-            decode_failures=counters["decode_failures"],
-            counters=dict(counters),
-        )
-
-    def _reason(self, now: float) -> str:
-        if self.failure:
-            return self.failure
-        if self.closed:
-            return "closed"
-        if not self.live.connected:
-            return self._connection_trouble()
-        if self.topic.contradicted:
-            return self.topic.trouble()
-        state = self.sequencer.state
-        if state is State.LIVE:
-            return "waiting for the first message, to see its topic" if self.topic.open else ""
-        trouble = self.replay.trouble() if self.replay is not None else ""
-        reason = self.sequencer.reason
-        if trouble:
-            return f"{reason}; replay: {trouble}; check replay= (its port is replay port + dp_rank)"
-        if self.replay is not None and self.sequencer.counters["replay_timeouts"]:
-            return (
-                f"{reason}; the replay endpoint {self.address.replay} is connected but silent: "
-                "is it the engine's replay_endpoint?"
-            )
-        return reason
-
-    def _connection_trouble(self) -> str:
-        trouble = self.live.trouble()
-        if self._bind:
-            return f"listening at {self.address.endpoint}: no publisher has connected; {trouble}"
-        if self.live.refused_handshakes:
-            return f"{trouble}: is this the PUB port (+ dp_rank), and not the replay port?"
-        if self.live.retries:
-            return (
-                f"{trouble}: is the engine up, with KV events on, at this port (+ dp_rank)? An "
-                "engine whose own endpoint names a host instead of '*' connects instead of "
-                "listening: give it tcp://*:PORT, or use Worker(bind=True)"
-            )
-        return trouble
+        return feed_status(self, now)
 
     def close(self, now: float) -> None:
         """Close the sockets and the sequencer; idempotent."""

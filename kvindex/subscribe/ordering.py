@@ -146,17 +146,24 @@ class Ordering:
         self._applied.apply(batch)
         self._counters["delivered"] += 1
         self._counters["replayed"] += replayed
-        self._delivered_at = self._now
-        self._refused = 0
+        self._note_delivery()
         self._doubt_start = False
         self._broken.discard(batch.seq)
         if self._repair is not None:
             self._repair.progress = True
-        if self._buffering is not False:
-            self._quiet_since = self._now
         self._out.append(Deliver(batch, replayed))
         if starts_epoch and self._config.has_replay:
             self._counters["old_epoch"] += self._held.discard(self._is_straggler)
+
+    def _note_delivery(self) -> None:
+        self._delivered_at = self._now
+        self._refused = 0
+        if self._buffering is not False:
+            self._quiet_since = self._now
+
+    def _prove_life(self) -> None:
+        self._alive_at = self._now
+        self._stale = False
 
     def _is_straggler(self, entry: HeldBatch) -> bool:
         """Return whether a held batch is older than the epoch and no replay has it."""

@@ -57,7 +57,8 @@ delivered while the buffer is empty is taken on trust; when a probe finds someth
 all, that trust ends with a restart and a join.
 
 **Layers.** `Ordering` moves the cursor and makes every action; `Repairing` judges what replay
-says; `Sequencer` has the entrances and judges what comes live.
+says; `LiveRun` takes rows of ordinary batches at once; `Sequencer` has the other entrances and
+judges what comes live.
 
 **Limit.** A publisher that was started anew without the connection breaking (behind a proxy), and
 whose first batch to reach us carries exactly the next number, cannot be told from the old one.
@@ -70,8 +71,8 @@ from collections import Counter
 from kvindex.subscribe.actions import MAX_SEQ, Action, Ask, Batch, Deliver, Drop, Lost, Restarted
 from kvindex.subscribe.config import Replay, SequencerConfig
 from kvindex.subscribe.explain import explain
+from kvindex.subscribe.live_run import LiveRun
 from kvindex.subscribe.repair import Purpose, Repair
-from kvindex.subscribe.repairing import Repairing
 from kvindex.subscribe.state import State
 
 __all__ = [
@@ -92,11 +93,12 @@ MAX_REFUSED = 16
 """Without replay: batches refused in a row for their age until the clock is taken as set back."""
 
 
-class Sequencer(Repairing):
+class Sequencer(LiveRun):
     """Order the batches of one publisher; see the module for how.
 
     Every entrance takes the time (seconds, any monotonic clock) and returns the actions to obey,
-    in order. After `close` all return nothing.
+    in order; only `live_run`, which has nothing but deliveries, returns how many. After `close`
+    all return nothing.
 
     Thread safety: none; one owner calls everything.
 
@@ -339,10 +341,6 @@ class Sequencer(Repairing):
         if not self._config.has_replay:
             self._applied.complete = False
 
-    def _prove_life(self) -> None:
-        self._alive_at = self._now
-        self._stale = False
-
     def _note_silence(self) -> None:
         due = self._alive_at + self._config.stale_after
         if self._state is State.LIVE and not self._stale and self._now >= due:
@@ -362,6 +360,8 @@ class Sequencer(Repairing):
         elif self._unproven and not self._asks_replay:
             self._restart("unproven_reconnect", batch)
         elif self._follows(batch):
+            if self._held.pop(batch.seq) is not None:  # it waited for a replay that proved empty
+                self._counters["duplicates"] += 1
             self._deliver(batch, replayed=False)
             self._drain()
             self._after_advance()

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvindex.rank import Rank
+from kvindex.rank import Rank, Trust
 from kvindex.subscribe.state import State
 
 __all__ = ["RankStatus"]
@@ -61,6 +61,11 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     orphans: int = 0
     ignored: dict[str, int] = {}
     counters: dict[str, int] = {}
+
+    @property
+    def trust(self) -> Trust:
+        """The part of it that tells how far to trust an answer."""
+        return Trust(self.state, self.complete, self.lag)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON-ready values."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
 from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
-from kvindex.rank import Rank
+from kvindex.rank import Rank, Trust
 from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
 
@@ -37,6 +38,8 @@ class StatusBoard:
         self._names: dict[Rank, Rank] = {}  # by the rank that a port tells, the one it is
         self._signed_at = clock()
         self._ended: str | None = None
+        # Made when asked for, until something in it changes; and whether the thread was stuck then.
+        self._trusts: tuple[Mapping[Rank, Trust], bool] | None = None
 
     # By the writing thread --------------------------------------------------------------------
 
@@ -47,7 +50,11 @@ class StatusBoard:
     def show(self, statuses: Iterable[RankStatus]) -> None:
         """Replace these ranks' snapshots."""
         with self._changed:
-            self._statuses.update((status.rank, status) for status in statuses)
+            for status in statuses:
+                before = self._statuses.get(status.rank)
+                if before is None or before.trust != status.trust:
+                    self._trusts = None
+                self._statuses[status.rank] = status
             self._changed.notify_all()
 
     def remove(self, worker: str) -> None:
@@ -55,6 +62,7 @@ class StatusBoard:
         with self._changed:
             self._statuses = {r: s for r, s in self._statuses.items() if r.worker != worker}
             self._names = {r: n for r, n in self._names.items() if r.worker != worker}
+            self._trusts = None
             self._changed.notify_all()
 
     def rename(self, gone: Iterable[Rank], names: Mapping[Rank, Rank]) -> None:
@@ -63,11 +71,13 @@ class StatusBoard:
             for rank in gone:
                 self._statuses.pop(rank, None)
             self._names.update(names)
+            self._trusts = None
 
     def end(self, reason: str) -> None:
         """Show every rank as closed, and end all waiting."""
         with self._changed:
             self._ended = reason
+            self._trusts = None
             for rank, status in self._statuses.items():
                 self._statuses[rank] = msgspec.structs.replace(
                     status, state=State.CLOSED, connected=False, reason="closed"
@@ -91,6 +101,16 @@ class StatusBoard:
         """Return a rank's latest snapshot, or None. O(1)."""
         status = self._statuses.get(rank)
         return None if status is None else self._believed(status)
+
+    def trusts(self) -> Mapping[Rank, Trust]:
+        """Return how far each rank can be trusted; O(1) until one of them changes."""
+        stuck = self._clock() - self._signed_at >= self._patience
+        made = self._trusts
+        if made is None or made[1] is not stuck:
+            with self._changed:
+                trusts = {rank: _trust(status, stuck) for rank, status in self._statuses.items()}
+                made = self._trusts = MappingProxyType(trusts), stuck
+        return made[0]
 
     def get(self, rank: Rank) -> RankStatus:
         """Return a rank's snapshot, its `last_event_age` being an age.
@@ -165,3 +185,8 @@ class StatusBoard:
             return status
         age = max(0.0, self._clock() - status.last_event_age)
         return msgspec.structs.replace(status, last_event_age=age)
+
+
+def _trust(status: RankStatus, stuck: bool) -> Trust:
+    trust = status.trust
+    return trust._replace(state=State.STALE) if stuck and trust.state is State.LIVE else trust

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -11,6 +11,9 @@ from kvindex.rank import Rank
 from kvindex.wire import EventBatch, GroupSpec
 
 __all__ = [
+    "BatchSink",
+    "Decode",
+    "DecodedBatch",
     "RankAdded",
     "RankBatch",
     "RankLost",
@@ -20,6 +23,25 @@ __all__ = [
     "Sink",
     "StreamItem",
 ]
+
+
+class DecodedBatch(Protocol):
+    """What a subscriber asks of a decoded payload; the rest of it is its consumer's.
+
+    Attributes:
+        ts: the publisher's clock when it made the batch, in seconds.
+        data_parallel_rank: the dp_rank that the batch names, or None.
+    """
+
+    @property
+    def ts(self) -> float: ...
+
+    @property
+    def data_parallel_rank(self) -> int | None: ...
+
+
+Decode: TypeAlias = Callable[[bytes], DecodedBatch]
+"""From payload to batch; raises DecodeError, and nothing else, for what is no batch."""
 
 
 class RankAdded(msgspec.Struct, frozen=True, tag=True):
@@ -41,7 +63,7 @@ class RankBatch(msgspec.Struct, frozen=True, tag=True):
         rank: whose batch it is.
         epoch: counts the publisher's restarts.
         seq: the publisher's number of it.
-        batch: its events.
+        batch: its events: an `EventBatch`, or what the subscriber's own `decode` returns.
         replayed: whether it came by replay rather than live.
     """
 
@@ -107,3 +129,5 @@ StreamItem: TypeAlias = (
 )
 Sink: TypeAlias = Callable[[StreamItem], None]
 """Called on the subscriber's thread, one item at a time, in order for each rank."""
+BatchSink: TypeAlias = Callable[[Rank, Any], None]
+"""As `Sink`, but called with rank and decoded batch, without an envelope around them."""

@@ -14,17 +14,27 @@ import msgspec
 import zmq
 
 from kvindex.errors import ClosedError, ConfigurationError, UnknownRankError
-from kvindex.rank import Rank
+from kvindex.rank import Rank, Trust
 from kvindex.subscribe.commands import Commands
 from kvindex.subscribe.config import Replay, SequencerConfig
 from kvindex.subscribe.connection import Link
+from kvindex.subscribe.deadlines import Deadlines
 from kvindex.subscribe.feed import Feed
+from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.rank_names import Claim, settle
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.subscribe.stream import RankAdded, RankRemoved, RanksRenamed, Sink, StreamItem
+from kvindex.subscribe.stream import (
+    BatchSink,
+    Decode,
+    RankAdded,
+    RankRemoved,
+    RanksRenamed,
+    Sink,
+)
 from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import PublisherAddress, Worker
+from kvindex.wire import decode_batch
 
 __all__ = ["Subscriber"]
 
@@ -42,6 +52,9 @@ class Subscriber:
         sink: called on the subscriber's thread with each `StreamItem`. While it runs nothing else
             is received: a slow sink is made up for by replay, but only as far back as the
             publishers' buffers reach. An exception in it is counted and logged.
+        on_batch: called as `on_batch(rank, batch)` in place of `sink(RankBatch(…))`, for a consumer
+            that needs no more than these two; every other item still goes to the sink.
+        decode: makes a batch of a payload; what it returns is handed on as it is.
         on_loss: "reset" asks the sink to drop a rank's blocks at a loss, "keep" does not.
         replay: patience with replay requests.
         link: socket settings.
@@ -63,6 +76,8 @@ class Subscriber:
         workers: Iterable[Worker] = (),
         *,
         sink: Sink,
+        on_batch: BatchSink | None = None,
+        decode: Decode = decode_batch,
         on_loss: Literal["reset", "keep"] = "reset",
         replay: Replay | None = None,
         link: Link | None = None,
@@ -72,7 +87,7 @@ class Subscriber:
         clock: Callable[[], float] = time.monotonic,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
-        _check_settings(replay, link, sink)
+        _check_settings(replay, link, {"sink": sink, "decode": decode, "on_batch": on_batch})
         self._config = SequencerConfig(
             has_replay=True,
             on_loss=on_loss,
@@ -84,13 +99,15 @@ class Subscriber:
         self._shared_context = context or zmq.Context.instance()
         self._own_context = None if context else _large_context()
         self._clock = clock
-        self._sink = sink
+        self._decode = decode
         self._on_stop = on_stop
         # Owned by the thread.
         self._feeds: dict[Rank, Feed] = {}
         self._workers: dict[str, Worker] = {}
         self._watch = Watch()
+        self._deadlines: Deadlines[Feed] = Deadlines()
         self._counters: Counter[str] = Counter()
+        self._outlet = Outlet(sink, on_batch, self._counters)
         # Written by the thread, read by all.
         self._board = StatusBoard(clock, stale_after + 2 * _MAX_SLEEP)
         # Set by `close`, read by the thread.
@@ -155,6 +172,14 @@ class Subscriber:
         """Return the latest snapshot of a rank, its `last_event_age` not aged, or None. O(1)."""
         return self._board.find(rank)
 
+    def trusts(self) -> Mapping[Rank, Trust]:
+        """Return how far each rank's answers can be trusted, as a snapshot that never changes.
+
+        The same one is returned until a rank's state, completeness or lag changes, or ranks come
+        and go: O(1) then, else O(ranks).
+        """
+        return self._board.trusts()
+
     def statuses(self) -> dict[Rank, RankStatus]:
         """Return how every rank's stream stands."""
         return self._board.all()
@@ -198,7 +223,7 @@ class Subscriber:
 
         It waits for a sink that is running, but no longer than 30 seconds.
         """
-        self._stopping = True
+        self._stopping = self._outlet.shut = True
         self._watch.wake()
         if self._thread is not threading.current_thread() and self._pid == os.getpid():
             self._thread.join(_COMMAND_TIMEOUT)
@@ -245,9 +270,12 @@ class Subscriber:
         for feed in touched:
             if not feed.closed:
                 self._guard(feed, feed.pump, now)
-        for feed in list(self._feeds.values()):
-            if not feed.closed and self._guard(feed, feed.tick, now):
-                touched[feed] = None
+                self._deadlines.set(feed, feed.deadline)
+        for feed in self._deadlines.due(now):
+            if not feed.closed:
+                if self._guard(feed, feed.tick, now):
+                    touched[feed] = None
+                self._deadlines.set(feed, feed.deadline)
         self._publish(touched, now)
 
     def _guard(self, feed: Feed, step: Callable[[float], bool | None], now: float) -> bool | None:
@@ -262,22 +290,12 @@ class Subscriber:
             return True
 
     def _sleep(self) -> float:
-        deadlines = (feed.deadline for feed in self._feeds.values())
-        nearest = min((d for d in deadlines if d is not None), default=None)
+        nearest = self._deadlines.nearest
         return _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
 
     def _publish(self, feeds: Iterable[Feed], now: float) -> None:
         """Show others the new statuses of these feeds."""
         self._board.show(feed.status(now) for feed in feeds if self._feeds.get(feed.rank) is feed)
-
-    def _deliver(self, item: StreamItem) -> None:
-        if self._stopping:
-            return
-        try:
-            self._sink(item)
-        except Exception:
-            self._counters["sink_failures"] += 1
-            logger.exception("the sink failed on %s", type(item).__name__)
 
     def _add(self, worker: Worker) -> None:
         if worker.worker in self._workers:
@@ -304,7 +322,8 @@ class Subscriber:
                         link=self._link,
                         context=self._context_for(address),
                         watch=self._watch,
-                        sink=self._deliver,
+                        decode=self._decode,
+                        outlet=self._outlet,
                         on_named=self._settle_names,
                         now=now,
                     )
@@ -316,7 +335,8 @@ class Subscriber:
         self._workers[worker.worker] = worker
         for feed in feeds:
             self._feeds[feed.rank] = feed
-            self._deliver(RankAdded(feed.rank, feed.groups))
+            self._deadlines.set(feed, feed.deadline)
+            self._outlet.put(RankAdded(feed.rank, feed.groups))
         self._publish(feeds, now)
 
     def _remove(self, worker: str) -> None:
@@ -326,7 +346,8 @@ class Subscriber:
         for feed in [feed for feed in self._feeds.values() if feed.worker == worker]:
             feed.close(now)
             del self._feeds[feed.rank]
-            self._deliver(RankRemoved(feed.rank))
+            self._deadlines.forget(feed)
+            self._outlet.put(RankRemoved(feed.rank))
         self._board.remove(worker)
 
     def _context_for(self, address: PublisherAddress) -> zmq.Context[zmq.Socket[bytes]]:
@@ -361,13 +382,13 @@ class Subscriber:
             self._feeds[feed.rank] = feed
         ports = {Rank(feed.worker, feed.address.dp_rank): feed.rank for feed in feeds}
         self._board.rename(names, ports)
-        self._deliver(RanksRenamed(tuple(names.items())))
+        self._outlet.put(RanksRenamed(tuple(names.items())))
         self._publish(moved, self._clock())
 
     def _stop(self, reason: str) -> None:
         """End everything; what fails on the way is logged, and the rest ends all the same."""
         self._commands.close()
-        self._stopping = True
+        self._stopping = self._outlet.shut = True
         now = self._clock()
         for feed in self._feeds.values():
             try:
@@ -382,7 +403,7 @@ class Subscriber:
             self._on_stop()
 
 
-def _check_settings(replay: object, link: object, sink: object) -> None:
+def _check_settings(replay: object, link: object, calls: dict[str, object]) -> None:
     if replay is not None and not isinstance(replay, Replay):
         raise ConfigurationError(
             f"replay must be Replay(timeout=…, attempts=…), not {replay!r}; "
@@ -390,8 +411,9 @@ def _check_settings(replay: object, link: object, sink: object) -> None:
         )
     if link is not None and not isinstance(link, Link):
         raise ConfigurationError(f"link must be Link(…), not {link!r}")
-    if not callable(sink):
-        raise ConfigurationError(f"sink must be callable, not {sink!r}")
+    for name, call in calls.items():
+        if not callable(call) and not (name == "on_batch" and call is None):
+            raise ConfigurationError(f"{name} must be callable, not {call!r}")
 
 
 def _large_context() -> zmq.Context[zmq.Socket[bytes]]:

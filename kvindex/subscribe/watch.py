@@ -1,7 +1,23 @@
-"""What the subscriber's thread waits for: sockets of its feeds, time, and calls from others."""
+"""What the subscriber's thread waits for: sockets of its feeds, time, and calls from others.
+
+The sockets' descriptors are registered with the operating system once, so that a wait costs the
+same for one rank and for hundreds (`zmq.Poller` asks every socket each time). That needs care:
+
+**ZeroMQ's descriptors tell of changes only.** A socket's descriptor becomes readable when
+something arrives after the socket was last found empty, not while something is left; and any call
+on the socket may take the sign away, having noted what it stands for. So a sign can be missed only
+by an owner that was not looked after since the socket was last used for anything but finding it
+empty. Hence the rule, which makes missing one impossible:
+
+1. an owner that `wait` returns takes from each of its sockets until it is empty, or else calls
+   `look_again`;
+2. `look_again` follows any other use of a socket too; `add` implies it, for what was done to the
+   socket before.
+"""
 
 from __future__ import annotations
 
+import selectors
 import socket
 from typing import Any
 
@@ -17,30 +33,41 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._poller = zmq.Poller()
-        self._owners: dict[zmq.Socket[bytes], Any] = {}
+        self._selector = selectors.DefaultSelector()
+        self._descriptors: dict[zmq.Socket[bytes], int] = {}
+        self._again: dict[Any, None] = {}
         self._receiver, self._sender = socket.socketpair()
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
-        self._poller.register(self._receiver.fileno(), zmq.POLLIN)
+        self._selector.register(self._receiver, selectors.EVENT_READ)
 
     def add(self, watched: zmq.Socket[bytes], owner: Any) -> None:
-        """Wait for this socket too."""
-        self._owners[watched] = owner
-        self._poller.register(watched, zmq.POLLIN)
+        """Wait for this socket too; its owner is returned by the next `wait`."""
+        descriptor = int(watched.get(zmq.FD))
+        self._selector.register(descriptor, selectors.EVENT_READ, owner)
+        self._descriptors[watched] = descriptor
+        self.look_again(owner)
 
     def remove(self, watched: zmq.Socket[bytes]) -> None:
         """Wait for this socket no longer; must come before it is closed. Idempotent."""
-        if self._owners.pop(watched, None) is not None:
-            self._poller.unregister(watched)
+        descriptor = self._descriptors.pop(watched, None)
+        if descriptor is not None:
+            self._selector.unregister(descriptor)
+
+    def look_again(self, owner: Any) -> None:
+        """Have the next `wait` return this owner at once: its sockets may have something left."""
+        self._again[owner] = None
 
     def wait(self, seconds: float) -> dict[Any, None]:
-        """Return the owners of the sockets that can be read, after at most this long."""
-        # Rounded up, so that a deadline has passed when the poll returns for it.
-        ready = self._poller.poll(max(0, int(seconds * 1000) + 1) if seconds > 0 else 0)
-        self._clear()
-        owners = self._owners
-        return {owners[found]: None for found, _ in ready if found in owners}
+        """Return the owners whose sockets may have something, after at most this long."""
+        found = self._selector.select(0 if self._again or seconds <= 0 else seconds)
+        owners, self._again = self._again, {}
+        for key, _ in found:
+            if key.data is None:
+                self._clear()
+            else:
+                owners[key.data] = None
+        return owners
 
     def wake(self) -> None:
         """Make the waiting thread return from `wait`; cheap, and as good as once if repeated."""
@@ -57,6 +84,7 @@ class Watch:
             pass
 
     def close(self) -> None:
-        """Close what `wake` needs; the watched sockets are their owners' to close. Idempotent."""
+        """Close what waiting needs; the watched sockets are their owners' to close. Idempotent."""
+        self._selector.close()
         self._receiver.close()
         self._sender.close()

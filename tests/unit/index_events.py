@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvindex import BlockRemoved, BlockStored, EventBatch, Index, Rank
+from kvindex.index.api import BaseIndex
 from kvindex.wire import Event
 
 SIZE = 4
@@ -41,7 +42,7 @@ def located(*blocks: int, **fields: Any) -> BlockStored:
     return stored(*blocks, parent=None, token_ids=[], block_size=0, **fields)
 
 
-def apply(index: Index, rank: Rank, *events: Event) -> None:
+def apply(index: BaseIndex, rank: Rank, *events: Event) -> None:
     """Apply each event as a batch of its own, and check the index after each."""
     for event in events:
         index.apply(rank, EventBatch(ts=0.0, events=[event]))
@@ -54,11 +55,11 @@ def index_of(*events: Event, rank: Rank = A, **options: Any) -> Index:
     return index
 
 
-def matched(index: Index, token_ids: Iterable[int], rank: Rank = A, **options: Any) -> int:
+def matched(index: BaseIndex, token_ids: Iterable[int], rank: Rank = A, **options: Any) -> int:
     """How many blocks of the prompt the rank holds."""
     return index.match(list(token_ids), **options)[rank].blocks
 
 
-def told(index: Index, rank: Rank = A) -> dict[str, Any]:
+def told(index: BaseIndex, rank: Rank = A) -> dict[str, Any]:
     statistics: dict[str, Any] = index.statistics()["ranks"][str(rank)]
     return statistics

@@ -15,7 +15,7 @@ from kvindex.errors import (
     TokenError,
     UnknownRankError,
 )
-from kvindex.index import Trust
+from kvindex.index import Trust, reference
 from kvindex.wire import encode_batch
 from tests.unit.index_events import (
     SIZE,
@@ -315,7 +315,8 @@ def test_tokens_that_cannot_be_read_are_refused_at_the_call() -> None:
 
 
 def test_check_finds_what_does_not_add_up() -> None:
-    index = index_of(stored(0, 1))
+    index = reference.Index()
+    apply(index, A, stored(0, 1))
     index._budget.used += 1
     with pytest.raises(InvariantError, match="2 blocks resident, counted 3"):
         index.check()

@@ -9,6 +9,7 @@ import pytest
 
 from kvindex import AllBlocksCleared, Index, Rank
 from kvindex.errors import InvariantError
+from kvindex.index import reference
 from kvindex.index.keys import KeyMaker, Namespace
 from kvindex.index.tree import Block, Owner, RadixTree
 from kvindex.wire import Event
@@ -164,6 +165,11 @@ def test_nothing_is_left_once_everything_is_gone(way: str) -> None:
     statistics = index.statistics()
     assert (statistics["runs"], statistics["unique_blocks"], statistics["blocks"]) == (0, 0, 0)
     assert (statistics["orphans"], len(index)) == (0, 0)
+
+
+def test_no_namespace_is_left_once_everything_is_gone() -> None:
+    index = reference.Index()
+    apply(index, A, stored(0, 1), stored(9, lora_name="l"), removed(1, 0, 9))
     assert list(index._tree.namespaces(None)) == list(index._tree.namespaces("l")) == []
 
 

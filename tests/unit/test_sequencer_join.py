@@ -68,6 +68,23 @@ def test_publisher_that_keeps_nothing_is_followed_without_replay() -> None:
     assert script.count["replay_empty"] == 1
 
 
+def test_a_copy_of_a_batch_that_waited_for_an_empty_replay_is_delivered_once() -> None:
+    script = Script(max_held=1)
+    script.connect()
+    script.live(0, 2)  # no room for 2: replay is asked again after this one
+    assert delivered(script.end()) == [0]
+    script.live(1)  # waits for the replay's word
+    assert asked(script.end()) == [0]  # which was empty: is it so from 0 on, too?
+    assert delivered(script.live(1)) == [1]
+    script.end()
+    assert script.is_in(State.LIVE)
+    assert delivered(script.live(2)) == [2]
+    assert delivered(script.pass_time(2 * TIMEOUT)) == []
+    assert lost(script.actions) == []
+    assert script.count["duplicates"] == 1
+    assert script.sequencer.next_seq == 3
+
+
 def test_publisher_whose_empty_buffer_fills_is_joined_again() -> None:
     script = Script()
     script.connect()

@@ -1,27 +1,37 @@
-"""The index: events in, answers out."""
+"""What every index does, whatever runs underneath: its public face, and the checks of arguments.
+
+Two classes fill it in: `kvindex.index.reference.Index`, the readable specification in Python, and
+`kvindex.index.native.Index`, its twin in C++. `kvindex.BACKEND` says which one `kvindex.Index` is.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kvindex.errors import ConfigurationError, InvariantError, UnknownRankError
-from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys, pack_extra
-from kvindex.index.labels import Budget, ResidentBlock
+from kvindex.errors import ConfigurationError
+from kvindex.index.keys import ExtraKeys, Lora, pack_extra
+from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match
-from kvindex.index.matching import Held, held_blocks, rank_matches
-from kvindex.index.rank_blocks import RankBlocks
-from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.index.tree import RadixTree
+from kvindex.index.tokens import TokenIds
 from kvindex.rank import Rank
-from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
+from kvindex.wire import EventBatch, GroupSpec
 from kvindex.wire.quirks import fold_medium
 
-__all__ = ["Index", "TreeView"]
+__all__ = [
+    "BaseIndex",
+    "TreeView",
+    "ambiguous_extras",
+    "check_limits",
+    "check_options",
+    "folded_media",
+    "packed_extras",
+    "wanted_ranks",
+]
 
 
-class Index:
+class BaseIndex(ABC):
     """Which rank holds which prefix, as their events tell it.
 
     Args:
@@ -45,50 +55,25 @@ class Index:
         (True, 2, 32)
     """
 
-    def __init__(
-        self,
-        *,
-        seed: int | None = None,
-        max_blocks: int | None = None,
-        max_orphans: int = 16_384,
-    ) -> None:
-        for name, value in (("seed", seed), ("max_blocks", max_blocks)):
-            if not isinstance(value, (int, type(None))):
-                raise ConfigurationError(f"{name} must be an int or None, not {value!r}")
-        if max_blocks is not None and max_blocks < 1:
-            raise ConfigurationError(f"max_blocks must be at least 1 block, not {max_blocks}")
-        if max_orphans < 0:
-            raise ConfigurationError(f"max_orphans must be at least 0 blocks, not {max_orphans}")
-        self._keys = KeyMaker(seed)
-        self._tree = RadixTree(self._keys)
-        self._budget = Budget(max_blocks)
-        self._max_orphans = max_orphans
-        self._ranks: dict[Rank, RankBlocks] = {}
-        self._lock = threading.Lock()
-
     # Ranks -----------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def ranks(self) -> tuple[Rank, ...]:
         """The known ranks, sorted."""
-        with self._lock:
-            return tuple(sorted(self._ranks))
 
+    @abstractmethod
     def add(self, rank: Rank) -> None:
         """Make a rank known before its first event; nothing happens if it is known already."""
-        with self._lock:
-            self._rank(rank)
 
+    @abstractmethod
     def remove(self, rank: Rank) -> None:
         """Forget a rank and all that it holds; nothing happens if it is not known.
 
         Complexity: O(blocks of the rank).
         """
-        with self._lock:
-            blocks = self._ranks.pop(rank, None)
-            if blocks is not None:
-                blocks.clear()
 
+    @abstractmethod
     def rename(self, names: Mapping[Rank, Rank]) -> None:
         """Know ranks by other names, with all that they hold; several may change places.
 
@@ -96,15 +81,8 @@ class Index:
 
         Complexity: O(ranks).
         """
-        with self._lock:
-            moved = {new: self._ranks.pop(old) for old, new in names.items() if old in self._ranks}
-            for rank, blocks in moved.items():
-                replaced = self._ranks.pop(rank, None)
-                if replaced is not None:
-                    replaced.clear()
-                blocks.rename(rank)
-                self._ranks[rank] = blocks
 
+    @abstractmethod
     def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
         """Say what kinds of KV cache groups a hybrid model's rank has.
 
@@ -114,9 +92,6 @@ class Index:
         Raises:
             ConfigurationError: a group index or a spec is not valid.
         """
-        checked = group_specs(groups)
-        with self._lock:
-            self._rank(rank).configure(checked)
 
     def tree(self, rank: Rank) -> TreeView:
         """Return a live view of what one rank holds.
@@ -124,17 +99,16 @@ class Index:
         Raises:
             UnknownRankError: the rank is not known (a KeyError).
         """
-        with self._lock:
-            self._known(rank)
+        self._view_size(rank)
         return TreeView(self, rank)
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of resident (rank, block) pairs."""
-        with self._lock:
-            return self._budget.used
 
     # Events ----------------------------------------------------------------------------------
 
+    @abstractmethod
     def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
         """Apply one batch of a rank's events; the rank given here counts, not the batch's.
 
@@ -147,12 +121,10 @@ class Index:
 
         Complexity: O(blocks), and O(tokens) for their keys.
         """
-        decoded = batch if isinstance(batch, EventBatch) else decode_batch(batch)
-        with self._lock:
-            self._rank(rank).apply(decoded)
 
     # Queries ---------------------------------------------------------------------------------
 
+    @abstractmethod
     def match(
         self,
         token_ids: TokenIds,
@@ -188,21 +160,6 @@ class Index:
 
         Complexity: O(matched blocks × block size + runs × owners).
         """
-        prompt = Prompt(token_ids)
-        wanted_media = _folded_media(media)
-        _check_options(lora, salt, block_size)
-        with self._lock:
-            wanted = self._wanted(ranks)
-            namespaces = self._namespaces(lora or None, block_size, extra_keys)
-            extras = _packed_extras(extra_keys, lora, salt)
-            window_only = frozenset(r for r, b in wanted.items() if b.groups.window_only)
-            held: Held = {}
-            for namespace in namespaces:
-                keys = PromptKeys(self._keys, namespace, prompt, extras)
-                held[namespace] = held_blocks(
-                    self._tree, namespace, keys, wanted_media, window_only
-                )
-            return Match(rank_matches(held, wanted), wanted)
 
     def match_many(self, prompts: Iterable[TokenIds], **options: Any) -> list[Match]:
         """Return one `Match` for each prompt; options are those of `match`, for all of them.
@@ -213,6 +170,7 @@ class Index:
 
     # Insight ---------------------------------------------------------------------------------
 
+    @abstractmethod
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain JSON-ready values.
 
@@ -223,73 +181,28 @@ class Index:
         `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by reason;
         `skipped` events by tag; `cleared` events.
         """
-        with self._lock:
-            ranks = {str(rank): _rank_statistics(b) for rank, b in sorted(self._ranks.items())}
-            return {
-                "blocks": self._budget.used,
-                "orphans": sum(rank["orphans"] for rank in ranks.values()),
-                "unique_blocks": self._tree.block_count,
-                "runs": self._tree.run_count,
-                "ranks": ranks,
-            }
 
+    @abstractmethod
     def check(self) -> None:
         """Assert every invariant of the index; for tests, O(everything).
 
         Raises:
             InvariantError: one does not hold; that is a bug in kvindex.
         """
-        with self._lock:
-            self._tree.check()
-            size = 0
-            for blocks in self._ranks.values():
-                blocks.check()
-                size += len(blocks)
-            if size != self._budget.used:
-                raise InvariantError(f"{size} blocks resident, counted {self._budget.used}")
 
-    # Private ---------------------------------------------------------------------------------
+    # What a view asks for; each raises UnknownRankError ------------------------------------------
 
-    def _rank(self, rank: Rank) -> RankBlocks:
-        blocks = self._ranks.get(rank)
-        if blocks is None:
-            rank = Rank(*rank)
-            blocks = RankBlocks(rank, self._tree, self._budget, self._max_orphans)
-            self._ranks[rank] = blocks
-        return blocks
+    @abstractmethod
+    def _view_size(self, rank: Rank) -> int: ...
 
-    def _known(self, rank: Rank) -> RankBlocks:
-        blocks = self._ranks.get(rank)
-        if blocks is None:
-            raise UnknownRankError(rank, self._ranks)
-        return blocks
+    @abstractmethod
+    def _view_clear(self, rank: Rank) -> None: ...
 
-    def _wanted(self, ranks: Iterable[Rank] | None) -> dict[Rank, RankBlocks]:
-        if ranks is None:
-            return dict(self._ranks)
-        if isinstance(ranks, tuple) and ranks and not isinstance(ranks[0], tuple):
-            raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
-        return {rank: self._known(rank) for rank in ranks}
+    @abstractmethod
+    def _view_statistics(self, rank: Rank) -> dict[str, Any]: ...
 
-    def _namespaces(
-        self, lora: Lora, block_size: int | None, extra_keys: ExtraKeys | None
-    ) -> Sequence[Namespace]:
-        found = [
-            namespace
-            for namespace in self._tree.namespaces(lora)
-            if block_size is None or namespace.block_size == block_size
-        ]
-        sizes = {namespace.block_size for namespace in found}
-        if extra_keys is not None and len(sizes) > 1:
-            raise ConfigurationError(
-                f"extra_keys are per block, and the index holds block sizes {sorted(sizes)}: "
-                "say which with block_size="
-            )
-        return found
-
-    def _use(self, rank: Rank) -> RankBlocks:
-        """Return a view's blocks; the caller holds the lock."""
-        return self._known(rank)
+    @abstractmethod
+    def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]: ...
 
 
 class TreeView:
@@ -303,38 +216,52 @@ class TreeView:
 
     __slots__ = ("_index", "rank")
 
-    def __init__(self, index: Index, rank: Rank) -> None:
+    def __init__(self, index: BaseIndex, rank: Rank) -> None:
         self._index = index
         self.rank = rank
 
     def __len__(self) -> int:
         """Return the number of resident blocks of the rank, each counted once. O(1)."""
-        with self._index._lock:
-            return len(self._index._use(self.rank))
+        return self._index._view_size(self.rank)
 
     def clear(self) -> None:
         """Drop everything the rank holds and what its events taught; it stays known.
 
         Kinds of groups told by `Index.describe_groups` stay. Complexity: O(blocks of the rank).
         """
-        with self._index._lock:
-            self._index._use(self.rank).clear()
+        self._index._view_clear(self.rank)
 
     def statistics(self) -> dict[str, Any]:
         """Return the rank's part of `Index.statistics()["ranks"]`."""
-        with self._index._lock:
-            return _rank_statistics(self._index._use(self.rank))
+        return self._index._view_statistics(self.rank)
 
     def walk(self) -> Iterator[ResidentBlock]:
         """Iterate over a snapshot of the resident blocks, once for each medium and group.
 
         Complexity: O(blocks of the rank).
         """
-        with self._index._lock:
-            return iter(list(self._index._use(self.rank).labels.walk()))
+        return self._index._view_walk(self.rank)
 
 
-def _check_options(lora: object, salt: object, block_size: object) -> None:
+def check_limits(seed: object, max_blocks: int | None, max_orphans: int) -> None:
+    """Refuse settings of an index that cannot work."""
+    for name, value in (("seed", seed), ("max_blocks", max_blocks)):
+        if not isinstance(value, (int, type(None))):
+            raise ConfigurationError(f"{name} must be an int or None, not {value!r}")
+    if max_blocks is not None and max_blocks < 1:
+        raise ConfigurationError(f"max_blocks must be at least 1 block, not {max_blocks}")
+    if max_orphans < 0:
+        raise ConfigurationError(f"max_orphans must be at least 0 blocks, not {max_orphans}")
+
+
+def wanted_ranks(ranks: Iterable[Rank]) -> list[Rank]:
+    """Return the ranks that a query asks for."""
+    if isinstance(ranks, tuple) and ranks and not isinstance(ranks[0], tuple):
+        raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
+    return list(ranks)
+
+
+def check_options(lora: object, salt: object, block_size: object) -> None:
     """Refuse what could match nothing, whatever is resident."""
     if not isinstance(lora, (str, int, type(None))) or isinstance(lora, bool):
         raise ConfigurationError(f"lora must be a name or a numeric id, not {lora!r}")
@@ -344,7 +271,8 @@ def _check_options(lora: object, salt: object, block_size: object) -> None:
         raise ConfigurationError(f"block_size must be 1 token or more, not {block_size!r}")
 
 
-def _folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
+def folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
+    """Return the media that count, by their folded names; None for all."""
     if media is None:
         return None
     names = [media] if isinstance(media, str) else list(media)
@@ -356,7 +284,8 @@ def _folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
     return folded
 
 
-def _packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -> list[bytes]:
+def packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -> list[bytes]:
+    """Return the canonical extra keys of a query's blocks, as far as any has some."""
     if extra_keys is None and not salt:
         return []
     items = list(extra_keys or [None])
@@ -366,22 +295,9 @@ def _packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -
     ]
 
 
-def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
-    return {
-        "blocks": len(blocks),
-        "orphans": len(blocks.orphans),
-        "orphans_dropped": blocks.orphans.dropped,
-        "ambiguous": blocks.labels.ambiguous,
-        "duplicates": blocks.labels.duplicates,
-        **{name: blocks.counters[name] for name in sorted(blocks.counters)},
-        "ignored": dict(blocks.ignored),
-        "skipped": dict(blocks.skipped),
-        "groups": {
-            str(group_idx): {
-                "kind": group.spec.kind,
-                "sliding_window": group.spec.sliding_window,
-                "block_size": group.block_size,
-            }
-            for group_idx, group in sorted(blocks.groups.known().items())
-        },
-    }
+def ambiguous_extras(sizes: Iterable[int]) -> ConfigurationError:
+    """Return the error for extra keys whose blocks could be of several sizes."""
+    return ConfigurationError(
+        f"extra_keys are per block, and the index holds block sizes {sorted(sizes)}: "
+        "say which with block_size="
+    )

@@ -1,0 +1,345 @@
+"""The index over the native core: what `kvindex.Index` is wherever the module was built.
+
+Python keeps the names of ranks here; everything else is in C++ (`native/core`), where a rank is a
+number that is never used twice. The names are one immutable directory that is replaced as a whole,
+so that a query sees one state of it without a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode
+from kvindex._native import Index as Core
+from kvindex.errors import InvariantError, UnknownRankError
+from kvindex.index.api import (
+    BaseIndex,
+    ambiguous_extras,
+    check_limits,
+    check_options,
+    folded_media,
+    packed_extras,
+    wanted_ranks,
+)
+from kvindex.index.keys import ExtraKeys, KeyMaker, Lora
+from kvindex.index.labels import ResidentBlock
+from kvindex.index.match import Match, RankMatch
+from kvindex.index.packing import lora_tag, pack_batch, pack_text, tagged_lora
+from kvindex.index.tokens import Prompt, TokenIds
+from kvindex.rank import Rank
+from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
+
+__all__ = ["Index", "read_batch"]
+
+_APPLIED = 0  # what Core.apply says if all went well
+_MAX_WINDOW = 2**63 - 1
+
+
+def read_batch(payload: bytes) -> PackedBatch | EventBatch:
+    """Return the events in a payload, decoded once, in the form that is quickest to apply.
+
+    Raises:
+        DecodeError: as `kvindex.wire.decode_batch`.
+    """
+    packed = decode(payload)
+    return decode_batch(payload) if packed is None else packed
+
+
+class _Directory(NamedTuple):
+    """The ranks by name and by number."""
+
+    ids: Mapping[Rank, int]
+    ranks: Mapping[int, Rank]
+
+
+class _Found:
+    """What the core found, by the names that ranks had when it was asked."""
+
+    __slots__ = ("_answer", "_directory")
+
+    def __init__(self, answer: Answer, directory: _Directory) -> None:
+        self._answer = answer
+        self._directory = directory
+
+    def get(self, rank: Rank) -> RankMatch | None:
+        rank_id = self._directory.ids.get(rank)
+        found = None if rank_id is None else self._answer.get(rank_id)
+        return None if found is None else _rank_match(rank, found)
+
+    def values(self) -> Iterator[RankMatch]:
+        for found in self._answer.all():
+            rank = self._directory.ranks.get(found[0])
+            if rank is not None:  # None: made known while the core was being asked
+                yield _rank_match(rank, found)
+
+    def first(self) -> RankMatch | None:
+        found = self._answer.best
+        if found is None:
+            return None
+        rank = self._directory.ranks.get(found[0])
+        if rank is not None:
+            return _rank_match(rank, found)
+        return min(self.values(), key=lambda some: (-some.tokens, some.rank), default=None)
+
+
+def _rank_match(rank: Rank, found: tuple[int, int, int, int, dict[str, int]]) -> RankMatch:
+    _, blocks, tokens, block_size, by_medium = found
+    return RankMatch(
+        rank=rank, blocks=blocks, tokens=tokens, block_size=block_size, by_medium=by_medium
+    )
+
+
+class Index(BaseIndex):
+    """The index over the native core; `BaseIndex` says what it does."""
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        max_blocks: int | None = None,
+        max_orphans: int = 16_384,
+    ) -> None:
+        check_limits(seed, max_blocks, max_orphans)
+        secrets = _secrets(KeyMaker(seed).seed)
+        # More than 64 bits is no limit, and no machine holds that many orphans.
+        limit = None if max_blocks is None else min(max_blocks, 2**64 - 1)
+        self._core = Core(secrets, limit, min(max_orphans, 2**63 - 1))
+        self._directory = _Directory({}, {})
+        self._changing = threading.RLock()  # held while the directory is replaced
+
+    # Ranks -----------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        return tuple(sorted(self._directory.ids))
+
+    def add(self, rank: Rank) -> None:
+        self._add(rank)
+
+    def remove(self, rank: Rank) -> None:
+        with self._changing:
+            ids = dict(self._directory.ids)
+            rank_id = ids.pop(rank, None)
+            if rank_id is not None:
+                self._replace(ids)
+                self._core.remove(rank_id)
+
+    def rename(self, names: Mapping[Rank, Rank]) -> None:
+        with self._changing:
+            ids = dict(self._directory.ids)
+            moved = {new: ids.pop(old) for old, new in names.items() if old in ids}
+            replaced = [ids.pop(rank) for rank in moved if rank in ids]
+            ids.update(moved)
+            self._replace(ids)
+            for rank_id in replaced:
+                self._core.remove(rank_id)
+
+    def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
+        checked = {
+            group_idx: (
+                spec.kind,
+                None if spec.sliding_window is None else min(spec.sliding_window, _MAX_WINDOW),
+            )
+            for group_idx, spec in group_specs(groups).items()
+        }
+        while not self._core.configure(self._add(rank), checked):
+            pass  # removed by another thread in between: it is known again now
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    # Events ----------------------------------------------------------------------------------
+
+    def apply(
+        self, rank: Rank, batch: PackedBatch | EventBatch | bytes | bytearray | memoryview
+    ) -> None:
+        rank_id = self._directory.ids.get(rank)
+        if (
+            rank_id is None
+            or isinstance(batch, EventBatch)
+            or self._core.apply(rank_id, batch) != _APPLIED
+        ):
+            self._apply_carefully(rank, batch)
+
+    def _apply_carefully(
+        self, rank: Rank, batch: PackedBatch | EventBatch | bytes | bytearray | memoryview
+    ) -> None:
+        """Apply what is typed, not decoded natively, or of a rank that is not known (any more)."""
+        if not isinstance(batch, (EventBatch, PackedBatch)):
+            batch = decode_batch(batch)  # before the rank becomes known by what may be no payload
+        packed = pack_batch(batch) if isinstance(batch, EventBatch) else batch
+        while self._core.apply(self._add(rank), packed) != _APPLIED:
+            pass  # removed by another thread in between: it is known again now
+
+    # Queries ---------------------------------------------------------------------------------
+
+    def match(
+        self,
+        token_ids: TokenIds,
+        *,
+        lora: Lora = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        media: Iterable[str] | str | None = None,
+        ranks: Iterable[Rank] | None = None,
+        block_size: int | None = None,
+    ) -> Match:
+        directory = self._directory
+        if (
+            lora is None
+            and salt is None
+            and extra_keys is None
+            and media is None
+            and ranks is None
+            and block_size is None
+        ):
+            answer = self._core.match(token_ids)
+            if answer is None:
+                answer = self._core.match(_readable(token_ids))
+            assert answer is not None
+            return Match(_Found(answer, directory), directory.ids.keys())
+        return self._match_with(
+            token_ids, directory, lora, salt, extra_keys, media, ranks, block_size
+        )
+
+    def _match_with(
+        self,
+        token_ids: TokenIds,
+        directory: _Directory,
+        lora: Lora,
+        salt: str | None,
+        extra_keys: ExtraKeys | None,
+        media: Iterable[str] | str | None,
+        ranks: Iterable[Rank] | None,
+        block_size: int | None,
+    ) -> Match:
+        wanted_media = folded_media(media)
+        check_options(lora, salt, block_size)
+        known: Collection[Rank] = directory.ids.keys()
+        wanted_ids = None
+        if ranks is not None:
+            wanted = {rank: self._known(rank, directory) for rank in wanted_ranks(ranks)}
+            known, wanted_ids = wanted.keys(), list(wanted.values())
+        tag = lora_tag(lora)
+        if extra_keys is not None and block_size is None:
+            sizes = self._core.block_sizes(tag)
+            if len(sizes) > 1:
+                raise ambiguous_extras(sizes)
+        options = (
+            tag,
+            packed_extras(extra_keys, lora, salt),
+            None if wanted_media is None else [pack_text(medium) for medium in wanted_media],
+            wanted_ids,
+            min(block_size or 0, 2**32 - 1),
+        )
+        answer = self._core.match_with(token_ids, *options)
+        if answer is None:
+            answer = self._core.match_with(_readable(token_ids), *options)
+        assert answer is not None
+        return Match(_Found(answer, directory), known)
+
+    # Insight ---------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        ranks = {}
+        for rank, rank_id in sorted(self._directory.ids.items()):
+            statistics = self._core.rank_statistics(rank_id)
+            if statistics is not None:  # None: removed just now
+                ranks[str(rank)] = statistics
+        orphans = sum(rank["orphans"] for rank in ranks.values())
+        return {**self._core.statistics(), "orphans": orphans, "ranks": ranks}
+
+    def check(self) -> None:
+        fault = self._core.check()
+        if fault is not None:
+            raise InvariantError(fault)
+
+    # Private ---------------------------------------------------------------------------------
+
+    def _add(self, rank: Rank) -> int:
+        """Return a rank's number, and make it known if it is not."""
+        rank_id = self._directory.ids.get(rank)
+        if rank_id is not None:
+            return rank_id
+        with self._changing:
+            ids = dict(self._directory.ids)
+            if rank not in ids:
+                ids[Rank(*rank)] = self._core.add()
+                self._replace(ids)
+            return ids[rank]
+
+    def _replace(self, ids: Mapping[Rank, int]) -> None:
+        self._directory = _Directory(ids, {rank_id: rank for rank, rank_id in ids.items()})
+        self._core.set_order([ids[rank] for rank in sorted(ids)])
+
+    @staticmethod
+    def _known(rank: Rank, directory: _Directory) -> int:
+        rank_id = directory.ids.get(rank)
+        if rank_id is None:
+            raise UnknownRankError(rank, directory.ids)
+        return rank_id
+
+    def _view_size(self, rank: Rank) -> int:
+        directory = self._directory
+        size = self._core.size(self._known(rank, directory))
+        if size is None:
+            raise UnknownRankError(rank, directory.ids)
+        return size
+
+    def _view_clear(self, rank: Rank) -> None:
+        directory = self._directory
+        if not self._core.clear(self._known(rank, directory)):
+            raise UnknownRankError(rank, directory.ids)
+
+    def _view_statistics(self, rank: Rank) -> dict[str, Any]:
+        directory = self._directory
+        statistics = self._core.rank_statistics(self._known(rank, directory))
+        if statistics is None:
+            raise UnknownRankError(rank, directory.ids)
+        return statistics
+
+    def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
+        directory = self._directory
+        resident = self._core.walk(self._known(rank, directory))
+        if resident is None:
+            raise UnknownRankError(rank, directory.ids)
+        return map(_resident_block, resident)
+
+
+def _resident_block(found: tuple[Any, int, str, int, int, int, bytes]) -> ResidentBlock:
+    block_hash, depth, medium, group_idx, copies, block_size, tag = found
+    return ResidentBlock(
+        block_hash=block_hash,
+        depth=depth,
+        medium=medium,
+        group_idx=group_idx,
+        copies=copies,
+        block_size=block_size,
+        lora=tagged_lora(tag),
+    )
+
+
+def _secrets(seed: int) -> bytes:
+    """Return the core's secret words that a seed stands for."""
+    key = seed.to_bytes(16, "little")
+    parts = -(-SECRET_BYTES // 64)
+    stream = (
+        blake2b(bytes([part]), key=key, person=b"kvindex keys").digest() for part in range(parts)
+    )
+    return b"".join(stream)[:SECRET_BYTES]
+
+
+def _readable(token_ids: TokenIds) -> array[int]:
+    """Return tokens that the core does not read itself as a buffer that it does.
+
+    Raises:
+        TokenError: they are no tokens.
+    """
+    prompt = Prompt(token_ids)
+    tokens = array("q")
+    tokens.frombytes(prompt.packed(0, prompt.length))
+    return tokens

@@ -1,0 +1,114 @@
+"""Typed events to the native form, for the native index.
+
+The common way is from the payload, inside C++. This way serves batches that a program made itself,
+and payloads that the native decoder leaves to `kvindex.wire.decode_batch`.
+"""
+
+from __future__ import annotations
+
+from kvindex._native import PackedBatch
+from kvindex.errors import ConfigurationError
+from kvindex.index.keys import Lora, pack_extra
+from kvindex.index.tokens import pack_tokens
+from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
+from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash
+
+__all__ = ["lora_tag", "pack_batch", "pack_text", "tagged_lora"]
+
+_MAX_UNSIGNED = 2**32 - 1
+_MAX_SIGNED = 2**63 - 1
+
+
+def pack_batch(batch: EventBatch) -> PackedBatch:
+    """Return a batch in native form.
+
+    Raises:
+        TokenError: a token is no int of 64 bits.
+        ConfigurationError: a group_idx is not 0 … 2**32 - 1.
+    """
+    packed = PackedBatch()
+    for tag in batch.skipped:
+        packed.skipped(pack_text(tag))
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            _pack_stored(packed, event)
+        elif isinstance(event, BlockRemoved):
+            packed.removed(
+                _hashes(event.block_hashes),
+                pack_text(fold_medium(event.medium)),
+                _group_idx(event.group_idx),
+            )
+        elif isinstance(event, AllBlocksCleared):
+            packed.cleared()
+    return packed
+
+
+def _pack_stored(packed: PackedBatch, event: BlockStored) -> None:
+    lora = event.lora_name or event.lora_id or None
+    extras, salted_first = _extras(event, lora)
+    kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+    parent = event.parent_block_hash
+    packed.stored(
+        _hashes(event.block_hashes),
+        None if parent is None else fold_hash(parent),
+        pack_tokens(event.token_ids),
+        min(max(event.block_size, 0), _MAX_UNSIGNED),
+        lora_tag(lora),
+        pack_text(fold_medium(event.medium)),
+        _group_idx(event.group_idx),
+        None if kind is None else pack_text(kind),
+        None if window is None else max(-_MAX_SIGNED, min(window, _MAX_SIGNED)),
+        None
+        if event.lookahead_token_ids is None
+        else [pack_tokens(after) for after in event.lookahead_token_ids],
+        extras,
+        salted_first,
+        bool(event.block_hashes)
+        and is_content_hash(event.block_hashes[0], event.token_ids[: event.block_size]),
+    )
+
+
+def _extras(event: BlockStored, lora: Lora) -> tuple[list[bytes] | None, bytes | None]:
+    """Return each block's canonical extra keys, and the first one's with the salt."""
+    keys = event.extra_keys
+    salt = event.cache_salt
+    extras = None
+    if keys is not None:
+        extras = [pack_extra(items, lora=lora) if items else b"" for items in keys]
+    return extras, pack_extra(keys[0] if keys else None, lora=lora, salt=salt) if salt else None
+
+
+def _hashes(hashes: list[BlockHash]) -> list[BlockHash]:
+    return [fold_hash(block_hash) for block_hash in hashes]
+
+
+def _group_idx(group_idx: int | None) -> int:
+    if group_idx is None:
+        return 0
+    if not 0 <= group_idx <= _MAX_UNSIGNED:
+        raise ConfigurationError(f"group_idx must be 0 … {_MAX_UNSIGNED}, not {group_idx}")
+    return group_idx
+
+
+def pack_text(text: str) -> bytes:
+    """Return the bytes of a text, whatever code points it holds."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def lora_tag(lora: Lora) -> bytes:
+    """Return the native name of a LoRA: apart for names, for numeric ids and for none.
+
+    Examples:
+        >>> lora_tag("sql"), lora_tag(7), lora_tag(None)
+        (b'ssql', b'i7', b'')
+    """
+    if not lora:
+        return b""
+    return b"s" + pack_text(lora) if isinstance(lora, str) else b"i%d" % lora
+
+
+def tagged_lora(tag: bytes) -> Lora:
+    """Return the LoRA that a native name means."""
+    if not tag:
+        return None
+    return tag[1:].decode("utf-8", "surrogatepass") if tag[:1] == b"s" else int(tag[1:])

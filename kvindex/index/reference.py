@@ -1,0 +1,216 @@
+"""The index in Python: the readable specification, and what runs where nothing native does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvindex.errors import InvariantError, UnknownRankError
+from kvindex.index.api import (
+    BaseIndex,
+    ambiguous_extras,
+    check_limits,
+    check_options,
+    folded_media,
+    packed_extras,
+    wanted_ranks,
+)
+from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
+from kvindex.index.labels import Budget, ResidentBlock
+from kvindex.index.match import FoundMatches, Match
+from kvindex.index.matching import Held, held_blocks, rank_matches
+from kvindex.index.rank_blocks import RankBlocks
+from kvindex.index.tokens import Prompt, TokenIds
+from kvindex.index.tree import RadixTree
+from kvindex.rank import Rank
+from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
+
+__all__ = ["Index"]
+
+
+class Index(BaseIndex):
+    """The index as a readable specification; `BaseIndex` says what it does."""
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        max_blocks: int | None = None,
+        max_orphans: int = 16_384,
+    ) -> None:
+        check_limits(seed, max_blocks, max_orphans)
+        self._keys = KeyMaker(seed)
+        self._tree = RadixTree(self._keys)
+        self._budget = Budget(max_blocks)
+        self._max_orphans = max_orphans
+        self._ranks: dict[Rank, RankBlocks] = {}
+        self._lock = threading.Lock()
+
+    # Ranks -----------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        with self._lock:
+            return tuple(sorted(self._ranks))
+
+    def add(self, rank: Rank) -> None:
+        with self._lock:
+            self._rank(rank)
+
+    def remove(self, rank: Rank) -> None:
+        with self._lock:
+            blocks = self._ranks.pop(rank, None)
+            if blocks is not None:
+                blocks.clear()
+
+    def rename(self, names: Mapping[Rank, Rank]) -> None:
+        with self._lock:
+            moved = {new: self._ranks.pop(old) for old, new in names.items() if old in self._ranks}
+            for rank, blocks in moved.items():
+                replaced = self._ranks.pop(rank, None)
+                if replaced is not None:
+                    replaced.clear()
+                blocks.rename(rank)
+                self._ranks[rank] = blocks
+
+    def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
+        checked = group_specs(groups)
+        with self._lock:
+            self._rank(rank).configure(checked)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return self._budget.used
+
+    # Events ----------------------------------------------------------------------------------
+
+    def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
+        decoded = batch if isinstance(batch, EventBatch) else decode_batch(batch)
+        with self._lock:
+            self._rank(rank).apply(decoded)
+
+    # Queries ---------------------------------------------------------------------------------
+
+    def match(
+        self,
+        token_ids: TokenIds,
+        *,
+        lora: Lora = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        media: Iterable[str] | str | None = None,
+        ranks: Iterable[Rank] | None = None,
+        block_size: int | None = None,
+    ) -> Match:
+        prompt = Prompt(token_ids)
+        wanted_media = folded_media(media)
+        check_options(lora, salt, block_size)
+        with self._lock:
+            wanted = self._wanted(ranks)
+            namespaces = self._namespaces(lora or None, block_size, extra_keys)
+            extras = packed_extras(extra_keys, lora, salt)
+            held: Held = {}
+            for namespace in namespaces:
+                keys = PromptKeys(self._keys, namespace, prompt, extras)
+                window_only = any(
+                    blocks.groups.window_only(namespace.block_size) for blocks in wanted.values()
+                )
+                held[namespace] = held_blocks(
+                    self._tree, namespace, keys, wanted_media, window_only
+                )
+            return Match(FoundMatches(rank_matches(held, wanted)), frozenset(wanted))
+
+    # Insight ---------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        with self._lock:
+            ranks = {str(rank): _rank_statistics(b) for rank, b in sorted(self._ranks.items())}
+            return {
+                "blocks": self._budget.used,
+                "orphans": sum(rank["orphans"] for rank in ranks.values()),
+                "unique_blocks": self._tree.block_count,
+                "runs": self._tree.run_count,
+                "ranks": ranks,
+            }
+
+    def check(self) -> None:
+        with self._lock:
+            self._tree.check()
+            size = 0
+            for blocks in self._ranks.values():
+                blocks.check()
+                size += len(blocks)
+            if size != self._budget.used:
+                raise InvariantError(f"{size} blocks resident, counted {self._budget.used}")
+
+    # Private ---------------------------------------------------------------------------------
+
+    def _rank(self, rank: Rank) -> RankBlocks:
+        blocks = self._ranks.get(rank)
+        if blocks is None:
+            rank = Rank(*rank)
+            blocks = RankBlocks(rank, self._tree, self._budget, self._max_orphans)
+            self._ranks[rank] = blocks
+        return blocks
+
+    def _known(self, rank: Rank) -> RankBlocks:
+        blocks = self._ranks.get(rank)
+        if blocks is None:
+            raise UnknownRankError(rank, self._ranks)
+        return blocks
+
+    def _wanted(self, ranks: Iterable[Rank] | None) -> dict[Rank, RankBlocks]:
+        if ranks is None:
+            return dict(self._ranks)
+        return {rank: self._known(rank) for rank in wanted_ranks(ranks)}
+
+    def _namespaces(
+        self, lora: Lora, block_size: int | None, extra_keys: ExtraKeys | None
+    ) -> Sequence[Namespace]:
+        found = [
+            namespace
+            for namespace in self._tree.namespaces(lora)
+            if block_size is None or namespace.block_size == block_size
+        ]
+        sizes = {namespace.block_size for namespace in found}
+        if extra_keys is not None and len(sizes) > 1:
+            raise ambiguous_extras(sizes)
+        return found
+
+    def _view_size(self, rank: Rank) -> int:
+        with self._lock:
+            return len(self._known(rank))
+
+    def _view_clear(self, rank: Rank) -> None:
+        with self._lock:
+            self._known(rank).clear()
+
+    def _view_statistics(self, rank: Rank) -> dict[str, Any]:
+        with self._lock:
+            return _rank_statistics(self._known(rank))
+
+    def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
+        with self._lock:
+            return iter(list(self._known(rank).labels.walk()))
+
+
+def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
+    return {
+        "blocks": len(blocks),
+        "orphans": len(blocks.orphans),
+        "orphans_dropped": blocks.orphans.dropped,
+        "ambiguous": blocks.labels.ambiguous,
+        "duplicates": blocks.labels.duplicates,
+        **{name: blocks.counters[name] for name in sorted(blocks.counters)},
+        "ignored": dict(blocks.ignored),
+        "skipped": dict(blocks.skipped),
+        "groups": {
+            str(group_idx): {
+                "kind": group.spec.kind,
+                "sliding_window": group.spec.sliding_window,
+                "block_size": group.block_size,
+            }
+            for group_idx, group in sorted(blocks.groups.known().items())
+        },
+    }

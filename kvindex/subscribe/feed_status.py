@@ -1,0 +1,98 @@
+"""What a feed shows to others: its status, with the reason when it is not live."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvindex.subscribe.state import State
+from kvindex.subscribe.status import RankStatus
+
+if TYPE_CHECKING:
+    from kvindex.subscribe.feed import Feed
+
+__all__ = ["feed_status"]
+
+
+def feed_status(feed: Feed, now: float) -> RankStatus:
+    """Return a snapshot; `last_event_age` is the time of the last event, made an age later."""
+    sequencer = feed.sequencer
+    counters = _all_counters(feed)
+    return RankStatus(
+        rank=feed.rank,
+        state=_state(feed),
+        reason=_reason(feed),
+        epoch=sequencer.epoch,
+        seq=sequencer.seq,
+        complete=sequencer.complete,
+        lag=sequencer.lag,
+        connected=feed.live.connected,
+        endpoint=feed.address.endpoint,
+        replay_endpoint=feed.address.replay,
+        last_event_age=feed.last_event_at,
+        gaps=counters.get("gaps", 0),
+        replays_asked=counters.get("replays_asked", 0),
+        replays_filled=counters.get("replays_ended", 0),
+        replays_failed=counters.get("replays_failed", 0) + counters.get("replay_timeouts", 0),
+        losses=counters.get("losses", 0),
+        restarts=counters.get("restarts", 0),
+        duplicates=counters.get("duplicates", 0),
+        decode_failures=counters.get("decode_failures", 0),
+        counters=counters,
+    )
+
+
+def _state(feed: Feed) -> State:
+    """Return the stream's state; a topic that filters everything is not live."""
+    state = feed.sequencer.state
+    if state is State.LIVE and (feed.topic.contradicted or feed.topic.open):
+        return State.SYNCING
+    return state
+
+
+def _all_counters(feed: Feed) -> dict[str, int]:
+    """Return what was counted, without what never happened."""
+    counters = {name: count for name, count in feed.sequencer.counters.items() if count}
+    for name, count in feed.counters.items():
+        counters[name] = counters.get(name, 0) + count
+    if feed.topic.filtered:
+        counters["filtered_by_topic"] = feed.topic.filtered
+    return counters
+
+
+def _reason(feed: Feed) -> str:
+    if feed.failure:
+        return feed.failure
+    if feed.closed:
+        return "closed"
+    if not feed.live.connected:
+        return _connection_trouble(feed)
+    if feed.topic.contradicted:
+        return feed.topic.trouble()
+    state = feed.sequencer.state
+    if state is State.LIVE:
+        return "waiting for the first message, to see its topic" if feed.topic.open else ""
+    trouble = feed.replay.trouble() if feed.replay is not None else ""
+    reason = feed.sequencer.reason
+    if trouble:
+        return f"{reason}; replay: {trouble}; check replay= (its port is replay port + dp_rank)"
+    if feed.replay is not None and feed.sequencer.counters["replay_timeouts"]:
+        return (
+            f"{reason}; the replay endpoint {feed.address.replay} is connected but silent: "
+            "is it the engine's replay_endpoint?"
+        )
+    return reason
+
+
+def _connection_trouble(feed: Feed) -> str:
+    trouble = feed.live.trouble()
+    if feed.bind:
+        return f"listening at {feed.address.endpoint}: no publisher has connected; {trouble}"
+    if feed.live.refused_handshakes:
+        return f"{trouble}: is this the PUB port (+ dp_rank), and not the replay port?"
+    if feed.live.retries:
+        return (
+            f"{trouble}: is the engine up, with KV events on, at this port (+ dp_rank)? An "
+            "engine whose own endpoint names a host instead of '*' connects instead of "
+            "listening: give it tcp://*:PORT, or use Worker(bind=True)"
+        )
+    return trouble

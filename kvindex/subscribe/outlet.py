@@ -1,0 +1,73 @@
+"""Where a subscriber's items leave it: the sink, guarded.
+
+Owned by the subscriber's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from kvindex.rank import Rank
+from kvindex.subscribe.stream import BatchSink, RankBatch, Sink, StreamItem
+
+__all__ = ["Outlet"]
+
+logger = logging.getLogger(__name__)
+
+
+class Outlet:
+    """Hands items to the sink; what fails in there is counted and logged, and goes no further.
+
+    Args:
+        sink: takes every item.
+        on_batch: takes the batches instead, if given.
+        counters: where failures are counted.
+
+    Attributes:
+        shut: set, by any thread, when the sink is to be called no more.
+    """
+
+    def __init__(self, sink: Sink, on_batch: BatchSink | None, counters: Counter[str]) -> None:
+        self.shut = False
+        self._sink = sink
+        self._on_batch = on_batch
+        self._counters = counters
+
+    def put(self, item: StreamItem) -> None:
+        """Hand over one item."""
+        if self.shut:
+            return
+        try:
+            self._sink(item)
+        except Exception as error:
+            self._note_failure(type(item).__name__, error)
+
+    def put_batches(
+        self,
+        rank: Rank,
+        epoch: int,
+        first_seq: int,
+        batches: Sequence[Any],
+        *,
+        replayed: bool,
+    ) -> None:
+        """Hand over batches of one rank, numbered from `first_seq` on without a hole."""
+        on_batch = self._on_batch
+        if on_batch is None:
+            for seq, batch in enumerate(batches, first_seq):
+                self.put(RankBatch(rank, epoch, seq, batch, replayed))
+            return
+        for batch in batches:
+            if self.shut:
+                return
+            try:
+                on_batch(rank, batch)
+            except Exception as error:
+                self._note_failure(RankBatch.__name__, error)
+
+    def _note_failure(self, item: str, error: Exception) -> None:
+        self._counters["sink_failures"] += 1
+        logger.error("the sink failed on %s", item, exc_info=error)

@@ -1,0 +1,350 @@
+// The extension module kvindex._native: the core, in the forms that kvindex/index/native.py wants.
+//
+// The GIL is released for work that is long beside a hand-over of it: payloads of kLongPayload
+// bytes and more, prompts of more than kFirstTokens tokens. It is never waited for while the
+// index is locked, and the index is never waited for while it is held, except where noted.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "bindings/packed_batch.hpp"
+#include "bindings/tokens.hpp"
+#include "core/decode.hpp"
+#include "core/index.hpp"
+#include "core/invariant.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvindex {
+
+namespace {
+
+constexpr size_t kLongPayload = 1024;
+constexpr size_t kFirstTokens = 1024;
+
+constexpr size_t kSecretBytes = (KeyMaker::kSecrets + 3) * sizeof(uint64_t);
+
+// A buffer of bytes, if an object has one to give.
+class SimpleBuffer {
+ public:
+  explicit SimpleBuffer(nb::handle object) {
+    open_ = PyObject_CheckBuffer(object.ptr()) &&
+            PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) == 0;
+    if (!open_) PyErr_Clear();
+  }
+  ~SimpleBuffer() {
+    if (open_) PyBuffer_Release(&buffer_);
+  }
+  SimpleBuffer(const SimpleBuffer&) = delete;
+  SimpleBuffer& operator=(const SimpleBuffer&) = delete;
+
+  bool open() const { return open_; }
+  const uint8_t* data() const { return static_cast<const uint8_t*>(buffer_.buf); }
+  size_t size() const { return static_cast<size_t>(buffer_.len); }
+
+ private:
+  Py_buffer buffer_{};
+  bool open_ = false;
+};
+
+// The index as Python holds it.
+struct PyIndex {
+  PyIndex(nb::bytes secrets, std::optional<uint64_t> max_blocks, size_t max_orphans)
+      : index(key_secrets(secrets), scramble(secrets), max_blocks, max_orphans) {}
+
+  static uint64_t word(nb::bytes secrets, size_t i) {
+    if (secrets.size() != kSecretBytes) throw nb::value_error("secrets of a wrong size");
+    uint64_t value;
+    std::memcpy(&value, static_cast<const uint8_t*>(secrets.data()) + i * sizeof value,
+                sizeof value);
+    return value;
+  }
+  static KeyMaker::Secrets key_secrets(nb::bytes secrets) {
+    KeyMaker::Secrets words;
+    for (size_t i = 0; i < words.size(); ++i) words[i] = word(secrets, i);
+    return words;
+  }
+  static Scramble scramble(nb::bytes secrets) {
+    constexpr size_t n = KeyMaker::kSecrets;
+    return Scramble(word(secrets, n), word(secrets, n + 1), word(secrets, n + 2));
+  }
+
+  Index index;
+};
+
+// An answer as Python holds it; the index stays alive for the names of media.
+struct PyAnswer {
+  Answer answer;
+  nb::object index;
+
+  const FoundRank* find(uint32_t rank) const {
+    for (const FoundRank& found : answer.ranks) {
+      if (found.rank == rank) return &found;
+    }
+    return nullptr;
+  }
+  // (rank id, blocks, tokens, block size, {medium: blocks})
+  nb::tuple plain(const FoundRank& found) const {
+    nb::dict media;
+    for (uint32_t i = 0; i < found.media_count; ++i) {
+      const MediumBlocks& medium = answer.media[found.media_begin + i];
+      media[nb::str(medium.medium->data(), medium.medium->size())] = medium.blocks;
+    }
+    return nb::make_tuple(found.rank, found.blocks, found.tokens, found.block_size, media);
+  }
+};
+
+// What `apply` says: kvindex/index/native.py knows these numbers.
+enum class Applied : int { done, unknown_rank, unusual };
+
+Applied apply_batch(PyIndex& self, uint32_t rank, const Batch& batch) {
+  return self.index.apply(rank, batch) ? Applied::done : Applied::unknown_rank;
+}
+
+Applied apply_payload(PyIndex& self, uint32_t rank, const uint8_t* data, size_t size) {
+  const auto work = [&] {
+    thread_local Batch batch;
+    if (decode(data, size, batch) == Verdict::unusual) return Applied::unusual;
+    return apply_batch(self, rank, batch);
+  };
+  if (size < kLongPayload) return work();  // may wait for queries with the GIL held: they are short
+  nb::gil_scoped_release released;
+  return work();
+}
+
+Applied apply_packed(PyIndex& self, uint32_t rank, const Batch& batch) {
+  if (batch.tokens.size() < kLongPayload / 4) return apply_batch(self, rank, batch);
+  nb::gil_scoped_release released;
+  return apply_batch(self, rank, batch);
+}
+
+// Apply a PackedBatch or a payload; whatever else it is, is unusual.
+int apply(PyIndex& self, uint32_t rank, nb::handle batch) {
+  Applied applied = Applied::unusual;
+  if (PyBytes_CheckExact(batch.ptr())) {
+    applied = apply_payload(self, rank,
+                            reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(batch.ptr())),
+                            static_cast<size_t>(PyBytes_GET_SIZE(batch.ptr())));
+  } else if (const PackedBatch* packed; nb::try_cast(batch, packed) && packed != nullptr) {
+    applied = apply_packed(self, rank, packed->batch);
+  } else if (const SimpleBuffer buffer(batch); buffer.open()) {
+    applied = apply_payload(self, rank, buffer.data(), buffer.size());
+  }
+  return static_cast<int>(applied);
+}
+
+// Answer one query; false if the tokens cannot be read here.
+bool answer_query(const PyIndex& self, nb::handle token_ids, Query& query, Answer& answer) {
+  PromptTokens tokens(token_ids);
+  if (!tokens.read()) return false;
+  // A prompt's beginning often decides: convert that much, and look without letting the GIL go.
+  const bool is_short = tokens.view().length <= kFirstTokens;
+  if (!tokens.convert(is_short ? tokens.view().length : kFirstTokens)) return false;
+  query.tokens = tokens.view();
+  const bool look_first = is_short || query.tokens.ready < query.tokens.length;
+  if (look_first && self.index.try_match(query, answer) && !answer.starved) return true;
+  if (!tokens.convert(tokens.view().length)) return false;
+  query.tokens = tokens.view();
+  nb::gil_scoped_release released;
+  self.index.match(query, answer);
+  return true;
+}
+
+std::string text(nb::bytes value) {
+  return {static_cast<const char*>(value.data()), value.size()};
+}
+
+std::vector<std::string> texts(nb::list values) {
+  std::vector<std::string> all;
+  for (const nb::handle value : values) all.push_back(text(nb::cast<nb::bytes>(value)));
+  return all;
+}
+
+// The answer to a query, or None if the tokens cannot be read here.
+nb::object match_one(nb::handle self, nb::handle token_ids, Query& query) {
+  PyAnswer answer;
+  if (!answer_query(nb::cast<PyIndex&>(self), token_ids, query, answer.answer)) return nb::none();
+  answer.index = nb::borrow(self);
+  return nb::cast(std::move(answer));
+}
+
+nb::dict groups_dict(const std::map<uint32_t, Group>& groups) {
+  nb::dict all;
+  for (const auto& [group_idx, group] : groups) {
+    nb::dict entry;
+    entry["kind"] = group.spec.kind;
+    entry["sliding_window"] = group.spec.sliding_window;
+    entry["block_size"] = group.block_size;
+    all[nb::str(std::to_string(group_idx).c_str())] = entry;
+  }
+  return all;
+}
+
+template <class Names, class Values>
+nb::dict named_counts(const Names& names, const Values& values, bool zeros) {
+  nb::dict all;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (values[i] != 0 || zeros) all[names[i]] = values[i];
+  }
+  return all;
+}
+
+std::optional<nb::dict> rank_statistics(const PyIndex& self, uint32_t rank) {
+  const auto statistics = self.index.statistics(rank);
+  if (!statistics) return std::nullopt;
+  nb::dict all = named_counts(kCounterNames, statistics->counters, true);
+  all["blocks"] = statistics->blocks;
+  all["orphans"] = statistics->orphans;
+  all["orphans_dropped"] = statistics->orphans_dropped;
+  all["ambiguous"] = statistics->ambiguous;
+  all["duplicates"] = statistics->duplicates;
+  all["ignored"] = named_counts(kIgnoredNames, statistics->ignored, false);
+  nb::dict skipped;
+  for (const auto& [tag, count] : statistics->skipped) {
+    skipped[nb::str(tag.data(), tag.size())] = count;
+  }
+  all["skipped"] = skipped;
+  all["groups"] = groups_dict(statistics->groups);
+  return all;
+}
+
+nb::dict tree_statistics(const PyIndex& self) {
+  const TreeStatistics statistics = self.index.statistics();
+  nb::dict all;
+  all["blocks"] = statistics.blocks;
+  all["unique_blocks"] = statistics.unique_blocks;
+  all["runs"] = statistics.runs;
+  return all;
+}
+
+// (label, depth, medium, group, copies, block size, LoRA tag) of each resident block in each place.
+std::optional<nb::list> walk(const PyIndex& self, uint32_t rank) {
+  const auto resident = self.index.walk(rank);
+  if (!resident) return std::nullopt;
+  nb::list all;
+  for (const ResidentBlock& block : *resident) {
+    const nb::object label = block.name.empty()
+                                 ? nb::object(nb::int_(block.value))
+                                 : nb::object(nb::bytes(block.name.data(), block.name.size()));
+    all.append(nb::make_tuple(label, block.depth, block.medium, block.group_idx, block.copies,
+                              block.name_space.block_size,
+                              nb::bytes(block.name_space.lora.data(), block.name_space.lora.size())));
+  }
+  return all;
+}
+
+std::optional<std::string> check(const PyIndex& self) {
+  try {
+    self.index.check();
+  } catch (const InvariantError& error) {
+    return error.what();
+  }
+  return std::nullopt;
+}
+
+bool configure(PyIndex& self, uint32_t rank,
+               const std::map<uint32_t, std::pair<std::string, std::optional<int64_t>>>& groups) {
+  std::map<uint32_t, GroupSpec> specs;
+  for (const auto& [group_idx, spec] : groups) specs[group_idx] = {spec.first, spec.second};
+  return self.index.configure(rank, specs);
+}
+
+// What a query cannot do without, for benchmarks: converting tokens, and hashing them.
+size_t floor_convert(nb::handle token_ids) {
+  PromptTokens tokens(token_ids);
+  if (!tokens.read() || !tokens.convert(tokens.view().length)) throw nb::type_error("no tokens");
+  return tokens.view().ready;
+}
+
+uint64_t floor_hash(nb::handle token_ids, uint32_t block_size) {
+  PromptTokens tokens(token_ids);
+  if (!tokens.read() || !tokens.convert(tokens.view().length)) throw nb::type_error("no tokens");
+  static const KeyMaker maker(KeyMaker::Secrets{1, 2, 3});
+  const Root root{{block_size, 0, ""}, 0, 0, 0};
+  const std::vector<std::string> extras;
+  thread_local std::vector<Key> keys;
+  PromptKeys prompt(maker, root, tokens.view(), extras, keys);
+  const size_t count = prompt.ready(tokens.view().length / block_size);
+  return count == 0 ? 0 : prompt[count - 1];
+}
+
+void bind_index(nb::module_& module) {
+  nb::class_<PyIndex>(module, "Index")
+      .def(nb::init<nb::bytes, std::optional<uint64_t>, size_t>(), "secrets"_a,
+           "max_blocks"_a.none(), "max_orphans"_a)
+      .def("add", [](PyIndex& self) { return self.index.add(); })
+      .def("remove", [](PyIndex& self, uint32_t rank) {
+        nb::gil_scoped_release released;
+        return self.index.remove(rank);
+      })
+      .def("clear", [](PyIndex& self, uint32_t rank) {
+        nb::gil_scoped_release released;
+        return self.index.clear(rank);
+      })
+      .def("configure", &configure)
+      .def("set_order", [](PyIndex& self, const std::vector<uint32_t>& ranks) {
+        self.index.set_order(ranks);
+      })
+      .def("apply", &apply, "rank"_a, "batch"_a.none())
+      .def("match", [](nb::handle self, nb::handle token_ids) {
+        Query query;
+        return match_one(self, token_ids, query);
+      }, "token_ids"_a.none())
+      .def("match_with", [](nb::handle self, nb::handle token_ids, nb::bytes lora, nb::list extras,
+                            std::optional<nb::list> media,
+                            std::optional<std::vector<uint32_t>> ranks, uint32_t block_size) {
+        Query query;
+        query.lora = text(lora);
+        query.extras = texts(extras);
+        if (media) query.media = texts(*media);
+        query.ranks = std::move(ranks);
+        if (query.ranks) std::sort(query.ranks->begin(), query.ranks->end());
+        query.block_size = block_size;
+        return match_one(self, token_ids, query);
+      }, "token_ids"_a.none(), "lora"_a, "extras"_a, "media"_a.none(), "ranks"_a.none(), "block_size"_a)
+      .def("__len__", [](const PyIndex& self) { return self.index.size(); })
+      .def("size", [](const PyIndex& self, uint32_t rank) { return self.index.size(rank); })
+      .def("statistics", &tree_statistics)
+      .def("rank_statistics", &rank_statistics)
+      .def("block_sizes", [](const PyIndex& self, nb::bytes lora) {
+        return self.index.block_sizes(text(lora));
+      })
+      .def("walk", &walk)
+      .def("check", &check);
+  nb::class_<PyAnswer>(module, "Answer")
+      .def_prop_ro("best", [](const PyAnswer& self) -> std::optional<nb::tuple> {
+        if (self.answer.best < 0) return std::nullopt;
+        return self.plain(self.answer.ranks[static_cast<size_t>(self.answer.best)]);
+      })
+      .def("get", [](const PyAnswer& self, uint32_t rank) -> std::optional<nb::tuple> {
+        const FoundRank* found = self.find(rank);
+        if (found == nullptr) return std::nullopt;
+        return self.plain(*found);
+      })
+      .def("all", [](const PyAnswer& self) {
+        nb::list all;
+        for (const FoundRank& found : self.answer.ranks) all.append(self.plain(found));
+        return all;
+      })
+      .def("__len__", [](const PyAnswer& self) { return self.answer.ranks.size(); });
+}
+
+}  // namespace
+
+}  // namespace kvindex
+
+NB_MODULE(_native, module) {
+  module.doc() = "The native core of kvindex; use it through `kvindex.Index`.";
+  module.attr("SECRET_BYTES") = kvindex::kSecretBytes;
+  kvindex::bind_packed_batch(module);
+  kvindex::bind_index(module);
+  module.def("floor_convert", &kvindex::floor_convert, "token_ids"_a);
+  module.def("floor_hash", &kvindex::floor_hash, "token_ids"_a, "block_size"_a);
+}

@@ -1,0 +1,208 @@
+#include "core/index.hpp"
+
+#include <algorithm>
+#include <mutex>
+#include <shared_mutex>
+
+#include "core/invariant.hpp"
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+namespace kvindex {
+
+namespace {
+
+constexpr uint32_t kLastInOrder = 0xffffffffu;
+constexpr uint64_t kWorthTrimming = 100'000;  // resident blocks: some megabytes
+
+}  // namespace
+
+Index::Index(const KeyMaker::Secrets& secrets, const Scramble& scramble,
+             std::optional<uint64_t> max_blocks, size_t max_orphans)
+    : shared_(KeyMaker(secrets), scramble) {
+  shared_.budget.limit = max_blocks;
+  shared_.max_orphans = max_orphans;
+}
+
+// Ranks --------------------------------------------------------------------------------------
+
+RankBlocks* Index::find(RankId rank) const {
+  const uint32_t slot = slot_of(rank);
+  return slot == kGone ? nullptr : slots_[slot].blocks.get();
+}
+
+Index::RankId Index::add() {
+  const std::lock_guard alone(lock_);
+  if (free_slots_.empty()) {
+    free_slots_.push_back(static_cast<uint32_t>(slots_.size()));
+    slots_.emplace_back();
+  }
+  const uint32_t slot = free_slots_.back();
+  free_slots_.pop_back();
+  const auto rank = static_cast<RankId>(slot_of_.size());
+  slots_[slot] = {std::make_unique<RankBlocks>(shared_, slot), rank, kLastInOrder};
+  slot_of_.push_back(slot);
+  return rank;
+}
+
+template <class Change>
+bool Index::change(RankId rank, Change&& change) {
+  bool shrunk = false;
+  {
+    const std::lock_guard alone(lock_);
+    RankBlocks* blocks = find(rank);
+    if (blocks == nullptr) return false;
+    change(*blocks);
+    const uint64_t used = shared_.budget.used;
+    if (used > most_used_) {
+      most_used_ = used;
+    } else if (used * 2 < most_used_ && most_used_ - used > kWorthTrimming) {
+      most_used_ = used;
+      shrunk = true;
+    }
+  }
+  if (shrunk) trim_if_shrunk();
+  return true;
+}
+
+bool Index::remove(RankId rank) {
+  return change(rank, [&](RankBlocks&) {
+    const uint32_t slot = slot_of_[rank];
+    slots_[slot] = RankSlot{};
+    slot_of_[rank] = kGone;
+    free_slots_.push_back(slot);
+  });
+}
+
+bool Index::clear(RankId rank) {
+  return change(rank, [](RankBlocks& blocks) { blocks.clear(); });
+}
+
+bool Index::configure(RankId rank, const std::map<uint32_t, GroupSpec>& specs) {
+  return change(rank, [&](RankBlocks& blocks) { blocks.configure(specs); });
+}
+
+bool Index::apply(RankId rank, const Batch& batch) {
+  return change(rank, [&](RankBlocks& blocks) { blocks.apply(batch); });
+}
+
+void Index::set_order(const std::vector<RankId>& ranks) {
+  const std::lock_guard alone(lock_);
+  for (RankSlot& slot : slots_) slot.order = kLastInOrder;
+  for (uint32_t i = 0; i < ranks.size(); ++i) {
+    if (const uint32_t slot = slot_of(ranks[i]); slot != kGone) slots_[slot].order = i;
+  }
+}
+
+void Index::trim_if_shrunk() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
+// Queries ------------------------------------------------------------------------------------
+
+void Index::match(const Query& query, Answer& answer) const {
+  const std::shared_lock together(lock_);
+  find_matches(shared_, slots_, query, answer);
+}
+
+bool Index::try_match(const Query& query, Answer& answer) const {
+  const std::shared_lock together(lock_, std::try_to_lock);
+  if (!together.owns_lock()) return false;
+  find_matches(shared_, slots_, query, answer);
+  return true;
+}
+
+// Insight ------------------------------------------------------------------------------------
+
+uint64_t Index::size() const {
+  const std::shared_lock together(lock_);
+  return shared_.budget.used;
+}
+
+std::optional<uint64_t> Index::size(RankId rank) const {
+  const std::shared_lock together(lock_);
+  const RankBlocks* blocks = find(rank);
+  if (blocks == nullptr) return std::nullopt;
+  return blocks->labels().size();
+}
+
+std::vector<uint32_t> Index::block_sizes(std::string_view lora) const {
+  const std::shared_lock together(lock_);
+  std::vector<uint32_t> sizes;
+  for (const RootId root : shared_.tree.roots(lora)) {
+    if (shared_.tree.root(root).strands != 0) {
+      sizes.push_back(shared_.tree.root(root).name.block_size);
+    }
+  }
+  std::sort(sizes.begin(), sizes.end());
+  sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+  return sizes;
+}
+
+TreeStatistics Index::statistics() const {
+  const std::shared_lock together(lock_);
+  TreeStatistics statistics;
+  statistics.blocks = shared_.budget.used;
+  statistics.unique_blocks = shared_.tree.block_count();
+  statistics.runs = shared_.tree.segment_count();
+  return statistics;
+}
+
+std::optional<RankStatistics> Index::statistics(RankId rank) const {
+  const std::shared_lock together(lock_);
+  const RankBlocks* blocks = find(rank);
+  if (blocks == nullptr) return std::nullopt;
+  RankStatistics statistics;
+  statistics.blocks = blocks->labels().size();
+  statistics.orphans = blocks->orphans().size();
+  statistics.orphans_dropped = blocks->orphans().dropped();
+  statistics.ambiguous = blocks->labels().ambiguous();
+  statistics.duplicates = blocks->labels().duplicates();
+  for (size_t i = 0; i < statistics.counters.size(); ++i) {
+    statistics.counters[i] = blocks->counter(static_cast<Counter>(i));
+  }
+  for (size_t i = 0; i < statistics.ignored.size(); ++i) {
+    statistics.ignored[i] = blocks->ignored(static_cast<Ignored>(i));
+  }
+  statistics.skipped = blocks->skipped();
+  statistics.groups = blocks->groups().known();
+  return statistics;
+}
+
+std::optional<std::vector<ResidentBlock>> Index::walk(RankId rank) const {
+  const std::shared_lock together(lock_);
+  const RankBlocks* blocks = find(rank);
+  if (blocks == nullptr) return std::nullopt;
+  std::vector<ResidentBlock> all;
+  all.reserve(blocks->labels().size());
+  blocks->labels().placements([&](const Label& label, BlockRef block) {
+    for (const Copies& copies : blocks->labels().held(label, block)) {
+      const Owner& owner = shared_.owners[copies.owner];
+      all.push_back({label.named ? 0 : label.value,
+                     label.named ? shared_.names.text(label) : std::string(),
+                     shared_.tree.depth(block), *owner.medium, owner.group_idx, copies.count,
+                     shared_.tree.root(shared_.tree.root_of(block)).name});
+    }
+  });
+  return all;
+}
+
+void Index::check() const {
+  const std::shared_lock together(lock_);
+  std::vector<uint64_t> resident(shared_.owners.size());
+  uint64_t size = 0;
+  for (const RankSlot& slot : slots_) {
+    if (slot.blocks == nullptr) continue;
+    slot.blocks->labels().check(resident);
+    size += slot.blocks->labels().size();
+  }
+  require(size == shared_.budget.used, std::to_string(size) + " blocks resident, counted " +
+                                           std::to_string(shared_.budget.used));
+  shared_.tree.check(resident);
+}
+
+}  // namespace kvindex

@@ -1,0 +1,101 @@
+// The index: events in, answers out. It knows no Python; kvindex/index/native.py dresses it.
+//
+// Locking rule: one `RwLock` guards everything. `apply` and whatever else changes something holds
+// it alone, queries and insight hold it together. Payloads are decoded and tokens are converted
+// before it is taken. Nothing is called back while it is held.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/matching.hpp"
+#include "core/rank_blocks.hpp"
+#include "core/rw_lock.hpp"
+
+namespace kvindex {
+
+// Counts of one rank, as `Index.statistics` shows them.
+struct RankStatistics {
+  uint64_t blocks = 0;
+  uint64_t orphans = 0;
+  uint64_t orphans_dropped = 0;
+  uint64_t ambiguous = 0;
+  uint64_t duplicates = 0;
+  std::array<uint64_t, static_cast<size_t>(Counter::kCount)> counters{};
+  std::array<uint64_t, static_cast<size_t>(Ignored::kCount)> ignored{};
+  std::map<std::string, uint64_t> skipped;
+  std::map<uint32_t, Group> groups;
+};
+
+struct TreeStatistics {
+  uint64_t blocks = 0;         // resident (block, group) pairs of all ranks
+  uint64_t unique_blocks = 0;  // in the shared tree
+  uint64_t runs = 0;           // pieces that the tree is kept in
+};
+
+// One resident block in one place.
+struct ResidentBlock {
+  uint64_t value = 0;  // the label, if it is an int
+  std::string name;    // the label, if it is bytes
+  uint32_t depth = 0;
+  std::string medium;
+  uint32_t group_idx = 0;
+  uint64_t copies = 0;
+  Namespace name_space;
+};
+
+class Index {
+ public:
+  using RankId = uint32_t;  // never used twice
+
+  Index(const KeyMaker::Secrets& secrets, const Scramble& scramble,
+        std::optional<uint64_t> max_blocks, size_t max_orphans);
+
+  // Make a rank; it comes last in the order of ranks.
+  RankId add();
+  // The others are false, or return nothing, if the rank is gone.
+  bool remove(RankId rank);
+  bool clear(RankId rank);
+  bool configure(RankId rank, const std::map<uint32_t, GroupSpec>& specs);
+  bool apply(RankId rank, const Batch& batch);
+
+  // Say which rank comes before which where they hold equally much; those left out come last.
+  void set_order(const std::vector<RankId>& ranks);
+
+  void match(const Query& query, Answer& answer) const;
+  // Likewise, unless that had to wait: then false.
+  bool try_match(const Query& query, Answer& answer) const;
+
+  uint64_t size() const;
+  std::optional<uint64_t> size(RankId rank) const;
+  // The block sizes of what is held of one LoRA, ascending.
+  std::vector<uint32_t> block_sizes(std::string_view lora) const;
+  TreeStatistics statistics() const;
+  std::optional<RankStatistics> statistics(RankId rank) const;
+  std::optional<std::vector<ResidentBlock>> walk(RankId rank) const;
+
+  // Assert every invariant. Throws InvariantError. O(everything).
+  void check() const;
+
+ private:
+  static constexpr uint32_t kGone = 0xffffffffu;
+
+  uint32_t slot_of(RankId rank) const { return rank < slot_of_.size() ? slot_of_[rank] : kGone; }
+  RankBlocks* find(RankId rank) const;
+  // Give memory back to the system once much less is held than before; called without the lock.
+  void trim_if_shrunk();
+  template <class Change>
+  bool change(RankId rank, Change&& change);
+
+  mutable RwLock lock_;
+  Shared shared_;
+  std::vector<RankSlot> slots_;
+  std::vector<uint32_t> slot_of_;  // by rank; kGone for those that were removed
+  std::vector<uint32_t> free_slots_;
+  uint64_t most_used_ = 0;  // since memory was given back
+};
+
+}  // namespace kvindex

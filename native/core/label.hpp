@@ -1,0 +1,81 @@
+// Engines' labels of blocks: 64-bit ints as they are, digests of bytes by a number of our own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace kvindex {
+
+struct Label {
+  uint64_t value = 0;   // the int modulo 2**64, or the number of a name
+  bool named = false;
+
+  bool operator==(const Label&) const = default;
+};
+
+struct LabelHash {
+  size_t operator()(const Label& label) const {
+    uint64_t x = (label.value + label.named) * 0x9e3779b97f4a7c15u;
+    return static_cast<size_t>(x ^ x >> 32);
+  }
+};
+
+// The byte labels in use, each stored once. Owned by the index, under its lock.
+class LabelNames {
+ public:
+  static constexpr uint64_t kUnknown = ~uint64_t{0};
+
+  // The number of a name, or kUnknown.
+  uint64_t find(std::string_view name) const {
+    const auto found = numbers_.find(std::string(name));
+    return found == numbers_.end() ? kUnknown : found->second;
+  }
+
+  // The number of a name that is new or known. It lives until it is released as often as acquired:
+  // a new one must be acquired at once.
+  uint64_t number(std::string_view name) {
+    const auto [place, is_new] = numbers_.try_emplace(std::string(name), 0);
+    if (is_new) {
+      if (free_.empty()) {
+        free_.push_back(names_.size());
+        names_.emplace_back();
+      }
+      place->second = free_.back();
+      free_.pop_back();
+      names_[place->second] = {&place->first, 0};
+    }
+    return place->second;
+  }
+
+  void acquire(const Label& label) {
+    if (label.named) ++names_[label.value].users;
+  }
+  void release(const Label& label) {
+    if (label.named && --names_[label.value].users == 0) forget(label);
+  }
+
+  const std::string& text(const Label& label) const { return *names_[label.value].text; }
+  size_t size() const { return numbers_.size(); }
+
+ private:
+  struct Name {
+    const std::string* text = nullptr;
+    uint64_t users = 0;
+  };
+
+  void forget(const Label& label) {
+    numbers_.erase(*names_[label.value].text);
+    names_[label.value] = Name{};
+    free_.push_back(label.value);
+  }
+
+  std::unordered_map<std::string, uint64_t> numbers_;
+  std::vector<Name> names_;
+  std::vector<uint64_t> free_;
+};
+
+}  // namespace kvindex

@@ -1,0 +1,251 @@
+#include "core/labels.hpp"
+
+#include <algorithm>
+
+#include "core/invariant.hpp"
+
+namespace kvindex {
+
+Labels::Labels(Tree& tree, const Owners& owners, LabelNames& names, Budget& budget,
+               const Scramble& scramble)
+    : tree_(tree), owners_(owners), names_(names), budget_(budget), ints_(scramble),
+      named_(scramble) {}
+
+BlockRef Labels::newest(const Label& label) const { return table(label).find(label.value); }
+
+std::vector<BlockRef> Labels::named(const Label& label) const {
+  std::vector<BlockRef> blocks;
+  const BlockRef first = newest(label);
+  if (first == kNoBlock) return blocks;
+  blocks.push_back(first);
+  if (const auto older = older_.find(label); older != older_.end()) {
+    blocks.insert(blocks.end(), older->second.rbegin(), older->second.rend());
+  }
+  return blocks;
+}
+
+bool Labels::placed(const Label& label, BlockRef block, BlockRef newest) const {
+  if (newest == block) return true;
+  if (newest == kNoBlock || older_.empty()) return false;
+  const auto older = older_.find(label);
+  return older != older_.end() &&
+         std::find(older->second.begin(), older->second.end(), block) != older->second.end();
+}
+
+std::vector<Copies> Labels::held(const Label& label, BlockRef block) const {
+  if (written_down()) {
+    const auto found = counted_->find({label, block});
+    return found == counted_->end() ? std::vector<Copies>() : found->second;
+  }
+  std::vector<Copies> all;
+  for (const OwnerId owner : places_) {
+    if (const uint64_t count = copies(label, block, owner); count != 0) all.push_back({owner, count});
+  }
+  return all;
+}
+
+uint64_t Labels::copies(const Label& label, BlockRef block, OwnerId owner) const {
+  if (written_down()) {
+    const auto found = counted_->find({label, block});
+    if (found == counted_->end()) return 0;
+    for (const Copies& copies : found->second) {
+      if (copies.owner == owner) return copies.count;
+    }
+    return 0;
+  }
+  if (!tree_.owned(block, owner)) return 0;
+  if (further_.empty()) return 1;
+  const auto further = further_.find(residence(block, owner));
+  return further == further_.end() ? 1 : 1 + further->second;
+}
+
+bool Labels::in_group(const Label& label, BlockRef block, uint32_t group_idx) const {
+  return std::any_of(places_.begin(), places_.end(), [&](OwnerId owner) {
+    return owners_[owner].group_idx == group_idx && copies(label, block, owner) != 0;
+  });
+}
+
+bool Labels::crowds(const Label& label, BlockRef block) const {
+  if (written_down() || tree_.owners(block) == kNoOwners) return false;
+  if (std::none_of(places_.begin(), places_.end(),
+                   [&](OwnerId owner) { return tree_.owned(block, owner); })) {
+    return false;
+  }
+  return !placed(label, block, newest(label));
+}
+
+void Labels::write_down() {
+  auto counted = std::make_unique<Counted>();
+  placements([&](const Label& label, BlockRef block) {
+    counted->emplace(Placement{label, block}, held(label, block));
+  });
+  counted_ = std::move(counted);
+  further_.clear();
+}
+
+bool Labels::grow() {
+  if (budget_.spent()) return false;
+  ++size_;
+  ++budget_.used;
+  return true;
+}
+
+void Labels::put(const Label& label, BlockRef block) {
+  const BlockRef before = table(label).add(label.value, block);
+  names_.acquire(label);
+  if (before == kNoBlock) return;
+  table(label).replace(label.value, block);
+  older_[label].push_back(before);
+  ++ambiguous_;
+}
+
+size_t Labels::add_new(const Label* labels, const Stretch& blocks) {
+  const BlockRef first = block_ref(blocks.strand, blocks.offset);
+  for (uint32_t i = 0; i < blocks.count; ++i) {
+    if (!grow()) return i;
+    put(labels[i], first + i);
+  }
+  return blocks.count;
+}
+
+bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t count) {
+  const SetId owners = tree_.owners(block);
+  const bool known_label = placed(label, block, newest(label));
+  const uint64_t known = known_label ? copies(label, block, owner) : 0;
+  const bool counts = known_label && in_group(label, block, owners_[owner].group_idx);
+  if (!counts && !grow()) return false;
+  if (!known_label) put(label, block);
+  duplicates_ += known != 0 ? count : count - 1;
+  if (!written_down()) {
+    const uint64_t further = known != 0 ? count : count - 1;
+    if (further != 0) further_[residence(block, owner)] += further;
+    return true;
+  }
+  std::vector<Copies>& all = (*counted_)[{label, block}];
+  if (known == 0) {
+    all.push_back({owner, count});
+    if (tree_.sets().contains(owners, owner)) ++shared_[residence(block, owner)];
+  } else {
+    for (Copies& copies : all) {
+      if (copies.owner == owner) copies.count += count;
+    }
+  }
+  return true;
+}
+
+bool Labels::drop(const Label& label, BlockRef block, OwnerId owner) {
+  const uint64_t place = residence(block, owner);
+  bool last_label = true;
+  if (written_down()) {
+    std::vector<Copies>& all = counted_->find({label, block})->second;
+    const auto copies = std::find_if(all.begin(), all.end(),
+                                     [&](const Copies& some) { return some.owner == owner; });
+    if (--copies->count != 0) return false;
+    all.erase(copies);
+    if (const auto shared = shared_.find(place); shared != shared_.end()) {
+      last_label = false;
+      if (--shared->second == 0) shared_.erase(shared);
+    }
+  } else if (const auto further = further_.find(place); further != further_.end()) {
+    if (--further->second == 0) further_.erase(further);
+    return false;
+  }
+  // The tree still shows the owner: leave it out of what is left.
+  const uint32_t group_idx = owners_[owner].group_idx;
+  bool any = false;
+  bool any_in_group = false;
+  for (const OwnerId other : places_) {
+    if (other == owner || copies(label, block, other) == 0) continue;
+    any = true;
+    any_in_group = any_in_group || owners_[other].group_idx == group_idx;
+  }
+  if (!any_in_group) {
+    --size_;
+    --budget_.used;
+  }
+  if (!any) forget(label, block);
+  return last_label;
+}
+
+void Labels::forget(const Label& label, BlockRef block) {
+  if (written_down()) counted_->erase({label, block});
+  const auto older = older_.empty() ? older_.end() : older_.find(label);
+  if (older == older_.end()) {
+    table(label).erase(label.value);
+  } else {
+    std::vector<BlockRef>& blocks = older->second;
+    if (newest(label) == block) {
+      table(label).replace(label.value, blocks.back());
+      blocks.pop_back();
+    } else {
+      blocks.erase(std::find(blocks.begin(), blocks.end(), block));
+    }
+    if (blocks.empty()) older_.erase(older);
+  }
+  names_.release(label);
+}
+
+void Labels::clear() {
+  std::vector<BlockRef> blocks;
+  blocks.reserve(ints_.size() + named_.size());
+  placements([&](const Label& label, BlockRef block) {
+    blocks.push_back(block);
+    names_.release(label);
+  });
+  ints_.clear();
+  named_.clear();
+  older_.clear();
+  further_.clear();
+  counted_.reset();
+  shared_.clear();
+  budget_.used -= size_;
+  size_ = 0;
+  // Backwards: ends of strands first, so that most of what is dropped is only cut off.
+  std::sort(blocks.begin(), blocks.end(), std::greater<>());
+  blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
+  for (size_t i = 0; i < blocks.size();) {
+    // A stretch of neighbours in one strand. A strand may be dropped by what comes before it, but
+    // not while the rank holds a block of it.
+    size_t stop = i + 1;
+    while (stop < blocks.size() && blocks[stop] == blocks[stop - 1] - 1 &&
+           strand_of(blocks[stop]) == strand_of(blocks[i])) {
+      ++stop;
+    }
+    const Stretch stretch{strand_of(blocks[i]), offset_of(blocks[stop - 1]),
+                          static_cast<uint32_t>(stop - i)};
+    for (size_t place = 0; place < places_.size(); ++place) {
+      tree_.release(stretch, places_[place]);
+    }
+    tree_.prune(blocks[i]);
+    i = stop;
+  }
+}
+
+void Labels::check(std::vector<uint64_t>& resident) const {
+  uint64_t size = 0;
+  std::unordered_map<uint64_t, uint64_t> labels;
+  placements([&](const Label& label, BlockRef block) {
+    const std::vector<Copies> all = held(label, block);
+    require(!all.empty(), "a label without copies");
+    std::vector<uint32_t> groups;
+    for (const Copies& copies : all) {
+      require(copies.count != 0, "a place without copies");
+      require(tree_.owned(block, copies.owner), "a label's block that the tree knows nothing of");
+      if (labels[residence(block, copies.owner)]++ == 0) ++resident[copies.owner];
+      groups.push_back(owners_[copies.owner].group_idx);
+    }
+    std::sort(groups.begin(), groups.end());
+    size += static_cast<uint64_t>(std::unique(groups.begin(), groups.end()) - groups.begin());
+  });
+  require(size == size_, std::to_string(size) + " blocks resident, counted " + std::to_string(size_));
+  for (const auto& [place, count] : labels) {
+    const auto shared = shared_.find(place);
+    const uint64_t known = shared == shared_.end() ? 0 : shared->second;
+    require(count - 1 == known, "labels that share a block are miscounted");
+  }
+  for (const auto& [place, count] : further_) {
+    require(count != 0 && labels.contains(place), "further copies of what is not resident");
+  }
+}
+
+}  // namespace kvindex

@@ -1,0 +1,147 @@
+// A rank's labels: which blocks each of the engine's hashes names, and where copies of them are.
+//
+// Nearly always a label names one block, a block has one label, and there is one copy in each place
+// that the tree knows as its owner. Then a label costs an entry of `LabelTable` and nothing else:
+// its copies are read from the tree. What is rarer is kept beside: further copies (`further_`), and
+// older blocks of the same label (`older_`). Should a block ever get a second label, the tree can no
+// longer tell whose copies it shows; from then on, until the rank is cleared, the copies of every
+// label are written down (`counted_`).
+//
+// The Python twin is kvindex/index/labels.py. Owned by the index, under its lock.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/label.hpp"
+#include "core/label_table.hpp"
+#include "core/owners.hpp"
+#include "core/tree.hpp"
+
+namespace kvindex {
+
+// The resident (block, group) pairs of an index, and how many there may be.
+struct Budget {
+  std::optional<uint64_t> limit;
+  uint64_t used = 0;
+
+  bool spent() const { return limit && used >= *limit; }
+};
+
+// Copies of a block in one place.
+struct Copies {
+  OwnerId owner = 0;
+  uint64_t count = 0;
+};
+
+class Labels {
+ public:
+  Labels(Tree& tree, const Owners& owners, LabelNames& names, Budget& budget,
+         const Scramble& scramble);
+
+  uint64_t size() const { return size_; }  // resident (block, group) pairs
+  uint64_t ambiguous() const { return ambiguous_; }    // how often a label named a further block
+  uint64_t duplicates() const { return duplicates_; }  // further physical copies counted
+
+  // The places of the rank; `add` wants to know them all.
+  std::vector<OwnerId>& places() { return places_; }
+  const std::vector<OwnerId>& places() const { return places_; }
+
+  // The newest block of a label, or kNoBlock.
+  BlockRef newest(const Label& label) const;
+  // All the blocks of a label, the newest first.
+  std::vector<BlockRef> named(const Label& label) const;
+  bool ambiguous(const Label& label) const { return !older_.empty() && older_.contains(label); }
+  void prefetch(const Label& label) const {
+    if (!label.named) ints_.prefetch(label.value);
+  }
+
+  uint64_t copies(const Label& label, BlockRef block, OwnerId owner) const;
+
+  // Whether a label would become a further one of a block that the rank holds already. Before it
+  // is added, every block added so far must be owned in the tree, and `write_down` be called.
+  bool crowds(const Label& label, BlockRef block) const;
+  void write_down();
+
+  // Count copies of a block; false, and nothing counted, if the budget has no room for it. Must
+  // come before the tree learns of the owner.
+  bool add(const Label& label, BlockRef block, OwnerId owner, uint64_t count = 1);
+
+  // Likewise for blocks that nobody holds yet; says how many there was room for. The copies must
+  // not be `written_down`.
+  size_t add_new(const Label* labels, const Stretch& blocks);
+  bool written_down() const { return counted_ != nullptr; }
+
+  // Take one copy away; true if the owner now no longer holds the block at all: then the tree must
+  // learn of it before anything else.
+  bool drop(const Label& label, BlockRef block, OwnerId owner);
+
+  // Forget every label; the tree learns of it.
+  void clear();
+
+  // Visit each (label, block) pair.
+  template <class Visit>
+  void placements(Visit&& visit) const;
+
+  // The copies of one placement.
+  std::vector<Copies> held(const Label& label, BlockRef block) const;
+
+  // Assert that labels and the tree's owners tell the same; add up each owner's blocks.
+  // Throws InvariantError.
+  void check(std::vector<uint64_t>& resident) const;
+
+ private:
+  struct Placement {
+    Label label;
+    BlockRef block;
+    bool operator==(const Placement&) const = default;
+  };
+  struct PlacementHash {
+    size_t operator()(const Placement& placement) const {
+      return LabelHash()(placement.label) ^ placement.block * size_t{0x9e3779b1u};
+    }
+  };
+  using Counted = std::unordered_map<Placement, std::vector<Copies>, PlacementHash>;
+
+  static uint64_t residence(BlockRef block, OwnerId owner) { return uint64_t{block} << 32 | owner; }
+  bool placed(const Label& label, BlockRef block, BlockRef newest) const;
+  bool in_group(const Label& label, BlockRef block, uint32_t group_idx) const;
+  bool grow();
+  void put(const Label& label, BlockRef block);
+  void forget(const Label& label, BlockRef block);
+  LabelTable& table(const Label& label) { return label.named ? named_ : ints_; }
+  const LabelTable& table(const Label& label) const { return label.named ? named_ : ints_; }
+
+  Tree& tree_;
+  const Owners& owners_;
+  LabelNames& names_;
+  Budget& budget_;
+  std::vector<OwnerId> places_;
+  LabelTable ints_;
+  LabelTable named_;
+  std::unordered_map<Label, std::vector<BlockRef>, LabelHash> older_;  // newest last
+  std::unordered_map<uint64_t, uint64_t> further_;  // by residence: copies beyond the first
+  std::unique_ptr<Counted> counted_;
+  std::unordered_map<uint64_t, uint64_t> shared_;  // by residence: labels beyond the first
+  uint64_t size_ = 0;
+  uint64_t ambiguous_ = 0;
+  uint64_t duplicates_ = 0;
+};
+
+template <class Visit>
+void Labels::placements(Visit&& visit) const {
+  for (const bool named : {false, true}) {
+    (named ? named_ : ints_).for_each([&](uint64_t value, BlockRef block) {
+      visit(Label{value, named}, block);
+    });
+  }
+  for (const auto& [label, blocks] : older_) {
+    for (const BlockRef block : blocks) visit(label, block);
+  }
+}
+
+}  // namespace kvindex

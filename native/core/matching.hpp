@@ -1,0 +1,61 @@
+// One walk for all ranks: from a prompt's keys to what each rank holds of it.
+//
+// The Python twin is kvindex/index/matching.py.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/owners.hpp"
+#include "core/prompt.hpp"
+#include "core/rank_blocks.hpp"
+#include "core/tree.hpp"
+
+namespace kvindex {
+
+struct Query {
+  TokenView tokens;
+  std::string lora;
+  std::vector<std::string> extras;                 // canonical extra keys by block
+  std::optional<std::vector<std::string>> media;   // folded names that count; none: all
+  std::optional<std::vector<uint32_t>> ranks;      // their ids; none: all
+  uint32_t block_size = 0;                         // 0: any
+};
+
+struct MediumBlocks {
+  const std::string* medium = nullptr;  // lives as long as the index
+  uint32_t blocks = 0;
+};
+
+struct FoundRank {
+  uint32_t rank = 0;  // its id
+  uint32_t blocks = 0;
+  uint64_t tokens = 0;
+  uint32_t block_size = 0;
+  uint32_t media_begin = 0;  // in Answer::media
+  uint32_t media_count = 0;
+};
+
+// What the ranks that hold anything of a prompt hold of it.
+struct Answer {
+  std::vector<FoundRank> ranks;  // in no order
+  std::vector<MediumBlocks> media;
+  int64_t best = -1;  // of `ranks`: most tokens, then the first in the index's order of ranks
+  bool starved = false;  // more ready tokens might give a longer match
+};
+
+// A rank as matching sees it.
+struct RankSlot {
+  std::unique_ptr<RankBlocks> blocks;  // null: not in use
+  uint32_t id = 0;
+  uint32_t order = 0;
+};
+
+// Answer a query. Reads the shared state only; scratch memory is the thread's own.
+void find_matches(const Shared& shared, const std::vector<RankSlot>& ranks, const Query& query,
+                  Answer& answer);
+
+}  // namespace kvindex

@@ -1,0 +1,81 @@
+// A rank's stored blocks whose place is not known yet; see kvindex/index/orphans.py, the twin.
+//
+// An orphan has content and a parent nobody has stored (yet); an unplaced block is only a label at
+// a place. Both are bounded and never matched. Owned by the index, under its lock.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/label.hpp"
+#include "core/labels.hpp"
+#include "core/tree.hpp"
+
+namespace kvindex {
+
+struct Orphan {
+  std::optional<Label> parent;  // none: unplaced, and what follows means nothing
+  RootId root = 0;
+  Digest content;
+  uint64_t content_bytes = 0;
+  std::vector<Copies> copies;
+};
+
+class Orphans {
+ public:
+  Orphans(Tree& tree, LabelNames& names, size_t limit)
+      : tree_(tree), names_(names), limit_(limit) {}
+  ~Orphans() { clear(); }
+
+  size_t size() const { return held_.size(); }
+  uint64_t dropped() const { return dropped_; }  // given up for newer ones
+
+  // Hold one copy of a block of which only the label is known.
+  void hold_label(const Label& label, OwnerId owner);
+
+  // Hold one copy of a block that can be placed once its parent is.
+  void hold(const Label& label, const Label& parent, RootId root, Digest content,
+            uint64_t content_bytes, OwnerId owner);
+
+  // Hold a block no longer, and return it; the caller gets its use of the namespace (`leave`).
+  std::optional<Orphan> pop(const Label& label);
+
+  // Hold the children of a block no longer, and return them in the order they came; likewise.
+  // Each child's label stays acquired for the caller to release.
+  std::vector<std::pair<Label, Orphan>> pop_children(const Label& parent);
+
+  // Take one copy of a held block away; false if the owner holds none.
+  bool drop_copy(const Label& label, OwnerId owner);
+
+  void clear();
+
+ private:
+  struct Held {
+    Orphan orphan;
+    std::list<Label>::iterator turn;
+    uint64_t waiting = 0;  // its number among those that wait for the parent
+  };
+  using HeldMap = std::unordered_map<Label, Held, LabelHash>;
+
+  Held& add(const Label& label, OwnerId owner);
+  Orphan take(HeldMap::iterator held, bool keep_label);
+  void forget_wait(const Label& parent, uint64_t waiting);
+  void make_room();
+
+  Tree& tree_;
+  LabelNames& names_;
+  size_t limit_;
+  HeldMap held_;
+  std::list<Label> turns_;  // the oldest first
+  std::unordered_map<Label, std::map<uint64_t, Label>, LabelHash> waiting_;
+  uint64_t waits_ = 0;
+  uint64_t bytes_ = 0;
+  uint64_t dropped_ = 0;
+};
+
+}  // namespace kvindex

@@ -1,0 +1,62 @@
+// Owners: the (rank, medium, group) places that blocks can be resident in.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "core/owner_sets.hpp"
+
+namespace kvindex {
+
+// Names of media, kept as long as the index: answers refer to them.
+class Media {
+ public:
+  static constexpr size_t kMost = 4096;  // against a publisher that invents ever new ones
+
+  // The one copy of a name; null if there are too many.
+  const std::string* name(std::string_view text) {
+    const auto found = names_.find(std::string(text));
+    if (found != names_.end()) return found->second.get();
+    if (names_.size() == kMost) return nullptr;
+    auto made = std::make_unique<const std::string>(text);
+    return names_.emplace(*made, std::move(made)).first->second.get();
+  }
+
+ private:
+  std::unordered_map<std::string, std::unique_ptr<const std::string>> names_;
+};
+
+struct Owner {
+  uint32_t rank = 0;  // the rank's slot
+  uint32_t group_idx = 0;
+  const std::string* medium = nullptr;
+};
+
+// All owners by number. Owned by the index, under its lock.
+class Owners {
+ public:
+  OwnerId make(const Owner& owner) {
+    if (free_.empty()) {
+      owners_.push_back(owner);
+      return static_cast<OwnerId>(owners_.size() - 1);
+    }
+    const OwnerId id = free_.back();
+    free_.pop_back();
+    owners_[id] = owner;
+    return id;
+  }
+  void drop(OwnerId id) { free_.push_back(id); }
+
+  const Owner& operator[](OwnerId id) const { return owners_[id]; }
+  size_t size() const { return owners_.size(); }
+
+ private:
+  std::vector<Owner> owners_;
+  std::vector<OwnerId> free_;
+};
+
+}  // namespace kvindex

@@ -1,0 +1,45 @@
+#include "core/pages.hpp"
+
+#include <cstdlib>
+#include <new>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#define KVINDEX_HAS_MMAP 1
+#endif
+
+namespace kvindex {
+
+namespace {
+
+constexpr size_t kPage = 4096;
+[[maybe_unused]] constexpr size_t kMapped = size_t{1} << 20;  // from here on, pages of its own
+
+}  // namespace
+
+Pages::Pages(size_t bytes) : bytes_(bytes) {
+#ifdef KVINDEX_HAS_MMAP
+  if (bytes >= kMapped) {
+    bytes_ = (bytes + kPage - 1) / kPage * kPage;
+    void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<uint8_t*>(mapped);
+    return;
+  }
+#endif
+  data_ = static_cast<uint8_t*>(std::malloc(bytes));
+  if (data_ == nullptr && bytes != 0) throw std::bad_alloc();
+}
+
+Pages::~Pages() {
+  if (data_ == nullptr) return;
+#ifdef KVINDEX_HAS_MMAP
+  if (bytes_ >= kMapped) {
+    munmap(data_, bytes_);
+    return;
+  }
+#endif
+  std::free(data_);
+}
+
+}  // namespace kvindex

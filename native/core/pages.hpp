@@ -1,0 +1,35 @@
+// Memory of the index, kept apart from the allocator's so that what is freed goes back at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace kvindex {
+
+// One stretch of memory: of the allocator's while it is small, whole pages of its own beyond.
+class Pages {
+ public:
+  Pages() = default;
+
+  // Throws std::bad_alloc. The content is not defined.
+  explicit Pages(size_t bytes);
+  Pages(Pages&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Pages& operator=(Pages&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~Pages();
+
+
+  uint8_t* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace kvindex

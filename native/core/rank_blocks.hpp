@@ -1,0 +1,151 @@
+// What one rank holds, as its events tell it: each event's meaning, engine by engine.
+//
+// The Python twin, kvindex/index/rank_blocks.py, says why each rule is as it is. Owned by the index,
+// under its lock.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "core/batch.hpp"
+#include "core/groups.hpp"
+#include "core/labels.hpp"
+#include "core/orphans.hpp"
+
+namespace kvindex {
+
+enum class Counter : uint8_t {
+  stored, reannounced, orphaned, orphans_attached, unplaced,
+  removed, removed_unknown, removed_orphans, removed_ambiguous, cleared,
+  kCount
+};
+
+enum class Ignored : uint8_t {
+  too_many_media, no_blocks, block_size, token_count, extra_keys_count, lookahead_count,
+  too_many_groups, group_kind, partial_block, too_many_block_sizes,
+  position_unknown, parent_namespace, parent_ambiguous, max_blocks,
+  kCount
+};
+
+extern const std::array<const char*, static_cast<size_t>(Counter::kCount)> kCounterNames;
+extern const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredNames;
+
+// What a query wants to know of a rank's groups, side by side for all ranks.
+struct RankSummary {
+  RankGroups::Only only_full;
+  bool skips_holes = false;  // `RankGroups::window_only` is not empty
+};
+
+// What all ranks of an index share.
+struct Shared {
+  explicit Shared(const KeyMaker& key_maker, const Scramble& label_scramble)
+      : keys(key_maker), scramble(label_scramble), tree(keys) {}
+
+  const KeyMaker keys;
+  const Scramble scramble;
+  Tree tree;
+  Owners owners;
+  Media media;
+  LabelNames names;
+  Budget budget;
+  size_t max_orphans = 0;
+  std::vector<RankSummary> summaries;  // by slot
+  std::vector<Stretch> chain;   // scratch of `place`
+  std::vector<Label> labels;      // scratch of the event that is applied
+  std::vector<Digest> contents;  // likewise
+};
+
+class RankBlocks {
+ public:
+  RankBlocks(Shared& shared, uint32_t slot);
+  ~RankBlocks() { clear(); }
+  RankBlocks(const RankBlocks&) = delete;
+  RankBlocks& operator=(const RankBlocks&) = delete;
+
+  void apply(const Batch& batch);
+
+  // Take the user's word for the kinds of groups.
+  void configure(const std::map<uint32_t, GroupSpec>& specs);
+
+  // Forget everything held and learned: what comes next may be another engine's.
+  void clear();
+
+  const Labels& labels() const { return labels_; }
+  const Orphans& orphans() const { return orphans_; }
+  const RankGroups& groups() const { return groups_; }
+  uint64_t counter(Counter counter) const { return counters_[static_cast<size_t>(counter)]; }
+  uint64_t ignored(Ignored reason) const { return ignored_[static_cast<size_t>(reason)]; }
+  const std::map<std::string, uint64_t>& skipped() const { return skipped_; }
+
+ private:
+  struct Place {
+    uint32_t group_idx = 0;
+    std::string medium;
+    OwnerId owner = 0;
+  };
+  // Consecutive blocks that an event stores at one place.
+  struct Chain {
+    RootId root = 0;
+    const Label* labels = nullptr;
+    const Digest* contents = nullptr;
+    size_t count = 0;
+    OwnerId owner = 0;
+
+    Chain after(size_t start) const {
+      return {root, labels + start, contents + start, count - start, owner};
+    }
+  };
+
+  void count(Counter counter, uint64_t by) { counters_[static_cast<size_t>(counter)] += by; }
+  void ignore(Ignored reason, uint64_t blocks) { ignored_[static_cast<size_t>(reason)] += blocks; }
+  void summarize();
+  void skip(std::string_view tag);
+  void drop_all();
+
+  std::optional<OwnerId> find_place(const Batch& batch, const Event& event) const;
+  std::optional<OwnerId> place(const Batch& batch, const Event& event);
+  Label label(const Batch& batch, const WireHash& hash);
+
+  void store(const Batch& batch, const Event& event);
+  void gather_labels(const Batch& batch, const Event& event);
+  Ignored learn(const Batch& batch, const Event& event);
+  void store_chain(const Batch& batch, const Event& event, Chain chain, const Label* parent);
+  void store_at_root(const Batch& batch, const Event& event, const Chain& chain);
+  void store_after(BlockRef parent, const Label& parent_label, const Chain& chain);
+  void store_detached(const Batch& batch, const Event& event, const Label& parent,
+                      const Chain& chain);
+  bool is_reannouncement(const Chain& chain);
+  bool is_torn(const Label& label) const;
+  void relocate(const Label* labels, size_t count, OwnerId owner);
+  void place(BlockRef parent, const Chain& chain);
+  size_t add_labels(const Chain& chain);
+  void attach(std::vector<std::pair<Label, BlockRef>> placed);
+  BlockRef attach_one(const Label& label, const Orphan& orphan, BlockRef parent);
+  bool add_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies);
+  bool add_copy(const Label& label, BlockRef block, const Copies& copies);
+  void own_chain(size_t blocks, OwnerId owner);
+
+  void remove(const Batch& batch, const Event& event);
+  void remove_one(const Label& label, OwnerId owner);
+
+  Shared& shared_;
+  const uint32_t slot_;
+  Labels labels_;
+  Orphans orphans_;
+  RankGroups groups_;
+  std::vector<Place> places_;
+  std::array<uint64_t, static_cast<size_t>(Counter::kCount)> counters_{};
+  std::array<uint64_t, static_cast<size_t>(Ignored::kCount)> ignored_{};
+  std::map<std::string, uint64_t> skipped_;
+  bool reports_full_ = false;
+  bool positions_unknown_ = false;
+  // Labels of several blocks of which one went away: those that are left cannot be told.
+  std::unordered_set<Label, LabelHash> torn_;
+};
+
+}  // namespace kvindex

@@ -1,0 +1,97 @@
+"""The trust of all ranks as one value, kept until it changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvindex.rank import Rank, Trust
+from kvindex.subscribe.state import State
+from kvindex.subscribe.status import RankStatus
+from kvindex.subscribe.status_board import StatusBoard
+
+A, B = Rank("a", 0), Rank("b", 0)
+PATIENCE = 10.0
+
+
+def status(rank: Rank, **fields: Any) -> RankStatus:
+    known: dict[str, Any] = {
+        "state": State.LIVE,
+        "reason": "",
+        "epoch": 0,
+        "seq": 5,
+        "complete": True,
+        "lag": 0,
+        "connected": True,
+        "endpoint": "tcp://127.0.0.1:1",
+        "replay_endpoint": None,
+        "last_event_age": None,
+    }
+    return RankStatus(rank=rank, **{**known, **fields})
+
+
+class Board(StatusBoard):
+    """A board whose clock is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(lambda: self.now, PATIENCE)
+        self.show([status(A), status(B, state=State.SYNCING, complete=False, lag=3)])
+
+
+def test_trusts_hold_what_the_statuses_say() -> None:
+    assert Board().trusts() == {
+        A: Trust(State.LIVE, True, 0),
+        B: Trust(State.SYNCING, False, 3),
+    }
+
+
+def test_the_same_trusts_are_returned_while_only_progress_is_shown() -> None:
+    board = Board()
+    before = board.trusts()
+    board.show([status(A, seq=6, last_event_age=1.0)])
+    assert board.trusts() is before
+
+
+@pytest.mark.parametrize(
+    "change", [{"state": State.REPAIRING}, {"complete": False}, {"lag": 1}], ids=str
+)
+def test_a_change_that_matters_makes_new_trusts_and_leaves_the_old_as_they_were(
+    change: dict[str, Any],
+) -> None:
+    board = Board()
+    before = board.trusts()
+    board.show([status(A, **change)])
+    assert board.trusts()[A] == status(A, **change).trust
+    assert before[A] == Trust(State.LIVE, True, 0)
+
+
+def test_trusts_cannot_be_written() -> None:
+    with pytest.raises(TypeError):
+        Board().trusts()[A] = Trust(State.LIVE, True, 0)  # type: ignore[index]
+
+
+def test_ranks_that_come_go_or_are_renamed_show_at_once() -> None:
+    board = Board()
+    board.trusts()
+    board.show([status(Rank("c", 0))])
+    assert set(board.trusts()) == {A, B, Rank("c", 0)}
+    board.remove("c")
+    assert set(board.trusts()) == {A, B}
+    board.rename([A], {A: Rank("a", 1)})
+    assert set(board.trusts()) == {B}
+    board.end("closed")
+    assert {trust.state for trust in board.trusts().values()} == {State.CLOSED}
+
+
+def test_what_was_live_is_stale_while_the_thread_is_stuck_and_only_then() -> None:
+    board = Board()
+    live = board.trusts()
+    board.now = PATIENCE
+    stuck = board.trusts()
+    assert stuck[A] == Trust(State.STALE, True, 0)
+    assert stuck[B] == live[B]
+    assert board.trusts() is stuck
+    board.sign(board.now)
+    assert board.trusts()[A] == live[A]
