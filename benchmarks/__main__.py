@@ -1,25 +1,101 @@
-"""`python -m benchmarks`: memory and load, each alone or both."""
+"""`python -m benchmarks`: everything, or the measures that are named."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
-from benchmarks import load, memory
-from benchmarks.environment import header
+from benchmarks import environment, venvs
+from benchmarks.bench import Bench
+from benchmarks.measures import apply, cycles, growth, ingest, latency, load, match, memory, native
+from benchmarks.results import Result, as_dict, bars_table, details, write_between
+from benchmarks.scale import FULL, QUICK, SMOKE
+
+MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
+    "match": match.run,
+    "native": native.run,
+    "apply": apply.run,
+    "ingest": ingest.run,
+    "latency": latency.run,
+    "threads": latency.run_threads,
+    "memory": memory.run,
+    "growth": growth.run,
+    "cycles": cycles.run,
+    "load": load.run,
+}
 
 
 def main() -> None:
     """Run what was asked for and print it."""
+    options = _options()
+    scale = SMOKE if options.smoke else QUICK if options.quick else FULL
+    bench = Bench(
+        scale=scale,
+        peers=options.peers,
+        folder=options.venv,
+        trace=options.trace,
+        native_bench=options.native_bench,
+        seed=options.seed,
+    )
+    facts = environment.facts(shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]))
+    print(environment.header(facts), flush=True)
+    results: list[Result] = []
+    for name in options.measures or MEASURES:
+        print(f"… {name}", file=sys.stderr, flush=True)
+        found = MEASURES[name](bench)
+        results += found
+        print("\n" + details(found), flush=True)
+    print("\n" + bars_table(results))
+    if options.into:
+        figures = [environment.header(facts), bars_table(results), details(results)]
+        write_between(options.into, "\n\n".join(figures))
+    if options.json:
+        report = {"environment": facts, "results": [as_dict(result) for result in results]}
+        options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("only", nargs="?", choices=["memory", "load"], help="both by default")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds: shows that they run")
-    parser.add_argument("--ranks", type=int, default=64, help="ranks of the load (64)")
+    parser.add_argument(
+        "measures", nargs="*", metavar="MEASURE", help=f"all by default: {', '.join(MEASURES)}"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="small sizes: about a minute")
+    size.add_argument("--smoke", action="store_true", help="a few seconds: shows that they run")
+    parser.add_argument("--peers", action="store_true", help="run the peers too, side by side")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests from a trace")
+    parser.add_argument("--seed", type=int, default=1, help="of the workload (1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FILE",
+        help="put the tables between this file's two `figures` comments, as docs/benchmarks.md has",
+    )
+    parser.add_argument(
+        "--venv",
+        type=Path,
+        metavar="FOLDER",
+        default=venvs.default_folder(),
+        help="where the peers' environments are kept (%(default)s)",
+    )
+    parser.add_argument(
+        "--native-bench", type=Path, metavar="PATH", help="the native core's own benchmark, built"
+    )
     options = parser.parse_args()
-    print(header())
-    if options.only != "load":
-        memory.run(20_000 if options.smoke else 2_000_000)
-    if options.only != "memory":
-        load.run(8 if options.smoke else options.ranks, 50 if options.smoke else 2_000)
+    unknown = set(options.measures) - MEASURES.keys()
+    if unknown:
+        parser.error(f"no such measure: {', '.join(sorted(unknown))}")
+    if options.trace is not None:
+        options.trace = options.trace.resolve()
+        if not os.access(options.trace, os.R_OK):
+            parser.error(f"cannot read {options.trace}")
+    return options
 
 
 if __name__ == "__main__":

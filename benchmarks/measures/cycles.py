@@ -10,55 +10,56 @@ import gc
 import random
 import time
 
-from benchmarks.environment import resident_bytes
+from benchmarks.bench import Bench
+from benchmarks.results import OURS, Result
+from benchmarks.sides.remembering import resident_bytes
 from kvindex import BlockRemoved, BlockStored, EventBatch, Index, Rank
 from kvindex.wire import Event
+
+__all__ = ["run"]
 
 BLOCK_SIZE = 4
 CHAIN_BLOCKS = 32
 CHAINS = 256  # chains resident at a time
-REPORTS = 10
+REPORTS = 5
+_GROUP = "memory over store/remove cycles"
 
 
-def run(cycles: int) -> None:
-    """Print resident memory after each tenth of the cycles."""
-    print(f"memory over {cycles:,} store/remove cycles ({CHAINS * CHAIN_BLOCKS:,} blocks resident)")
+def run(bench: Bench) -> list[Result]:
+    """Return resident memory after each fifth of the cycles, and what is left at the end."""
+    cycles = bench.scale.cycles
     index, rank, rng = Index(), Rank("engine"), random.Random(7)
     resident: list[list[int]] = []
-    next_hash, done, report_at, started = 1, 0, cycles // REPORTS, time.perf_counter()
-    first = 0
+    results: list[Result] = []
+    next_hash, done, started = 1, 0, time.perf_counter()
     while done < cycles:
-        events: list[Event] = []
         hashes = list(range(next_hash, next_hash + CHAIN_BLOCKS))
         next_hash += CHAIN_BLOCKS
-        events.append(
-            BlockStored(
-                block_hashes=list(hashes),
-                token_ids=_prompt(rng),
-                block_size=BLOCK_SIZE,
-            )
-        )
         resident.append(hashes)
-        if len(resident) > CHAINS:
-            victim = resident.pop(rng.randrange(len(resident)))
-            rng.shuffle(victim)
-            events.extend(BlockRemoved(block_hashes=[block_hash]) for block_hash in victim)
-            done += CHAIN_BLOCKS
-        index.apply(rank, EventBatch(ts=0.0, events=events))
-        if done >= report_at:
-            report_at += cycles // REPORTS
-            gc.collect()
-            memory = resident_bytes()
-            first = first or memory
-            runs = index.statistics()["runs"]
-            print(
-                f"  {done:>10,} cycles  {memory / 2**20:8.1f} MiB  "
-                f"{(memory - first) / 2**20:+6.2f} MiB since the first report  {runs} runs"
-            )
+        removed = _taken(resident, rng) if len(resident) > CHAINS else []
+        index.apply(rank, EventBatch(ts=0.0, events=_events(hashes, removed, rng)))
+        done += len(removed)
+        if removed and done * REPORTS // cycles > len(results):
+            results.append(_report(f"after {done:,} cycles", index))
     rate = done / (time.perf_counter() - started)
     index.remove(rank)
     left = index.statistics()["unique_blocks"]
-    print(f"  {rate:,.0f} cycles/s; after removing everything: {left} blocks")
+    return [
+        *results,
+        _result("cycles", "1/s", rate),
+        _result("blocks left after removing the rank", "blocks", left),
+    ]
+
+
+def _taken(resident: list[list[int]], rng: random.Random) -> list[int]:
+    victim = resident.pop(rng.randrange(len(resident)))
+    rng.shuffle(victim)
+    return victim
+
+
+def _events(stored: list[int], removed: list[int], rng: random.Random) -> list[Event]:
+    store = BlockStored(block_hashes=list(stored), token_ids=_prompt(rng), block_size=BLOCK_SIZE)
+    return [store, *(BlockRemoved(block_hashes=[block_hash]) for block_hash in removed)]
 
 
 def _prompt(rng: random.Random) -> list[int]:
@@ -67,3 +68,14 @@ def _prompt(rng: random.Random) -> list[int]:
     branch = [rng.randrange(16)] * (BLOCK_SIZE * (CHAIN_BLOCKS // 4))
     own = CHAIN_BLOCKS * BLOCK_SIZE - len(shared) - len(branch)
     return shared + branch + [rng.randrange(1 << 30) for _ in range(own)]
+
+
+def _report(measure: str, index: Index) -> Result:
+    gc.collect()
+    runs = f"{index.statistics()['runs']} runs"
+    return _result(f"{measure}, {runs}", "MiB", resident_bytes() / 2**20)
+
+
+def _result(measure: str, unit: str, value: float) -> Result:
+    note = f"One rank, typed events, {CHAINS * CHAIN_BLOCKS:,} blocks resident."
+    return Result(group=_GROUP, measure=measure, unit=unit, values={OURS: value}, notes=[note])

@@ -1,6 +1,7 @@
 """Many ranks live at once: is anything lost, and how fast does it arrive?
 
-Publishers run in a process of their own and speak real sockets at the engines' default buffers.
+Publishers run in a process of their own and speak real sockets at the engines' default buffers,
+with replay.
 """
 
 from __future__ import annotations
@@ -8,18 +9,22 @@ from __future__ import annotations
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
-from kvindex import BlockStored, EventBatch, Rank, State, Worker, ZmqEventPublisher, connect
+from benchmarks.bench import Bench
+from benchmarks.results import OURS, Result
+from kvindex import BlockStored, Client, EventBatch, Rank, State, Worker, ZmqEventPublisher, connect
+
+__all__ = ["run"]
 
 BLOCK_SIZE = 16
 BLOCKS_PER_BATCH = 4
+TIMEOUT = 120.0
 
 
-def run(ranks: int, batches: int) -> None:
-    """Publish `batches` batches at each of `ranks` ranks and print what arrived."""
-    print(
-        f"load: {ranks} ranks live at once, {batches:,} batches of {BLOCKS_PER_BATCH} blocks each"
-    )
+def run(bench: Bench) -> list[Result]:
+    """Publish at every rank at once; return the rate and what was lost."""
+    ranks, batches = bench.scale.load_ranks, bench.scale.load_batches
     here, there = multiprocessing.Pipe()
     engines = multiprocessing.get_context("spawn").Process(target=_publish, args=(there, ranks))
     engines.start()
@@ -32,26 +37,39 @@ def run(ranks: int, batches: int) -> None:
         expected = {Rank("engine", r): batches - 1 for r in range(ranks)}
         client.wait_for(
             lambda statuses: all(statuses[rank].seq == seq for rank, seq in expected.items()),
-            timeout=120.0,
+            timeout=TIMEOUT,
         )
         seconds = time.perf_counter() - started
-        _report(client.statistics()["ranks"], seconds, ranks * batches)
-        live_ranks = sum(client.status(rank).state is State.LIVE for rank in expected)
-        held = {len(client.index.tree(rank)) for rank in expected}
-        print(f"  {live_ranks} ranks live; blocks held by each rank: {sorted(held)}")
+        results = _report(client, list(expected), batches, seconds)
     here.send(None)
     engines.join(30)
+    return results
 
 
-def _report(ranks: dict[str, dict[str, int]], seconds: float, batches: int) -> None:
-    def total(name: str) -> int:
-        return sum(rank[name] for rank in ranks.values())
-
-    rate = batches / seconds
-    print(
-        f"  {rate:,.0f} batches/s, {rate * BLOCKS_PER_BATCH:,.0f} blocks/s in {seconds:.2f} s; "
-        f"gaps {total('gaps')}, losses {total('losses')}, restarts {total('restarts')}"
+def _report(client: Client, ranks: list[Rank], batches: int, seconds: float) -> list[Result]:
+    streams: dict[str, dict[str, Any]] = client.statistics()["ranks"]
+    whole = sum(
+        client.status(rank).state is State.LIVE
+        and len(client.index.tree(rank)) == batches * BLOCKS_PER_BATCH
+        for rank in ranks
     )
+    total = len(ranks) * batches
+    figures = [
+        ("batches", "1/s", total / seconds),
+        ("blocks", "1/s", total * BLOCKS_PER_BATCH / seconds),
+        *((name, "", sum(s[name] for s in streams.values())) for name in ("gaps", "losses")),
+        ("restarts", "", sum(stream["restarts"] for stream in streams.values())),
+        ("ranks live and whole at the end", "", whole),
+    ]
+    note = (
+        f"{total:,} batches of {BLOCKS_PER_BATCH} blocks, published by `ZmqEventPublisher` in one "
+        "process as fast as it can, with replay, on the same cores."
+    )
+    group = f"{len(ranks)} ranks live at once"
+    return [
+        Result(group=group, measure=name, unit=unit, values={OURS: value}, notes=[note])
+        for name, unit, value in figures
+    ]
 
 
 def _publish(parent: Connection, ranks: int) -> None:

@@ -1,0 +1,80 @@
+"""What every measure is given: sizes, the workload, the sides."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import venvs
+from benchmarks.process import Side
+from benchmarks.results import OURS
+from benchmarks.scale import Scale
+from benchmarks.workload import Source
+
+__all__ = ["Bench", "Contender", "last_core"]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One column of a table: a side under a given set of cores."""
+
+    label: str
+    side: str
+    cpus: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One run of the benchmarks.
+
+    Attributes:
+        scale: the sizes.
+        peers: whether the peers run too.
+        folder: where the peers' environments are kept.
+        trace: a file of requests that replaces the synthetic ones.
+        native_bench: the binary of the native core's own benchmark, if it was built.
+        seed: of the workload.
+    """
+
+    scale: Scale
+    peers: bool
+    folder: Path
+    trace: Path | None = None
+    native_bench: Path | None = None
+    seed: int = 1
+
+    def source(self, **changes: Any) -> Source:
+        """Return the workload; a trace, if given, stands for every one."""
+        source = Source(seed=self.seed, trace=str(self.trace) if self.trace else None)
+        return replace(source, **changes)
+
+    def python(self, side: str) -> str:
+        """Return the interpreter that runs a side."""
+        if side == OURS:
+            return sys.executable
+        return venvs.python_of("dict" if side.startswith("dict") else side, self.folder)
+
+    @contextmanager
+    def start(self, contenders: Iterable[Contender]) -> Iterator[dict[str, Side]]:
+        """Start these sides (without the peers, ours only); yield them by label."""
+        started: dict[str, Side] = {}
+        try:
+            for contender in contenders:
+                if contender.side == OURS or self.peers:
+                    python = self.python(contender.side)
+                    side = Side(contender.side, python, cpus=contender.cpus)
+                    started[contender.label] = side
+            yield started
+        finally:
+            for side in started.values():
+                side.close()
+
+
+def last_core() -> tuple[int, ...]:
+    """Return the core that is least used by everything else: the last one."""
+    return (max(os.sched_getaffinity(0)),)

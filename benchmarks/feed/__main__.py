@@ -1,0 +1,160 @@
+"""`python -m benchmarks.feed SPEC`: publish a workload, one publisher for each rank.
+
+Everything is encoded before anything is sent, and nothing is dropped: what is to go fast is one
+stream for each rank that waits for its reader; with a paced part all goes through PUB sockets
+without a limit on what may queue.
+
+Speaks JSON lines: says `{"endpoints": …}`, then `{"joined": true}` when every rank has its
+subscriber; waits for a line, sends the fast part, says `{"seconds": …, "prompts": …}`; waits for
+a line, sends the paced part; and stays until stdin ends.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice, zip_longest
+from typing import Any, Final, TypeAlias
+
+import zmq
+
+from benchmarks.feed.spec import FeedSpec
+from benchmarks.feed.zmtp import accept_subscriber, flood, framed
+from benchmarks.workload import (
+    EVERYWHERE,
+    PROMPT_TOKENS,
+    SENTINEL,
+    Change,
+    Fleet,
+    Message,
+    MsgpackEncoder,
+    Prompt,
+    long_prompts,
+    messages,
+)
+
+SAMPLES: Final = 32  # prompts by which the answers are checked
+_SLICE: Final = 0.0005  # seconds of sending at a time when paced
+
+Queues: TypeAlias = list[list[Message]]
+"""Each rank's messages, in order."""
+
+
+def main() -> None:
+    """Publish what the specification on the command line says."""
+    spec = FeedSpec.from_dict(json.loads(sys.argv[1]))
+    fleet = Fleet(spec.ranks, seed=spec.source.seed)
+    if spec.paced_blocks:
+        _publish_paced(spec, fleet)
+    else:
+        _publish_fast(spec, fleet)
+
+
+def _publish_fast(spec: FeedSpec, fleet: Fleet) -> None:
+    queues = _queues(spec, spec.source.changes(fleet, spec.blocks))
+    requests = islice(spec.source.requests(), SAMPLES)
+    prompts = [fleet.prompt(request.prompt, cut=PROMPT_TOKENS) for request in requests]
+    _extend(queues, spec, fleet.place_everywhere(SENTINEL))
+    streams = [
+        b"".join(framed(_parts(seq, message)) for seq, message in enumerate(queue))
+        for queue in queues
+    ]
+    listeners = [socket.create_server(("127.0.0.1", 0), backlog=1) for _ in queues]
+    endpoints = [f"tcp://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    _say(endpoints=endpoints, blocks=fleet.entries, batches=sum(map(len, queues)))
+    connections = [accept_subscriber(listener) for listener in listeners]
+    _say(joined=True)
+    if sys.stdin.readline():
+        started = time.perf_counter()
+        flood(zip(connections, streams, strict=True))
+        _say(seconds=time.perf_counter() - started, prompts=_plain(prompts))
+        sys.stdin.read()
+
+
+def _publish_paced(spec: FeedSpec, fleet: Fleet) -> None:
+    queues = _queues(spec, fleet.place_everywhere(EVERYWHERE))
+    _extend(queues, spec, spec.source.changes(fleet, spec.blocks))
+    requests = long_prompts(fleet, islice(spec.source.requests(), 100 * SAMPLES), SAMPLES - 1)
+    prompts = [fleet.prompt(EVERYWHERE), *requests]
+    _extend(queues, spec, fleet.place_everywhere(SENTINEL))
+    fast = _in_turn(queues, [0] * spec.ranks)
+    later = replace(spec.source, seed=spec.source.seed + 1)
+    paced_queues = _queues(spec, later.changes(fleet, fleet.entries + spec.paced_blocks))
+    paced = _in_turn(paced_queues, list(map(len, queues)))
+    with zmq.Context() as context:
+        sockets = [context.socket(zmq.XPUB) for _ in queues]
+        for publisher in sockets:
+            publisher.linger = 0
+            publisher.set_hwm(0)
+            publisher.bind("tcp://127.0.0.1:*")
+        endpoints = [publisher.getsockopt_string(zmq.LAST_ENDPOINT) for publisher in sockets]
+        _say(endpoints=endpoints, blocks=fleet.entries, batches=len(fast) + len(paced))
+        for publisher in sockets:
+            publisher.recv()  # the subscription
+        _say(joined=True)
+        if sys.stdin.readline():
+            _pace(sockets, fast, float("inf"))
+            _say(seconds=0.0, prompts=_plain(prompts))
+        if sys.stdin.readline():
+            _pace(sockets, paced, spec.rate)
+            sys.stdin.read()
+        for publisher in sockets:
+            publisher.close()
+
+
+def _queues(spec: FeedSpec, changes: Iterable[Change]) -> Queues:
+    queues: Queues = [[] for _ in range(spec.ranks)]
+    _extend(queues, spec, changes)
+    return queues
+
+
+def _extend(queues: Queues, spec: FeedSpec, changes: Iterable[Change]) -> None:
+    for message in messages(
+        changes,
+        MsgpackEncoder(),
+        event_blocks=spec.event_blocks,
+        batch_events=spec.batch_events,
+    ):
+        queues[message.rank].append(message)
+
+
+def _in_turn(queues: Queues, first_seqs: list[int]) -> list[tuple[Message, list[bytes]]]:
+    """The messages of all ranks in turn, each with its frames."""
+    return [
+        (message, _parts(first_seqs[message.rank] + place, message))
+        for place, turn in enumerate(zip_longest(*queues))
+        for message in turn
+        if message is not None
+    ]
+
+
+def _pace(
+    sockets: list[zmq.Socket[bytes]], frames: list[tuple[Message, list[bytes]]], rate: float
+) -> None:
+    due = time.perf_counter()
+    for message, parts in frames:
+        ahead = due - time.perf_counter()
+        if ahead > _SLICE:
+            time.sleep(ahead)
+        sockets[message.rank].send_multipart(parts)
+        due += message.blocks / rate
+
+
+def _parts(seq: int, message: Message) -> list[bytes]:
+    return [b"", seq.to_bytes(8, "big"), message.data]
+
+
+def _plain(prompts: list[Prompt]) -> list[Any]:
+    return [[prompt.tokens.tolist(), list(prompt.depths.items())] for prompt in prompts]
+
+
+def _say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""How much is measured: the full table, a minute of it, or a sign of life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["FULL", "QUICK", "SMOKE", "Scale"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes of the measurements; blocks and entries are counts, durations seconds."""
+
+    rounds: int  # repetitions, each of every side in turn
+    match_entries: dict[int, int]  # by number of ranks
+    match_repeats: int
+    prompts: int
+    apply_blocks: int
+    apply_single_blocks: int
+    ingest_blocks: int
+    ingest_single_blocks: int
+    busy_entries: int
+    busy_seconds: float
+    memory_entries: int
+    memory_ranks: int
+    growth: tuple[int, ...]
+    growth_ranks: int
+    cycles: int
+    load_ranks: int
+    load_batches: int
+
+
+FULL: Final = Scale(
+    rounds=5,
+    match_entries={64: 300_000, 512: 1_000_000},
+    match_repeats=2_000,
+    prompts=64,
+    apply_blocks=1_000_000,
+    apply_single_blocks=300_000,
+    ingest_blocks=2_000_000,
+    ingest_single_blocks=600_000,
+    busy_entries=300_000,
+    busy_seconds=5.0,
+    memory_entries=10_000_000,
+    memory_ranks=512,
+    growth=(100_000, 300_000, 1_000_000, 3_000_000, 10_000_000),
+    growth_ranks=512,
+    cycles=2_000_000,
+    load_ranks=64,
+    load_batches=2_000,
+)
+
+QUICK: Final = Scale(
+    rounds=3,
+    match_entries={64: 60_000, 512: 60_000},
+    match_repeats=300,
+    prompts=16,
+    apply_blocks=128_000,
+    apply_single_blocks=32_000,
+    ingest_blocks=128_000,
+    ingest_single_blocks=32_000,
+    busy_entries=60_000,
+    busy_seconds=1.0,
+    memory_entries=300_000,
+    memory_ranks=512,
+    growth=(100_000, 300_000),
+    growth_ranks=512,
+    cycles=100_000,
+    load_ranks=16,
+    load_batches=200,
+)
+
+SMOKE: Final = Scale(
+    rounds=1,
+    match_entries={64: 2_000},
+    match_repeats=20,
+    prompts=2,
+    apply_blocks=2_000,
+    apply_single_blocks=1_000,
+    ingest_blocks=4_000,
+    ingest_single_blocks=1_000,
+    busy_entries=2_000,
+    busy_seconds=0.2,
+    memory_entries=4_000,
+    memory_ranks=8,
+    growth=(2_000, 4_000),
+    growth_ranks=8,
+    cycles=10_000,
+    load_ranks=8,
+    load_batches=50,
+)
