@@ -108,7 +108,9 @@ class Index(BaseIndex):
         # More than 64 bits is no limit, and no machine holds that many orphans.
         limit = None if max_blocks is None else min(max_blocks, 2**64 - 1)
         self._core = Core(secrets, limit, min(max_orphans, 2**63 - 1))
-        self._directory = _Directory({}, {})
+        self._core_apply = self._core.apply
+        self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
+        self._directory = _Directory(self._ids, {})
         self._changing = threading.RLock()  # held while the directory is replaced
 
     # Ranks -----------------------------------------------------------------------------------
@@ -157,12 +159,9 @@ class Index(BaseIndex):
     def apply(
         self, rank: Rank, batch: PackedBatch | EventBatch | bytes | bytearray | memoryview
     ) -> None:
-        rank_id = self._directory.ids.get(rank)
-        if (
-            rank_id is None
-            or isinstance(batch, EventBatch)
-            or self._core.apply(rank_id, batch) != _APPLIED
-        ):
+        # Called for every message: nothing here that is not needed for a common one.
+        rank_id = self._ids.get(rank)
+        if rank_id is None or self._core_apply(rank_id, batch) != _APPLIED:
             self._apply_carefully(rank, batch)
 
     def _apply_carefully(
@@ -268,11 +267,12 @@ class Index(BaseIndex):
         with self._changing:
             ids = dict(self._directory.ids)
             if rank not in ids:
-                ids[Rank(*rank)] = self._core.add()
+                ids[rank if type(rank) is Rank else Rank(*rank)] = self._core.add()
                 self._replace(ids)
             return ids[rank]
 
     def _replace(self, ids: Mapping[Rank, int]) -> None:
+        self._ids = ids
         self._directory = _Directory(ids, {rank_id: rank for rank, rank_id in ids.items()})
         self._core.set_order([ids[rank] for rank in sorted(ids)])
 

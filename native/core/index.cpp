@@ -15,7 +15,9 @@ namespace kvindex {
 namespace {
 
 constexpr uint32_t kLastInOrder = 0xffffffffu;
-constexpr uint64_t kWorthTrimming = 100'000;  // resident blocks: some megabytes
+// Resident blocks that are gone: some megabytes, or all there was and not next to nothing.
+constexpr uint64_t kWorthTrimming = 100'000;
+constexpr uint64_t kWorthTrimmingAll = 5'000;
 
 }  // namespace
 
@@ -58,7 +60,8 @@ bool Index::change(RankId rank, Change&& change) {
     const uint64_t used = shared_.budget.used;
     if (used > most_used_) {
       most_used_ = used;
-    } else if (used * 2 < most_used_ && most_used_ - used > kWorthTrimming) {
+    } else if (used * 2 < most_used_ &&
+               most_used_ - used > (used == 0 ? kWorthTrimmingAll : kWorthTrimming)) {
       most_used_ = used;
       shrunk = true;
     }

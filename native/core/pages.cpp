@@ -12,23 +12,24 @@ namespace kvindex {
 
 namespace {
 
+constexpr size_t kLine = 64;  // of the cache: where every stretch begins
 constexpr size_t kPage = 4096;
 [[maybe_unused]] constexpr size_t kMapped = size_t{1} << 20;  // from here on, pages of its own
 
 }  // namespace
 
-Pages::Pages(size_t bytes) : bytes_(bytes) {
+Pages::Pages(size_t bytes) : bytes_((bytes + kLine - 1) / kLine * kLine) {
 #ifdef KVINDEX_HAS_MMAP
-  if (bytes >= kMapped) {
-    bytes_ = (bytes + kPage - 1) / kPage * kPage;
+  if (bytes_ >= kMapped) {  // as the destructor asks
+    bytes_ = (bytes_ + kPage - 1) / kPage * kPage;
     void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<uint8_t*>(mapped);
     return;
   }
 #endif
-  data_ = static_cast<uint8_t*>(std::malloc(bytes));
-  if (data_ == nullptr && bytes != 0) throw std::bad_alloc();
+  data_ = static_cast<uint8_t*>(std::aligned_alloc(kLine, bytes_));
+  if (data_ == nullptr && bytes_ != 0) throw std::bad_alloc();
 }
 
 Pages::~Pages() {

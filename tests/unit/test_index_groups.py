@@ -158,6 +158,13 @@ def test_groups_with_their_own_block_sizes_are_answered_in_tokens() -> None:
     assert (found.tokens, found.blocks, found.block_size) == (4 * SIZE, 4, SIZE)
 
 
+def test_a_window_with_a_block_size_of_its_own_matches_behind_a_hole() -> None:
+    window_blocks = stored(0, 1, token_ids=prompt(4), block_size=2 * SIZE, base=500, **SWA)
+    index = index_of(stored(*range(4), group_idx=0), window_blocks)
+    apply(index, A, removed(0, base=500, group_idx=1))
+    assert matched(index, prompt(4)) == 4
+
+
 def test_a_group_that_nobody_caches_prefixes_for_does_not_stop_a_window() -> None:
     encoder = stored(0, group_idx=1, base=500, kv_cache_spec_kind="cross_attention")
     index = index_of(stored(*range(6), **(SWA | {"group_idx": 0})), removed(0, 1, 2), encoder)
