@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvindex.errors import UnknownRankError
-from kvindex.index import ExtraKeys, Index, Match, read_batch
+from kvindex.index import ExtraKeys, Index, Match, fingerprint, read_batch
 from kvindex.rank import Rank
 from kvindex.subscribe import (
     RankAdded,
@@ -80,6 +80,7 @@ class Client:
             sink=self._on_item,
             on_batch=self.index.apply,
             decode=read_batch,
+            fingerprint=fingerprint,
             **options,
         )
 

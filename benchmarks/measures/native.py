@@ -16,7 +16,7 @@ _GROUP = "inside the native core"
 def run(bench: Bench) -> list[Result]:
     """Return what the binary prints: lines of `measure<TAB>nanoseconds`."""
     if bench.native_bench is None:
-        missing = "not run: build native/tests/bench_match.cpp and give --native-bench"
+        missing = "not run: build bench_core (KVINDEX_BUILD_TESTS) and give --native-bench"
         return [Result(group=_GROUP, measure=missing, unit="", values={})]
     printed = subprocess.run(
         pinned([str(bench.native_bench)], last_core()), capture_output=True, text=True, check=True

@@ -10,10 +10,12 @@ from kvindex.index.match import Match, RankMatch
 from kvindex.rank import Trust
 
 if TYPE_CHECKING or BACKEND == "native":
-    from kvindex.index.native import Index, read_batch
+    from kvindex.index.native import Index, fingerprint, read_batch
 else:
     from kvindex.index.reference import Index
     from kvindex.wire import decode_batch as read_batch
+
+    fingerprint = hash
 
 __all__ = [
     "ExtraKeys",
@@ -23,5 +25,6 @@ __all__ = [
     "ResidentBlock",
     "TreeView",
     "Trust",
+    "fingerprint",
     "read_batch",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode
+from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode, fingerprint
 from kvindex._native import Index as Core
 from kvindex.errors import InvariantError, UnknownRankError
 from kvindex.index.api import (
@@ -33,7 +33,7 @@ from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
 
-__all__ = ["Index", "read_batch"]
+__all__ = ["Index", "fingerprint", "read_batch"]
 
 _APPLIED = 0  # what Core.apply says if all went well
 _MAX_WINDOW = 2**63 - 1

@@ -23,7 +23,7 @@ from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.read_run import read_run
 from kvindex.subscribe.sequencer import Sequencer
 from kvindex.subscribe.status import RankStatus
-from kvindex.subscribe.stream import Decode, RankLost, RankRestarted
+from kvindex.subscribe.stream import Decode, Fingerprint, RankLost, RankRestarted
 from kvindex.subscribe.topic_check import TopicCheck
 from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import Curve, PublisherAddress, Worker
@@ -47,6 +47,7 @@ class Feed:
         context: the ZeroMQ context.
         watch: told of every socket that is opened and closed.
         decode: makes batches of payloads.
+        fingerprint: makes hashes of them.
         outlet: where ordered items go.
         on_named: told once the publisher's batches have named its dp_rank.
         now: the present, in seconds of the subscriber's clock.
@@ -65,6 +66,7 @@ class Feed:
         context: zmq.Context[zmq.Socket[bytes]],
         watch: Watch,
         decode: Decode,
+        fingerprint: Fingerprint,
         outlet: Outlet,
         on_named: Callable[[Feed], None],
         now: float,
@@ -90,6 +92,7 @@ class Feed:
         self._curve: Curve | None = worker.curve
         self.bind = worker.bind
         self._decode = decode
+        self._fingerprint = fingerprint
         self._outlet = outlet
         self._on_named = on_named
         self._logged_at: dict[str, float] = {}
@@ -167,6 +170,7 @@ class Feed:
             first_seq,
             self.topic.topic,
             self._decode,
+            self._fingerprint,
             named=self.named is not None,
         )
         taken = self.sequencer.live_run(first_seq, run.timestamps, run.fingerprints, now)
@@ -233,7 +237,7 @@ class Feed:
         if self.named is None and batch.data_parallel_rank is not None:
             self.named = batch.data_parallel_rank
             self._on_named(self)
-        return Batch(seq, batch.ts, batch, hash(payload), len(payload))
+        return Batch(seq, batch.ts, batch, self._fingerprint(payload), len(payload))
 
     def _note_damage(self, kind: str, error: DecodeError, now: float) -> None:
         self.counters["decode_failures"] += 1

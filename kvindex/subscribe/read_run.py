@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvindex.errors import DecodeError
-from kvindex.subscribe.stream import Decode, DecodedBatch
+from kvindex.subscribe.stream import Decode, DecodedBatch, Fingerprint
 
 __all__ = ["Run", "read_run"]
 
@@ -39,7 +39,13 @@ class Run(NamedTuple):
 
 
 def read_run(
-    messages: Iterable[list[bytes]], first_seq: int, topic: bytes, decode: Decode, *, named: bool
+    messages: Iterable[list[bytes]],
+    first_seq: int,
+    topic: bytes,
+    decode: Decode,
+    fingerprint: Fingerprint = hash,
+    *,
+    named: bool,
 ) -> Run:
     """Return the ordinary messages that `messages` begins with.
 
@@ -48,6 +54,7 @@ def read_run(
         first_seq: the seq that the first must have.
         topic: the prefix that each topic must have.
         decode: makes batches of payloads.
+        fingerprint: makes hashes of them.
         named: whether the publisher's dp_rank is known already.
     """
     run = Run([], [], [])
@@ -62,7 +69,7 @@ def read_run(
                 break
             batches.append(batch)
             timestamps.append(batch.ts)
-            fingerprints.append(hash(payload))
+            fingerprints.append(fingerprint(payload))
             seq += 1
     except (ValueError, struct.error, DecodeError):
         pass  # not three frames, no seq of eight bytes, or no batch

@@ -14,6 +14,7 @@ __all__ = [
     "BatchSink",
     "Decode",
     "DecodedBatch",
+    "Fingerprint",
     "RankAdded",
     "RankBatch",
     "RankLost",
@@ -42,6 +43,9 @@ class DecodedBatch(Protocol):
 
 Decode: TypeAlias = Callable[[bytes], DecodedBatch]
 """From payload to batch; raises DecodeError, and nothing else, for what is no batch."""
+
+Fingerprint: TypeAlias = Callable[[bytes], int]
+"""A hash of a payload, the same throughout the process."""
 
 
 class RankAdded(msgspec.Struct, frozen=True, tag=True):

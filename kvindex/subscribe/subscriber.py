@@ -27,6 +27,7 @@ from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import (
     BatchSink,
     Decode,
+    Fingerprint,
     RankAdded,
     RankRemoved,
     RanksRenamed,
@@ -55,6 +56,7 @@ class Subscriber:
         on_batch: called as `on_batch(rank, batch)` in place of `sink(RankBatch(…))`, for a consumer
             that needs no more than these two; every other item still goes to the sink.
         decode: makes a batch of a payload; what it returns is handed on as it is.
+        fingerprint: makes a hash of a payload, by which one that comes again is known.
         on_loss: "reset" asks the sink to drop a rank's blocks at a loss, "keep" does not.
         replay: patience with replay requests.
         link: socket settings.
@@ -78,6 +80,7 @@ class Subscriber:
         sink: Sink,
         on_batch: BatchSink | None = None,
         decode: Decode = decode_batch,
+        fingerprint: Fingerprint = hash,
         on_loss: Literal["reset", "keep"] = "reset",
         replay: Replay | None = None,
         link: Link | None = None,
@@ -100,6 +103,7 @@ class Subscriber:
         self._own_context = None if context else _large_context()
         self._clock = clock
         self._decode = decode
+        self._fingerprint = fingerprint
         self._on_stop = on_stop
         # Owned by the thread.
         self._feeds: dict[Rank, Feed] = {}
@@ -323,6 +327,7 @@ class Subscriber:
                         context=self._context_for(address),
                         watch=self._watch,
                         decode=self._decode,
+                        fingerprint=self._fingerprint,
                         outlet=self._outlet,
                         on_named=self._settle_names,
                         now=now,

@@ -3,12 +3,56 @@
 #include <nanobind/stl/optional.h>
 
 #include <cstring>
+#include <random>
+#include <utility>
+#include <vector>
 
 #include "core/decode.hpp"
+#include "core/prefix_key.hpp"
 
 namespace nb = nanobind;
 
 namespace kvindex {
+
+namespace {
+
+constexpr size_t kMostSpare = 16;           // batches kept by a thread
+constexpr size_t kMostSpareBytes = 1 << 17;  // of one of them
+
+std::vector<Batch>& spare() {
+  thread_local std::vector<Batch> batches;
+  return batches;
+}
+
+// Secrets of this process: nobody can aim at a fingerprint.
+const KeyMaker& fingerprints() {
+  static const KeyMaker maker = [] {
+    std::random_device random;
+    KeyMaker::Secrets words;
+    for (uint64_t& word : words) word = uint64_t{random()} << 32 | random();
+    return KeyMaker(words);
+  }();
+  return maker;
+}
+
+}  // namespace
+
+PackedBatch::PackedBatch() {
+  if (spare().empty()) return;
+  batch = std::move(spare().back());
+  spare().pop_back();
+  batch.clear();
+}
+
+PackedBatch::~PackedBatch() {
+  const size_t bytes = batch.events.capacity() * sizeof(Event) +
+                       batch.hashes.capacity() * sizeof(WireHash) +
+                       batch.tokens.capacity() * sizeof(uint32_t) +
+                       batch.wide.capacity() * sizeof(uint64_t) + batch.bytes.capacity();
+  if (bytes != 0 && bytes <= kMostSpareBytes && spare().size() < kMostSpare) {
+    spare().push_back(std::move(batch));
+  }
+}
 
 ByteRange PackedBatch::text(nb::bytes value) {
   const ByteRange range{static_cast<uint32_t>(batch.bytes.size()),
@@ -154,6 +198,14 @@ void bind_packed_batch(nb::module_& module) {
         const auto* data = static_cast<const uint8_t*>(payload.data());
         if (decode(data, payload.size(), packed.batch) == Verdict::unusual) return std::nullopt;
         return packed;
+      },
+      nb::arg("payload"));
+  module.def(
+      "fingerprint",
+      [](nb::bytes payload) {
+        const auto hash = fingerprints().fingerprint(
+            {static_cast<const char*>(payload.data()), payload.size()});
+        return static_cast<int64_t>(hash);
       },
       nb::arg("payload"));
 }

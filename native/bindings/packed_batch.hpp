@@ -11,8 +11,16 @@ namespace kvindex {
 
 // A batch of events in native form: what `decode` makes of a payload, or kvindex.index.native of an
 // `EventBatch`, event by event.
+//
+// The memory of batches that are gone is used again by the thread: decoding a message then
+// allocates nothing.
 class PackedBatch {
  public:
+  PackedBatch();
+  PackedBatch(PackedBatch&&) = default;
+  PackedBatch& operator=(PackedBatch&&) = default;
+  ~PackedBatch();
+
   Batch batch;
 
   // Add a BlockStored. Hashes are ints modulo 2**64 or bytes; `tokens` are packed 64-bit ints;

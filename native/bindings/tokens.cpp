@@ -14,7 +14,7 @@ namespace kvindex {
 
 namespace {
 
-constexpr size_t kPrefetched = 24;  // items ahead: ints of a prompt lie all over the heap
+constexpr size_t kPrefetched = 32;  // items ahead: ints of a prompt lie all over the heap
 
 // The value of an int of one digit, or -1: those below 2**30, as tokens are.
 inline int64_t small_value(PyObject* item) {

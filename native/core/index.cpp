@@ -1,8 +1,6 @@
 #include "core/index.hpp"
 
 #include <algorithm>
-#include <mutex>
-#include <shared_mutex>
 
 #include "core/invariant.hpp"
 
@@ -28,6 +26,20 @@ Index::Index(const KeyMaker::Secrets& secrets, const Scramble& scramble,
   shared_.max_orphans = max_orphans;
 }
 
+// Locking ------------------------------------------------------------------------------------
+
+std::unique_lock<RwLock> Index::alone() const {
+  std::unique_lock held(lock_);
+  if (half_done_) throw HalfDone();
+  return held;
+}
+
+std::shared_lock<RwLock> Index::together() const {
+  std::shared_lock held(lock_);
+  if (half_done_) throw HalfDone();
+  return held;
+}
+
 // Ranks --------------------------------------------------------------------------------------
 
 RankBlocks* Index::find(RankId rank) const {
@@ -36,7 +48,8 @@ RankBlocks* Index::find(RankId rank) const {
 }
 
 Index::RankId Index::add() {
-  const std::lock_guard alone(lock_);
+  const auto held = alone();
+  half_done_ = true;
   if (free_slots_.empty()) {
     free_slots_.push_back(static_cast<uint32_t>(slots_.size()));
     slots_.emplace_back();
@@ -46,6 +59,7 @@ Index::RankId Index::add() {
   const auto rank = static_cast<RankId>(slot_of_.size());
   slots_[slot] = {std::make_unique<RankBlocks>(shared_, slot), rank, kLastInOrder};
   slot_of_.push_back(slot);
+  half_done_ = false;
   return rank;
 }
 
@@ -53,10 +67,12 @@ template <class Change>
 bool Index::change(RankId rank, Change&& change) {
   bool shrunk = false;
   {
-    const std::lock_guard alone(lock_);
+    const auto held = alone();
     RankBlocks* blocks = find(rank);
     if (blocks == nullptr) return false;
+    half_done_ = true;  // if `change` throws, it stays so
     change(*blocks);
+    half_done_ = false;
     const uint64_t used = shared_.budget.used;
     if (used > most_used_) {
       most_used_ = used;
@@ -71,8 +87,9 @@ bool Index::change(RankId rank, Change&& change) {
 }
 
 bool Index::remove(RankId rank) {
-  return change(rank, [&](RankBlocks&) {
+  return change(rank, [&](RankBlocks& blocks) {
     const uint32_t slot = slot_of_[rank];
+    blocks.clear();
     slots_[slot] = RankSlot{};
     slot_of_[rank] = kGone;
     free_slots_.push_back(slot);
@@ -92,7 +109,7 @@ bool Index::apply(RankId rank, const Batch& batch) {
 }
 
 void Index::set_order(const std::vector<RankId>& ranks) {
-  const std::lock_guard alone(lock_);
+  const auto held = alone();
   for (RankSlot& slot : slots_) slot.order = kLastInOrder;
   for (uint32_t i = 0; i < ranks.size(); ++i) {
     if (const uint32_t slot = slot_of(ranks[i]); slot != kGone) slots_[slot].order = i;
@@ -108,13 +125,14 @@ void Index::trim_if_shrunk() {
 // Queries ------------------------------------------------------------------------------------
 
 void Index::match(const Query& query, Answer& answer) const {
-  const std::shared_lock together(lock_);
+  const auto held = together();
   find_matches(shared_, slots_, query, answer);
 }
 
 bool Index::try_match(const Query& query, Answer& answer) const {
-  const std::shared_lock together(lock_, std::try_to_lock);
-  if (!together.owns_lock()) return false;
+  const std::shared_lock held(lock_, std::try_to_lock);
+  if (!held.owns_lock()) return false;
+  if (half_done_) throw HalfDone();
   find_matches(shared_, slots_, query, answer);
   return true;
 }
@@ -122,19 +140,19 @@ bool Index::try_match(const Query& query, Answer& answer) const {
 // Insight ------------------------------------------------------------------------------------
 
 uint64_t Index::size() const {
-  const std::shared_lock together(lock_);
+  const auto held = together();
   return shared_.budget.used;
 }
 
 std::optional<uint64_t> Index::size(RankId rank) const {
-  const std::shared_lock together(lock_);
+  const auto held = together();
   const RankBlocks* blocks = find(rank);
   if (blocks == nullptr) return std::nullopt;
   return blocks->labels().size();
 }
 
 std::vector<uint32_t> Index::block_sizes(std::string_view lora) const {
-  const std::shared_lock together(lock_);
+  const auto held = together();
   std::vector<uint32_t> sizes;
   for (const RootId root : shared_.tree.roots(lora)) {
     if (shared_.tree.root(root).strands != 0) {
@@ -147,7 +165,7 @@ std::vector<uint32_t> Index::block_sizes(std::string_view lora) const {
 }
 
 TreeStatistics Index::statistics() const {
-  const std::shared_lock together(lock_);
+  const auto held = together();
   TreeStatistics statistics;
   statistics.blocks = shared_.budget.used;
   statistics.unique_blocks = shared_.tree.block_count();
@@ -156,7 +174,7 @@ TreeStatistics Index::statistics() const {
 }
 
 std::optional<RankStatistics> Index::statistics(RankId rank) const {
-  const std::shared_lock together(lock_);
+  const auto held = together();
   const RankBlocks* blocks = find(rank);
   if (blocks == nullptr) return std::nullopt;
   RankStatistics statistics;
@@ -177,7 +195,7 @@ std::optional<RankStatistics> Index::statistics(RankId rank) const {
 }
 
 std::optional<std::vector<ResidentBlock>> Index::walk(RankId rank) const {
-  const std::shared_lock together(lock_);
+  const auto held = together();
   const RankBlocks* blocks = find(rank);
   if (blocks == nullptr) return std::nullopt;
   std::vector<ResidentBlock> all;
@@ -195,7 +213,7 @@ std::optional<std::vector<ResidentBlock>> Index::walk(RankId rank) const {
 }
 
 void Index::check() const {
-  const std::shared_lock together(lock_);
+  const auto held = together();
   std::vector<uint64_t> resident(shared_.owners.size());
   uint64_t size = 0;
   for (const RankSlot& slot : slots_) {

@@ -7,7 +7,10 @@
 
 #include <cstdint>
 #include <map>
+#include <mutex>
+#include <new>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -47,6 +50,14 @@ struct ResidentBlock {
   Namespace name_space;
 };
 
+// Thrown by every method once memory ran out within a change.
+class HalfDone : public std::bad_alloc {
+ public:
+  const char* what() const noexcept override {
+    return "memory ran out while the index was changed: make a new one";
+  }
+};
+
 class Index {
  public:
   using RankId = uint32_t;  // never used twice
@@ -83,6 +94,10 @@ class Index {
  private:
   static constexpr uint32_t kGone = 0xffffffffu;
 
+  // The lock, held alone or together. Throw HalfDone.
+  std::unique_lock<RwLock> alone() const;
+  std::shared_lock<RwLock> together() const;
+
   uint32_t slot_of(RankId rank) const { return rank < slot_of_.size() ? slot_of_[rank] : kGone; }
   RankBlocks* find(RankId rank) const;
   // Give memory back to the system once much less is held than before; called without the lock.
@@ -91,6 +106,7 @@ class Index {
   bool change(RankId rank, Change&& change);
 
   mutable RwLock lock_;
+  bool half_done_ = false;
   Shared shared_;
   std::vector<RankSlot> slots_;
   std::vector<uint32_t> slot_of_;  // by rank; kGone for those that were removed

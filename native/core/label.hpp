@@ -3,10 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
+
+#include "core/label_table.hpp"
+#include "core/prefix_key.hpp"
 
 namespace kvindex {
 
@@ -17,11 +21,30 @@ struct Label {
   bool operator==(const Label&) const = default;
 };
 
-struct LabelHash {
+// Secret, as in `LabelTable`: so that an engine cannot aim at one bucket.
+class LabelHash {
+ public:
+  explicit LabelHash(const Scramble& scramble) : scramble_(&scramble) {}
+
   size_t operator()(const Label& label) const {
-    uint64_t x = (label.value + label.named) * 0x9e3779b97f4a7c15u;
-    return static_cast<size_t>(x ^ x >> 32);
+    return static_cast<size_t>((*scramble_)(label.value + label.named));
   }
+
+ private:
+  const Scramble* scramble_;
+};
+
+// Likewise for the bytes of a label.
+class NameHash {
+ public:
+  using is_transparent = void;
+
+  explicit NameHash(const KeyMaker& keys) : keys_(&keys) {}
+
+  size_t operator()(std::string_view name) const { return static_cast<size_t>(keys_->root(name)); }
+
+ private:
+  const KeyMaker* keys_;
 };
 
 // The byte labels in use, each stored once. Owned by the index, under its lock.
@@ -29,9 +52,11 @@ class LabelNames {
  public:
   static constexpr uint64_t kUnknown = ~uint64_t{0};
 
+  explicit LabelNames(const KeyMaker& keys) : numbers_(0, NameHash(keys)) {}
+
   // The number of a name, or kUnknown.
   uint64_t find(std::string_view name) const {
-    const auto found = numbers_.find(std::string(name));
+    const auto found = numbers_.find(name);
     return found == numbers_.end() ? kUnknown : found->second;
   }
 
@@ -73,7 +98,7 @@ class LabelNames {
     free_.push_back(label.value);
   }
 
-  std::unordered_map<std::string, uint64_t> numbers_;
+  std::unordered_map<std::string, uint64_t, NameHash, std::equal_to<>> numbers_;
   std::vector<Name> names_;
   std::vector<uint64_t> free_;
 };

@@ -9,7 +9,7 @@ namespace kvindex {
 Labels::Labels(Tree& tree, const Owners& owners, LabelNames& names, Budget& budget,
                const Scramble& scramble)
     : tree_(tree), owners_(owners), names_(names), budget_(budget), ints_(scramble),
-      named_(scramble) {}
+      named_(scramble), older_(0, LabelHash(scramble)) {}
 
 BlockRef Labels::newest(const Label& label) const { return table(label).find(label.value); }
 
@@ -75,7 +75,7 @@ bool Labels::crowds(const Label& label, BlockRef block) const {
 }
 
 void Labels::write_down() {
-  auto counted = std::make_unique<Counted>();
+  auto counted = std::make_unique<Counted>(0, PlacementHash{older_.hash_function()});
   placements([&](const Label& label, BlockRef block) {
     counted->emplace(Placement{label, block}, held(label, block));
   });

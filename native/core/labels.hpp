@@ -101,8 +101,10 @@ class Labels {
     bool operator==(const Placement&) const = default;
   };
   struct PlacementHash {
+    LabelHash hash;
+
     size_t operator()(const Placement& placement) const {
-      return LabelHash()(placement.label) ^ placement.block * size_t{0x9e3779b1u};
+      return hash(placement.label) ^ placement.block * size_t{0x9e3779b1u};
     }
   };
   using Counted = std::unordered_map<Placement, std::vector<Copies>, PlacementHash>;

@@ -76,7 +76,7 @@ void Orphans::clear() {
       tree_.leave(held.orphan.root);
     }
   }
-  held_ = HeldMap();
+  held_ = HeldMap(0, held_.hash_function());
   turns_.clear();
   waiting_.clear();
   bytes_ = 0;

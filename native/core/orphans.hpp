@@ -28,9 +28,9 @@ struct Orphan {
 
 class Orphans {
  public:
-  Orphans(Tree& tree, LabelNames& names, size_t limit)
-      : tree_(tree), names_(names), limit_(limit) {}
-  ~Orphans() { clear(); }
+  Orphans(Tree& tree, LabelNames& names, const Scramble& scramble, size_t limit)
+      : tree_(tree), names_(names), limit_(limit), held_(0, LabelHash(scramble)),
+        waiting_(0, LabelHash(scramble)) {}
 
   size_t size() const { return held_.size(); }
   uint64_t dropped() const { return dropped_; }  // given up for newer ones

@@ -41,6 +41,9 @@ class KeyMaker {
     return fold(content.low ^ parent, content.high ^ secrets_[kChain]);
   }
 
+  // A hash of any bytes.
+  uint64_t fingerprint(std::string_view text) const { return child(0, bytes(secrets_[kWide], text)); }
+
   // The key before the first block of a namespace, named by these bytes.
   Key root(std::string_view name) const { return child(0, bytes(secrets_[kRoot], name)); }
 
@@ -108,7 +111,11 @@ class KeyMaker {
   template <class Word>
   Digest words(uint64_t domain, Word&& word, size_t count) const {
     Digest state{domain, count};
-    for (size_t begin = 0; begin < count; begin += kStripeWords) {
+    size_t begin = 0;
+    for (; begin + kStripeWords <= count; begin += kStripeWords) {
+      state = join(state, stripe([&](size_t i) { return word(begin + i); }));
+    }
+    if (begin < count) {
       state = join(state, stripe([&](size_t i) {
                      return begin + i < count ? word(begin + i) : uint64_t{0};
                    }));
@@ -131,6 +138,10 @@ class KeyMaker {
   Digest bytes(uint64_t domain, std::string_view text) const {
     const auto word = [&](size_t i) {
       uint64_t value = 0;
+      if (std::endian::native == std::endian::little && 8 * i + 8 <= text.size()) {
+        std::memcpy(&value, text.data() + 8 * i, 8);
+        return value;
+      }
       for (size_t b = 0; b < 8 && 8 * i + b < text.size(); ++b) {
         value |= uint64_t{static_cast<uint8_t>(text[8 * i + b])} << (8 * b);
       }

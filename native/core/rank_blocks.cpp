@@ -85,7 +85,8 @@ std::string_view extra_of(const Batch& batch, const Event& event, uint32_t block
 RankBlocks::RankBlocks(Shared& shared, uint32_t slot)
     : shared_(shared), slot_(slot),
       labels_(shared.tree, shared.owners, shared.names, shared.budget, shared.scramble),
-      orphans_(shared.tree, shared.names, shared.max_orphans) {
+      orphans_(shared.tree, shared.names, shared.scramble, shared.max_orphans),
+      torn_(0, LabelHash(shared.scramble)) {
   if (shared.summaries.size() <= slot) shared.summaries.resize(slot + 1);
   summarize();
 }
@@ -493,7 +494,7 @@ void RankBlocks::remove_one(const Label& label, OwnerId owner) {
   // Which of several blocks of one label is gone is not said: none may be answered for.
   if (blocks.size() > 1) {
     count(Counter::removed_ambiguous, blocks.size() - 1);
-    if (torn_.insert(label).second) shared_.names.acquire(label);
+    if (torn_.size() < kMostTorn && torn_.insert(label).second) shared_.names.acquire(label);
   }
   for (const BlockRef block : blocks) {
     if (labels_.drop(label, block, owner)) shared_.tree.disown(block, owner);

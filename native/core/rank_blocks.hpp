@@ -60,10 +60,10 @@ struct Shared {
   std::vector<Digest> contents;  // likewise
 };
 
+// Must be cleared before it is dropped, unless all that is shared goes too.
 class RankBlocks {
  public:
   RankBlocks(Shared& shared, uint32_t slot);
-  ~RankBlocks() { clear(); }
   RankBlocks(const RankBlocks&) = delete;
   RankBlocks& operator=(const RankBlocks&) = delete;
 
