@@ -14,9 +14,10 @@ constexpr uint32_t kNone = 0xffffffffu;
 // What one owner holds of the prompt in one namespace: its first span, then further ones.
 struct Held {
   OwnerId owner;
-  RootId root;
+  uint32_t block_size;  // of the namespace
+  uint32_t lookahead;   // likewise
   uint32_t start;
-  uint32_t stop;
+  uint32_t stop;          // kNone: as far as the last walk went
   uint32_t further;       // its next span in Scratch::further
   uint32_t last;          // its last one
   uint32_t next_of_rank;  // the rank's next entry in Scratch::held
@@ -90,7 +91,7 @@ class Matcher {
     if (scratch_.owners.size() < shared_.owners.size()) {
       scratch_.owners.resize(shared_.owners.size());
     }
-    scratch_.present.resize((shared_.owners.size() + 31) / 32);
+    scratch_.present.assign((shared_.owners.size() + 31) / 32, 0u);
     scratch_.next.resize(scratch_.present.size());
     if (scratch_.ranks.size() < ranks_.size()) scratch_.ranks.resize(ranks_.size());
     for (uint32_t slot = 0; slot < ranks_.size(); ++slot) {
@@ -116,15 +117,15 @@ class Matcher {
   // Walking ----------------------------------------------------------------------------------
 
   void walk(RootId root) {
+    turn_to(kNoOwners, stop_);  // the end of the walk before
     ++scratch_.walks;
-    root_ = root;
     set_ = kNoOwners;
     stop_ = 0;
     alive_ = 0;
-    std::fill(scratch_.present.begin(), scratch_.present.end(), 0u);
-    const Root& name = shared_.tree.root(root);
-    PromptKeys keys(shared_.keys, name, query_.tokens, query_.extras, scratch_.keys);
-    may_skip_ = window_only_.contains(name.name.block_size);
+    const Root& found = shared_.tree.root(root);
+    name_ = &found.name;
+    PromptKeys keys(shared_.keys, found, query_.tokens, query_.extras, scratch_.keys);
+    may_skip_ = window_only_.contains(name_->block_size);
     bool went_on = true;
     shared_.tree.walk(root, keys, [&](SetId set, uint32_t start, uint32_t stop) {
       if (set != set_) turn_to(set, start);
@@ -132,7 +133,6 @@ class Matcher {
       return went_on = alive_ != 0 || may_skip_;
     });
     if (went_on && keys.starved(stop_)) answer_.starved = true;
-    turn_to(kNoOwners, stop_);
   }
 
   // Note whose blocks begin and end at this one. What stays the same costs nothing: so a walk costs
@@ -205,14 +205,15 @@ class Matcher {
     RankState& state = scratch_.ranks[rank];
     if (state.held == kNone) scratch_.touched.push_back(rank);
     const auto held = static_cast<uint32_t>(scratch_.held.size());
-    scratch_.held.push_back({owner, root_, at, at, kNone, kNone, state.held});
+    scratch_.held.push_back(
+        {owner, name_->block_size, name_->lookahead, at, kNone, kNone, kNone, state.held});
     state.held = held;
     return held;
   }
 
   void begin_again(Held& held, uint32_t at) {
     const auto made = static_cast<uint32_t>(scratch_.further.size());
-    scratch_.further.push_back({at, at, kNone});
+    scratch_.further.push_back({at, kNone, kNone});
     (held.last == kNone ? held.further : scratch_.further[held.last].next) = made;
     held.last = made;
   }
@@ -231,20 +232,23 @@ class Matcher {
     }
     // As nearly always: one group on one medium.
     if (found == nullptr || found->start != 0) return;
-    add(ranks_[slot], only.block_size, found->stop, uint64_t{found->stop} * only.block_size);
-    add_medium(shared_.owners[found->owner].medium, found->stop);
+    const uint32_t blocks = end(found->stop);
+    add(ranks_[slot], only.block_size, blocks, uint64_t{blocks} * only.block_size);
+    add_medium(shared_.owners[found->owner].medium, blocks);
   }
 
   bool is_of(const Held& held, uint32_t group_idx, uint32_t block_size) const {
-    return shared_.owners[held.owner].group_idx == group_idx &&
-           shared_.tree.root(held.root).name.block_size == block_size;
+    return held.block_size == block_size && shared_.owners[held.owner].group_idx == group_idx;
   }
+
+  // Where a span ends. Those that the last walk left open are not closed one by one.
+  uint32_t end(uint32_t stop) const { return stop == kNone ? stop_ : stop; }
 
   // The best answer over the rank's ways of hashing (with and without lookahead).
   void answer_generally(const RankSlot& rank, uint32_t first) {
     std::set<uint32_t> lookaheads;
     for (uint32_t i = first; i != kNone; i = scratch_.held[i].next_of_rank) {
-      lookaheads.insert(shared_.tree.root(scratch_.held[i].root).name.lookahead);
+      lookaheads.insert(scratch_.held[i].lookahead);
     }
     uint64_t most = 0;
     uint32_t best = 0;
@@ -262,8 +266,8 @@ class Matcher {
     each_held(first, best, main_idx, *main, [&](const Held& held) {
       uint32_t count = 0;
       for (const auto& [start, stop] : spans(held)) {
-        const uint32_t end = std::min(stop, blocks);
-        if (end > start) count += end - start;
+        const uint32_t within = std::min(stop, blocks);
+        if (within > start) count += within - start;
       }
       if (count != 0) add_medium(shared_.owners[held.owner].medium, count);
     });
@@ -274,15 +278,15 @@ class Matcher {
                  Visit&& visit) const {
     for (uint32_t i = first; i != kNone; i = scratch_.held[i].next_of_rank) {
       const Held& held = scratch_.held[i];
-      if (shared_.tree.root(held.root).name.lookahead != lookahead) continue;
+      if (held.lookahead != lookahead) continue;
       if (is_of(held, group_idx, group.block_size)) visit(held);
     }
   }
 
   Spans spans(const Held& held) const {
-    Spans all{{held.start, held.stop}};
+    Spans all{{held.start, end(held.stop)}};
     for (uint32_t i = held.further; i != kNone; i = scratch_.further[i].next) {
-      all.emplace_back(scratch_.further[i].start, scratch_.further[i].stop);
+      all.emplace_back(scratch_.further[i].start, end(scratch_.further[i].stop));
     }
     return all;
   }
@@ -338,7 +342,7 @@ class Matcher {
   Scratch& scratch_;
   std::set<uint32_t> window_only_;  // block sizes where some rank's match may skip a hole
   bool may_skip_ = false;           // whether this walk's is one
-  RootId root_ = 0;
+  const Namespace* name_ = nullptr;  // of the walk
   SetId set_ = kNoOwners;  // the owners of the blocks that the walk is at
   uint32_t stop_ = 0;      // up to here it went
   uint32_t alive_ = 0;     // ranks whose match can go on
