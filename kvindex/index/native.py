@@ -28,7 +28,7 @@ from kvindex.index.api import (
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match, RankMatch
-from kvindex.index.packing import lora_tag, pack_batch, pack_text, tagged_lora
+from kvindex.index.packing import group_number, lora_tag, pack_batch, pack_text, tagged_lora
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
@@ -142,7 +142,7 @@ class Index(BaseIndex):
 
     def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
         checked = {
-            group_idx: (
+            group_number(group_idx): (
                 spec.kind,
                 None if spec.sliding_window is None else min(spec.sliding_window, _MAX_WINDOW),
             )

@@ -13,7 +13,7 @@ from kvindex.index.tokens import pack_tokens
 from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash
 
-__all__ = ["lora_tag", "pack_batch", "pack_text", "tagged_lora"]
+__all__ = ["group_number", "lora_tag", "pack_batch", "pack_text", "tagged_lora"]
 
 _MAX_UNSIGNED = 2**32 - 1
 _MAX_SIGNED = 2**63 - 1
@@ -24,7 +24,7 @@ def pack_batch(batch: EventBatch) -> PackedBatch:
 
     Raises:
         TokenError: a token is no int of 64 bits.
-        ConfigurationError: a group_idx is not 0 … 2**32 - 1.
+        ConfigurationError: a group_idx is not 0 … 2**32 - 1, or a block hash has 0 bytes.
     """
     packed = PackedBatch()
     for tag in batch.skipped:
@@ -36,7 +36,7 @@ def pack_batch(batch: EventBatch) -> PackedBatch:
             packed.removed(
                 _hashes(event.block_hashes),
                 pack_text(fold_medium(event.medium)),
-                _group_idx(event.group_idx),
+                group_number(event.group_idx),
             )
         elif isinstance(event, AllBlocksCleared):
             packed.cleared()
@@ -50,12 +50,12 @@ def _pack_stored(packed: PackedBatch, event: BlockStored) -> None:
     parent = event.parent_block_hash
     packed.stored(
         _hashes(event.block_hashes),
-        None if parent is None else fold_hash(parent),
+        None if parent is None else _hash(parent),
         pack_tokens(event.token_ids),
         min(max(event.block_size, 0), _MAX_UNSIGNED),
         lora_tag(lora),
         pack_text(fold_medium(event.medium)),
-        _group_idx(event.group_idx),
+        group_number(event.group_idx),
         None if kind is None else pack_text(kind),
         None if window is None else max(-_MAX_SIGNED, min(window, _MAX_SIGNED)),
         None
@@ -78,11 +78,22 @@ def _extras(event: BlockStored, lora: Lora) -> tuple[list[bytes] | None, bytes |
     return extras, pack_extra(keys[0] if keys else None, lora=lora, salt=salt) if salt else None
 
 
+def _hash(block_hash: BlockHash) -> BlockHash:
+    if block_hash == b"":
+        raise ConfigurationError("a block hash of 0 bytes names no block")
+    return fold_hash(block_hash)
+
+
 def _hashes(hashes: list[BlockHash]) -> list[BlockHash]:
-    return [fold_hash(block_hash) for block_hash in hashes]
+    return [_hash(block_hash) for block_hash in hashes]
 
 
-def _group_idx(group_idx: int | None) -> int:
+def group_number(group_idx: int | None) -> int:
+    """Return a group's native number.
+
+    Raises:
+        ConfigurationError: it is not 0 … 2**32 - 1.
+    """
     if group_idx is None:
         return 0
     if not 0 <= group_idx <= _MAX_UNSIGNED:

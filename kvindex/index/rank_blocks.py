@@ -296,7 +296,8 @@ class RankBlocks:
             # Which of several blocks of one hash is gone is not said: none may be answered for.
             if len(labels) > 1:
                 self.counters["removed_ambiguous"] += len(labels) - 1
-                self._torn.add(block_hash)
+                if len(self._torn) < _MAX_TORN:
+                    self._torn.add(block_hash)
             for label in labels:
                 if self.labels.drop(block_hash, label, owner):
                     gone.append(label.block)

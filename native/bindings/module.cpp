@@ -28,6 +28,7 @@ namespace {
 
 constexpr size_t kLongPayload = 1024;
 constexpr size_t kFirstTokens = 1024;
+constexpr size_t kMostKept = size_t{4} << 20;  // bytes of a thread's batch between payloads
 
 constexpr size_t kSecretBytes = (KeyMaker::kSecrets + 3) * sizeof(uint64_t);
 
@@ -79,6 +80,14 @@ struct PyIndex {
   Index index;
 };
 
+// Text as Python gave it: typed events may hold any code points.
+nb::str unicode(std::string_view text) {
+  PyObject* const made = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()),
+                                              "surrogatepass");
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal<nb::str>(made);
+}
+
 // An answer as Python holds it; the index stays alive for the names of media.
 struct PyAnswer {
   Answer answer;
@@ -95,7 +104,7 @@ struct PyAnswer {
     nb::dict media;
     for (uint32_t i = 0; i < found.media_count; ++i) {
       const MediumBlocks& medium = answer.media[found.media_begin + i];
-      media[nb::str(medium.medium->data(), medium.medium->size())] = medium.blocks;
+      media[unicode(*medium.medium)] = medium.blocks;
     }
     return nb::make_tuple(found.rank, found.blocks, found.tokens, found.block_size, media);
   }
@@ -111,8 +120,10 @@ Applied apply_batch(PyIndex& self, uint32_t rank, const Batch& batch) {
 Applied apply_payload(PyIndex& self, uint32_t rank, const uint8_t* data, size_t size) {
   const auto work = [&] {
     thread_local Batch batch;
-    if (decode(data, size, batch) == Verdict::unusual) return Applied::unusual;
-    return apply_batch(self, rank, batch);
+    const bool is_decoded = decode(data, size, batch) == Verdict::decoded;
+    const Applied applied = is_decoded ? apply_batch(self, rank, batch) : Applied::unusual;
+    if (batch.capacity() > kMostKept) batch = Batch();
+    return applied;
   };
   if (size < kLongPayload) return work();  // may wait for queries with the GIL held: they are short
   nb::gil_scoped_release released;
@@ -179,7 +190,7 @@ nb::dict groups_dict(const std::map<uint32_t, Group>& groups) {
   nb::dict all;
   for (const auto& [group_idx, group] : groups) {
     nb::dict entry;
-    entry["kind"] = group.spec.kind;
+    entry["kind"] = unicode(group.spec.kind);
     entry["sliding_window"] = group.spec.sliding_window;
     entry["block_size"] = group.block_size;
     all[nb::str(std::to_string(group_idx).c_str())] = entry;
@@ -208,7 +219,7 @@ std::optional<nb::dict> rank_statistics(const PyIndex& self, uint32_t rank) {
   all["ignored"] = named_counts(kIgnoredNames, statistics->ignored, false);
   nb::dict skipped;
   for (const auto& [tag, count] : statistics->skipped) {
-    skipped[nb::str(tag.data(), tag.size())] = count;
+    skipped[unicode(tag)] = count;
   }
   all["skipped"] = skipped;
   all["groups"] = groups_dict(statistics->groups);
@@ -233,7 +244,7 @@ std::optional<nb::list> walk(const PyIndex& self, uint32_t rank) {
     const nb::object label = block.name.empty()
                                  ? nb::object(nb::int_(block.value))
                                  : nb::object(nb::bytes(block.name.data(), block.name.size()));
-    all.append(nb::make_tuple(label, block.depth, block.medium, block.group_idx, block.copies,
+    all.append(nb::make_tuple(label, block.depth, unicode(block.medium), block.group_idx, block.copies,
                               block.name_space.block_size,
                               nb::bytes(block.name_space.lora.data(), block.name_space.lora.size())));
   }

@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 
 #include <cstring>
+#include <limits>
 #include <random>
 #include <utility>
 #include <vector>
@@ -35,6 +36,14 @@ const KeyMaker& fingerprints() {
   return maker;
 }
 
+// A count or an offset within a batch, where it has 32 bits.
+uint32_t narrow(size_t size) {
+  if (size > std::numeric_limits<uint32_t>::max()) {
+    throw nb::value_error("a batch of more than 2**32 - 1 tokens, blocks or bytes: split it");
+  }
+  return static_cast<uint32_t>(size);
+}
+
 }  // namespace
 
 PackedBatch::PackedBatch() {
@@ -45,18 +54,14 @@ PackedBatch::PackedBatch() {
 }
 
 PackedBatch::~PackedBatch() {
-  const size_t bytes = batch.events.capacity() * sizeof(Event) +
-                       batch.hashes.capacity() * sizeof(WireHash) +
-                       batch.tokens.capacity() * sizeof(uint32_t) +
-                       batch.wide.capacity() * sizeof(uint64_t) + batch.bytes.capacity();
+  const size_t bytes = batch.capacity();
   if (bytes != 0 && bytes <= kMostSpareBytes && spare().size() < kMostSpare) {
     spare().push_back(std::move(batch));
   }
 }
 
 ByteRange PackedBatch::text(nb::bytes value) {
-  const ByteRange range{static_cast<uint32_t>(batch.bytes.size()),
-                        static_cast<uint32_t>(value.size())};
+  const ByteRange range{narrow(batch.bytes.size()), narrow(value.size())};
   const auto* data = static_cast<const uint8_t*>(value.data());
   batch.bytes.insert(batch.bytes.end(), data, data + value.size());
   return range;
@@ -73,8 +78,8 @@ WireHash PackedBatch::hash(nb::handle value) {
 }
 
 void PackedBatch::add_hashes(Event& event, nb::list hashes) {
-  event.hashes_begin = static_cast<uint32_t>(batch.hashes.size());
-  event.hashes_count = static_cast<uint32_t>(hashes.size());
+  event.hashes_begin = narrow(batch.hashes.size());
+  event.hashes_count = narrow(hashes.size());
   for (const nb::handle value : hashes) batch.hashes.push_back(hash(value));
 }
 
@@ -85,13 +90,13 @@ void PackedBatch::add_tokens(Event& event, nb::bytes tokens) {
   if (count != 0) std::memcpy(batch.wide.data() + begin, tokens.data(), count * sizeof(uint64_t));
   uint64_t all = 0;
   for (size_t i = begin; i < batch.wide.size(); ++i) all |= batch.wide[i];
-  event.tokens_count = static_cast<uint32_t>(count);
+  event.tokens_count = narrow(count);
   event.wide_tokens = all >> 32 != 0;
   if (event.wide_tokens) {
-    event.tokens_begin = static_cast<uint32_t>(begin);
+    event.tokens_begin = narrow(begin);
     return;
   }
-  event.tokens_begin = static_cast<uint32_t>(batch.tokens.size());
+  event.tokens_begin = narrow(batch.tokens.size());
   for (size_t i = begin; i < batch.wide.size(); ++i) {
     batch.tokens.push_back(static_cast<uint32_t>(batch.wide[i]));
   }
@@ -100,11 +105,11 @@ void PackedBatch::add_tokens(Event& event, nb::bytes tokens) {
 
 void PackedBatch::add_lookahead(Event& event, nb::list lookahead) {
   event.has_lookahead = true;
-  event.lookahead_begin = static_cast<uint32_t>(batch.wide.size());
-  event.lookahead_blocks = static_cast<uint32_t>(lookahead.size());
+  event.lookahead_begin = narrow(batch.wide.size());
+  event.lookahead_blocks = narrow(lookahead.size());
   for (size_t block = 0; block < lookahead.size(); ++block) {
     const auto tokens = nb::cast<nb::bytes>(lookahead[block]);
-    const auto count = static_cast<uint32_t>(tokens.size() / sizeof(uint64_t));
+    const auto count = narrow(tokens.size() / sizeof(uint64_t));
     if (block == 0) event.lookahead = count;
     event.ragged_lookahead = event.ragged_lookahead || count != event.lookahead;
     const size_t begin = batch.wide.size();
@@ -134,7 +139,7 @@ void PackedBatch::stored(nb::list hashes, nb::object parent, nb::bytes tokens, u
   if (!lookahead.is_none()) add_lookahead(event, nb::cast<nb::list>(lookahead));
   if (!extras.is_none()) {
     event.has_extra_keys = true;
-    event.extras_begin = static_cast<uint32_t>(batch.extras.size());
+    event.extras_begin = narrow(batch.extras.size());
     for (const nb::handle extra : nb::cast<nb::list>(extras)) {
       batch.extras.push_back(text(nb::cast<nb::bytes>(extra)));
       ++event.extras_count;

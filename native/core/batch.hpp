@@ -89,6 +89,13 @@ struct Batch {
     bytes.clear();
   }
 
+  // Bytes of memory that it keeps.
+  size_t capacity() const {
+    return events.capacity() * sizeof(Event) + hashes.capacity() * sizeof(WireHash) +
+           tokens.capacity() * sizeof(uint32_t) + wide.capacity() * sizeof(uint64_t) +
+           (extras.capacity() + skipped.capacity()) * sizeof(ByteRange) + bytes.capacity();
+  }
+
   std::string_view text(ByteRange range) const {
     return {reinterpret_cast<const char*>(bytes.data()) + range.offset, range.length};
   }

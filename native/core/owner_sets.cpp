@@ -6,19 +6,19 @@ namespace kvindex {
 
 namespace {
 
-// A set's hash is the exclusive or of its owners' marks, so that it follows each change at once.
-uint64_t mark(OwnerId owner) {
-  uint64_t x = (uint64_t{owner} + 1) * 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 constexpr size_t kFewestSlots = 64;
 
 }  // namespace
 
-OwnerSets::OwnerSets() : sets_(1), slots_(kFewestSlots) {}
+OwnerSets::OwnerSets(uint64_t secret) : secret_(secret), sets_(1), slots_(kFewestSlots) {}
+
+// A set's hash is the exclusive or of its owners' marks, so that it follows each change at once.
+uint64_t OwnerSets::mark(OwnerId owner) const {
+  uint64_t x = secret_ + (uint64_t{owner} + 1) * 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
 
 bool OwnerSets::Set::contains(OwnerId owner) const {
   if (bitmap) return owner / 32 < words && (many[owner / 32] >> (owner % 32) & 1) != 0;

@@ -20,7 +20,7 @@ inline constexpr SetId kNoOwners = 0;
 
 class OwnerSets {
  public:
-  OwnerSets();
+  explicit OwnerSets(uint64_t secret);
 
   // The set with one owner more or less, as a new reference; the given one is not released.
   // The owner must not be in the set, or be in it.
@@ -71,11 +71,13 @@ class OwnerSets {
     bool contains(OwnerId owner) const;
   };
 
+  uint64_t mark(OwnerId owner) const;
   void assign(Set& set, const std::vector<OwnerId>& owners) const;
   bool same(const Set& set, const std::vector<OwnerId>& owners) const;
   SetId intern(uint64_t hash);
   void rehash(size_t slots);
 
+  const uint64_t secret_;  // of the hashes, so that an engine cannot aim at one slot
   std::vector<Set> sets_;
   std::vector<SetId> free_;
   std::vector<SetId> slots_;  // open addressing by hash; 0 is empty

@@ -17,6 +17,13 @@ class Media {
  public:
   static constexpr size_t kMost = 4096;  // against a publisher that invents ever new ones
 
+  // Those of engines are there from the beginning: nobody can use up the room for them.
+  Media() {
+    for (const char* known : {"GPU", "CPU", "CPU_PINNED", "DISK", "EXTERNAL", "STORAGE", "FS", "OBJ"}) {
+      name(known);
+    }
+  }
+
   // The one copy of a name; null if there are too many.
   const std::string* name(std::string_view text) {
     const auto found = names_.find(std::string(text));

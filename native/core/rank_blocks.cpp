@@ -21,6 +21,7 @@ namespace {
 
 constexpr size_t kMostTags = 64;      // distinct unknown event tags counted by name
 constexpr size_t kMostPlaces = 64;    // distinct (medium, group) places of one rank
+constexpr size_t kMostScratch = 65'536;  // blocks of an event whose scratch is kept for the next
 constexpr size_t kMostTorn = 65'536;  // labels remembered as ambiguous; beyond it all count as such
 
 // CPython's hash(()) on 64-bit machines: SGLang 0.4.8-0.5.0 names the root so.
@@ -205,6 +206,7 @@ void RankBlocks::store(const Batch& batch, const Event& event) {
   }
   for (const Label& label : labels) shared_.names.release(label);
   if (parent) shared_.names.release(*parent);
+  if (labels.capacity() > kMostScratch) shared_.drop_scratch();
 }
 
 // Take the event's labels, and fetch what will be asked about them: it comes while the blocks are

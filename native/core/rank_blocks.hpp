@@ -44,7 +44,7 @@ struct RankSummary {
 // What all ranks of an index share.
 struct Shared {
   explicit Shared(const KeyMaker& key_maker, const Scramble& label_scramble)
-      : keys(key_maker), scramble(label_scramble), tree(keys) {}
+      : keys(key_maker), scramble(label_scramble), tree(keys), names(keys) {}
 
   const KeyMaker keys;
   const Scramble scramble;
@@ -58,6 +58,13 @@ struct Shared {
   std::vector<Stretch> chain;   // scratch of `place`
   std::vector<Label> labels;      // scratch of the event that is applied
   std::vector<Digest> contents;  // likewise
+
+  void drop_scratch() {
+    chain = std::vector<Stretch>();  // unlike `{}`, which keeps the memory
+    labels = std::vector<Label>();
+    contents = std::vector<Digest>();
+    tree.drop_scratch();
+  }
 };
 
 // Must be cleared before it is dropped, unless all that is shared goes too.

@@ -26,7 +26,7 @@ void Strand::fit() {
 
 StrandId StrandPool::make() {
   if (open_.empty()) {
-    if (chunks_.size() << kChunkBits >= kMostStrands) return kNoStrand;
+    if ((chunks_.size() + 1) << kChunkBits > kMostStrands) return kNoStrand;
     open_.push_back(static_cast<uint32_t>(chunks_.size()));
     chunks_.emplace_back();
   }

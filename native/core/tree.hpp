@@ -50,7 +50,7 @@ struct Stretch {
 
 class Tree {
  public:
-  explicit Tree(const KeyMaker& keys) : keys_(keys) {}
+  explicit Tree(const KeyMaker& keys) : keys_(keys), sets_(keys.root("owners")) {}
 
   // Namespaces ------------------------------------------------------------------------------
 
@@ -87,6 +87,9 @@ class Tree {
 
   // Drop what `extend` made up to this block and nobody came to own.
   void prune(BlockRef block) { trim(strand_of(block)); }
+
+  // Give back the memory that the longest chain so far needed.
+  void drop_scratch() { made_ = std::vector<Key>(); }
 
   SetId owners(BlockRef block) const;
   // Whether nobody holds any of these blocks.

@@ -1,0 +1,165 @@
+// Many threads ask while others change everything: each answer is one that some moment could give.
+//
+// Its point is to run under ThreadSanitizer; the answers are checked all the same.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "tests/expect.hpp"
+#include "tests/made_batch.hpp"
+
+namespace {
+
+using namespace kvindex;
+using namespace kvindex::tests;
+
+constexpr uint32_t kBlockSize = 4;
+constexpr uint32_t kBlocks = 150;
+constexpr uint32_t kKept = 40;  // blocks of the growing rank that are never removed
+
+std::vector<uint32_t> tokens(uint32_t from, uint32_t to) {
+  std::vector<uint32_t> all;
+  for (uint32_t token = from * kBlockSize; token < to * kBlockSize; ++token) all.push_back(token);
+  return all;
+}
+
+Batch stored(uint32_t from, uint32_t to) {
+  std::vector<uint64_t> labels;
+  for (uint32_t block = from; block < to; ++block) labels.push_back(1000 + block);
+  std::optional<uint64_t> parent;
+  if (from != 0) parent = 999 + from;
+  return MadeBatch().stored(labels, parent, tokens(from, to), kBlockSize).batch;
+}
+
+Batch removed(uint32_t from, uint32_t to) {
+  std::vector<uint64_t> labels;
+  for (uint32_t block = from; block < to; ++block) labels.push_back(1000 + block);
+  return MadeBatch().removed(labels).batch;
+}
+
+class Crowd {
+ public:
+  explicit Crowd(int turns) : turns_(turns), index_(made_index(1)) {
+    steady_ = index_.add();
+    growing_ = index_.add();
+    cleared_ = index_.add();
+    index_.apply(steady_, stored(0, kBlocks));
+    index_.apply(growing_, stored(0, kBlocks));
+  }
+
+  void run() {
+    std::vector<std::thread> changing;
+    changing.emplace_back([this] { cut_and_grow(); });
+    changing.emplace_back([this] { clear_again(); });
+    changing.emplace_back([this] { come_and_go(); });
+    std::vector<std::thread> asking;
+    for (uint64_t i = 0; i < 4; ++i) asking.emplace_back([this, i] { ask(i); });
+    asking.emplace_back([this] { look(); });
+    for (std::thread& thread : changing) thread.join();
+    done_ = true;
+    for (std::thread& thread : asking) thread.join();
+    index_.check();
+    EXPECT(index_.size(steady_) == kBlocks && index_.size(growing_) == kBlocks);
+    EXPECT(asked_ > 0);
+    for (const Index::RankId rank : {steady_, growing_, cleared_}) index_.remove(rank);
+    EXPECT(index_.size() == 0 && index_.statistics().unique_blocks == 0);
+  }
+
+ private:
+  // Blocks go from the end backwards, so that a rank always holds a beginning.
+  void cut_and_grow() {
+    const Batch middle = removed(kBlocks / 2, kBlocks);
+    const Batch rest = removed(kKept, kBlocks / 2);
+    const Batch grown = stored(kKept, kBlocks);
+    for (int turn = 0; turn < turns_; ++turn) {
+      EXPECT(index_.apply(growing_, middle));
+      EXPECT(index_.apply(growing_, rest));
+      EXPECT(index_.apply(growing_, grown));
+    }
+  }
+
+  void clear_again() {
+    const Batch whole = stored(0, kBlocks);
+    for (int turn = 0; turn < turns_; ++turn) {
+      EXPECT(index_.apply(cleared_, whole));
+      EXPECT(index_.clear(cleared_));
+    }
+  }
+
+  void come_and_go() {
+    const Batch part = stored(0, kBlocks / 3);
+    for (int turn = 0; turn < turns_; ++turn) {
+      const Index::RankId rank = index_.add();
+      EXPECT(index_.apply(rank, part));
+      index_.configure(rank, {{1, GroupSpec{"mamba", std::nullopt}}});
+      index_.set_order({rank, steady_, growing_});
+      EXPECT(index_.remove(rank));
+      EXPECT(!index_.apply(rank, part));
+    }
+  }
+
+  void ask(uint64_t seed) {
+    Choices choices(seed);
+    const std::vector<uint32_t> prompt = tokens(0, kBlocks);
+    Answer answer;
+    while (!done_) {
+      Query query = made_query(prompt);
+      if (choices.once_in(4)) query.ranks = {{steady_, growing_}};
+      if (choices.once_in(2)) {
+        index_.match(query, answer);
+      } else if (!index_.try_match(query, answer)) {
+        continue;
+      }
+      check(answer);
+      ++asked_;
+    }
+  }
+
+  void check(const Answer& answer) const {
+    bool steady_found = false;
+    bool growing_found = false;
+    for (const FoundRank& found : answer.ranks) {
+      EXPECT(found.tokens == found.blocks * kBlockSize && found.media_count == 1);
+      EXPECT(*answer.media[found.media_begin].medium == "GPU");
+      if (found.rank == steady_) {
+        steady_found = true;
+        EXPECT(found.blocks == kBlocks);
+      } else if (found.rank == growing_) {
+        growing_found = true;
+        const std::array<uint32_t, 3> possible{kKept, kBlocks / 2, kBlocks};
+        EXPECT(std::find(possible.begin(), possible.end(), found.blocks) != possible.end());
+      } else if (found.rank == cleared_) {
+        EXPECT(found.blocks == kBlocks);
+      } else {
+        EXPECT(found.blocks == kBlocks / 3);
+      }
+    }
+    EXPECT(steady_found && growing_found);
+    EXPECT(answer.ranks[static_cast<size_t>(answer.best)].blocks == kBlocks);
+  }
+
+  void look() {
+    while (!done_) {
+      const TreeStatistics statistics = index_.statistics();
+      EXPECT(statistics.unique_blocks == kBlocks && statistics.blocks >= kBlocks + kKept);
+      EXPECT(index_.statistics(growing_)->blocks >= kKept);
+      EXPECT(index_.walk(steady_)->size() == kBlocks);
+      EXPECT(index_.block_sizes("") == std::vector<uint32_t>{kBlockSize});
+      index_.check();
+    }
+  }
+
+  const int turns_;
+  Index index_;
+  Index::RankId steady_ = 0;
+  Index::RankId growing_ = 0;
+  Index::RankId cleared_ = 0;
+  std::atomic<bool> done_{false};
+  std::atomic<uint64_t> asked_{0};
+};
+
+}  // namespace
+
+int main() { Crowd(rounds(1500)).run(); }

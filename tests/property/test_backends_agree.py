@@ -1,0 +1,191 @@
+"""The native index and its Python twin, side by side: whatever happens, both say the same.
+
+Collected only where the native module was built (conftest.py here); CI fails where it was not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvindex import (
+    BlockRemoved,
+    BlockStored,
+    ConfigurationError,
+    DecodeError,
+    EventBatch,
+    KVIndexError,
+    Rank,
+)
+from kvindex.index import native, reference
+from kvindex.index.api import BaseIndex
+from kvindex.wire import Event, GroupSpec, decode_batch
+from tests.property.index_steps import RANKS, TEXTS, Call, Query, Sent, calls, queries, sendings
+from tests.property.test_wire_hostile_bytes import events as hostile_events
+from tests.property.test_wire_hostile_bytes import nearly_stored
+
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+many = settings(max_examples=10_000 if NIGHTLY else 200)
+
+SEED = 7
+SWEEP = [Query(text, 13, "list", options) for text in TEXTS for options in ({}, {"lora": "lora"})]
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the kind of error that it raises."""
+    try:
+        return call()
+    except KVIndexError as error:
+        return type(error)
+
+
+def counted(index: BaseIndex) -> dict[str, Any]:
+    """The statistics without the one that tells how the tree is kept."""
+    statistics = index.statistics()
+    del statistics["runs"]
+    return statistics
+
+
+def held(index: BaseIndex) -> dict[Rank, tuple[int, Counter[Any]]]:
+    trees = {rank: index.tree(rank) for rank in index.ranks}
+    return {rank: (len(tree), Counter(tree.walk())) for rank, tree in trees.items()}
+
+
+def answer(index: BaseIndex, query: Query) -> Any:
+    match = index.match(query.tokens(), **query.options)
+    return list(match), match.best, {rank: match[rank] for rank in RANKS if rank in match}
+
+
+class Twins:
+    """The Python index, and two native ones: one fed with payloads, one with typed batches."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.reference = reference.Index(seed=SEED, **limits)
+        self.by_payload = native.Index(seed=SEED, **limits)
+        self.by_batch = native.Index(seed=SEED, **limits)
+
+    def all(self) -> tuple[BaseIndex, ...]:
+        return self.reference, self.by_payload, self.by_batch
+
+    def send(self, rank: Rank, payload: bytes) -> None:
+        decoded: EventBatch | type[DecodeError]
+        try:
+            decoded = decode_batch(payload)
+        except DecodeError:
+            decoded = DecodeError
+        else:
+            self.reference.apply(rank, decoded)
+            self.by_batch.apply(rank, decoded)
+        told = outcome(lambda: self.by_payload.apply(rank, payload))
+        assert told is (DecodeError if decoded is DecodeError else None)
+
+    def take(self, step: Sent | Call) -> None:
+        if isinstance(step, Sent):
+            self.send(step.rank, step.payload())
+        else:
+            for index in self.all():
+                step.on(index)
+
+    def compare(self) -> None:
+        for index in self.all():
+            index.check()
+        for twin in (self.by_payload, self.by_batch):
+            assert twin.ranks == self.reference.ranks
+            assert len(twin) == len(self.reference)
+            assert counted(twin) == counted(self.reference)
+            assert held(twin) == held(self.reference)
+
+    def ask(self, query: Query) -> None:
+        expected = outcome(partial(answer, self.reference, query))
+        for twin in (self.by_payload, self.by_batch):
+            assert outcome(partial(answer, twin, query)) == expected
+
+
+limits = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_blocks": st.sampled_from([None, None, 1, 3, 8, 20]),
+        "max_orphans": st.sampled_from([16_384, 16_384, 0, 1, 3]),
+    },
+)
+steps = st.lists(
+    st.tuples(st.one_of(*[sendings] * 9, calls), queries),
+    min_size=5,
+    max_size=25,
+)
+
+
+@many
+@given(limits, steps)
+def test_whatever_is_told_both_hold_and_answer_the_same(
+    limits: dict[str, Any], steps: list[tuple[Sent | Call, Query]]
+) -> None:
+    twins = Twins(**limits)
+    for step, query in steps:
+        twins.take(step)
+        twins.compare()
+        twins.ask(query)
+    for query in SWEEP:
+        twins.ask(query)
+    for rank in RANKS:
+        for index in twins.all():
+            index.remove(rank)
+    twins.compare()
+    assert len(twins.by_payload) == twins.by_payload.statistics()["unique_blocks"] == 0
+
+
+@many
+@given(st.lists(st.one_of(nearly_stored(), hostile_events), min_size=1, max_size=4), st.booleans())
+def test_hostile_events_are_read_alike(raw: list[Any], named: bool) -> None:
+    twins = Twins()
+    payload = msgspec.msgpack.encode([1.0, raw, None])
+    rank = Rank("a", 0)
+    if named:
+        for index in twins.all():
+            index.add(rank)
+    for _ in range(2):
+        twins.send(rank, payload)
+        twins.compare()
+    twins.ask(Query(TEXTS[3], 6, "list", {}))
+
+
+def test_any_text_that_a_program_tells_is_told_back() -> None:
+    """Typed events may hold code points that no payload can: half of a pair of surrogates."""
+    twins = Twins()
+    event = BlockStored(
+        block_hashes=[1],
+        token_ids=[1],
+        block_size=1,
+        medium="\ud800",
+        kv_cache_spec_kind="\ud801",
+    )
+    batch = EventBatch(0.0, [event], skipped=("\ud802",))
+    for index in twins.all():
+        index.apply(Rank("a"), batch)
+    twins.compare()
+    twins.ask(Query((1,), 1, "list", {"media": ["\ud800"]}))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        BlockStored(block_hashes=[b""], token_ids=[1], block_size=1),
+        BlockStored(block_hashes=[1], parent_block_hash=b"", token_ids=[1], block_size=1),
+        BlockRemoved(block_hashes=[b""]),
+        BlockRemoved(block_hashes=[1], group_idx=2**32),
+    ],
+)
+def test_what_has_no_native_form_is_refused(event: Event) -> None:
+    index = native.Index()
+    with pytest.raises(ConfigurationError):
+        index.apply(Rank("a"), EventBatch(0.0, [event]))
+    with pytest.raises(ConfigurationError):
+        index.describe_groups(Rank("a"), {2**32: GroupSpec()})
