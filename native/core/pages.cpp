@@ -28,8 +28,11 @@ Pages::Pages(size_t bytes) : bytes_((bytes + kLine - 1) / kLine * kLine) {
     return;
   }
 #endif
-  data_ = static_cast<uint8_t*>(std::aligned_alloc(kLine, bytes_));
-  if (data_ == nullptr && bytes_ != 0) throw std::bad_alloc();
+  // Aligned by hand: glibc's aligned_alloc leaves holes that it does not use again.
+  taken_ = std::malloc(bytes_ + kLine);
+  if (taken_ == nullptr) throw std::bad_alloc();
+  const auto address = reinterpret_cast<uintptr_t>(taken_);
+  data_ = static_cast<uint8_t*>(taken_) + (kLine - address % kLine);
 }
 
 Pages::~Pages() {
@@ -40,7 +43,7 @@ Pages::~Pages() {
     return;
   }
 #endif
-  std::free(data_);
+  std::free(taken_);
 }
 
 }  // namespace kvindex

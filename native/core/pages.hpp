@@ -12,12 +12,15 @@ class Pages {
  public:
   Pages() = default;
 
-  // Throws std::bad_alloc. The content is not defined.
+  // Begins at a cache line. Throws std::bad_alloc. The content is not defined.
   explicit Pages(size_t bytes);
   Pages(Pages&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+      : data_(std::exchange(other.data_, nullptr)),
+        taken_(std::exchange(other.taken_, nullptr)),
+        bytes_(std::exchange(other.bytes_, 0)) {}
   Pages& operator=(Pages&& other) noexcept {
     std::swap(data_, other.data_);
+    std::swap(taken_, other.taken_);
     std::swap(bytes_, other.bytes_);
     return *this;
   }
@@ -29,6 +32,7 @@ class Pages {
 
  private:
   uint8_t* data_ = nullptr;
+  void* taken_ = nullptr;  // from the allocator, where `data_` lies
   size_t bytes_ = 0;
 };
 

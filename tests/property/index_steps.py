@@ -2,14 +2,14 @@
 
 A `Told` is one event as a handful of choices; the size of its blocks and its lookahead come from
 whoever sends it. Chains share texts, so that they meet, repeat, fork and leave holes; labels are
-mostly true, at times shared by several blocks, or second ones of a block.
+mostly true, at times shared by several blocks, or second ones of a block. Each run has a `Theme`:
+few kinds of oddities at once, so that those meet often.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -22,10 +22,11 @@ from kvindex.wire.quirks import EMPTY_TUPLE_HASH, content_hash
 
 RANKS = {Rank("a", 0): 2, Rank("a", 1): 2, Rank("b", 0): 3}  # block sizes, usually
 TEXTS: tuple[tuple[int, ...], ...] = (
-    (0,) * 12,
+    (0,) * 13,
     (0, 0, 0, 0, 1, 2, 1, 2, 1, 2, 1, 0, 0),
     (0, 0, 1, 1, 0, 0, 2, 2, 0, 0, 0, 1),
     tuple(range(13)),
+    (0, 0, -1, -7, 5, -(2**31), 0, 0, -1, -1, 3, 3),
     (0, 0, -1, 2**32, 2**31, 0, 2**63, 1, 2**64 - 1, 0, 0, 0),
     tuple(i % 9 for i in range(2000)),  # more than a prompt's first part
 )
@@ -39,7 +40,11 @@ EXTRAS: tuple[tuple[Any, ...] | None, ...] = (
 
 
 def usually(value: Any, *others: Any) -> st.SearchStrategy[Any]:
-    return st.sampled_from([value] * (14 * len(others)) + list(others))
+    return st.sampled_from([value] * (4 * len(others)) + list(others))
+
+
+def when(allowed: bool, value: Any, *others: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from([value] * len(others) + list(others)) if allowed else st.just(value)
 
 
 # Labels ---------------------------------------------------------------------------------------
@@ -61,7 +66,10 @@ LABELS: dict[str, Callable[[Sequence[int], Sequence[int]], BlockHash]] = {
     "shared": lambda prefix, block: _number(prefix) % 4,
     "content": lambda prefix, block: content_hash(block),
 }
-schemes = st.sampled_from(["int"] * 24 + ["second"] * 9 + ["shared"] * 4 + list(LABELS))
+SCHEMES: tuple[tuple[str, ...], ...] = (
+    *[("int",), ("digest",), ("int", "second"), ("digest", "second"), ("int", "shared")],
+    *[("shared",), ("signed", "shared"), ("int", "content"), tuple(LABELS)],
+)
 
 
 def label(text: Sequence[int], size: int, block: int, scheme: str) -> BlockHash:
@@ -82,7 +90,7 @@ class Told(NamedTuple):
     """One event as choices."""
 
     what: str
-    text: Sequence[int]
+    text: int
     start: int
     length: int
     scheme: str
@@ -95,14 +103,18 @@ class Told(NamedTuple):
     fault: str | None
     odd_size: int | None
 
+    @property
+    def tokens(self) -> Sequence[int]:
+        return TEXTS[self.text]
+
     def event(self, size: int, lookahead: int) -> Event:
         if self.what == "clear":
             return AllBlocksCleared()
         size = self.odd_size or size
-        last = max(1, (len(self.text) - lookahead) // size)
+        last = max(1, (len(self.tokens) - lookahead) // size)
         start = min(self.start, last - 1)
         blocks = range(start, min(start + self.length, last))
-        hashes = [label(self.text, size, block, self.scheme) for block in blocks]
+        hashes = [label(self.tokens, size, block, self.scheme) for block in blocks]
         if self.what == "remove":
             return BlockRemoved(block_hashes=hashes, medium=self.medium, group_idx=self.group.idx)
         if self.what == "locate":
@@ -118,13 +130,10 @@ class Told(NamedTuple):
     def _stored(
         self, size: int, lookahead: int, blocks: range, hashes: list[BlockHash]
     ) -> BlockStored:
-        keys = None
-        if self.extras is not None:
-            keys = [EXTRAS[(self.extras + block) % len(EXTRAS)] for block in blocks]
         fields: dict[str, Any] = {
             "block_hashes": hashes,
             "parent_block_hash": self._parent(size, blocks.start),
-            "token_ids": list(self.text[blocks.start * size : blocks.stop * size]),
+            "token_ids": list(self.tokens[blocks.start * size : blocks.stop * size]),
             "block_size": size,
             "lora_name": self.lora[0],
             "lora_id": self.lora[1],
@@ -132,22 +141,26 @@ class Told(NamedTuple):
             "group_idx": self.group.idx,
             "kv_cache_spec_kind": self.group.kind,
             "kv_cache_spec_sliding_window": self.group.window,
-            "extra_keys": keys,
+            "extra_keys": None if self.extras is None else self.keys(blocks),
             "cache_salt": self.salt,
         }
         if lookahead:
             stops = [(block + 1) * size for block in blocks]
             fields["lookahead_token_ids"] = [
-                list(self.text[stop : stop + lookahead]) for stop in stops
+                list(self.tokens[stop : stop + lookahead]) for stop in stops
             ]
         self._spoil(fields)
         return BlockStored(**fields)
+
+    def keys(self, blocks: range) -> list[tuple[Any, ...] | None]:
+        assert self.extras is not None
+        return [EXTRAS[(self.extras + block) % len(EXTRAS)] for block in blocks]
 
     def _parent(self, size: int, start: int) -> BlockHash | None:
         named = {"none": None, "zero": 0, "empty tuple": EMPTY_TUPLE_HASH, "odd": 3, "bytes": b"?"}
         if self.parent in named:
             return named[self.parent]
-        return label(self.text, size, start - 1, self.scheme) if start else None
+        return label(self.tokens, size, start - 1, self.scheme) if start else None
 
     def _spoil(self, fields: dict[str, Any]) -> None:
         if self.fault == "tokens":
@@ -162,31 +175,64 @@ class Told(NamedTuple):
             fields["lookahead_token_ids"] = [[1], [1, 2]]
 
 
+LORAS = ((None, None), ("lora", None), (None, 7), ("lora", 7), ("", 0), (None, -5))
 groups = st.sampled_from(
     [
-        *[Group()] * 90,
+        *[Group()] * 12,
         *[Group(0), Group(0, "full_attention"), Group(0, "sliding_window", 3), Group(2, "mamba")],
         *[Group(1), Group(1, "sliding_window", 4), Group(1, "sliding_window_mla", 5)],
         *[Group(1, "sliding_window"), Group(0, "full_attention", -7), Group(4, "new", 2**31)],
         *[Group(3, "encoder_only_attention"), Group(2**31 - 1)],
     ]
 )
-tellings = st.builds(
-    Told,
-    what=st.sampled_from(["store"] * 20 + ["remove"] * 8 + ["locate", "locate", "clear"]),
-    text=st.sampled_from([*TEXTS[:2] * 4, *TEXTS]),
-    start=st.sampled_from([0, 0, 0, 0, 1, 2, 3, 5]),
-    length=st.integers(1, 6),
-    scheme=schemes,
-    parent=usually("before", "none", "zero", "empty tuple", "odd", "bytes"),
-    medium=usually(None, "GPU", "CPU", "cpu", "cuda:0"),
-    group=groups,
-    lora=usually((None, None), ("lora", None), (None, 7), ("lora", 7), ("", 0), (None, -5)),
-    extras=usually(None, 0, 1, 2, 3, 4),
-    salt=usually(None, "salt", ""),
-    fault=usually(None, "tokens", "hashes", "size", "extras", "lookahead"),
-    odd_size=usually(None, 1, 2, 3, 4, 300),
+
+
+class Theme(NamedTuple):
+    """What oddities one run has."""
+
+    texts: Sequence[int]
+    schemes: Sequence[str]
+    ranks: Sequence[Rank]
+    parents: bool
+    media: bool
+    groups: bool
+    loras: bool
+    extras: bool
+    faults: bool
+    sizes: bool
+    lookahead: bool
+    dialects: bool
+    damage: bool
+
+
+rarely = st.sampled_from([False, False, True])
+themes = st.builds(
+    Theme,
+    texts=st.sampled_from([(0,), (0, 1), (0, 1, 2), (3, 4, 5), tuple(range(len(TEXTS)))]),
+    schemes=st.sampled_from(SCHEMES),
+    ranks=st.sampled_from([tuple(RANKS)[:1], tuple(RANKS)[:2], tuple(RANKS)]),
+    **dict.fromkeys(Theme._fields[3:], rarely),
 )
+
+
+@cache
+def tellings(theme: Theme) -> st.SearchStrategy[Told]:
+    return st.builds(
+        Told,
+        what=st.sampled_from(["store"] * 20 + ["remove"] * 8 + ["locate", "locate", "clear"]),
+        text=st.sampled_from(theme.texts),
+        start=st.sampled_from([0, 0, 0, 1, 2, 3]),
+        length=st.integers(1, 6),
+        scheme=st.sampled_from(theme.schemes),
+        parent=when(theme.parents, "before", "none", "zero", "empty tuple", "odd", "bytes"),
+        medium=when(theme.media, None, "GPU", "CPU", "cpu", "cuda:0"),
+        group=groups if theme.groups else st.just(Group()),
+        lora=when(theme.loras, *LORAS),
+        extras=when(theme.extras, None, *range(len(EXTRAS))),
+        salt=when(theme.extras, None, "salt", ""),
+        fault=when(theme.faults, None, "tokens", "hashes", "size", "extras", "lookahead"),
+        odd_size=when(theme.sizes, None, 1, 2, 3, 4, 300),
+    )
 
 
 # Payloads -------------------------------------------------------------------------------------
@@ -230,16 +276,21 @@ def _encoded(events: list[Event], dialect: Dialect | None) -> bytes:
 edits = st.builds(
     Edit, at=st.integers(0, 4096), cut=st.integers(0, 2), put=st.binary(min_size=1, max_size=3)
 )
-sendings = st.builds(
-    Sent,
-    rank=st.sampled_from([*list(RANKS) * 2, Rank("a", 0)]),
-    told=st.lists(tellings, min_size=1, max_size=4),
-    dialect=st.sampled_from([*[None] * 12, *DIALECTS.values()]),
-    lookahead=usually(0, 1, 2),
-    edits=usually(False, True).flatmap(
-        lambda yes: st.lists(edits, min_size=1, max_size=3) if yes else st.just([])
-    ),
-)
+
+
+@cache
+def sendings(theme: Theme) -> st.SearchStrategy[Sent]:
+    damage = st.lists(edits, min_size=1, max_size=3)
+    return st.builds(
+        Sent,
+        rank=st.sampled_from(theme.ranks),
+        told=st.lists(tellings(theme), min_size=1, max_size=4),
+        dialect=when(theme.dialects, None, *DIALECTS.values()),
+        lookahead=when(theme.lookahead, 0, 1, 2),
+        edits=usually([], None).flatmap(lambda none: damage if none is None else st.just(none))
+        if theme.damage
+        else st.just([]),
+    )
 
 
 # What callers do ------------------------------------------------------------------------------
@@ -277,67 +328,4 @@ calls = st.builds(
     rank=st.sampled_from(list(RANKS)),
     other=st.sampled_from(list(RANKS)),
     specs=st.dictionaries(st.integers(0, 2), specs, max_size=2),
-)
-
-
-class Query(NamedTuple):
-    """A question in one of the forms that tokens may have."""
-
-    text: Sequence[int]
-    length: int
-    form: str
-    options: dict[str, Any]
-
-    def tokens(self) -> Any:
-        tokens = list(self.text[: self.length]) if len(self.text) < 100 else list(self.text)
-        try:
-            return FORMS[self.form](tokens)
-        except (OverflowError, ValueError):  # tokens that this form has no room for
-            return tuple(tokens)
-
-
-def _numpy(kind: str) -> Callable[[list[int]], Any]:
-    try:
-        import numpy
-    except ImportError:
-        return lambda tokens: tuple(tokens)
-    return lambda tokens: numpy.array(tokens, dtype=kind)
-
-
-def _range(tokens: list[int]) -> Any:
-    if tokens != list(range(len(tokens))):
-        raise ValueError("no range")
-    return range(len(tokens))
-
-
-FORMS: dict[str, Callable[[list[int]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "range": _range,
-    **{f"array {code}": partial(array, code) for code in "iIlLqQ"},
-    "bytes": lambda tokens: array("I", tokens).tobytes(),
-    "bytearray": lambda tokens: bytearray(array("I", tokens).tobytes()),
-    "memoryview": lambda tokens: memoryview(array("q", tokens)),
-    "unaligned": lambda tokens: memoryview(b"." + array("q", tokens).tobytes())[1:].cast("q"),
-    **{f"numpy {kind}": _numpy(kind) for kind in ("int32", "uint32", "int64", "uint64")},
-}
-options = st.fixed_dictionaries(
-    {},
-    optional={
-        "lora": usually(None, "lora", 7, "", 0, -5),
-        "salt": usually(None, "salt"),
-        "extra_keys": usually(
-            None, [("image", 3)], [None, EXTRAS[1], ["lora", ("image", 3)], EXTRAS[3]], [EXTRAS[4]]
-        ),
-        "media": st.sampled_from([None, "gpu", ["CPU", "GPU"], ["cuda:0"], []]),
-        "ranks": st.none() | st.lists(st.sampled_from(list(RANKS)), max_size=3),
-        "block_size": st.sampled_from([None, 1, 2, 3, 300, 2**40]),
-    },
-)
-queries = st.builds(
-    Query,
-    text=st.sampled_from([*TEXTS[:2] * 4, *TEXTS]),
-    length=st.sampled_from([13, 13, *range(14)]),
-    form=st.sampled_from(list(FORMS)),
-    options=st.just({}) | options,
 )
