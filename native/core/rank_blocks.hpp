@@ -134,7 +134,6 @@ class RankBlocks {
   void attach(std::vector<std::pair<Label, BlockRef>> placed);
   BlockRef attach_one(const Label& label, const Orphan& orphan, BlockRef parent);
   bool add_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies);
-  bool add_copy(const Label& label, BlockRef block, const Copies& copies);
   void own_chain(size_t blocks, OwnerId owner);
 
   void remove(const Batch& batch, const Event& event);

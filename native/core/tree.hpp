@@ -97,7 +97,6 @@ class Tree {
   bool owned(BlockRef block, OwnerId owner) const { return sets_.contains(owners(block), owner); }
   uint32_t depth(BlockRef block) const { return strands_[strand_of(block)].depth + offset_of(block); }
   RootId root_of(BlockRef block) const { return strands_[strand_of(block)].root; }
-  void prefetch(BlockRef block) const { __builtin_prefetch(&strands_[strand_of(block)]); }
   const OwnerSets& sets() const { return sets_; }
 
   // Visit the segments of a prompt from its start to where the tree no longer agrees: `visit(set,
