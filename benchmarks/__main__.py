@@ -12,7 +12,19 @@ from pathlib import Path
 
 from benchmarks import environment, venvs
 from benchmarks.bench import Bench
-from benchmarks.measures import apply, cycles, growth, ingest, latency, load, match, memory, native
+from benchmarks.measures import (
+    apply,
+    cycles,
+    fanout,
+    growth,
+    ingest,
+    latency,
+    load,
+    match,
+    memory,
+    native,
+    queue,
+)
 from benchmarks.results import Result, as_dict, bars_table, details, write_between
 from benchmarks.scale import FULL, QUICK, SMOKE
 
@@ -27,7 +39,11 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "growth": growth.run,
     "cycles": cycles.run,
     "load": load.run,
+    "queue": queue.run,
+    "fanout": fanout.run,
 }
+PARTS: dict[str, str] = {"queue": "queue figures"}
+"""Between which comments the measures are written that are not in the table of all others."""
 
 
 def main() -> None:
@@ -45,15 +61,17 @@ def main() -> None:
     facts = environment.facts(shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]))
     print(environment.header(facts), flush=True)
     results: list[Result] = []
+    parts: dict[str, list[Result]] = {}
     for name in options.measures or MEASURES:
         print(f"… {name}", file=sys.stderr, flush=True)
         found = MEASURES[name](bench)
         results += found
+        parts.setdefault(PARTS.get(name, "figures"), []).extend(found)
         print("\n" + details(found), flush=True)
     print("\n" + bars_table(results))
-    if options.into:
-        figures = [environment.header(facts), bars_table(results), details(results)]
-        write_between(options.into, "\n\n".join(figures))
+    for part, members in parts.items() if options.into else ():
+        figures = [environment.header(facts), bars_table(members), details(members)]
+        write_between(options.into, "\n\n".join(figures), part)
     if options.json:
         report = {"environment": facts, "results": [as_dict(result) for result in results]}
         options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
@@ -75,7 +93,7 @@ def _options() -> argparse.Namespace:
         "--into",
         type=Path,
         metavar="FILE",
-        help="put the tables between this file's two `figures` comments, as docs/benchmarks.md has",
+        help="put the tables between this file's comments, as docs/benchmarks.md has them",
     )
     parser.add_argument(
         "--venv",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from benchmarks import venvs
 from benchmarks.process import Side
@@ -19,13 +19,26 @@ from benchmarks.workload import Source
 __all__ = ["Bench", "Contender", "last_core"]
 
 
+_OWN: Final = (OURS, "zmq")  # sides that need nothing but what this interpreter has
+
+
 @dataclass(frozen=True)
 class Contender:
-    """One column of a table: a side under a given set of cores."""
+    """One column of a table: a side under a given set of cores.
+
+    Attributes:
+        label: of the column.
+        side: its name.
+        cpus: the cores that it may use; all by default.
+        package: what serves it.
+        environment: returns variables for it, given its interpreter.
+    """
 
     label: str
     side: str
     cpus: tuple[int, ...] | None = None
+    package: str = "benchmarks.sides"
+    environment: Callable[[str], dict[str, str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,24 +68,32 @@ class Bench:
 
     def python(self, side: str) -> str:
         """Return the interpreter that runs a side."""
-        if side == OURS:
+        if side in _OWN:
             return sys.executable
         return venvs.python_of("dict" if side.startswith("dict") else side, self.folder)
 
     @contextmanager
     def start(self, contenders: Iterable[Contender]) -> Iterator[dict[str, Side]]:
-        """Start these sides (without the peers, ours only); yield them by label."""
+        """Start these sides (without the peers, what needs none); yield them by label."""
         started: dict[str, Side] = {}
         try:
             for contender in contenders:
-                if contender.side == OURS or self.peers:
-                    python = self.python(contender.side)
-                    side = Side(contender.side, python, cpus=contender.cpus)
-                    started[contender.label] = side
+                if contender.side in _OWN or self.peers:
+                    started[contender.label] = self._side(contender)
             yield started
         finally:
             for side in started.values():
                 side.close()
+
+    def _side(self, contender: Contender) -> Side:
+        python, environment = self.python(contender.side), contender.environment
+        return Side(
+            contender.side,
+            python,
+            cpus=contender.cpus,
+            package=contender.package,
+            environment=environment(python) if environment else None,
+        )
 
 
 def last_core() -> tuple[int, ...]:

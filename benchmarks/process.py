@@ -82,16 +82,27 @@ class Side:
     """One side of a comparison, in a process of its own.
 
     Args:
-        name: which index; see `benchmarks.sides.adapter.create`.
+        name: which one; see the `create` of the package that serves it.
         python: the interpreter of its virtual environment.
         cpus: the cores that it may use; all by default.
+        package: what serves it.
+        environment: variables that are added to this process's.
     """
 
-    def __init__(self, name: str, python: str, *, cpus: Iterable[int] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        *,
+        cpus: Iterable[int] | None = None,
+        package: str = "benchmarks.sides",
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.name = name
         where = [] if cpus is None else [",".join(map(str, cpus))]
         self._lines = Lines(
-            [python, "-m", "benchmarks.sides", name, *where], environment={"DYN_LOG": "error"}
+            [python, "-m", package, name, *where],
+            environment={"DYN_LOG": "error", **(environment or {})},
         )
 
     @property

@@ -12,9 +12,6 @@ __all__ = ["OURS", "Bar", "Result", "as_dict", "bars_table", "details", "write_b
 
 OURS: Final = "kvindex"
 
-_BEGIN: Final = "<!-- figures -->"
-_END: Final = "<!-- end of figures -->"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
@@ -68,10 +65,12 @@ class Result:
 
     @property
     def times(self) -> float | None:
-        """How many times better than the best peer ours is."""
+        """How many times better than the best peer ours is; None also if a value is 0."""
         if self.peer is None or OURS not in self.values:
             return None
         ours, theirs = self.values[OURS], self.values[self.peer]
+        if not ours or not theirs:
+            return None
         return theirs / ours if self.lower else ours / theirs
 
     @property
@@ -113,17 +112,17 @@ def bars_table(results: Iterable[Result]) -> str:
     return "### Bars\n\n" + _table(head, rows)
 
 
-def write_between(file: Path, figures: str) -> None:
-    """Replace what a file has between `<!-- figures -->` and `<!-- end of figures -->`.
+def write_between(file: Path, figures: str, part: str) -> None:
+    """Replace what a file has between `<!-- part -->` and `<!-- end of part -->`.
 
     Raises:
         ValueError: the file has no such two lines.
     """
-    text = file.read_text()
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    first, last = f"<!-- {part} -->", f"<!-- end of {part} -->"
+    before, begin, rest = file.read_text().partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{file} has no lines {_BEGIN} and {_END}")
+        raise ValueError(f"{file} has no lines {first} and {last}")
     file.write_text(f"{before}{begin}\n\n{figures}\n\n{end}{after}")
 
 

@@ -29,6 +29,13 @@ class Scale:
     cycles: int
     load_ranks: int
     load_batches: int
+    queue_rounds: int
+    queue_seconds: float
+    queue_slow_seconds: float
+    queue_settle: float
+    queue_idle: float
+    fanout_seconds: float
+    fanout_ranks: int
 
 
 FULL: Final = Scale(
@@ -49,6 +56,13 @@ FULL: Final = Scale(
     cycles=2_000_000,
     load_ranks=64,
     load_batches=2_000,
+    queue_rounds=3,
+    queue_seconds=0.7,
+    queue_slow_seconds=1.5,
+    queue_settle=2.0,
+    queue_idle=5.0,
+    fanout_seconds=5.0,
+    fanout_ranks=512,
 )
 
 QUICK: Final = Scale(
@@ -69,6 +83,13 @@ QUICK: Final = Scale(
     cycles=100_000,
     load_ranks=16,
     load_batches=200,
+    queue_rounds=1,
+    queue_seconds=0.5,
+    queue_slow_seconds=1.0,
+    queue_settle=2.0,
+    queue_idle=2.0,
+    fanout_seconds=1.0,
+    fanout_ranks=64,
 )
 
 SMOKE: Final = Scale(
@@ -89,4 +110,11 @@ SMOKE: Final = Scale(
     cycles=10_000,
     load_ranks=8,
     load_batches=50,
+    queue_rounds=1,
+    queue_seconds=0.03,
+    queue_slow_seconds=0.06,
+    queue_settle=0.05,
+    queue_idle=0.1,
+    fanout_seconds=0.2,
+    fanout_ranks=4,
 )

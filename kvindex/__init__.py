@@ -6,7 +6,8 @@ Connect to the engines, then ask which rank holds a prompt:
     client.match(token_ids).best
 
 `kvindex.wire`, `kvindex.subscribe`, `kvindex.index` and `kvindex.publish` hold the parts,
-`kvindex.testing` a fake engine and faulty links for tests.
+`kvindex.testing` a fake engine and faulty links for tests. `kvindex.fanout` feeds the processes of
+one router from one subscriber, through the queue of `kvindex.shm`.
 """
 
 from kvindex.backend import BACKEND
@@ -20,8 +21,17 @@ from kvindex.errors import (
     InvariantError,
     KVIndexError,
     NotLiveError,
+    PeerDiedError,
+    QueueClosedError,
+    QueueTimeoutError,
+    ReaderDiedError,
+    ReaderEvictedError,
+    SegmentError,
+    SnapshotError,
     TokenError,
     UnknownRankError,
+    WaitCancelledError,
+    WriterDiedError,
 )
 from kvindex.index import Index, Match, RankMatch
 from kvindex.publish import (
@@ -62,14 +72,23 @@ __all__ = [
     "Match",
     "NotLiveError",
     "NullEventPublisher",
+    "PeerDiedError",
+    "QueueClosedError",
+    "QueueTimeoutError",
     "Rank",
     "RankMatch",
     "RankStatus",
+    "ReaderDiedError",
+    "ReaderEvictedError",
     "Replay",
+    "SegmentError",
+    "SnapshotError",
     "State",
     "TokenError",
     "UnknownRankError",
+    "WaitCancelledError",
     "Worker",
+    "WriterDiedError",
     "ZmqEventPublisher",
     "connect",
 ]

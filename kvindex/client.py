@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvindex.errors import UnknownRankError
-from kvindex.index import ExtraKeys, Index, Match, fingerprint, read_batch
+from kvindex.index import ExtraKeys, Fingerprints, Index, Match, read_batch
+from kvindex.index.snapshot import SnapshotReader, SnapshotWriter, replaced_file
+from kvindex.index.snapshot_section import wrong_backend
 from kvindex.rank import Rank
 from kvindex.subscribe import (
     RankAdded,
@@ -20,14 +25,21 @@ from kvindex.subscribe import (
     State,
     StreamItem,
     Subscriber,
+    Tap,
     Worker,
 )
 
-__all__ = ["Client", "connect"]
+__all__ = ["Client", "connect", "follow_item"]
+
+logger = logging.getLogger(__name__)
 
 
 def connect(
-    workers: Iterable[Worker] | Worker = (), *, index: Index | None = None, **options: Any
+    workers: Iterable[Worker] | Worker = (),
+    *,
+    index: Index | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> Client:
     """Return a client that subscribes to these workers and answers from what they publish.
 
@@ -35,12 +47,19 @@ def connect(
 
     Args:
         workers: one worker or several; more can be added later.
-        index: the index to fill; a new one by default.
+        index: the index to fill; a new one by default. With `resume` it must have the seed of the
+            index that was saved.
+        resume: a file that `Client.save` wrote, perhaps in another process. Each rank of `workers`
+            that is in it begins with what it held then, and takes by replay what it has missed,
+            if its publisher proves to be the same; if not, it begins anew. Other ranks in the file
+            are left out. If there is no such file, every rank begins anew.
         options: settings of `kvindex.subscribe.Subscriber`: `on_loss`, `replay`, `link`,
             `probe_interval`, `stale_after`, `context`, `clock`.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.
+        SnapshotError: the file at `resume` cannot be restored; its `reason` says why.
+        OSError: it cannot be read.
 
     Examples:
         >>> from kvindex import Worker, connect
@@ -51,13 +70,14 @@ def connect(
         True
         >>> client.close()
     """
-    return Client(workers, index=index, **options)
+    return Client(workers, index=index, resume=resume, **options)
 
 
 class Client:
     """Answers which rank holds a prompt, from live events, and says how far to trust it.
 
-    Args: as `connect`.
+    Args: as `connect`, and
+        tap: told of everything that the index takes.
 
     Attributes:
         index: what the events have filled.
@@ -71,30 +91,30 @@ class Client:
         workers: Iterable[Worker] | Worker = (),
         *,
         index: Index | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        tap: Tap | None = None,
         **options: Any,
     ) -> None:
+        workers = [workers] if isinstance(workers, Worker) else list(workers)
+        cursors: dict[Rank, bytes] = {}
+        if resume is not None:
+            names = {worker.worker for worker in workers if isinstance(worker, Worker)}
+            index, cursors = _restored(resume, names, index)
         self.index = Index() if index is None else index
-        workers = [workers] if isinstance(workers, Worker) else workers
         self.subscriber = Subscriber(
             workers,
-            sink=self._on_item,
-            on_batch=self.index.apply,
-            decode=read_batch,
-            fingerprint=fingerprint,
+            fingerprints=Fingerprints(self.index.seed),
+            resume=cursors,
+            **(_untapped(self.index) if tap is None else _tapped(self.index, tap)),
             **options,
         )
+        if cursors:
+            self.subscriber.call(lambda: self._drop_unclaimed(cursors))
 
-    def _on_item(self, item: StreamItem) -> None:
-        """Take what is not a batch; those go to the index directly."""
-        if isinstance(item, RankAdded):
-            self.index.add(item.rank)
-            self.index.describe_groups(item.rank, item.groups)
-        elif isinstance(item, RankRemoved):
-            self.index.remove(item.rank)
-        elif isinstance(item, RanksRenamed):
-            self.index.rename(dict(item.names))
-        elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
-            self.index.tree(item.rank).clear()
+    def _drop_unclaimed(self, restored: Iterable[Rank]) -> None:
+        """Forget what was restored of ranks that no publisher has taken up."""
+        for rank in set(restored).difference(self.subscriber.ranks):
+            self.index.remove(rank)
 
     # Queries ----------------------------------------------------------------------------------
 
@@ -202,6 +222,39 @@ class Client:
             status["ignored"] = held.get("ignored", {})
         return {**stream, "index": index}
 
+    def save(self, path: str | os.PathLike[str]) -> tuple[Rank, ...]:
+        """Write what every rank holds and how far its stream was applied; return the ranks written.
+
+        `connect(resume=path)` goes on from there. Each rank is taken between two of its batches;
+        events of all ranks wait as long as it takes to copy one, queries do not wait. A rank is
+        left out where there is nothing to go on from: nothing was applied yet, or its publisher has
+        no replay to prove itself by. The file replaces one that is there only when all is written,
+        and is readable by its owner alone, since it contains the index's seed.
+
+        Raises:
+            OSError: it cannot be written; a file that was there is as before.
+            ClosedError: the client is closed.
+            BusyError: the subscriber's thread was held for too long.
+        """
+        written = []
+        with replaced_file(path) as file:
+            writer = SnapshotWriter(file, backend=self.index.backend, seed=self.index.seed)
+            for rank in self.ranks:
+                taken = self.subscriber.call(partial(self._take, rank))
+                if taken is not None:
+                    writer.add(rank, *taken)
+                    written.append(rank)
+            writer.finish()
+        return tuple(written)
+
+    def _take(self, rank: Rank) -> tuple[bytes, bytes] | None:
+        """Return section and cursor of a rank, on the subscriber's thread."""
+        try:
+            cursor = self.subscriber.cursor(rank)
+            return None if cursor is None else (self.index.dump(rank), cursor)
+        except UnknownRankError:  # removed or renamed just now
+            return None
+
     def close(self) -> None:
         """Stop receiving; the index stays as it is and can still be asked. Idempotent."""
         self.subscriber.close()
@@ -216,3 +269,78 @@ class Client:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def follow_item(index: Index, item: StreamItem) -> None:
+    """Have an index take what is not a batch."""
+    if isinstance(item, RankAdded):
+        index.add(item.rank)
+        index.describe_groups(item.rank, item.groups)
+    elif isinstance(item, RankRemoved):
+        index.remove(item.rank)
+    elif isinstance(item, RanksRenamed):
+        index.rename(dict(item.names))
+    elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
+        index.tree(item.rank).clear()
+
+
+class _Kept(msgspec.Struct, frozen=True, gc=False):
+    """A decoded batch with the payload that it was made of."""
+
+    payload: bytes
+    batch: Any
+    ts: float
+    data_parallel_rank: int | None
+
+
+def _keep(payload: bytes) -> _Kept:
+    batch = read_batch(payload)
+    return _Kept(payload, batch, batch.ts, batch.data_parallel_rank)
+
+
+def _untapped(index: Index) -> dict[str, Any]:
+    """Return settings of a subscriber that fills an index."""
+    return {"sink": partial(follow_item, index), "on_batch": index.apply, "decode": read_batch}
+
+
+def _tapped(index: Index, tap: Tap) -> dict[str, Any]:
+    """Return settings of a subscriber that tells a tap, after the index, what that has taken."""
+
+    def on_item(item: StreamItem) -> None:
+        follow_item(index, item)
+        tap.item(item)
+
+    def on_batch(rank: Rank, kept: _Kept) -> None:
+        index.apply(rank, kept.batch)
+        tap.batch(rank, kept.payload)
+
+    return {"sink": on_item, "on_batch": on_batch, "decode": _keep, "on_statuses": tap.statuses}
+
+
+def _restored(
+    path: str | os.PathLike[str], workers: Collection[str], index: Index | None
+) -> tuple[Index | None, dict[Rank, bytes]]:
+    """Return an index with what a file holds of these workers' ranks, and every cursor in it."""
+    cursors: dict[Rank, bytes] = {}
+    try:
+        reader = SnapshotReader(path)
+    except FileNotFoundError:
+        logger.info("there is no snapshot at %s: every rank begins anew", os.fspath(path))
+        return index, cursors
+    with reader:
+        if reader.backend != Index.backend:
+            raise wrong_backend(reader.backend, Index.backend)
+        index = Index(seed=reader.seed) if index is None else index
+        restored = []
+        try:
+            for rank, section, cursor in reader:
+                if cursor is not None:
+                    cursors[rank] = cursor
+                    if rank.worker in workers:
+                        restored.append(rank)
+                        index.restore(rank, section)
+        except BaseException:  # also of the checksum, which comes last
+            for rank in restored:
+                index.remove(rank)
+            raise
+    return index, cursors

@@ -10,6 +10,15 @@ KVIndexError
 ├── EncodeError          (also ValueError)    an event batch that the chosen dialect cannot carry
 ├── BusyError            (also TimeoutError)  a thread did not come to a call in time
 ├── ClosedError          (also RuntimeError)  the object was closed
+│   └── QueueClosedError                      the writer closed the queue, and all of it was read
+├── SnapshotError        (also ValueError)    bytes that cannot be restored as an index
+├── SegmentError         (also OSError)       shared memory that cannot be made or attached
+├── QueueTimeoutError    (also TimeoutError)  no room for a message, or none came, in time
+├── WaitCancelledError   (also RuntimeError)  a wait was ended by its `cancel`
+├── PeerDiedError        (also ConnectionError) a party of a queue is gone without a word
+│   ├── WriterDiedError                       the writer: nothing more will come
+│   ├── ReaderDiedError                       readers: what they had not read is lost to them
+│   └── ReaderEvictedError                    this reader was taken off the queue
 ├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
 └── InvariantError       (also AssertionError)  a structure failed its own `check()`: our bug
 ```
@@ -33,8 +42,17 @@ __all__ = [
     "InvariantError",
     "KVIndexError",
     "NotLiveError",
+    "PeerDiedError",
+    "QueueClosedError",
+    "QueueTimeoutError",
+    "ReaderDiedError",
+    "ReaderEvictedError",
+    "SegmentError",
+    "SnapshotError",
     "TokenError",
     "UnknownRankError",
+    "WaitCancelledError",
+    "WriterDiedError",
 ]
 
 
@@ -108,6 +126,68 @@ class BusyError(KVIndexError, TimeoutError):
 
 class ClosedError(KVIndexError, RuntimeError):
     """The object was closed and takes no more calls."""
+
+
+class QueueClosedError(ClosedError):
+    """The writer closed the queue, and this reader has read everything that was in it."""
+
+
+class SnapshotError(KVIndexError, ValueError):
+    """Bytes that cannot be restored as an index.
+
+    Attributes:
+        reason: "format" (not a snapshot), "version", "truncated", "checksum", "backend" (made by
+            the other implementation of the index, or under another seed), "content" (sound bytes
+            that say the impossible) or "room" (it does not fit the limits of the index).
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class SegmentError(KVIndexError, OSError):
+    """Shared memory that cannot be made or attached; the message says why and what to do."""
+
+
+class QueueTimeoutError(KVIndexError, TimeoutError):
+    """A queue had no room for a message, or no message came, in time.
+
+    Attributes:
+        timeout: how long was waited, in seconds.
+    """
+
+    def __init__(self, message: str, *, timeout: float) -> None:
+        self.timeout = timeout
+        super().__init__(message)
+
+
+class WaitCancelledError(KVIndexError, RuntimeError):
+    """A wait was ended by its `cancel` or by `close` in another thread; nothing was taken."""
+
+
+class PeerDiedError(KVIndexError, ConnectionError):
+    """A party of a queue is gone without having said so: killed, or crashed."""
+
+
+class WriterDiedError(PeerDiedError):
+    """The writer is gone; all that it published whole was read, and nothing more will come."""
+
+
+class ReaderDiedError(PeerDiedError):
+    """Readers are gone with messages unread.
+
+    Attributes:
+        ranks: the readers' ranks, sorted.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(message)
+
+
+class ReaderEvictedError(PeerDiedError):
+    """This reader was taken off the queue (it was too slow for the writer's policy); join anew."""
 
 
 class NotLiveError(KVIndexError, TimeoutError):

@@ -7,24 +7,40 @@ from kvindex.index.api import TreeView
 from kvindex.index.keys import ExtraKeys
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match, RankMatch
+from kvindex.index.snapshot import (
+    Snapshot,
+    SnapshotReader,
+    SnapshotRecord,
+    SnapshotWriter,
+    read_snapshot,
+    replaced_file,
+    write_snapshot,
+)
 from kvindex.rank import Trust
 
 if TYPE_CHECKING or BACKEND == "native":
-    from kvindex.index.native import Index, fingerprint, read_batch
+    from kvindex.index.native import Index, read_batch
+    from kvindex.index.native_fingerprints import Fingerprints
 else:
     from kvindex.index.reference import Index
+    from kvindex.wire import Fingerprints
     from kvindex.wire import decode_batch as read_batch
-
-    fingerprint = hash
 
 __all__ = [
     "ExtraKeys",
+    "Fingerprints",
     "Index",
     "Match",
     "RankMatch",
     "ResidentBlock",
+    "Snapshot",
+    "SnapshotReader",
+    "SnapshotRecord",
+    "SnapshotWriter",
     "TreeView",
     "Trust",
-    "fingerprint",
     "read_batch",
+    "read_snapshot",
+    "replaced_file",
+    "write_snapshot",
 ]

@@ -6,14 +6,19 @@ Two classes fill it in: `kvindex.index.reference.Index`, the readable specificat
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from io import BytesIO
+from typing import Any, ClassVar, TypeVar
 
+from kvindex.backend import Backend
 from kvindex.errors import ConfigurationError
 from kvindex.index.keys import ExtraKeys, Lora, pack_extra
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match
+from kvindex.index.snapshot import SnapshotReader, SnapshotSource, write_snapshot
+from kvindex.index.snapshot_section import Identity, open_section, seal_section, wrong_backend
 from kvindex.index.tokens import TokenIds
 from kvindex.rank import Rank
 from kvindex.wire import EventBatch, GroupSpec
@@ -29,6 +34,8 @@ __all__ = [
     "packed_extras",
     "wanted_ranks",
 ]
+
+_SomeIndex = TypeVar("_SomeIndex", bound="BaseIndex")
 
 
 class BaseIndex(ABC):
@@ -54,6 +61,26 @@ class BaseIndex(ABC):
         >>> match.best.rank == rank, match[rank].blocks, match[rank].tokens
         (True, 2, 32)
     """
+
+    backend: ClassVar[Backend]
+    """Which implementation this is; snapshots are taken back by the same one only."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        max_blocks: int | None = None,
+        max_orphans: int = 16_384,
+    ) -> None: ...
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """The seed of the prefix keys: what `Index(seed=...)` needs to restore from this one.
+
+        Keep it from whoever may send prompts: with it, prompts could be made to collide.
+        """
 
     # Ranks -----------------------------------------------------------------------------------
 
@@ -167,6 +194,116 @@ class BaseIndex(ABC):
         Raises: as `match`.
         """
         return [self.match(token_ids, **options) for token_ids in prompts]
+
+    # Snapshots -------------------------------------------------------------------------------
+
+    def dump(self, rank: Rank) -> bytes:
+        """Return all that the index holds of a rank, for `restore` into an index of this seed.
+
+        Queries go on meanwhile; events wait for as long as it takes to copy one rank.
+
+        Raises:
+            UnknownRankError: the rank is not known.
+
+        Complexity: O(blocks of the rank and before them), some 20 bytes for each.
+        """
+        return seal_section(self._dump(rank), self._identity())
+
+    def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
+        """Replace all that the index holds of a rank by what `dump` gave.
+
+        The rank, known before or not, then answers every query as the dumped one did, and goes on
+        with later events as that would have: orphans, labels, groups (described ones too) and
+        counters come along. It may be given another name.
+
+        Args:
+            rank: who holds it from now on.
+            section: what `dump` gave, of an index with the same backend and seed.
+
+        Raises:
+            SnapshotError: the section cannot be restored here; the index is as before. Its
+                `reason` says why; "room": it does not fit `max_blocks`.
+
+        Complexity: O(blocks of the section and of the rank).
+        """
+        self._restore(rank, open_section(section, self._identity()))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a snapshot to a file, which replaces one that is there when all is written.
+
+        Each rank is written as it is when its turn comes. The file is readable by its owner only,
+        since it contains the seed.
+
+        Raises:
+            OSError: it cannot be written; a file that was there is as before.
+        """
+        write_snapshot(path, self)
+
+    def to_bytes(self) -> bytes:
+        """Return a snapshot as bytes, as `save` would write it."""
+        file = BytesIO()
+        write_snapshot(file, self)
+        return file.getvalue()
+
+    @classmethod
+    def load(
+        cls: type[_SomeIndex],
+        source: SnapshotSource,
+        *,
+        max_blocks: int | None = None,
+        max_orphans: int = 16_384,
+    ) -> _SomeIndex:
+        """Return an index as a snapshot tells it.
+
+        Args:
+            source: a path, a file open for reading, or the bytes of a snapshot.
+            max_blocks: as for a new index.
+            max_orphans: likewise.
+
+        Raises:
+            SnapshotError: it is no snapshot that can be restored here; `reason` says why.
+            OSError: the file cannot be read.
+
+        Examples:
+            >>> from kvindex import Index, Rank
+            >>> index = Index()
+            >>> index.add(Rank("vllm-0"))
+            >>> Index.load(index.to_bytes()).ranks
+            (Rank(worker='vllm-0', dp_rank=0),)
+        """
+        with SnapshotReader(source) as reader:
+            if reader.backend != cls.backend:
+                raise wrong_backend(reader.backend, cls.backend)
+            index = cls(seed=reader.seed, max_blocks=max_blocks, max_orphans=max_orphans)
+            for record in reader:
+                index.restore(record.rank, record.section)
+        return index
+
+    @classmethod
+    def from_bytes(
+        cls: type[_SomeIndex],
+        data: bytes | bytearray | memoryview,
+        *,
+        max_blocks: int | None = None,
+        max_orphans: int = 16_384,
+    ) -> _SomeIndex:
+        """Return an index as the bytes of a snapshot tell it; as `load`."""
+        return cls.load(data, max_blocks=max_blocks, max_orphans=max_orphans)
+
+    def _identity(self) -> Identity:
+        return Identity(self.backend, self.seed, self._key_check())
+
+    @abstractmethod
+    def _key_check(self) -> bytes:
+        """Return prefix keys of contents that never change."""
+
+    @abstractmethod
+    def _dump(self, rank: Rank) -> bytes:
+        """Return the body of a rank's section; raises UnknownRankError."""
+
+    @abstractmethod
+    def _restore(self, rank: Rank, body: memoryview) -> None:
+        """Restore a rank from the body of a section; raises SnapshotError."""
 
     # Insight ---------------------------------------------------------------------------------
 

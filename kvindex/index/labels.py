@@ -8,15 +8,16 @@ is known as long as some owner has a copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from kvindex.errors import InvariantError
+from kvindex.errors import InvariantError, SnapshotError
+from kvindex.index.rank_image import LabelImage, PlacementImage
 from kvindex.index.tree import Block, Owner
 from kvindex.wire import BlockHash
 
-__all__ = ["Budget", "Label", "Labels", "ResidentBlock"]
+__all__ = ["Budget", "Label", "Labels", "ResidentBlock", "no_room"]
 
 
 class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,24 @@ class Budget:
     def spent(self) -> bool:
         """Whether no further block fits."""
         return self.limit is not None and self.used >= self.limit
+
+    def check_room(self, wanted: int, leaving: int) -> None:
+        """Refuse so many blocks in the place of others if they do not fit.
+
+        Raises:
+            SnapshotError: they do not, and nothing is changed.
+        """
+        if self.limit is not None and self.used - leaving + wanted > self.limit:
+            raise no_room(wanted, self.limit - self.used + leaving)
+
+
+def no_room(wanted: int, room: int) -> SnapshotError:
+    """Return the error for a section that is larger than what `max_blocks` leaves."""
+    return SnapshotError(
+        f"the section has {wanted} resident blocks, and max_blocks leaves room for {max(room, 0)}:"
+        " give the index a higher max_blocks, or synchronize the rank from its engine",
+        reason="room",
+    )
 
 
 class Label:
@@ -169,6 +188,38 @@ class Labels:
         self._size = 0
         return {owner: list(blocks) for owner, blocks in held.items()}
 
+    def image(
+        self, positions: Mapping[Block, int], places: Mapping[Owner, int]
+    ) -> list[LabelImage]:
+        """Return all labels, given the numbers of blocks and owners."""
+        return [
+            (block_hash, [_placement(label, positions, places) for label in labels[::-1]])
+            for block_hash in self._newest
+            for labels in [list(self.named(block_hash))]
+        ]
+
+    def restore(
+        self, image: Iterable[LabelImage], blocks: Sequence[Block], owners: Sequence[Owner]
+    ) -> dict[Owner, list[Block]]:
+        """Take over the labels of an image; return what each owner must come to hold.
+
+        There must be none yet, and room for all of them.
+        """
+        held: dict[Owner, Counter[int]] = {owner: Counter() for owner in owners}
+        for block_hash, placements in image:
+            for position, copies in placements:
+                label = Label(blocks[position], self._newest.get(block_hash))
+                label.copies = {owners[place]: count for place, count in copies}
+                self._newest[block_hash] = label
+                self._size += len({owner.group_idx for owner in label.copies})
+                for owner in label.copies:
+                    held[owner][position] += 1
+        self._budget.used += self._size
+        for owner, labels in held.items():
+            further = {(blocks[p], owner): n - 1 for p, n in labels.items() if n > 1}
+            self._shared.update(further)
+        return {owner: [blocks[p] for p in sorted(labels)] for owner, labels in held.items()}
+
     def walk(self) -> Iterator[ResidentBlock]:
         """Yield every resident block, once for each medium and group it is in."""
         for block_hash, label in self.placements():
@@ -227,3 +278,10 @@ class Labels:
             self._newest[block_hash] = label.other
         else:
             del self._newest[block_hash]
+
+
+def _placement(
+    label: Label, positions: Mapping[Block, int], places: Mapping[Owner, int]
+) -> PlacementImage:
+    copies = [(places[owner], count) for owner, count in label.copies.items()]
+    return positions[label.block], copies

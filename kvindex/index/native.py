@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode, fingerprint
+from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode
 from kvindex._native import Index as Core
-from kvindex.errors import InvariantError, UnknownRankError
+from kvindex.errors import InvariantError, SnapshotError, UnknownRankError
 from kvindex.index.api import (
     BaseIndex,
     ambiguous_extras,
@@ -26,14 +26,14 @@ from kvindex.index.api import (
     wanted_ranks,
 )
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora
-from kvindex.index.labels import ResidentBlock
+from kvindex.index.labels import ResidentBlock, no_room
 from kvindex.index.match import Match, RankMatch
 from kvindex.index.packing import group_number, lora_tag, pack_batch, pack_text, tagged_lora
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
 
-__all__ = ["Index", "fingerprint", "read_batch"]
+__all__ = ["Index", "read_batch"]
 
 _APPLIED = 0  # what Core.apply says if all went well
 _MAX_WINDOW = 2**63 - 1
@@ -96,6 +96,8 @@ def _rank_match(rank: Rank, found: tuple[int, int, int, int, dict[str, int]]) ->
 class Index(BaseIndex):
     """The index over the native core; `BaseIndex` says what it does."""
 
+    backend = "native"
+
     def __init__(
         self,
         *,
@@ -104,7 +106,8 @@ class Index(BaseIndex):
         max_orphans: int = 16_384,
     ) -> None:
         check_limits(seed, max_blocks, max_orphans)
-        secrets = _secrets(KeyMaker(seed).seed)
+        self._seed = KeyMaker(seed).seed
+        secrets = _secrets(self._seed)
         # More than 64 bits is no limit, and no machine holds that many orphans.
         limit = None if max_blocks is None else min(max_blocks, 2**64 - 1)
         self._core = Core(secrets, limit, min(max_orphans, 2**63 - 1))
@@ -112,6 +115,10 @@ class Index(BaseIndex):
         self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
         self._directory = _Directory(self._ids, {})
         self._changing = threading.RLock()  # held while the directory is replaced
+
+    @property
+    def seed(self) -> int:
+        return self._seed
 
     # Ranks -----------------------------------------------------------------------------------
 
@@ -240,6 +247,31 @@ class Index(BaseIndex):
             answer = self._core.match_with(_readable(token_ids), *options)
         assert answer is not None
         return Match(_Found(answer, directory), known)
+
+    # Snapshots -------------------------------------------------------------------------------
+
+    def _key_check(self) -> bytes:
+        return self._core.key_check().to_bytes(8, "little")
+
+    def _dump(self, rank: Rank) -> bytes:
+        directory = self._directory
+        body = self._core.dump(self._known(rank, directory))
+        if body is None:
+            raise UnknownRankError(rank, directory.ids)
+        return body
+
+    def _restore(self, rank: Rank, body: memoryview) -> None:
+        with self._changing:
+            ids = dict(self._directory.ids)
+            rank_id = ids.get(rank)
+            restored = self._core.restore(rank_id, body)
+            if isinstance(restored, str):
+                raise SnapshotError(restored, reason="content")
+            if isinstance(restored, tuple):
+                raise no_room(*restored)
+            if rank_id is None:
+                ids[rank if type(rank) is Rank else Rank(*rank)] = restored
+                self._replace(ids)
 
     # Insight ---------------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ Two kinds wait here, both bounded and never matched:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvindex.index.keys import Namespace
+from kvindex.index.rank_image import OrphanImage, RankImage, WaitImage
 from kvindex.index.tree import Owner
 from kvindex.wire import BlockHash
 
@@ -99,6 +101,48 @@ class Orphans:
         if not orphan.copies:
             self.pop(block_hash)
         return True
+
+    def image(
+        self, namespaces: Mapping[Namespace, int], places: Mapping[Owner, int]
+    ) -> tuple[list[OrphanImage], list[WaitImage]]:
+        """Return what is held, and what waits for its parent; see `RankImage`."""
+        held: list[OrphanImage] = [
+            (block_hash, [(places[owner], count) for owner, count in orphan.copies.items()])
+            for block_hash, orphan in self._held.items()
+        ]
+        numbers = {block_hash: number for number, block_hash in enumerate(self._held)}
+        waiting: list[WaitImage] = []
+        for parent_hash, children in self._waiting.items():
+            for block_hash in children:
+                orphan = self._held[block_hash]
+                assert orphan.namespace is not None
+                namespace = namespaces[orphan.namespace]
+                waiting.append((numbers[block_hash], parent_hash, namespace, orphan.content))
+        return held, waiting
+
+    def restore(
+        self, image: RankImage, namespaces: Sequence[Namespace], owners: Sequence[Owner]
+    ) -> None:
+        """Take over the held blocks of an image as far as there is room; there must be none yet."""
+        hashes = []
+        for block_hash, copies in image.orphans:
+            orphan = self._held[block_hash] = Orphan()
+            orphan.copies = {owners[place]: count for place, count in copies}
+            hashes.append(block_hash)
+        for number, parent_hash, namespace, content in image.waiting:
+            orphan = self._held[hashes[number]]
+            orphan.parent_hash, orphan.namespace = parent_hash, namespaces[namespace]
+            orphan.content = content
+            self._bytes += len(content)
+            self._waiting.setdefault(parent_hash, {})[hashes[number]] = None
+        self.dropped = image.orphans_dropped
+        self._make_room()
+
+    def namespaces(self) -> Iterator[Namespace]:
+        """Yield the namespace of each held block that knows its own."""
+        for orphan in self._held.values():
+            if orphan.namespace is not None:
+                yield orphan.namespace
 
     def clear(self) -> None:
         """Drop everything held; nothing of it counts as dropped for room."""

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvindex.errors import InvariantError
+from kvindex.index.chains import chain_images, needed_runs, restored_blocks
 from kvindex.index.keys import Namespace, block_contents, stored_namespace
 from kvindex.index.labels import Budget, Label, Labels
 from kvindex.index.orphans import Orphan, Orphans
 from kvindex.index.rank_groups import RankGroups
+from kvindex.index.rank_image import MAX_PLACES, MAX_TORN, RankImage
 from kvindex.index.tree import Block, Owner, RadixTree
 from kvindex.rank import Rank
 from kvindex.wire import (
@@ -30,8 +32,6 @@ _COUNTERS = (
     *("removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"),
 )
 _MAX_TAGS = 64  # distinct unknown event tags counted by name
-_MAX_OWNERS = 64  # distinct (medium, group) places of one rank
-_MAX_TORN = 65_536  # labels remembered as ambiguous; beyond it every parent counts as such
 
 
 class _Chain(NamedTuple):
@@ -94,6 +94,54 @@ class RankBlocks:
         self._drop_all()
         self.groups.forget()
         self._owners.clear()
+
+    def image(self) -> RankImage:
+        """Return all that is held and known, as plain values."""
+        runs = needed_runs(label.block for _, label in self.labels.placements())
+        names = [*[run.namespace for run in runs], *self.orphans.namespaces()]
+        namespaces = {namespace: i for i, namespace in enumerate(dict.fromkeys(names))}
+        places = {owner: i for i, owner in enumerate(self._owners.values())}
+        chains, positions = chain_images(runs, namespaces)
+        orphans, waiting = self.orphans.image(namespaces, places)
+        groups, shapes = self.groups.image()
+        return RankImage(
+            namespaces=[(size, lora, lookahead) for size, lora, lookahead in namespaces],
+            places=[(_packed(owner.medium), owner.group_idx) for owner in places],
+            chains=chains,
+            labels=self.labels.image(positions, places),
+            orphans=orphans,
+            waiting=waiting,
+            groups=groups,
+            shapes=shapes,
+            torn=list(self._torn),
+            skipped=[(_packed(tag), count) for tag, count in self.skipped.items()],
+            counters=dict(self.counters),
+            ignored=dict(self.ignored),
+            orphans_dropped=self.orphans.dropped,
+            ambiguous=self.labels.ambiguous,
+            duplicates=self.labels.duplicates,
+            reports_full=self._reports_full,
+            positions_unknown=self._positions_unknown,
+        )
+
+    def restore(self, image: RankImage) -> None:
+        """Hold and know what an image says; there must be nothing yet, and room for it."""
+        namespaces = [Namespace(*namespace) for namespace in image.namespaces]
+        owners = [Owner(self.rank, _unpacked(medium), group) for medium, group in image.places]
+        self._owners = {(owner.medium, owner.group_idx): owner for owner in owners}
+        blocks = restored_blocks(self._tree, image.chains, namespaces)
+        for owner, held in self.labels.restore(image.labels, blocks, owners).items():
+            self._tree.own(held, owner)
+        self._tree.settle(blocks)
+        self.labels.ambiguous, self.labels.duplicates = image.ambiguous, image.duplicates
+        self.orphans.restore(image, namespaces, owners)
+        self.groups.restore(image)
+        self.counters.update(image.counters)
+        self.ignored.update(image.ignored)
+        self.skipped.update({_unpacked(tag): count for tag, count in image.skipped})
+        self._reports_full = image.reports_full
+        self._positions_unknown = image.positions_unknown
+        self._torn.update(image.torn)
 
     def check(self) -> None:
         """Assert that labels, copies and the tree's owners tell the same.
@@ -159,7 +207,7 @@ class RankBlocks:
         """Return the place that an event names, or None if the rank has too many."""
         place = (fold_medium(medium), group_idx or 0)
         owner = self._owners.get(place)
-        if owner is None and len(self._owners) < _MAX_OWNERS:
+        if owner is None and len(self._owners) < MAX_PLACES:
             owner = self._owners[place] = Owner(self.rank, *place)
         return owner
 
@@ -196,7 +244,7 @@ class RankBlocks:
             self._place(parent.block, chain)
 
     def _is_torn(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._torn or len(self._torn) >= _MAX_TORN
+        return block_hash in self._torn or len(self._torn) >= MAX_TORN
 
     def _store_detached(self, event: BlockStored, chain: _Chain) -> None:
         """Store blocks whose parent is not resident: known ones need none, others wait."""
@@ -296,12 +344,20 @@ class RankBlocks:
             # Which of several blocks of one hash is gone is not said: none may be answered for.
             if len(labels) > 1:
                 self.counters["removed_ambiguous"] += len(labels) - 1
-                if len(self._torn) < _MAX_TORN:
+                if len(self._torn) < MAX_TORN:
                     self._torn.add(block_hash)
             for label in labels:
                 if self.labels.drop(block_hash, label, owner):
                     gone.append(label.block)
         self._tree.disown(gone, owner)
+
+
+def _packed(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _unpacked(text: bytes) -> str:
+    return text.decode("utf-8", "surrogatepass")
 
 
 def _hashes_content_only(event: BlockStored) -> bool:

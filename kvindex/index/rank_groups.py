@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvindex.index.keys import Namespace
+from kvindex.index.rank_image import MAX_SHAPES, GroupImage, RankImage
 from kvindex.wire import BlockStored, GroupSpec
 
 __all__ = ["Group", "RankGroups"]
 
 # Bounds against a publisher that invents ever new ones: each namespace costs every query a walk.
 _MAX_GROUPS = 64
-_MAX_SHAPES = 16
 
 
 class Group:
@@ -62,6 +62,23 @@ class RankGroups:
         self._shapes.clear()
         self.configure({idx: group.spec for idx, group in told.items()})
 
+    def image(self) -> tuple[list[GroupImage], list[tuple[int, int]]]:
+        """Return the groups and the shapes of stored blocks; see `RankImage`."""
+        groups: list[GroupImage] = []
+        for group_idx, group in self._groups.items():
+            kind, window = group.spec.kind, group.spec.sliding_window
+            packed = kind.encode("utf-8", "surrogatepass")
+            groups.append((group_idx, packed, window, group.configured, group.block_size))
+        return groups, sorted(self._shapes)
+
+    def restore(self, image: RankImage) -> None:
+        """Take over what an image knows of groups; nothing must be known yet."""
+        for group_idx, kind, window, configured, block_size in image.groups:
+            group = Group(GroupSpec(kind.decode("utf-8", "surrogatepass"), window))
+            group.configured, group.block_size = configured, block_size
+            self._groups[group_idx] = group
+        self._shapes.update(image.shapes)
+
     def learn(self, event: BlockStored, namespace: Namespace, group_idx: int) -> str | None:
         """Learn the group's kind and block size; say why the event's blocks cannot count."""
         group = self._groups.get(group_idx)
@@ -77,7 +94,7 @@ class RankGroups:
             return "partial_block"
         shape = (namespace.block_size, namespace.lookahead)
         if shape not in self._shapes:
-            if len(self._shapes) >= _MAX_SHAPES:
+            if len(self._shapes) >= MAX_SHAPES:
                 return "too_many_block_sizes"
             self._shapes.add(shape)
         group.block_size = event.block_size

@@ -21,6 +21,7 @@ from kvindex.index.labels import Budget, ResidentBlock
 from kvindex.index.match import FoundMatches, Match
 from kvindex.index.matching import Held, held_blocks, rank_matches
 from kvindex.index.rank_blocks import RankBlocks
+from kvindex.index.rank_image import read_image, write_image
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.tree import RadixTree
 from kvindex.rank import Rank
@@ -31,6 +32,8 @@ __all__ = ["Index"]
 
 class Index(BaseIndex):
     """The index as a readable specification; `BaseIndex` says what it does."""
+
+    backend = "python"
 
     def __init__(
         self,
@@ -46,6 +49,10 @@ class Index(BaseIndex):
         self._max_orphans = max_orphans
         self._ranks: dict[Rank, RankBlocks] = {}
         self._lock = threading.Lock()
+
+    @property
+    def seed(self) -> int:
+        return self._keys.seed
 
     # Ranks -----------------------------------------------------------------------------------
 
@@ -120,6 +127,26 @@ class Index(BaseIndex):
                     self._tree, namespace, keys, wanted_media, window_only
                 )
             return Match(FoundMatches(rank_matches(held, wanted)), frozenset(wanted))
+
+    # Snapshots -------------------------------------------------------------------------------
+
+    def _key_check(self) -> bytes:
+        return self._keys.child(self._keys.root(Namespace(16, "lora", 1)), b"key check")
+
+    def _dump(self, rank: Rank) -> bytes:
+        with self._lock:
+            image = self._known(rank).image()
+        return write_image(image)
+
+    def _restore(self, rank: Rank, body: memoryview) -> None:
+        image = read_image(body)
+        with self._lock:
+            before = self._ranks.get(rank)
+            self._budget.check_room(image.resident(), 0 if before is None else len(before))
+            if before is not None:
+                before.clear()
+                del self._ranks[rank]
+            self._rank(rank).restore(image)
 
     # Insight ---------------------------------------------------------------------------------
 

@@ -117,14 +117,20 @@ class RadixTree:
         New blocks have no owner yet: the caller must `own` the last of them, or `prune`
         it, before anything else.
         """
+        key = self._keys.root(namespace) if parent is None else parent.key
+        keys = [key := self._keys.child(key, content) for content in contents]
+        return self.extend_keys(parent, namespace, keys)
+
+    def extend_keys(
+        self, parent: Block | None, namespace: Namespace, keys: Sequence[Key]
+    ) -> list[Block]:
+        """As `extend`, given the blocks' keys."""
         if parent is None:
-            run, used, key = self._root(namespace), 0, self._keys.root(namespace)
+            run, used = self._root(namespace), 0
         else:
-            run, key = parent.run, parent.key
-            used = parent.depth - run.blocks[0].depth + 1
+            run, used = parent.run, parent.depth - parent.run.blocks[0].depth + 1
         chain: list[Block] = []
-        for position, content in enumerate(contents):
-            key = self._keys.child(key, content)
+        for position, key in enumerate(keys):
             if used < len(run.blocks):
                 if run.blocks[used].key == key:
                     chain.append(run.blocks[used])
@@ -133,7 +139,7 @@ class RadixTree:
                 run, _ = self._split(run, used)
             child = run.children.get(key)
             if child is None:
-                return chain + self._append(run, key, contents[position + 1 :])
+                return chain + self._append(run, keys[position:])
             run, used = child, 1
             chain.append(run.blocks[0])
         return chain
@@ -158,6 +164,14 @@ class RadixTree:
     def prune(self, block: Block) -> None:
         """Drop what `extend` made up to this block and nobody came to own."""
         self._tidy(block.run)
+
+    def settle(self, blocks: Iterable[Block]) -> None:
+        """Join what can be joined among blocks that were put in at once, with owners or without.
+
+        None of them may be without an owner and without a block after it.
+        """
+        for block in blocks:
+            self._tidy(block.run)
 
     def walk(self, namespace: Namespace, keys: PromptKeys) -> Iterator[Segment]:
         """Yield the prompt's segments from its start to where the tree no longer agrees.
@@ -187,16 +201,11 @@ class RadixTree:
             root = roots[namespace] = Run(namespace, None, [])
         return root
 
-    def _append(self, parent: Run, first: Key, contents: Sequence[bytes]) -> list[Block]:
-        depth = parent.blocks[-1].depth + 1 if parent.blocks else 0
+    def _append(self, parent: Run, keys: Sequence[Key]) -> list[Block]:
+        first = parent.blocks[-1].depth + 1 if parent.blocks else 0
         run = Run(parent.namespace, parent, [])
-        parent.children[first] = run
-        key = first
-        run.blocks.append(Block(key, depth, run))
-        for content in contents:
-            depth += 1
-            key = self._keys.child(key, content)
-            run.blocks.append(Block(key, depth, run))
+        parent.children[keys[0]] = run
+        run.blocks += [Block(key, depth, run) for depth, key in enumerate(keys, first)]
         self.run_count += 1
         self.block_count += len(run.blocks)
         return list(run.blocks)

@@ -9,6 +9,7 @@ from kvindex.subscribe.stream import (
     BatchSink,
     Decode,
     DecodedBatch,
+    FingerprintMaker,
     RankAdded,
     RankBatch,
     RankLost,
@@ -17,6 +18,7 @@ from kvindex.subscribe.stream import (
     RanksRenamed,
     Sink,
     StreamItem,
+    Tap,
 )
 from kvindex.subscribe.subscriber import Subscriber
 from kvindex.subscribe.worker import Curve, PublisherAddress, Worker
@@ -27,6 +29,7 @@ __all__ = [
     "Decode",
     "DecodedBatch",
     "EventStream",
+    "FingerprintMaker",
     "Link",
     "PublisherAddress",
     "RankAdded",
@@ -42,5 +45,6 @@ __all__ = [
     "State",
     "StreamItem",
     "Subscriber",
+    "Tap",
     "Worker",
 ]

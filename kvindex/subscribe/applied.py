@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvindex.subscribe.actions import Batch
+from kvindex.subscribe.cursor import Cursor
 
 __all__ = ["Applied"]
 
@@ -20,6 +21,7 @@ class Applied:
         next_seq: the seq that must follow; None while the epoch may start anywhere.
         complete: whether every batch from the publisher's first on was applied.
         oldest_ts: batches older than this belong to an earlier epoch (unless replay has them).
+        skipped: whether there was a loss in this epoch.
     """
 
     def __init__(self, *, recent: int) -> None:
@@ -29,6 +31,7 @@ class Applied:
         self.next_seq: int | None = None
         self.complete = False
         self.oldest_ts = -math.inf
+        self.skipped = False
         self._recent: dict[int, int] = {}
         self._capacity = recent
 
@@ -76,6 +79,7 @@ class Applied:
         """Advance over a loss that ends before `seq`."""
         self.next_seq = seq
         self.complete = False
+        self.skipped = True
 
     def recognise(self, batch: Batch) -> bool | None:
         """Return whether `batch` is the one applied under its seq; None if not remembered."""
@@ -91,5 +95,36 @@ class Applied:
             self.oldest_ts = math.nextafter(self.ts, math.inf)
         self.seq = None
         self.ts = -math.inf
+        self.skipped = False
         self.forget_start()
         self._recent.clear()
+
+    def cursor(self, *, losses_kept: bool) -> Cursor | None:
+        """Return all this as a value; None before the first batch of the epoch.
+
+        `losses_kept` is whether a loss leaves what was applied before it in place.
+        """
+        if self.seq is None or self.next_seq is None:
+            return None
+        return Cursor(
+            epoch=self.epoch,
+            seq=self.seq,
+            ts=self.ts,
+            next_seq=self.next_seq,
+            complete=self.complete,
+            oldest_ts=self.oldest_ts,
+            kept_losses=self.skipped and losses_kept,
+            recent=dict(self._recent),
+        )
+
+    def resume(self, cursor: Cursor) -> None:
+        """Stand where the cursor says."""
+        self.epoch = cursor.epoch
+        self.seq = cursor.seq
+        self.ts = cursor.ts
+        self.next_seq = cursor.next_seq
+        self.complete = cursor.complete
+        self.oldest_ts = cursor.oldest_ts
+        self.skipped = cursor.kept_losses
+        self._recent = dict(sorted(cursor.recent.items()))
+        self._forget_oldest()

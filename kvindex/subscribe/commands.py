@@ -8,12 +8,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from kvindex.errors import BusyError, ClosedError
 
 __all__ = ["Commands"]
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class Commands:
@@ -22,17 +25,21 @@ class Commands:
     Args:
         wake: makes the owning thread call `run` soon.
 
-    Thread safety: `call` from any thread, `run` and `close` by the owning thread.
+    Attributes:
+        running: whether the owning thread carries one out at present.
+
+    Thread safety: `call` from any thread, all else by the owning thread.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
+        self.running = False
         self._wake = wake
-        self._queue: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._queue: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
-    def call(self, command: Callable[[], None], timeout: float) -> None:
-        """Have a command run by the owning thread and wait for it; what it raises is raised here.
+    def call(self, command: Callable[[], _Result], timeout: float) -> _Result:
+        """Have a command run by the owning thread and return its result, or raise what it raises.
 
         Raises:
             ClosedError: the owner takes no more commands.
@@ -40,19 +47,18 @@ class Commands:
         """
         done = self._put(command)
         try:
-            done.result(timeout)
+            return done.result(timeout)
         except concurrent.futures.TimeoutError:
             if not done.cancel():
-                done.result()  # it has begun after all
-                return
+                return done.result()  # it has begun after all
             raise BusyError(timeout) from None
 
     def post(self, command: Callable[[], None]) -> None:
         """Have a command run by the owning thread, from that thread; failures are logged."""
         self._put(command).add_done_callback(_log_failure)
 
-    def _put(self, command: Callable[[], None]) -> Future[None]:
-        done: Future[None] = Future()
+    def _put(self, command: Callable[[], _Result]) -> Future[_Result]:
+        done: Future[_Result] = Future()
         with self._lock:
             if self._closed:
                 raise ClosedError("the subscriber is closed")
@@ -62,16 +68,18 @@ class Commands:
 
     def run(self) -> None:
         """Run what waits."""
+        self.running = True
         while self._queue:
             command, done = self._queue.popleft()
             if not done.set_running_or_notify_cancel():
                 continue
             try:
-                command()
+                result = command()
             except Exception as error:
                 done.set_exception(error)
             else:
-                done.set_result(None)
+                done.set_result(result)
+        self.running = False
 
     def close(self) -> None:
         """Refuse what waits and what comes."""

@@ -23,7 +23,8 @@ class EventStream:
         max_items: items waiting for the consumer. When it is full nothing more is received until
             there is room; what the publishers drop meanwhile is brought back by replay, as far as
             their buffers reach.
-        options: as for `Subscriber`, except `sink` and `on_batch`.
+        options: as for `Subscriber`, except `sink` and `on_batch`. To `Subscriber.cursor` the sink
+            is the queue: what waits in there counts as handed over.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.

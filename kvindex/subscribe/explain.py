@@ -49,7 +49,7 @@ def explain(
 
 def _awaited(state: State, next_seq: int | None, first_held: int | None, unproven: bool) -> str:
     if unproven:
-        return f"reconnected: checking by replay that seq {(next_seq or 0) - 1} is still the same"
+        return f"checking by replay that seq {(next_seq or 0) - 1} is still the same"
     if next_seq is None:
         return "joining: waiting for replay from 0"
     kind = "joining" if state is State.SYNCING else "gap"

@@ -18,9 +18,11 @@ from kvindex.rank import Rank
 from kvindex.subscribe.actions import Action, Ask, Batch, Deliver, Drop, Lost, Restarted
 from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import Connection, Link
+from kvindex.subscribe.cursor import SavedCursor
 from kvindex.subscribe.feed_status import feed_status
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.read_run import read_run
+from kvindex.subscribe.resumption import Resumption
 from kvindex.subscribe.sequencer import Sequencer
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.stream import Decode, Fingerprint, RankLost, RankRestarted
@@ -97,10 +99,38 @@ class Feed:
         self._on_named = on_named
         self._logged_at: dict[str, float] = {}
         self.last_event_at: float | None = None
+        self._named_by_cursor = False
         self.live = self._open_live()
+
+    def start(self, resumption: Resumption, now: float) -> None:
+        """Begin, where something was saved from there; before anything else, and once."""
+        if resumption.restored:
+            self._resume(resumption, now)
         if self.live.connected:
             self._obey(self.sequencer.connected(now), now)
             self.topic.connected(now)
+
+    def _resume(self, resumption: Resumption, now: float) -> None:
+        saved = resumption.saved
+        if saved is not None and not resumption.refused:
+            # Until it has proven to be the same, what it was named before counts.
+            self.named = saved.named
+            self._named_by_cursor = True
+        cursor = None if saved is None else saved.cursor
+        self._obey(self.sequencer.resume(cursor, now, refused=resumption.refused), now)
+        self._epoch = self.sequencer.epoch
+
+    def cursor(self, fingerprints: str) -> SavedCursor | None:
+        """Return all that another process must know to go on from here; None if it cannot."""
+        cursor = self.sequencer.cursor()
+        if cursor is None:
+            return None
+        return SavedCursor(
+            cursor=cursor,
+            dp_rank=self.address.dp_rank,
+            named=self.named,
+            fingerprints=fingerprints,
+        )
 
     def _open_live(self) -> Connection:
         wanted = {self.topic.topic, b"" if not self.topic.confirmed else self.topic.topic}
@@ -312,6 +342,8 @@ class Feed:
             self._tell_lost(action, now)
         elif isinstance(action, Restarted):
             self._epoch = action.epoch
+            if self._named_by_cursor:  # whoever speaks here now may have another name
+                self._named_by_cursor, self.named = False, None
             logger.info("%s: restarted (%s): epoch %d", self.rank, action.reason, action.epoch)
             self._outlet.put(RankRestarted(self.rank, action.epoch, action.reason))
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvindex.rank import Rank
-from kvindex.subscribe.stream import BatchSink, RankBatch, Sink, StreamItem
+from kvindex.subscribe.status import RankStatus
+from kvindex.subscribe.stream import BatchSink, RankBatch, Sink, StatusSink, StreamItem
 
 __all__ = ["Outlet"]
 
@@ -25,15 +26,23 @@ class Outlet:
         sink: takes every item.
         on_batch: takes the batches instead, if given.
         counters: where failures are counted.
+        on_statuses: takes the statuses that were shown, if given.
 
     Attributes:
         shut: set, by any thread, when the sink is to be called no more.
     """
 
-    def __init__(self, sink: Sink, on_batch: BatchSink | None, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        on_batch: BatchSink | None,
+        counters: Counter[str],
+        on_statuses: StatusSink | None = None,
+    ) -> None:
         self.shut = False
         self._sink = sink
         self._on_batch = on_batch
+        self._on_statuses = on_statuses
         self._counters = counters
 
     def put(self, item: StreamItem) -> None:
@@ -67,6 +76,15 @@ class Outlet:
                 on_batch(rank, batch)
             except Exception as error:
                 self._note_failure(RankBatch.__name__, error)
+
+    def put_statuses(self, statuses: Sequence[RankStatus]) -> None:
+        """Hand over what the board shows anew, perhaps nothing."""
+        if self._on_statuses is None or self.shut:
+            return
+        try:
+            self._on_statuses(statuses)
+        except Exception as error:
+            self._note_failure(RankStatus.__name__, error)
 
     def _note_failure(self, item: str, error: Exception) -> None:
         self._counters["sink_failures"] += 1

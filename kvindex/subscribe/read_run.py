@@ -43,7 +43,7 @@ def read_run(
     first_seq: int,
     topic: bytes,
     decode: Decode,
-    fingerprint: Fingerprint = hash,
+    fingerprint: Fingerprint,
     *,
     named: bool,
 ) -> Run:

@@ -39,6 +39,11 @@ buffer has wrapped past the overlap there is no proof; then it is the same publi
 if the connection did not break meanwhile (`_unproven`). A live batch whose seq falls back is a
 restart if its ts is newer than that of the last applied batch, else a delayed duplicate.
 
+**Resumption.** A `cursor` is all that the next sequencer, in another process, must know: it begins
+by `resume` as if its connection had just broken. So the proof by the overlap decides whether it
+goes on or begins a new epoch; where no proof can be had (no replay, foreign fingerprints), the new
+epoch begins at once. Batches that were held are not part of it: replay brings them again.
+
 **Tries.** A `Repair` makes up to `attempts` requests in a row without progress, with time-outs
 and back-off between them; each batch that advances the cursor buys a fresh row. A replay that
 has ended may still have holes (a publisher's socket drops replies silently), so contiguity is
@@ -70,6 +75,7 @@ from collections import Counter
 
 from kvindex.subscribe.actions import MAX_SEQ, Action, Ask, Batch, Deliver, Drop, Lost, Restarted
 from kvindex.subscribe.config import Replay, SequencerConfig
+from kvindex.subscribe.cursor import Cursor
 from kvindex.subscribe.explain import explain
 from kvindex.subscribe.live_run import LiveRun
 from kvindex.subscribe.repair import Purpose, Repair
@@ -79,6 +85,7 @@ __all__ = [
     "Action",
     "Ask",
     "Batch",
+    "Cursor",
     "Deliver",
     "Drop",
     "Lost",
@@ -195,6 +202,33 @@ class Sequencer(LiveRun):
             if not self._stale:
                 waits.append(self._alive_at + self._config.stale_after)
         return min(waits, default=None)
+
+    def cursor(self) -> Cursor | None:
+        """Return all that a later sequencer must know to go on from here, in another process too.
+
+        None where there is nothing to go on from: nothing was applied in this epoch, the publisher
+        keeps no batches to prove itself by, or the sequencer is closed.
+        """
+        if self._state is State.CLOSED or not self._asks_replay:
+            return None
+        return self._applied.cursor(losses_kept=self._config.on_loss == "keep")
+
+    def resume(self, cursor: Cursor | None, now: float, *, refused: str = "") -> list[Action]:
+        """Go on from an earlier sequencer's cursor, before anything else has happened.
+
+        It is as after a reconnect: the publisher must prove that it is still the same. Where no
+        proof can be had, what the rank was restored with is given up at once, by `Restarted`.
+
+        Args:
+            cursor: where the earlier one stood; None if that is not known.
+            now: the time.
+            refused: why the caller cannot let it go on from there, one word; "" if it can.
+        """
+        if self._enter(now):
+            assert self._state is State.CONNECTING
+            assert self._applied.seq is None
+            self._resume(cursor, refused or self._why_not_resume(cursor))
+        return self._leave()
 
     def connected(self, now: float) -> list[Action]:
         """Take note of a connection to the publisher."""
@@ -332,6 +366,7 @@ class Sequencer(LiveRun):
             # Nothing tells later whether these are of the publisher that is met next.
             self._counters["held_dropped"] += self._held.clear()
             self._broken.clear()
+            self._dropped = -1
             if self._applied.next_seq:
                 # Losses were declared up to there; whoever comes next starts afresh.
                 self._restart("unproven_reconnect")
@@ -340,6 +375,25 @@ class Sequencer(LiveRun):
             self._unproven = True
         if not self._config.has_replay:
             self._applied.complete = False
+
+    def _why_not_resume(self, cursor: Cursor | None) -> str:
+        if cursor is None:
+            return "no_cursor"
+        if not self._config.has_replay:
+            return "no_replay"
+        # What was kept then may have been removed by what was lost; this policy would drop it.
+        return "kept_losses" if cursor.kept_losses and self._config.on_loss == "reset" else ""
+
+    def _resume(self, cursor: Cursor | None, refusal: str) -> None:
+        if cursor is None or refusal:
+            self._counters["resumes_refused"] += 1
+            self._counters[f"refused_{refusal}"] += 1
+            self._applied.epoch = 0 if cursor is None else cursor.epoch
+            self._restart(refusal)
+            return
+        self._counters["resumed"] += 1
+        self._applied.resume(cursor)
+        self._unproven = True
 
     def _note_silence(self) -> None:
         due = self._alive_at + self._config.stale_after

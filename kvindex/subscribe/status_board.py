@@ -28,11 +28,19 @@ class StatusBoard:
         clock: the subscriber's clock, in seconds.
         patience: seconds without a sign of the writing thread after which what it called live is
             shown as stale.
+        silent: how a rank is then said to be not live; "{:.0f}" stands for those seconds.
     """
 
-    def __init__(self, clock: Callable[[], float], patience: float) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        patience: float,
+        *,
+        silent: str = "the subscriber's thread is stuck for {:.0f} s: is its sink slow?",
+    ) -> None:
         self._clock = clock
         self._patience = patience
+        self._silent = silent
         self._changed = threading.Condition()
         self._statuses: dict[Rank, RankStatus] = {}
         self._names: dict[Rank, Rank] = {}  # by the rank that a port tells, the one it is
@@ -175,8 +183,9 @@ class StatusBoard:
         silence = self._clock() - self._signed_at
         if status.state is not State.LIVE or silence < self._patience:
             return status
-        reason = f"the subscriber's thread is stuck for {silence:.0f} s: is its sink slow?"
-        return msgspec.structs.replace(status, state=State.STALE, reason=reason)
+        return msgspec.structs.replace(
+            status, state=State.STALE, reason=self._silent.format(silence)
+        )
 
     def _aged(self, status: RankStatus) -> RankStatus:
         """Return a snapshot with the time of its last event turned into an age."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from kvindex.rank import Rank
+from kvindex.subscribe.status import RankStatus
 from kvindex.wire import EventBatch, GroupSpec
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Decode",
     "DecodedBatch",
     "Fingerprint",
+    "FingerprintMaker",
     "RankAdded",
     "RankBatch",
     "RankLost",
@@ -22,7 +24,9 @@ __all__ = [
     "RankRestarted",
     "RanksRenamed",
     "Sink",
+    "StatusSink",
     "StreamItem",
+    "Tap",
 ]
 
 
@@ -45,7 +49,22 @@ Decode: TypeAlias = Callable[[bytes], DecodedBatch]
 """From payload to batch; raises DecodeError, and nothing else, for what is no batch."""
 
 Fingerprint: TypeAlias = Callable[[bytes], int]
-"""A hash of a payload, the same throughout the process."""
+"""A hash of a payload, of 64 bits."""
+
+
+class FingerprintMaker(Protocol):
+    """What a subscriber asks of its fingerprints: that they mean the same in another process.
+
+    Attributes:
+        identity: names the function; fingerprints of different identities cannot be compared.
+        of: the function.
+    """
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def of(self) -> Fingerprint: ...
 
 
 class RankAdded(msgspec.Struct, frozen=True, tag=True):
@@ -135,3 +154,22 @@ Sink: TypeAlias = Callable[[StreamItem], None]
 """Called on the subscriber's thread, one item at a time, in order for each rank."""
 BatchSink: TypeAlias = Callable[[Rank, Any], None]
 """As `Sink`, but called with rank and decoded batch, without an envelope around them."""
+StatusSink: TypeAlias = Callable[[Sequence[RankStatus]], None]
+"""Called on the subscriber's thread with the statuses that others see from now on: at the end of
+each turn (with none, if none is new), and when ranks were added or renamed."""
+
+
+class Tap(Protocol):
+    """What is told all that a client's index takes, in the same order, on the subscriber's thread.
+
+    It must not raise, and holds everything up while it runs.
+    """
+
+    def batch(self, rank: Rank, payload: bytes) -> None:
+        """Take a batch that was applied, as its publisher sent it."""
+
+    def item(self, item: StreamItem) -> None:
+        """Take what happened between two batches."""
+
+    def statuses(self, statuses: Sequence[RankStatus]) -> None:
+        """Take the ranks' new statuses, at the end of each turn; perhaps none."""

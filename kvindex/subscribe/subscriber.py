@@ -8,34 +8,26 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
-import msgspec
 import zmq
 
-from kvindex.errors import ClosedError, ConfigurationError, UnknownRankError
+from kvindex.errors import BusyError, ClosedError, ConfigurationError
 from kvindex.rank import Rank, Trust
 from kvindex.subscribe.commands import Commands
 from kvindex.subscribe.config import Replay, SequencerConfig
 from kvindex.subscribe.connection import Link
-from kvindex.subscribe.deadlines import Deadlines
 from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.outlet import Outlet
-from kvindex.subscribe.rank_names import Claim, settle
+from kvindex.subscribe.resumption import check_cursors
+from kvindex.subscribe.roster import Roster
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.subscribe.stream import (
-    BatchSink,
-    Decode,
-    Fingerprint,
-    RankAdded,
-    RankRemoved,
-    RanksRenamed,
-    Sink,
-)
+from kvindex.subscribe.stream import BatchSink, Decode, FingerprintMaker, Sink, StatusSink
 from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import PublisherAddress, Worker
-from kvindex.wire import decode_batch
+from kvindex.wire import Fingerprints, decode_batch
 
 __all__ = ["Subscriber"]
 
@@ -43,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often
 _COMMAND_TIMEOUT = 30.0  # seconds that a call may wait for the thread, which a slow sink can hold
+_NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
+
+_Result = TypeVar("_Result")
 
 
 class Subscriber:
@@ -55,8 +50,12 @@ class Subscriber:
             publishers' buffers reach. An exception in it is counted and logged.
         on_batch: called as `on_batch(rank, batch)` in place of `sink(RankBatch(…))`, for a consumer
             that needs no more than these two; every other item still goes to the sink.
+        resume: what `cursor` gave of ranks, perhaps in another process: they go on from there, if
+            the publisher proves to be the same. Each of them is told by `RankAdded` and, if it
+            does not go on, `RankRestarted`; those that `workers` does not have are counted as
+            `cursors_unused`.
         decode: makes a batch of a payload; what it returns is handed on as it is.
-        fingerprint: makes a hash of a payload, by which one that comes again is known.
+        fingerprints: makes hashes of payloads, by which one that comes again is known.
         on_loss: "reset" asks the sink to drop a rank's blocks at a loss, "keep" does not.
         replay: patience with replay requests.
         link: socket settings.
@@ -65,6 +64,8 @@ class Subscriber:
         context: ZeroMQ context for every socket. By default the process-wide one for inproc
             endpoints, so that they meet, and one of its own for all others.
         clock: monotonic seconds.
+        on_statuses: called on the subscriber's thread with the statuses that others see from now
+            on, at the end of each turn (with none, if none is new).
         on_stop: called once, on the subscriber's thread, when that ends for whatever reason.
 
     Raises:
@@ -79,8 +80,9 @@ class Subscriber:
         *,
         sink: Sink,
         on_batch: BatchSink | None = None,
+        resume: Mapping[Rank, bytes] = _NO_CURSORS,
         decode: Decode = decode_batch,
-        fingerprint: Fingerprint = hash,
+        fingerprints: FingerprintMaker | None = None,
         on_loss: Literal["reset", "keep"] = "reset",
         replay: Replay | None = None,
         link: Link | None = None,
@@ -88,32 +90,40 @@ class Subscriber:
         stale_after: float = 30.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_statuses: StatusSink | None = None,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         _check_settings(replay, link, {"sink": sink, "decode": decode, "on_batch": on_batch})
-        self._config = SequencerConfig(
+        cursors = check_cursors(resume)
+        config = SequencerConfig(
             has_replay=True,
             on_loss=on_loss,
             replay=replay or Replay(),
             probe_interval=probe_interval,
             stale_after=stale_after,
         )
-        self._link = link or Link()
         self._shared_context = context or zmq.Context.instance()
         self._own_context = None if context else _large_context()
         self._clock = clock
-        self._decode = decode
-        self._fingerprint = fingerprint
         self._on_stop = on_stop
-        # Owned by the thread.
-        self._feeds: dict[Rank, Feed] = {}
-        self._workers: dict[str, Worker] = {}
-        self._watch = Watch()
-        self._deadlines: Deadlines[Feed] = Deadlines()
-        self._counters: Counter[str] = Counter()
-        self._outlet = Outlet(sink, on_batch, self._counters)
         # Written by the thread, read by all.
         self._board = StatusBoard(clock, stale_after + 2 * _MAX_SLEEP)
+        # Owned by the thread.
+        self._watch = Watch()
+        self._counters: Counter[str] = Counter()
+        self._outlet = Outlet(sink, on_batch, self._counters, on_statuses)
+        self._roster = Roster(
+            config,
+            link=link or Link(),
+            context_for=self._context_for,
+            watch=self._watch,
+            decode=decode,
+            fingerprints=fingerprints or Fingerprints(),
+            outlet=self._outlet,
+            board=self._board,
+            counters=self._counters,
+            clock=clock,
+        )
         # Set by `close`, read by the thread.
         self._stopping = False
         self._commands = Commands(self._watch.wake)
@@ -122,7 +132,8 @@ class Subscriber:
         self._thread.start()
         try:
             for worker in workers:
-                self.add(worker)
+                self.add(worker, resume=cursors)
+            self.call(lambda: self._roster.note_strangers(cursors))
         except BaseException:
             self.close()
             raise
@@ -134,13 +145,18 @@ class Subscriber:
         """The ranks subscribed to, sorted."""
         return self._board.ranks
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: Worker, *, resume: Mapping[Rank, bytes] = _NO_CURSORS) -> None:
         """Subscribe to a further worker's ranks.
 
         From within the sink it is carried out after the current turn; its failure is logged.
 
+        Args:
+            worker: the engine.
+            resume: cursors to go on from, as for the constructor; those of other workers are left.
+
         Raises:
-            ConfigurationError: it is no `Worker`, its id is taken, or ZeroMQ refuses an endpoint.
+            ConfigurationError: it is no `Worker`, its id is taken, `resume` holds no cursors, or
+                ZeroMQ refuses an endpoint.
             ClosedError: the subscriber is closed.
             BusyError: a slow sink held the thread for too long.
         """
@@ -148,7 +164,8 @@ class Subscriber:
             raise ConfigurationError(
                 f"expected Worker(NAME, ENDPOINT), not {type(worker).__name__} ({worker!r:.60})"
             )
-        self._call(lambda: self._add(worker))
+        cursors = check_cursors(resume)
+        self._call(lambda: self._roster.add(worker, cursors))
 
     def remove(self, worker: str) -> None:
         """Unsubscribe from a worker's ranks.
@@ -160,7 +177,47 @@ class Subscriber:
             ClosedError: the subscriber is closed.
             BusyError: a slow sink held the thread for too long.
         """
-        self._call(lambda: self._remove(worker))
+        self._call(lambda: self._roster.remove(worker))
+
+    def call(
+        self, function: Callable[[], _Result], *, timeout: float = _COMMAND_TIMEOUT
+    ) -> _Result:
+        """Return what a function returns that the subscriber's thread calls between two items.
+
+        So whatever the sink keeps and `cursor` stand at the same point of every stream, and nothing
+        moves while the function runs; it must not take long, nor wait for the subscriber. What it
+        raises is raised here. From within such a function a further one is called at once.
+
+        Args:
+            function: called without arguments.
+            timeout: longest wait for the thread, in seconds.
+
+        Raises:
+            ClosedError: the subscriber is closed.
+            BusyError: a slow sink held the thread for too long, or this is called by the sink.
+        """
+        if self._thread is not threading.current_thread():
+            self._check_alive()
+            return self._commands.call(function, timeout)
+        if not self._commands.running:
+            raise BusyError(0.0)
+        return function()
+
+    def cursor(self, rank: Rank) -> bytes | None:
+        """Return how far a rank's items were given to the sink, for `resume` in another process.
+
+        Within `call` it stands exactly where the sink does. It names the rank's publisher by its
+        port, so it finds that again where batches give the rank another name.
+
+        Returns:
+            Some kilobytes, or None where there is nothing to go on from: nothing was applied yet,
+            or the publisher keeps no batches for replay to prove itself by.
+
+        Raises:
+            UnknownRankError: the rank is not subscribed to.
+            ClosedError, BusyError: as `call`.
+        """
+        return self.call(lambda: self._roster.cursor(rank))
 
     def status(self, rank: Rank) -> RankStatus:
         """Return how a rank's stream stands.
@@ -242,13 +299,16 @@ class Subscriber:
 
     def _call(self, command: Callable[[], None]) -> None:
         """Run a command on the thread and wait for it; from the thread itself, run it later."""
-        if self._pid != os.getpid():
-            raise ClosedError("the subscriber's thread is in the parent of this process")
-        self._board.check_open()
+        self._check_alive()
         if self._thread is threading.current_thread():
             self._commands.post(command)
         else:
             self._commands.call(command, _COMMAND_TIMEOUT)
+
+    def _check_alive(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError("the subscriber's thread is in the parent of this process")
+        self._board.check_open()
 
     # The thread -------------------------------------------------------------------------------
 
@@ -266,6 +326,7 @@ class Subscriber:
 
     def _turn(self) -> None:
         """Wait for something to do, and do it: commands, then messages, then time-outs."""
+        roster = self._roster
         touched: dict[Feed, None] = self._watch.wait(self._sleep())
         now = self._clock()
         self._board.sign(now)
@@ -273,87 +334,18 @@ class Subscriber:
         self._commands.run()
         for feed in touched:
             if not feed.closed:
-                self._guard(feed, feed.pump, now)
-                self._deadlines.set(feed, feed.deadline)
-        for feed in self._deadlines.due(now):
+                roster.guard(feed, feed.pump, now)
+                roster.deadlines.set(feed, feed.deadline)
+        for feed in roster.deadlines.due(now):
             if not feed.closed:
-                if self._guard(feed, feed.tick, now):
+                if roster.guard(feed, feed.tick, now):
                     touched[feed] = None
-                self._deadlines.set(feed, feed.deadline)
-        self._publish(touched, now)
-
-    def _guard(self, feed: Feed, step: Callable[[float], bool | None], now: float) -> bool | None:
-        """Take one step of a feed; a failure ends that feed, and no other."""
-        try:
-            return step(now)
-        except Exception as error:
-            logger.exception("%s: its stream failed and is closed", feed.rank)
-            self._counters["feed_failures"] += 1
-            feed.failure = f"failed: {error!r}; remove the worker and add it again"
-            feed.close(now)
-            return True
+                roster.deadlines.set(feed, feed.deadline)
+        roster.publish(touched, now)
 
     def _sleep(self) -> float:
-        nearest = self._deadlines.nearest
+        nearest = self._roster.deadlines.nearest
         return _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
-
-    def _publish(self, feeds: Iterable[Feed], now: float) -> None:
-        """Show others the new statuses of these feeds."""
-        self._board.show(feed.status(now) for feed in feeds if self._feeds.get(feed.rank) is feed)
-
-    def _add(self, worker: Worker) -> None:
-        if worker.worker in self._workers:
-            raise ConfigurationError(f"worker {worker.worker!r} is subscribed to already")
-        for endpoint in worker.shared_endpoints():
-            logger.warning(
-                "worker %r: one rank publishes at %s, where another replays; "
-                "set the engine's replay port further away",
-                worker.worker,
-                endpoint,
-            )
-        now = self._clock()
-        feeds: list[Feed] = []
-        try:
-            for address in worker.publishers():
-                config = msgspec.structs.replace(
-                    self._config, has_replay=address.replay is not None
-                )
-                feeds.append(
-                    Feed(
-                        worker,
-                        address,
-                        config,
-                        link=self._link,
-                        context=self._context_for(address),
-                        watch=self._watch,
-                        decode=self._decode,
-                        fingerprint=self._fingerprint,
-                        outlet=self._outlet,
-                        on_named=self._settle_names,
-                        now=now,
-                    )
-                )
-        except BaseException:
-            for feed in feeds:
-                feed.close(now)
-            raise
-        self._workers[worker.worker] = worker
-        for feed in feeds:
-            self._feeds[feed.rank] = feed
-            self._deadlines.set(feed, feed.deadline)
-            self._outlet.put(RankAdded(feed.rank, feed.groups))
-        self._publish(feeds, now)
-
-    def _remove(self, worker: str) -> None:
-        if self._workers.pop(worker, None) is None:
-            raise UnknownRankError(worker, self._workers)
-        now = self._clock()
-        for feed in [feed for feed in self._feeds.values() if feed.worker == worker]:
-            feed.close(now)
-            del self._feeds[feed.rank]
-            self._deadlines.forget(feed)
-            self._outlet.put(RankRemoved(feed.rank))
-        self._board.remove(worker)
 
     def _context_for(self, address: PublisherAddress) -> zmq.Context[zmq.Socket[bytes]]:
         endpoints = (address.endpoint, address.replay or "")
@@ -361,45 +353,11 @@ class Subscriber:
             return self._shared_context
         return self._own_context
 
-    def _settle_names(self, named: Feed) -> None:
-        """Name a worker's ranks anew after one of its publishers has named its dp_rank."""
-        feeds = [feed for feed in self._feeds.values() if feed.worker == named.worker]
-        feeds.sort(key=lambda feed: feed.address.dp_rank)
-        dp_ranks = settle([Claim(feed.address.dp_rank, feed.named) for feed in feeds])
-        names: dict[Rank, Rank] = {}
-        for feed, dp_rank in zip(feeds, dp_ranks, strict=True):
-            if feed.named not in (None, dp_rank):
-                feed.counters["dp_rank_conflicts"] = 1
-                logger.warning(
-                    "%s: its batches name dp_rank %d, as another's do", feed.rank, feed.named
-                )
-            if dp_rank != feed.rank.dp_rank:
-                names[feed.rank] = Rank(feed.worker, dp_rank)
-        if names:
-            self._rename(feeds, names)
-
-    def _rename(self, feeds: list[Feed], names: dict[Rank, Rank]) -> None:
-        moved = [feed for feed in feeds if feed.rank in names]
-        for feed in moved:
-            del self._feeds[feed.rank]
-        for feed in moved:
-            feed.rank = names[feed.rank]
-            self._feeds[feed.rank] = feed
-        ports = {Rank(feed.worker, feed.address.dp_rank): feed.rank for feed in feeds}
-        self._board.rename(names, ports)
-        self._outlet.put(RanksRenamed(tuple(names.items())))
-        self._publish(moved, self._clock())
-
     def _stop(self, reason: str) -> None:
         """End everything; what fails on the way is logged, and the rest ends all the same."""
         self._commands.close()
         self._stopping = self._outlet.shut = True
-        now = self._clock()
-        for feed in self._feeds.values():
-            try:
-                feed.close(now)
-            except Exception:
-                logger.exception("%s: closing it failed", feed.rank)
+        self._roster.close(self._clock())
         self._board.end(reason)
         self._watch.close()
         if self._own_context is not None:

@@ -15,6 +15,7 @@ from kvindex.wire.events import (
     Event,
     EventBatch,
 )
+from kvindex.wire.fingerprints import Fingerprints
 from kvindex.wire.frames import (
     END_SEQ,
     LiveFrame,
@@ -42,6 +43,7 @@ __all__ = [
     "Dialect",
     "Event",
     "EventBatch",
+    "Fingerprints",
     "GroupSpec",
     "LiveFrame",
     "RecordedMessage",

@@ -13,10 +13,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bindings/fingerprints.hpp"
 #include "bindings/packed_batch.hpp"
+#include "bindings/py_index.hpp"
+#include "bindings/ring.hpp"
+#include "bindings/snapshot.hpp"
 #include "bindings/tokens.hpp"
 #include "core/decode.hpp"
-#include "core/index.hpp"
 #include "core/invariant.hpp"
 
 namespace nb = nanobind;
@@ -29,56 +32,6 @@ namespace {
 constexpr size_t kLongPayload = 1024;
 constexpr size_t kFirstTokens = 1024;
 constexpr size_t kMostKept = size_t{4} << 20;  // bytes of a thread's batch between payloads
-
-constexpr size_t kSecretBytes = (KeyMaker::kSecrets + 3) * sizeof(uint64_t);
-
-// A buffer of bytes, if an object has one to give.
-class SimpleBuffer {
- public:
-  explicit SimpleBuffer(nb::handle object) {
-    open_ = PyObject_CheckBuffer(object.ptr()) &&
-            PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) == 0;
-    if (!open_) PyErr_Clear();
-  }
-  ~SimpleBuffer() {
-    if (open_) PyBuffer_Release(&buffer_);
-  }
-  SimpleBuffer(const SimpleBuffer&) = delete;
-  SimpleBuffer& operator=(const SimpleBuffer&) = delete;
-
-  bool open() const { return open_; }
-  const uint8_t* data() const { return static_cast<const uint8_t*>(buffer_.buf); }
-  size_t size() const { return static_cast<size_t>(buffer_.len); }
-
- private:
-  Py_buffer buffer_{};
-  bool open_ = false;
-};
-
-// The index as Python holds it.
-struct PyIndex {
-  PyIndex(nb::bytes secrets, std::optional<uint64_t> max_blocks, size_t max_orphans)
-      : index(key_secrets(secrets), scramble(secrets), max_blocks, max_orphans) {}
-
-  static uint64_t word(nb::bytes secrets, size_t i) {
-    if (secrets.size() != kSecretBytes) throw nb::value_error("secrets of a wrong size");
-    uint64_t value;
-    std::memcpy(&value, static_cast<const uint8_t*>(secrets.data()) + i * sizeof value,
-                sizeof value);
-    return value;
-  }
-  static KeyMaker::Secrets key_secrets(nb::bytes secrets) {
-    KeyMaker::Secrets words;
-    for (size_t i = 0; i < words.size(); ++i) words[i] = word(secrets, i);
-    return words;
-  }
-  static Scramble scramble(nb::bytes secrets) {
-    constexpr size_t n = KeyMaker::kSecrets;
-    return Scramble(word(secrets, n), word(secrets, n + 1), word(secrets, n + 2));
-  }
-
-  Index index;
-};
 
 // Text as Python gave it: typed events may hold any code points.
 nb::str unicode(std::string_view text) {
@@ -287,7 +240,8 @@ uint64_t floor_hash(nb::handle token_ids, uint32_t block_size) {
 }
 
 void bind_index(nb::module_& module) {
-  nb::class_<PyIndex>(module, "Index")
+  nb::class_<PyIndex> index(module, "Index");
+  index
       .def(nb::init<nb::bytes, std::optional<uint64_t>, size_t>(), "secrets"_a,
            "max_blocks"_a.none(), "max_orphans"_a)
       .def("add", [](PyIndex& self) { return self.index.add(); })
@@ -329,6 +283,7 @@ void bind_index(nb::module_& module) {
       })
       .def("walk", &walk)
       .def("check", &check);
+  bind_snapshots(index);
   nb::class_<PyAnswer>(module, "Answer")
       .def_prop_ro("best", [](const PyAnswer& self) -> std::optional<nb::tuple> {
         if (self.answer.best < 0) return std::nullopt;
@@ -354,8 +309,10 @@ void bind_index(nb::module_& module) {
 NB_MODULE(_native, module) {
   module.doc() = "The native core of kvindex; use it through `kvindex.Index`.";
   module.attr("SECRET_BYTES") = kvindex::kSecretBytes;
+  kvindex::bind_fingerprints(module);
   kvindex::bind_packed_batch(module);
   kvindex::bind_index(module);
+  kvindex::bind_ring(module);
   module.def("floor_convert", &kvindex::floor_convert, "token_ids"_a);
   module.def("floor_hash", &kvindex::floor_hash, "token_ids"_a, "block_size"_a);
 }

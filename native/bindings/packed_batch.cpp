@@ -4,12 +4,10 @@
 
 #include <cstring>
 #include <limits>
-#include <random>
 #include <utility>
 #include <vector>
 
 #include "core/decode.hpp"
-#include "core/prefix_key.hpp"
 
 namespace nb = nanobind;
 
@@ -23,17 +21,6 @@ constexpr size_t kMostSpareBytes = 1 << 17;  // of one of them
 std::vector<Batch>& spare() {
   thread_local std::vector<Batch> batches;
   return batches;
-}
-
-// Secrets of this process: nobody can aim at a fingerprint.
-const KeyMaker& fingerprints() {
-  static const KeyMaker maker = [] {
-    std::random_device random;
-    KeyMaker::Secrets words;
-    for (uint64_t& word : words) word = uint64_t{random()} << 32 | random();
-    return KeyMaker(words);
-  }();
-  return maker;
 }
 
 // A count or an offset within a batch, where it has 32 bits.
@@ -203,14 +190,6 @@ void bind_packed_batch(nb::module_& module) {
         const auto* data = static_cast<const uint8_t*>(payload.data());
         if (decode(data, payload.size(), packed.batch) == Verdict::unusual) return std::nullopt;
         return packed;
-      },
-      nb::arg("payload"));
-  module.def(
-      "fingerprint",
-      [](nb::bytes payload) {
-        const auto hash = fingerprints().fingerprint(
-            {static_cast<const char*>(payload.data()), payload.size()});
-        return static_cast<int64_t>(hash);
       },
       nb::arg("payload"));
 }

@@ -8,9 +8,7 @@ namespace kvindex {
 
 namespace {
 
-// Bounds against a publisher that invents ever new ones: each namespace costs every query a walk.
-constexpr size_t kMostGroups = 64;
-constexpr size_t kMostShapes = 16;
+constexpr size_t kMostGroups = 64;  // against a publisher that invents ever new ones
 
 bool is_window(std::string_view kind) {
   return kind == "sliding_window" || kind == "sliding_window_mla";
@@ -46,6 +44,13 @@ void RankGroups::forget() {
   std::erase_if(groups_, [](const auto& entry) { return !entry.second.configured; });
   for (auto& [group_idx, group] : groups_) group.block_size = 0;
   shapes_.clear();
+  changed();
+}
+
+void RankGroups::restore(const std::map<uint32_t, Group>& groups,
+                         const std::vector<std::pair<uint32_t, uint32_t>>& shapes) {
+  groups_ = groups;
+  shapes_.insert(shapes.begin(), shapes.end());
   changed();
 }
 

@@ -41,6 +41,9 @@ enum class GroupFault : uint8_t {
 
 class RankGroups {
  public:
+  // Bound against a publisher that invents ever new ones: each namespace costs every query a walk.
+  static constexpr size_t kMostShapes = 16;
+
   const std::map<uint32_t, Group>& known() const { return groups_; }
 
   // The block sizes of which no group needs all blocks before the cut: in a walk over blocks of
@@ -61,6 +64,10 @@ class RankGroups {
 
   void configure(const std::map<uint32_t, GroupSpec>& specs);
   void forget();
+  // Take over what another index knew; nothing must be known yet.
+  void restore(const std::map<uint32_t, Group>& groups,
+               const std::vector<std::pair<uint32_t, uint32_t>>& shapes);
+  const std::set<std::pair<uint32_t, uint32_t>>& shapes() const { return shapes_; }
   GroupFault learn(uint32_t group_idx, const GroupSpec* told, uint32_t block_size,
                    uint32_t lookahead);
 

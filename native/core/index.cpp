@@ -50,6 +50,12 @@ RankBlocks* Index::find(RankId rank) const {
 Index::RankId Index::add() {
   const auto held = alone();
   half_done_ = true;
+  const RankId rank = make_rank();
+  half_done_ = false;
+  return rank;
+}
+
+Index::RankId Index::make_rank() {
   if (free_slots_.empty()) {
     free_slots_.push_back(static_cast<uint32_t>(slots_.size()));
     slots_.emplace_back();
@@ -59,7 +65,6 @@ Index::RankId Index::add() {
   const auto rank = static_cast<RankId>(slot_of_.size());
   slots_[slot] = {std::make_unique<RankBlocks>(shared_, slot), rank, kLastInOrder};
   slot_of_.push_back(slot);
-  half_done_ = false;
   return rank;
 }
 
@@ -120,6 +125,52 @@ void Index::trim_if_shrunk() {
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
+}
+
+// Snapshots ----------------------------------------------------------------------------------
+
+std::optional<RankImage> Index::image(RankId rank) const {
+  const auto held = together();
+  const RankBlocks* blocks = find(rank);
+  if (blocks == nullptr) return std::nullopt;
+  return blocks->image();
+}
+
+Index::RankId Index::restore(std::optional<RankId> rank, const RankImage& image) {
+  const uint64_t wanted = image.resident();
+  const auto held = alone();
+  const RankBlocks* const before = rank ? find(*rank) : nullptr;
+  const Budget& budget = shared_.budget;
+  const uint64_t staying = budget.used - (before == nullptr ? 0 : before->labels().size());
+  if (budget.limit && (staying > *budget.limit || wanted > *budget.limit - staying)) {
+    throw NoRoom(wanted, *budget.limit - std::min(staying, *budget.limit));
+  }
+  if (!shared_.tree.has_room(image.chains.size())) throw ImageError("the index has no more room");
+  std::vector<const std::string*> media;
+  for (const PlaceImage& place : image.places) {
+    media.push_back(shared_.media.name(place.medium));
+    if (media.back() == nullptr) throw ImageError("the index has no room for more media");
+  }
+  half_done_ = true;
+  const RankId id = before == nullptr ? make_rank() : *rank;
+  const uint32_t slot = slot_of(id);
+  slots_[slot].blocks->clear();
+  slots_[slot].blocks = std::make_unique<RankBlocks>(shared_, slot);
+  slots_[slot].blocks->restore(image, media);
+  most_used_ = std::max(most_used_, budget.used);
+  half_done_ = false;
+  return id;
+}
+
+Key Index::key_check() const {
+  const KeyMaker& keys = shared_.keys;
+  uint32_t narrow[40];
+  for (uint32_t i = 0; i < 40; ++i) narrow[i] = i;
+  const uint64_t wide[] = {1, uint64_t{1} << 40, 3};
+  const Key root = shared_.tree.root_key({16, 1, "lora"});
+  Key key = keys.child(root, keys.tokens(narrow, 16));
+  key = keys.child(key, keys.with_lookahead(keys.tokens(narrow, 40), wide, 3));
+  return keys.child(key, keys.with_extra(keys.tokens(wide, 3), "extra keys"));
 }
 
 // Queries ------------------------------------------------------------------------------------

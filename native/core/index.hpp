@@ -11,6 +11,7 @@
 #include <new>
 #include <optional>
 #include <shared_mutex>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -58,6 +59,15 @@ class HalfDone : public std::bad_alloc {
   }
 };
 
+// Thrown for an image that does not fit the limit of blocks.
+struct NoRoom : std::runtime_error {
+  NoRoom(uint64_t wanted_blocks, uint64_t room_for)
+      : std::runtime_error("no room"), wanted(wanted_blocks), room(room_for) {}
+
+  uint64_t wanted;
+  uint64_t room;
+};
+
 class Index {
  public:
   using RankId = uint32_t;  // never used twice
@@ -75,6 +85,15 @@ class Index {
 
   // Say which rank comes before which where they hold equally much; those left out come last.
   void set_order(const std::vector<RankId>& ranks);
+
+  // All that is held and known of a rank.
+  std::optional<RankImage> image(RankId rank) const;
+  // Replace it, of a rank that is there or of a new one, by an image that was checked; say which
+  // rank it is. Throws NoRoom, and ImageError if more media or chains come than any index can have;
+  // then nothing has changed.
+  RankId restore(std::optional<RankId> rank, const RankImage& image);
+  // A prefix key of contents that never change.
+  Key key_check() const;
 
   void match(const Query& query, Answer& answer) const;
   // Likewise, unless that had to wait: then false.
@@ -100,6 +119,7 @@ class Index {
 
   uint32_t slot_of(RankId rank) const { return rank < slot_of_.size() ? slot_of_[rank] : kGone; }
   RankBlocks* find(RankId rank) const;
+  RankId make_rank();
   // Give memory back to the system once much less is held than before; called without the lock.
   void trim_if_shrunk();
   template <class Change>

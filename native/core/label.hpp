@@ -76,6 +76,13 @@ class LabelNames {
     return place->second;
   }
 
+  // Make room for so many further names, if they are many beside those that are there.
+  void reserve(size_t names) {
+    if (names <= numbers_.size()) return;
+    numbers_.reserve(numbers_.size() + names);
+    names_.reserve(names_.size() + names);
+  }
+
   void acquire(const Label& label) {
     if (label.named) ++names_[label.value].users;
   }

@@ -38,7 +38,7 @@ BlockRef LabelTable::add(uint64_t label, BlockRef block) {
   if (const Place known = locate(mark); known.slot != kSlots) {
     return bucket(known.bucket).entries[known.slot].block;
   }
-  if ((size_ + 1) * 100 > count_ * kSlots * 88) rehash();
+  if ((size_ + 1) * 100 > count_ * kSlots * 88) rehash(size_ * 14 / 10);
   put(mark, block);
   ++size_;
   return kNoBlock;
@@ -70,7 +70,7 @@ void LabelTable::erase(uint64_t label) {
   if (--size_ == 0) {
     clear();
   } else if (size_ * 3 < count_ * kSlots && count_ > 4) {
-    rehash();
+    rehash(size_ * 14 / 10);
   }
 }
 
@@ -79,10 +79,10 @@ void LabelTable::clear() {
   count_ = size_ = 0;
 }
 
-// Put everything into a table that has room for two fifths more.
-void LabelTable::rehash() {
+// Put everything into a table that has room for so many labels.
+void LabelTable::rehash(size_t labels) {
   LabelTable other(*scramble_);
-  other.count_ = (size_ * 16 / 10) / kSlots + 1;
+  other.count_ = (labels * 8 / 7) / kSlots + 1;
   other.memory_ = Pages(other.count_ * sizeof(Bucket));
   for (size_t i = 0; i < other.count_; ++i) other.bucket(i) = Bucket{};
   for (size_t i = 0; i < count_; ++i) {

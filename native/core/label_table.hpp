@@ -69,6 +69,11 @@ class LabelTable {
   // Add a label, unless it is in the table: then return its block, else kNoBlock.
   BlockRef add(uint64_t label, BlockRef block);
 
+  // Make room for so many labels in all, so that the table need not grow up to there.
+  void reserve(size_t labels) {
+    if (labels * 100 > count_ * kSlots * 88) rehash(labels);
+  }
+
   // Give a label that is in the table another block.
   void replace(uint64_t label, BlockRef block);
 
@@ -120,7 +125,7 @@ class LabelTable {
   static unsigned slot_of(const Bucket& bucket, uint64_t mark);
   Place locate(uint64_t mark) const;
   void put(uint64_t mark, BlockRef block);
-  void rehash();
+  void rehash(size_t labels);
 
   const Scramble* scramble_;
   Pages memory_;

@@ -185,6 +185,56 @@ void Labels::forget(const Label& label, BlockRef block) {
   names_.release(label);
 }
 
+bool Labels::is_plain(const Label& label, BlockRef block) const {
+  if (!written_down() && further_.empty()) return true;
+  return std::all_of(places_.begin(), places_.end(), [&](OwnerId owner) {
+    return copies(label, block, owner) == (tree_.owned(block, owner) ? 1u : 0u);
+  });
+}
+
+void Labels::restore(const Label& label, BlockRef block, uint64_t groups) {
+  size_ += groups;
+  budget_.used += groups;
+  put(label, block);
+}
+
+void Labels::restore_order(const Label& label, const std::vector<BlockRef>& oldest_first) {
+  const auto older = older_.find(label);
+  if (older == older_.end()) return;
+  std::unordered_map<BlockRef, size_t> turns;
+  for (const BlockRef block : oldest_first) turns.emplace(block, turns.size() + 1);
+  const auto turn = [&](BlockRef block) {
+    const auto found = turns.find(block);
+    return found == turns.end() ? 0 : found->second;
+  };
+  std::vector<BlockRef>& blocks = older->second;
+  blocks.push_back(newest(label));
+  std::stable_sort(blocks.begin(), blocks.end(),
+                   [&](BlockRef one, BlockRef other) { return turn(one) < turn(other); });
+  table(label).replace(label.value, blocks.back());
+  blocks.pop_back();
+}
+
+void Labels::restore_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies) {
+  if (written_down()) {
+    (*counted_)[{label, block}] = copies;
+    return;
+  }
+  for (const Copies& some : copies) {
+    if (some.count > 1) further_[residence(block, some.owner)] = some.count - 1;
+  }
+}
+
+void Labels::count_shared() {
+  std::unordered_map<uint64_t, uint64_t> labels;
+  for (const auto& [placement, copies] : *counted_) {
+    for (const Copies& some : copies) ++labels[residence(placement.block, some.owner)];
+  }
+  for (const auto& [place, count] : labels) {
+    if (count > 1) shared_[place] = count - 1;
+  }
+}
+
 void Labels::clear() {
   std::vector<BlockRef> blocks;
   blocks.reserve(ints_.size() + named_.size());

@@ -80,6 +80,27 @@ class Labels {
   // learn of it before anything else.
   bool drop(const Label& label, BlockRef block, OwnerId owner);
 
+  // Take over what another index knew, while there are no labels yet. First all placements, of
+  // blocks that may have no owner yet; once the tree knows the owners, what `is_plain` does not
+  // cover: `write_down` before it if any block has two labels, and `count_shared` after it.
+  void reserve(size_t ints, size_t named) {
+    ints_.reserve(ints);
+    named_.reserve(named);
+  }
+  void restore(const Label& label, BlockRef block, uint64_t groups);
+  void restore_order(const Label& label, const std::vector<BlockRef>& oldest_first);
+  void restore_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies);
+  void count_shared();
+  void restore_counts(uint64_t ambiguous, uint64_t duplicates) {
+    ambiguous_ = ambiguous;
+    duplicates_ = duplicates;
+  }
+
+  // Whether a placement has one copy in each place of the rank that holds the block.
+  bool is_plain(const Label& label, BlockRef block) const;
+  // The older blocks of labels that have several, the newest of them last.
+  const auto& older() const { return older_; }
+
   // Forget every label; the tree learns of it.
   void clear();
 

@@ -19,7 +19,12 @@ void Orphans::hold_label(const Label& label, OwnerId owner) {
 
 void Orphans::hold(const Label& label, const Label& parent, RootId root, Digest content,
                    uint64_t content_bytes, OwnerId owner) {
-  Held& held = add(label, owner);
+  wait(add(label, owner), label, parent, root, content, content_bytes);
+  make_room();
+}
+
+void Orphans::wait(Held& held, const Label& label, const Label& parent, RootId root, Digest content,
+                   uint64_t content_bytes) {
   Orphan& orphan = held.orphan;
   names_.acquire(parent);
   tree_.enter(root);
@@ -35,7 +40,6 @@ void Orphans::hold(const Label& label, const Label& parent, RootId root, Digest 
   orphan.content_bytes = content_bytes;
   held.waiting = waits_++;
   waiting_[parent].emplace(held.waiting, label);
-  make_room();
 }
 
 std::optional<Orphan> Orphans::pop(const Label& label) {
@@ -82,13 +86,31 @@ void Orphans::clear() {
   bytes_ = 0;
 }
 
-Orphans::Held& Orphans::add(const Label& label, OwnerId owner) {
+void Orphans::restore(const Label& label, std::vector<Copies> copies) {
+  find_or_make(label).orphan.copies = std::move(copies);
+}
+
+void Orphans::restore_wait(const Label& label, const Label& parent, RootId root, Digest content,
+                           uint64_t content_bytes) {
+  wait(held_.find(label)->second, label, parent, root, content, content_bytes);
+}
+
+void Orphans::restore_dropped(uint64_t dropped) {
+  dropped_ = dropped;
+  make_room();
+}
+
+Orphans::Held& Orphans::find_or_make(const Label& label) {
   const auto [place, is_new] = held_.try_emplace(label);
-  Held& held = place->second;
   if (is_new) {
     names_.acquire(label);
-    held.turn = turns_.insert(turns_.end(), label);
+    place->second.turn = turns_.insert(turns_.end(), label);
   }
+  return place->second;
+}
+
+Orphans::Held& Orphans::add(const Label& label, OwnerId owner) {
+  Held& held = find_or_make(label);
   for (Copies& copies : held.orphan.copies) {
     if (copies.owner == owner) {
       ++copies.count;

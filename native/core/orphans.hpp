@@ -54,6 +54,22 @@ class Orphans {
 
   void clear();
 
+  // Visit what is held, the oldest first: its label, itself, and its number among those that wait.
+  template <class Visit>
+  void for_each(Visit&& visit) const {
+    for (const Label& label : turns_) {
+      const Held& held = held_.find(label)->second;
+      visit(label, held.orphan, held.waiting);
+    }
+  }
+
+  // Take over what another index held, while nothing is held yet: all of it, the oldest first; then
+  // what it waits for, in that order; then how many were given up, and give up what does not fit.
+  void restore(const Label& label, std::vector<Copies> copies);
+  void restore_wait(const Label& label, const Label& parent, RootId root, Digest content,
+                    uint64_t content_bytes);
+  void restore_dropped(uint64_t dropped);
+
  private:
   struct Held {
     Orphan orphan;
@@ -62,7 +78,10 @@ class Orphans {
   };
   using HeldMap = std::unordered_map<Label, Held, LabelHash>;
 
+  Held& find_or_make(const Label& label);
   Held& add(const Label& label, OwnerId owner);
+  void wait(Held& held, const Label& label, const Label& parent, RootId root, Digest content,
+            uint64_t content_bytes);
   Orphan take(HeldMap::iterator held, bool keep_label);
   void forget_wait(const Label& parent, uint64_t waiting);
   void make_room();

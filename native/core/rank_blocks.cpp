@@ -19,10 +19,7 @@ const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredName
 
 namespace {
 
-constexpr size_t kMostTags = 64;      // distinct unknown event tags counted by name
-constexpr size_t kMostPlaces = 64;    // distinct (medium, group) places of one rank
 constexpr size_t kMostScratch = 65'536;  // blocks of an event whose scratch is kept for the next
-constexpr size_t kMostTorn = 65'536;  // labels remembered as ambiguous; beyond it all count as such
 
 // CPython's hash(()) on 64-bit machines: SGLang 0.4.8-0.5.0 names the root so.
 constexpr uint64_t kEmptyTupleHash = 5740354900026072187u;

@@ -16,6 +16,7 @@
 #include "core/groups.hpp"
 #include "core/labels.hpp"
 #include "core/orphans.hpp"
+#include "core/rank_image.hpp"
 
 namespace kvindex {
 
@@ -70,6 +71,11 @@ struct Shared {
 // Must be cleared before it is dropped, unless all that is shared goes too.
 class RankBlocks {
  public:
+  static constexpr size_t kMostTags = 64;    // distinct unknown event tags counted by name
+  static constexpr size_t kMostPlaces = 64;  // distinct (medium, group) places of one rank
+  // Labels remembered as ambiguous; beyond it all count as such.
+  static constexpr size_t kMostTorn = 65'536;
+
   RankBlocks(Shared& shared, uint32_t slot);
   RankBlocks(const RankBlocks&) = delete;
   RankBlocks& operator=(const RankBlocks&) = delete;
@@ -81,6 +87,11 @@ class RankBlocks {
 
   // Forget everything held and learned: what comes next may be another engine's.
   void clear();
+
+  // All that is held and known, and back: then there must be nothing yet, `media` must be those of
+  // the image's places, and the image must have been checked.
+  RankImage image() const;
+  void restore(const RankImage& image, const std::vector<const std::string*>& media);
 
   const Labels& labels() const { return labels_; }
   const Orphans& orphans() const { return orphans_; }
@@ -135,6 +146,14 @@ class RankBlocks {
   BlockRef attach_one(const Label& label, const Orphan& orphan, BlockRef parent);
   bool add_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies);
   void own_chain(size_t blocks, OwnerId owner);
+
+  Label restored_label(const RankImage& image, const WireHash& label);
+  std::vector<BlockRef> restore_blocks(const RankImage& image, const std::vector<RootId>& roots);
+  void restore_owners(const RankImage& image, const std::vector<BlockRef>& blocks);
+  void restore_labels(const RankImage& image, const std::vector<BlockRef>& blocks);
+  void restore_odd_copies(const RankImage& image, const std::vector<BlockRef>& blocks);
+  void restore_orphans(const RankImage& image, const std::vector<RootId>& roots);
+  std::vector<Copies> restored_copies(const std::vector<CopiesImage>& copies) const;
 
   void remove(const Batch& batch, const Event& event);
   void remove_one(const Label& label, OwnerId owner);

@@ -73,6 +73,7 @@ class StrandPool {
   void drop(StrandId id);
 
   size_t size() const { return size_; }
+  size_t limit() const { return chunks_.size() << kChunkBits; }
 
   template <class Visit>
   void for_each(Visit&& visit) const {

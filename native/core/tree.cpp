@@ -40,11 +40,13 @@ RootId Tree::enter(uint32_t block_size, uint32_t lookahead, std::string_view lor
     id = free_roots_.back();
     free_roots_.pop_back();
   }
-  roots_[id] = Root{name, keys_.root(name_bytes(name)), 0, 1};
+  roots_[id] = Root{name, root_key(name), 0, 1};
   names_.emplace(name, id);
   by_lora_[name.lora].push_back(id);
   return last_root_ = id;
 }
+
+Key Tree::root_key(const Namespace& name) const { return keys_.root(name_bytes(name)); }
 
 void Tree::leave(RootId id) {
   Root& root = roots_[id];
@@ -75,26 +77,29 @@ StrandId Tree::child(BlockRef parent, RootId root, Key key) const {
 
 void Tree::extend(BlockRef parent, RootId root, const Digest* contents, size_t count,
                   std::vector<Stretch>& chain) {
+  Key key = parent == kNoBlock ? roots_[root].key : strands_[strand_of(parent)].keys[offset_of(parent)];
+  made_.resize(count);
+  for (size_t i = 0; i < count; ++i) made_[i] = key = keys_.child(key, contents[i]);
+  extend_keys(parent, root, made_.data(), count, chain);
+}
+
+void Tree::extend_keys(BlockRef parent, RootId root, const Key* keys, size_t count,
+                       std::vector<Stretch>& chain) {
   StrandId id = kNoStrand;
   unsigned used = 0;
-  Key key = roots_[root].key;
   uint32_t depth = 0;
   if (parent != kNoBlock) {
     id = strand_of(parent);
     used = offset_of(parent) + 1;
-    key = strands_[id].keys[used - 1];
     depth = strands_[id].depth + used;
   }
-  made_.resize(count);
-  for (size_t i = 0; i < count; ++i) made_[i] = key = keys_.child(key, contents[i]);
-
   size_t done = 0;
   // Blocks that are there: along a strand, then into the strand that begins there.
   while (done < count) {
     if (id != kNoStrand) {
       const Strand& strand = strands_[id];
       const unsigned start = used;
-      while (done < count && used < strand.count && strand.keys[used] == made_[done]) {
+      while (done < count && used < strand.count && strand.keys[used] == keys[done]) {
         ++used;
         ++done;
       }
@@ -103,7 +108,7 @@ void Tree::extend(BlockRef parent, RootId root, const Digest* contents, size_t c
     }
     const BlockRef last = id == kNoStrand ? kNoBlock : block_ref(id, used - 1);
     const bool branches = id == kNoStrand || !strands_[id].branches.empty();
-    const StrandId next = branches ? child(last, root, made_[done]) : kNoStrand;
+    const StrandId next = branches ? child(last, root, keys[done]) : kNoStrand;
     if (next == kNoStrand) break;
     id = next;
     used = 0;
@@ -113,14 +118,14 @@ void Tree::extend(BlockRef parent, RootId root, const Digest* contents, size_t c
   while (done < count) {
     const BlockRef last = id == kNoStrand ? kNoBlock : block_ref(id, used - 1);
     if (id == kNoStrand || used < strands_[id].count || used == kStrandBlocks) {
-      const StrandId made = append_strand(last, root, depth, made_[done]);
+      const StrandId made = append_strand(last, root, depth, keys[done]);
       if (made == kNoStrand) return;
       id = made;
       used = 0;
     }
     Strand& strand = strands_[id];
     const auto room = std::min<size_t>(count - done, kStrandBlocks - used);
-    append(strand, made_.data() + done, static_cast<unsigned>(room));
+    append(strand, keys + done, static_cast<unsigned>(room));
     chain.push_back({id, used, static_cast<uint32_t>(room)});
     used += static_cast<unsigned>(room);
     done += room;

@@ -59,6 +59,8 @@ class Tree {
   void enter(RootId root) { ++roots_[root].users; }
   void leave(RootId root);
   const Root& root(RootId root) const { return roots_[root]; }
+  // The key before the first block of a namespace.
+  Key root_key(const Namespace& name) const;
 
   // The namespaces of one LoRA that are in use.
   const std::vector<RootId>& roots(std::string_view lora) const;
@@ -71,6 +73,13 @@ class Tree {
   // only if the tree can hold no more strands.
   void extend(BlockRef parent, RootId root, const Digest* contents, size_t count,
               std::vector<Stretch>& chain);
+
+  // Likewise, given the blocks' keys.
+  void extend_keys(BlockRef parent, RootId root, const Key* keys, size_t count,
+                   std::vector<Stretch>& chain);
+
+  // Whether so many chains of up to kStrandBlocks blocks surely fit.
+  bool has_room(size_t chains) const { return strands_.size() + chains < kMostStrands - 512; }
 
   // Make blocks resident in an owner, where they are not yet.
   void own(const Stretch& blocks, OwnerId owner) { change(blocks, owner, true); }
@@ -98,6 +107,9 @@ class Tree {
   uint32_t depth(BlockRef block) const { return strands_[strand_of(block)].depth + offset_of(block); }
   RootId root_of(BlockRef block) const { return strands_[strand_of(block)].root; }
   const OwnerSets& sets() const { return sets_; }
+  const Strand& strand(StrandId id) const { return strands_[id]; }
+  // More than any strand's number.
+  size_t strand_limit() const { return strands_.limit(); }
 
   // Visit the segments of a prompt from its start to where the tree no longer agrees: `visit(set,
   // start, stop)` says whether to go on. `keys.ready(n)` makes the prompt's first n keys as far as

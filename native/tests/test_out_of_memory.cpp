@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/snapshot.hpp"
 #include "tests/expect.hpp"
 #include "tests/made_batch.hpp"
 
@@ -93,6 +94,7 @@ bool is_half_done(Index& index, Index::RankId rank, const Batch& event) {
       runs_out([&] { index.apply(rank, event); }), runs_out([&] { index.match(query, answer); }),
       runs_out([&] { index.try_match(query, answer); }), runs_out([&] { index.add(); }),
       runs_out([&] { index.size(); }), runs_out([&] { index.walk(rank); }),
+      runs_out([&] { index.image(rank); }), runs_out([&] { index.restore(std::nullopt, RankImage()); }),
       runs_out([&] { index.statistics(rank); }), runs_out([&] { index.check(); })};
   const auto count = std::count(told.begin(), told.end(), true);
   EXPECT(count == 0 || count == static_cast<ptrdiff_t>(told.size()));
@@ -120,6 +122,10 @@ bool fails_at(size_t allocation, const std::vector<Batch>& events) {
     index.match(query, answer);
     EXPECT(index.walk(rank).has_value() && index.statistics(rank).has_value());
     index.check();
+    const std::string bytes = write_image(index.image(rank).value());
+    const auto* const data = reinterpret_cast<const uint8_t*>(bytes.data());
+    index.restore(rank, read_image(data, bytes.size()));
+    index.remove(index.restore(std::nullopt, read_image(data, bytes.size())));
     index.clear(rank);
     index.remove(rank);
   });

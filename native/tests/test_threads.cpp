@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/snapshot.hpp"
 #include "tests/expect.hpp"
 #include "tests/made_batch.hpp"
 
@@ -54,6 +55,7 @@ class Crowd {
     changing.emplace_back([this] { cut_and_grow(); });
     changing.emplace_back([this] { clear_again(); });
     changing.emplace_back([this] { come_and_go(); });
+    changing.emplace_back([this] { dump_and_restore(); });
     std::vector<std::thread> asking;
     for (uint64_t i = 0; i < 4; ++i) asking.emplace_back([this, i] { ask(i); });
     asking.emplace_back([this] { look(); });
@@ -98,6 +100,21 @@ class Crowd {
       EXPECT(index_.remove(rank));
       EXPECT(!index_.apply(rank, part));
     }
+  }
+
+  // Another index is made to hold what the growing rank holds, and this one what it held.
+  void dump_and_restore() {
+    Index other = made_index(1);
+    const Index::RankId copied = other.add();
+    for (int turn = 0; turn < turns_ / 10; ++turn) {
+      const std::string bytes = write_image(index_.image(growing_).value());
+      const RankImage image =
+          read_image(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
+      other.restore(copied, image);
+      EXPECT(other.size() >= kKept && other.size() <= kBlocks);
+      EXPECT(index_.restore(steady_, index_.image(steady_).value()) == steady_);
+    }
+    other.check();
   }
 
   void ask(uint64_t seed) {

@@ -22,6 +22,8 @@ SHOWN = {
     "04_trust_and_status": "on_loss='keep': 80 tokens before, 80 after the loss",
     "05_test_your_router": "100 prompts routed",
     "06_kv_aware_router": "round-robin",
+    "07_warm_restart": "0 restarts, complete True",
+    "08_many_router_processes": "60 of 60 answers are the subscriber's own",
 }
 
 
@@ -68,6 +70,28 @@ def test_the_example_takes_an_endpoint(name: str) -> None:
         argv = [engine.endpoint] if name.startswith("04") else [engine.endpoint, _replay(engine)]
         out = run(ROOT / "examples" / f"{name}.py", *argv)
     assert "live" in out
+
+
+def test_a_router_that_starts_again_replays_what_it_missed_and_notices_a_new_engine() -> None:
+    out = run(ROOT / "examples" / "07_warm_restart.py")
+    found = re.findall(r"(\d+) batches replayed, (\d) restarts, complete (\w+)", out)
+    (first, *cold), (again, *warm), (_, *anew) = found
+    assert 0 < int(again) < int(first) / 5
+    assert (cold, warm, anew) == (["0", "True"], ["0", "True"], ["1", "True"])
+
+
+def test_the_warm_restart_takes_a_file_and_endpoints(tmp_path: Path) -> None:
+    path = tmp_path / "router.kvindex"
+    with FakeEngine("vllm-0") as engine:
+        for length in (32, 64, 96):
+            engine.serve(range(length))
+        argv = [str(path), engine.endpoint, _replay(engine)]
+        assert "6 blocks, 3 batches replayed" in run(
+            ROOT / "examples" / "07_warm_restart.py", *argv
+        )
+        assert "6 blocks, 0 batches replayed" in run(
+            ROOT / "examples" / "07_warm_restart.py", *argv
+        )
 
 
 def test_the_router_takes_endpoints() -> None:

@@ -66,7 +66,7 @@ def test_a_feed_that_fails_ends_alone_and_says_so(monkeypatch: pytest.MonkeyPatc
     with FakeEngine("engine") as engine, FakeEngine("other") as other:
         with client_of(worker_of(engine), worker_of(other)) as client:
             caught_up(client, engine, other)
-            broken = client.subscriber._feeds[RANK]
+            broken = client.subscriber._roster.feeds[RANK]
             monkeypatch.setattr(broken, "pump", _fail)
             engine.serve(prompt(1))
             status = wait_status(client, RANK, state=State.CLOSED)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
+from kvindex.subscribe.cursor import SavedCursor
 from kvindex.subscribe.sequencer import (
     Action,
     Ask,
@@ -52,7 +53,10 @@ class Faults:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: publish / unencodable / restart / unseen_restart / cut / wait, and how much."""
+    """One step, and how much of it.
+
+    publish / unencodable / restart / unseen_restart / cut / wait / save / resume
+    """
 
     kind: str
     amount: int = 1
@@ -79,6 +83,22 @@ class Engine:
 
     def fail_to_encode(self) -> None:
         self.batches.append(None)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a subscribing process saved at one point: its cursor and what its sink held."""
+
+    cursor: bytes | None
+    delivered: list[Batch]
+    unbroken: list[Batch]
+    expected: int | None
+    epoch: int
+    highest_life: int
+    losses: list[Lost]
+
+
+NOTHING = Saved(None, [], [], None, 0, 0, [])
 
 
 class CoincidenceError(Exception):
@@ -112,11 +132,15 @@ class World:
         self.highest_life = 0
         self.losses: list[Lost] = []
         self.epoch = 0
+        self.process = 0
+        self.saved = NOTHING
+        self.resumed = 0
         self.connect()
 
     # -- the discrete-event loop
 
     def at(self, delay: float, event: Callable[[], None]) -> None:
+        """Let something reach the subscribing process after a while, if that still lives then."""
         self._order += 1
         heapq.heappush(self._events, (self.now + delay, self._order, event))
 
@@ -210,6 +234,10 @@ class World:
             self.run(step.amount * 0.05)
         elif step.kind == "cut":
             self.cut(step.amount)
+        elif step.kind == "save":
+            self.save()
+        elif step.kind == "resume":
+            self.resume(step.amount)
         elif step.kind in ("restart", "unseen_restart"):
             self.restart(step.amount, seen=step.kind == "restart")
 
@@ -222,6 +250,42 @@ class World:
         for _ in range(published_meanwhile):
             self.publish()
         self.run(CONNECT_DELAY)
+        self.connect()
+
+    def save(self) -> None:
+        """Save cursor and contents, at one point between two actions."""
+        cursor = self.sequencer.cursor()
+        self.saved = NOTHING
+        if cursor is not None:
+            saved = SavedCursor(cursor=cursor, dp_rank=0, named=None, fingerprints="")
+            self.saved = Saved(
+                saved.encode(),
+                list(self.delivered),
+                list(self.unbroken),
+                self.expected,
+                self.epoch,
+                self.highest_life,
+                list(self.losses),
+            )
+
+    def resume(self, published_meanwhile: int) -> None:
+        """Kill the subscribing process; a new one goes on from what was saved last."""
+        self.process += 1
+        self._events.clear()  # all of them were on their way to the old one's sockets
+        self.connection += 1
+        self.connected = False
+        self._open_request = None
+        self.sequencer = Sequencer(self.config, now=self.now, random=Random(self.process))
+        for _ in range(published_meanwhile):
+            self.publish()
+        saved = self.saved
+        self.delivered, self.unbroken = list(saved.delivered), list(saved.unbroken)
+        self.expected, self.epoch = saved.expected, saved.epoch
+        self.highest_life, self.losses = saved.highest_life, list(saved.losses)
+        if saved.cursor is not None:
+            cursor = SavedCursor.decode(saved.cursor).cursor
+            self.resumed += 1
+            self.obey(self.sequencer.resume(cursor, self.now))
         self.connect()
 
     def restart(self, published_meanwhile: int, *, seen: bool) -> None:

@@ -29,6 +29,16 @@ def steps(*kinds: str) -> st.SearchStrategy[list[Step]]:
     return st.lists(step, min_size=1, max_size=16)
 
 
+def resumptions(*kinds: str) -> st.SearchStrategy[list[Step]]:
+    """Schedules in which what was saved between two parts is gone on from before a third."""
+    resume = st.builds(Step, st.just("resume"), st.integers(0, 6))
+    save = st.just([Step("save")])
+    parts = st.tuples(
+        steps(*kinds), save, steps(*kinds), resume.map(lambda step: [step]), steps(*kinds, "resume")
+    )
+    return parts.map(lambda found: [step for part in found for step in part])
+
+
 configs = st.builds(
     SequencerConfig,
     has_replay=st.just(True),
@@ -117,6 +127,59 @@ def test_whatever_happens_the_rank_holds_a_true_suffix(
 ) -> None:
     world = World(seed=seed, faults=faults, config=config, buffer_steps=buffer_steps)
     if run(world, schedule):
+        check_at_rest(world)
+
+
+@schedules
+@given(
+    seed=seeds,
+    faults=st.builds(
+        Faults,
+        **live_faults,
+        replay_hole=sometimes,
+        replay_sure=st.just(2),
+        stragglers=st.booleans(),
+    ),
+    schedule=resumptions("restart", "unseen_restart", "cut"),
+    config=configs,
+)
+def test_a_process_that_goes_on_from_what_another_saved_loses_nothing(
+    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
+) -> None:
+    world = World(seed=seed, faults=faults, config=config, buffer_steps=AMPLE)
+    if run(world, schedule):
+        check_at_rest(world)
+        assert world.delivered == world.engine.batches
+        assert world.losses == []
+        assert world.sequencer.complete
+        event(f"resumed {min(world.resumed, 2)}")
+
+
+@schedules
+@given(
+    seed=seeds,
+    faults=st.builds(
+        Faults,
+        **live_faults,
+        replay_hole=sometimes,
+        replay_silent=often,
+        replay_late=sometimes,
+        replay_damage=sometimes,
+        end_lost=sometimes,
+    ),
+    schedule=resumptions("restart", "cut", "unencodable"),
+    config=configs,
+    buffer_steps=st.sampled_from([0, 1, 2, 5, 20, AMPLE]),
+)
+def test_whatever_happens_around_a_resumption_the_rank_holds_a_true_suffix(
+    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig, buffer_steps: int
+) -> None:
+    world = World(seed=seed, faults=faults, config=config, buffer_steps=buffer_steps)
+    if run(world, schedule):
+        if buffer_steps == 0:
+            for _ in range(3):
+                world.publish()
+            world.settle()
         check_at_rest(world)
 
 

@@ -10,6 +10,7 @@ from kvindex.subscribe.sequencer import (
     Action,
     Ask,
     Batch,
+    Cursor,
     Deliver,
     Lost,
     Replay,
@@ -44,6 +45,9 @@ class Script:
         return actions
 
     # -- what happens
+
+    def resume(self, cursor: Cursor | None, *, refused: str = "") -> list[Action]:
+        return self._note(self.sequencer.resume(cursor, self.now, refused=refused))
 
     def connect(self) -> list[Action]:
         return self._note(self.sequencer.connected(self.now))

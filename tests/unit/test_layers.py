@@ -19,9 +19,21 @@ ALLOWED: dict[str, set[str]] = {
     "subscribe": {"errors", "rank", "wire"},
     "index": {"errors", "rank", "wire", "backend", "_native"},
     "publish": {"errors", "wire"},
+    "shm": {"errors", "backend", "_native"},
     "client": {"errors", "rank", "index", "subscribe"},
+    "fanout": {"errors", "rank", "index", "subscribe", "client", "shm"},
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"},
-    "cli": {"kvindex", "wire", "testing", "index", "subscribe", "publish", "errors", "rank"},
+    "cli": {
+        "kvindex",
+        "wire",
+        "testing",
+        "index",
+        "subscribe",
+        "publish",
+        "fanout",
+        "errors",
+        "rank",
+    },
 }
 # The sequencer and its values are pure: no sockets, threads, clocks or event contents.
 PURE = {
@@ -32,6 +44,7 @@ PURE = {
     "actions",
     "applied",
     "config",
+    "cursor",
     "explain",
     "held",
     "live_run",

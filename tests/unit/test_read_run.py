@@ -27,7 +27,7 @@ def message(seq: int, payload: bytes | None = None, topic: bytes = b"kv@pod") ->
 
 
 def read(*messages: list[bytes], named: bool = False) -> Run:
-    return read_run(messages, 7, b"kv", Note, named=named)
+    return read_run(messages, 7, b"kv", Note, hash, named=named)
 
 
 def test_what_follows_is_read_with_what_the_sequencer_needs() -> None:

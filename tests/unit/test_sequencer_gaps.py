@@ -361,3 +361,15 @@ def test_batches_dropped_for_want_of_room_are_declared_when_replay_is_dead() -> 
     assert lost(out) == [("replay_timeout", 1, 1), ("held_overflow", 3, 4)]
     assert delivered(out) == [2]
     assert delivered(script.live(5)) == [5]
+
+
+def test_what_had_no_room_before_a_reconnect_is_not_awaited_of_the_next_publisher() -> None:
+    script = Script(max_held=1).joined()
+    script.live(28, 29)  # no room for 29
+    assert script.sequencer.lag == 30
+    script.disconnect()
+    assert script.sequencer.lag == 0
+    script.connect()
+    script.reply(batch(0, life=1), end=True)
+    assert script.is_in(State.LIVE)
+    assert script.sequencer.lag == 0

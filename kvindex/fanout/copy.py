@@ -1,0 +1,94 @@
+"""A replica's copy of what the server has: index, statuses, names. Owned by its thread."""
+
+from __future__ import annotations
+
+from kvindex.client import follow_item
+from kvindex.fanout.catchup import Catchup
+from kvindex.fanout.entries import Applied, Entry, Message, Shown
+from kvindex.fanout.ports import follow_names
+from kvindex.index import Index, read_batch
+from kvindex.rank import Rank
+from kvindex.subscribe import RankRemoved, RanksRenamed, RankStatus
+
+__all__ = ["Copy"]
+
+
+class Copy:
+    """What a snapshot and the messages after it make.
+
+    Args:
+        seed: of the server's index.
+
+    Attributes:
+        index: as the server's after the same message.
+        statuses: as the server shows them then.
+        names: by the name that a port tells, the one that its rank goes by.
+        changed: ranks with a new status since `take_changes`.
+        renewed: whether ranks came, went or were renamed; whoever looks sets it back.
+        catchup: what is still to be applied.
+        applied: batches so far.
+        sent_at: when the last message was sent, by the monotonic clock.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.index = Index(seed=seed)
+        self.statuses: dict[Rank, RankStatus] = {}
+        self.names: dict[Rank, Rank] = {}
+        self.changed: set[Rank] = set()
+        self.renewed = True
+        self.catchup = Catchup()
+        self.applied = 0
+        self.sent_at = 0.0
+
+    def begin(self, number: int) -> None:
+        """Forget all: a snapshot begins, or begins again."""
+        self.catchup.begin(number)
+        for rank in self.index.ranks:
+            self.index.remove(rank)
+        self.statuses.clear()
+
+    def restore(
+        self, rank: Rank, number: int, section: bytes | bytearray, status: RankStatus | None
+    ) -> None:
+        """Take a rank's section.
+
+        Raises:
+            SnapshotError: it is none of such an index.
+            DecodeError: the position is impossible.
+        """
+        self.catchup.place(rank, number)
+        self.index.restore(rank, section)
+        if status is not None:
+            self.statuses[rank] = status
+
+    def apply(self, message: Message) -> None:
+        """Apply the next message.
+
+        Raises:
+            DecodeError: it is not the next one.
+        """
+        for entry in self.catchup.due(message):
+            self._apply(entry)
+        self.sent_at = message.sent_at
+
+    def take_changes(self) -> list[RankStatus]:
+        """Return the statuses that are new since the last call."""
+        changed, self.changed = self.changed, set()
+        return [self.statuses[rank] for rank in changed if rank in self.statuses]
+
+    def _apply(self, entry: Entry) -> None:
+        if isinstance(entry, Applied):
+            self.index.apply(entry.rank, read_batch(entry.payload))
+            self.applied += 1
+        elif isinstance(entry, Shown):
+            self.statuses[entry.status.rank] = entry.status
+            self.changed.add(entry.status.rank)
+        else:
+            follow_item(self.index, entry)
+            follow_names(self.names, entry)
+            self.renewed = True
+            if isinstance(entry, RankRemoved):
+                self.statuses.pop(entry.rank, None)
+            elif isinstance(entry, RanksRenamed):
+                for old, _ in entry.names:
+                    self.statuses.pop(old, None)

@@ -1,0 +1,82 @@
+"""What goes through the ring: numbered messages of entries.
+
+A message is one msgpack array: its number, the server's monotonic clock when it was sent, and the
+entries in the order in which the server's own index took them. One without entries is a heartbeat.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from kvindex.errors import DecodeError
+from kvindex.rank import Rank
+from kvindex.subscribe import (
+    RankAdded,
+    RankLost,
+    RankRemoved,
+    RankRestarted,
+    RanksRenamed,
+    RankStatus,
+)
+
+__all__ = ["Applied", "Entry", "Message", "Shown", "decode_message", "encode_message", "size_of"]
+
+_APPLIED_BYTES = 64  # of an entry around its payload, and of a name that is not unusual
+_OTHER_BYTES = 512
+
+
+class Applied(msgspec.Struct, frozen=True, tag=True):
+    """A batch that was applied, as its publisher sent it."""
+
+    rank: Rank
+    payload: bytes
+
+
+class Shown(msgspec.Struct, frozen=True, tag=True):
+    """A rank's status, shown from here on."""
+
+    status: RankStatus
+
+
+Entry: TypeAlias = (
+    Applied | Shown | RankAdded | RankLost | RankRestarted | RanksRenamed | RankRemoved
+)
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Entries that are sent together.
+
+    Attributes:
+        number: counts the messages from 0.
+        sent_at: the server's CLOCK_MONOTONIC, which all processes of a machine share, in seconds.
+        entries: what happened, in order.
+    """
+
+    number: int
+    sent_at: float
+    entries: list[Entry]
+
+
+encode_message = msgspec.msgpack.Encoder().encode
+"""Return a message as bytes."""
+
+_decode = msgspec.msgpack.Decoder(Message).decode
+
+
+def decode_message(body: bytes) -> Message:
+    """Return the message that `encode_message` made bytes of.
+
+    Raises:
+        DecodeError: it did not.
+    """
+    try:
+        return _decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(f"not a message of a fan-out: {error}", size=len(body)) from error
+
+
+def size_of(entry: Entry) -> int:
+    """Return about how many bytes an entry takes in a message."""
+    return len(entry.payload) + _APPLIED_BYTES if isinstance(entry, Applied) else _OTHER_BYTES

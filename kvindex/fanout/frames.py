@@ -1,0 +1,210 @@
+"""What server and joiner say to each other over the socket.
+
+A frame is its length (u32, big-endian) and a msgpack map; the bytes of a section follow its `Taken`
+as they are.
+
+```
+joiner                                      server
+Hello(protocol, backend, pid) ────────────►
+                                  ◄──────── Welcome(place, ring, seed)      or Refused(reason)
+Attached() ───────────────────────────────►   lets it into the ring, then
+                                  ◄──────── Begin(number)
+                                  ◄──────── Taken(rank, number, …), section     for each rank
+                                  ◄──────── End(number)
+   …                                           the connection stays as long as both live
+Leave() ──────────────────────────────────►
+```
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from kvindex.errors import DecodeError
+from kvindex.rank import Rank
+from kvindex.subscribe import RankStatus
+
+__all__ = [
+    "LENGTH",
+    "MAX_FRAME_BYTES",
+    "MAX_SECTION_BYTES",
+    "PROTOCOL",
+    "Attached",
+    "Begin",
+    "End",
+    "FrameDecoder",
+    "Hello",
+    "JoinersFrame",
+    "Leave",
+    "Refused",
+    "ServersFrame",
+    "Taken",
+    "Welcome",
+    "decode_joiners",
+    "decode_servers",
+    "encode_frame",
+    "frame_bytes",
+]
+
+PROTOCOL = 1
+LENGTH = struct.Struct(">I")
+MAX_FRAME_BYTES = 1 << 20
+MAX_SECTION_BYTES = 1 << 34
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A process wants to join.
+
+    Attributes:
+        protocol: of these frames.
+        backend: of its index.
+        pid: its process, for people to read.
+    """
+
+    protocol: int
+    backend: str
+    pid: int
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """The joiner holds its place in the ring."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The joiner goes, in good order."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The joiner may attach.
+
+    Attributes:
+        place: its place in the ring.
+        ring: the ring's handle.
+        seed: of the server's index, 16 bytes, little-endian.
+    """
+
+    place: int
+    ring: tuple[int, int, int, str]
+    seed: bytes
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The joiner may not.
+
+    Attributes:
+        reason: why, and what to do.
+        final: whether it is no use to try again.
+    """
+
+    reason: str
+    final: bool
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """A snapshot begins, or begins again: sections so far are void.
+
+    Attributes:
+        number: of the next message in the ring.
+    """
+
+    number: int
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """A rank as it was just before a message; its section follows.
+
+    Attributes:
+        rank: which rank.
+        number: of that message.
+        status: the rank's status then, if it was subscribed to.
+        section_bytes: length of what `Index.dump` gave.
+    """
+
+    rank: Rank
+    number: int
+    status: RankStatus | None
+    section_bytes: int
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """The snapshot is whole.
+
+    Attributes:
+        number: of the next message in the ring.
+        names: pairs of the rank that a port tells and the one it is.
+    """
+
+    number: int
+    names: list[tuple[Rank, Rank]]
+
+
+JoinersFrame: TypeAlias = Hello | Attached | Leave
+ServersFrame: TypeAlias = Welcome | Refused | Begin | Taken | End
+
+_Frame = TypeVar("_Frame")
+
+_encode = msgspec.msgpack.Encoder().encode
+_joiners: msgspec.msgpack.Decoder[JoinersFrame] = msgspec.msgpack.Decoder(JoinersFrame)
+_servers: msgspec.msgpack.Decoder[ServersFrame] = msgspec.msgpack.Decoder(ServersFrame)
+
+
+def encode_frame(frame: JoinersFrame | ServersFrame) -> bytes:
+    """Return a frame as it is sent."""
+    body = _encode(frame)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_joiners(body: bytes) -> JoinersFrame:
+    """Return what a joiner said; raises DecodeError."""
+    return _decoded(_joiners, body)
+
+
+def decode_servers(body: bytes) -> ServersFrame:
+    """Return what a server said; raises DecodeError."""
+    return _decoded(_servers, body)
+
+
+def frame_bytes(head: bytes | bytearray, most: int) -> int:
+    """Return how long the frame is whose head this is; raises DecodeError beyond `most`."""
+    (length,) = LENGTH.unpack(head)
+    if length > most:
+        raise DecodeError(f"a frame of {length} bytes: at most {most} are read", size=length)
+    return int(length)
+
+
+class FrameDecoder:
+    """Makes a joiner's frames of the bytes that come, however they come.
+
+    Args:
+        max_bytes: longest frame.
+    """
+
+    def __init__(self, max_bytes: int = 4096) -> None:
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[JoinersFrame]:
+        """Return the frames that these bytes complete.
+
+        Raises:
+            DecodeError: they are none; the connection is of no use any more.
+        """
+        self._buffer += data
+        frames: list[JoinersFrame] = []
+        while len(self._buffer) >= LENGTH.size:
+            end = LENGTH.size + frame_bytes(self._buffer[: LENGTH.size], self._max_bytes)
+            if len(self._buffer) < end:
+                break
+            frames.append(decode_joiners(bytes(self._buffer[LENGTH.size : end])))
+            del self._buffer[:end]
+        return frames
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Frame], body: bytes) -> _Frame:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(f"no frame of a fan-out: {error}", size=len(body)) from error

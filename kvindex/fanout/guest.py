@@ -1,0 +1,145 @@
+"""One joiner at the server: what it said, what it is still to be sent, how long it may take.
+
+Owned by the reception's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+from collections.abc import Callable, Iterator
+
+from kvindex.errors import DecodeError
+from kvindex.fanout.frames import (
+    Attached,
+    FrameDecoder,
+    Hello,
+    JoinersFrame,
+    Leave,
+    Refused,
+    Welcome,
+    encode_frame,
+)
+
+__all__ = ["Guest", "Stage"]
+
+_RECEIVED = 4096
+
+
+class Stage(str, enum.Enum):
+    """How far a joiner has come."""
+
+    GREETING = "greeting"
+    ATTACHING = "attaching"
+    JOINING = "joining"
+    FOLLOWING = "following"
+
+
+class Guest:
+    """A connection and its state.
+
+    Args:
+        connection: non-blocking; the guest closes it.
+        welcome: returns what to answer to a greeting.
+        make_snapshot: returns the parts of a snapshot, made one by one as they are sent.
+        patience: seconds in which each next step must be taken, and bytes must move.
+        now: the present.
+
+    Attributes:
+        stage: how far it has come.
+        place: its place in the ring, once it has one.
+        left: whether it has said that it goes.
+        refused: whether it was told that it may not join.
+        pid: its process, as it says.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        welcome: Callable[[Hello], Welcome | Refused],
+        make_snapshot: Callable[[], Iterator[bytes]],
+        patience: float,
+        now: float,
+    ) -> None:
+        self.connection = connection
+        self.stage = Stage.GREETING
+        self.place: int | None = None
+        self.left = False
+        self.refused = False
+        self.pid = 0
+        self._welcome = welcome
+        self._make_snapshot = make_snapshot
+        self._patience = patience
+        self._deadline = now + patience
+        self._decoder = FrameDecoder()
+        self._outgoing = memoryview(b"")
+        self._parts: Iterator[bytes] = iter(())
+
+    @property
+    def deadline(self) -> float | None:
+        """When it has taken too long; None while there is nothing for it to do."""
+        return None if self.stage is Stage.FOLLOWING else self._deadline
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether something is left to be sent."""
+        return bool(self._outgoing) or self.stage is Stage.JOINING
+
+    def receive(self, now: float) -> bool:
+        """Take what has come; return whether the connection goes on.
+
+        Raises:
+            DecodeError: it is not what may come now.
+            OSError: the connection failed.
+        """
+        try:
+            data = self.connection.recv(_RECEIVED)
+        except BlockingIOError:
+            return True
+        for frame in self._decoder.feed(data):
+            self._take(frame, now)
+        return bool(data) and not self.left
+
+    def send(self, now: float) -> bool:
+        """Send as much as goes; return whether the connection goes on.
+
+        Raises:
+            KVIndexError: the next part cannot be made.
+            OSError: the connection failed.
+        """
+        if not self._outgoing:
+            part = next(self._parts, None)
+            if part is None:
+                self.stage = Stage.FOLLOWING
+                return True
+            self._outgoing = memoryview(part)
+        try:
+            sent = self.connection.send(self._outgoing)
+        except BlockingIOError:
+            return True
+        self._outgoing = self._outgoing[sent:]
+        self._deadline = now + self._patience
+        return not (self.refused and not self._outgoing)
+
+    def _take(self, frame: JoinersFrame, now: float) -> None:
+        if isinstance(frame, Leave):
+            self.left = True
+        elif isinstance(frame, Hello) and self.stage is Stage.GREETING:
+            self._greet(frame)
+        elif isinstance(frame, Attached) and self.stage is Stage.ATTACHING:
+            self.stage = Stage.JOINING
+            self._parts = self._make_snapshot()
+        else:
+            raise DecodeError(f"{type(frame).__name__} while {self.stage.value}")
+        self._deadline = now + self._patience
+
+    def _greet(self, hello: Hello) -> None:
+        self.pid = hello.pid
+        answer = self._welcome(hello)
+        self._outgoing = memoryview(encode_frame(answer))
+        if isinstance(answer, Welcome):
+            self.place = answer.place
+            self.stage = Stage.ATTACHING
+        else:
+            self.refused = True

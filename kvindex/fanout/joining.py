@@ -1,0 +1,230 @@
+"""How a process joins: over the socket a snapshot, meanwhile from the ring what happens."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from kvindex.errors import DecodeError, KVIndexError
+from kvindex.fanout.copy import Copy
+from kvindex.fanout.entries import decode_message
+from kvindex.fanout.frames import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    MAX_SECTION_BYTES,
+    PROTOCOL,
+    Attached,
+    Begin,
+    End,
+    Hello,
+    JoinersFrame,
+    Leave,
+    Refused,
+    ServersFrame,
+    Taken,
+    Welcome,
+    decode_servers,
+    encode_frame,
+    frame_bytes,
+)
+from kvindex.fanout.meeting_point import connect_to
+from kvindex.index import Index
+from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
+from kvindex.shm.receiver import RingReceiver
+
+__all__ = ["Drain", "Link", "Membership", "RefusedError"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK = 0.02  # seconds between looks at whether to stop: of every closing, and of each joining
+_STEP = 1 << 20  # bytes that are received at once
+_MAX_MESSAGE_BYTES = 1 << 30
+_CONNECT_TIMEOUT = 1.0  # seconds; the kernel connects, however busy the server is
+_SILENCE = 30.0  # seconds without a byte of the snapshot, for which others may be served first
+
+
+class RefusedError(KVIndexError):
+    """The server lets this process not join.
+
+    Attributes:
+        final: whether it is no use to try again.
+    """
+
+    def __init__(self, reason: str, *, final: bool) -> None:
+        self.final = final
+        super().__init__(reason)
+
+
+class Link:
+    """The connection to the server, as the joiner has it.
+
+    Args:
+        path: where the server listens.
+
+    Thread safety: one thread; `interrupt` from any.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._socket = connect_to(path, _CONNECT_TIMEOUT)
+        self._socket.settimeout(_SILENCE)
+
+    def send(self, frame: JoinersFrame) -> None:
+        """Say something; raises OSError."""
+        self._socket.sendall(encode_frame(frame))
+
+    def receive(self) -> ServersFrame:
+        """Return what the server says next.
+
+        Raises:
+            DecodeError: it is nothing that a server says.
+            RefusedError: the server refuses.
+            OSError: the connection is gone, or silent for too long.
+        """
+        head = self.read(LENGTH.size)
+        frame = decode_servers(bytes(self.read(frame_bytes(head, MAX_FRAME_BYTES))))
+        if isinstance(frame, Refused):
+            raise RefusedError(frame.reason, final=frame.final)
+        return frame
+
+    def read(self, size: int) -> bytearray:
+        """Return the next bytes; memory follows what comes. Raises OSError."""
+        data = bytearray()
+        while len(data) < size:
+            piece = self._socket.recv(min(_STEP, size - len(data)))
+            if not piece:
+                raise ConnectionResetError("the server closed the connection")
+            data += piece
+        return data
+
+    def interrupt(self) -> None:
+        """Have a `read` of another thread fail."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Say that this process goes, and close. Idempotent."""
+        with suppress(OSError):
+            self.send(Leave())
+        self._socket.close()
+
+
+class Drain:
+    """Takes messages out of the ring while a snapshot comes, so that they hold nobody up.
+
+    Args:
+        receiver: used by the drain's thread until `stop`.
+        max_bytes: most that is kept; then messages stay in the ring.
+    """
+
+    def __init__(self, receiver: RingReceiver, max_bytes: int) -> None:
+        self._receiver = receiver
+        self._max_bytes = max_bytes
+        self._bodies: list[bytes] = []
+        self._cancel = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kvindex-drain", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[bytes]:
+        """Return the messages so far; raises what ended them."""
+        self._cancel.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._bodies
+
+    def _run(self) -> None:
+        codec = MsgpackCodec()
+        size = 0
+        try:
+            while size < self._max_bytes and not self._cancel.is_set():
+                body = self._receiver.receive(codec, None, self._cancel, quiet=True)
+                self._bodies.append(body)
+                size += len(body)
+        except Exception as error:
+            if not self._cancel.is_set():
+                self._failure = error
+
+
+class Membership:
+    """A place among the replicas: connection, end of the ring, and the copy that is kept by it.
+
+    Args:
+        link: connected; the membership closes it.
+        buffer_bytes: most that is kept of messages while the snapshot comes.
+
+    Attributes:
+        receiver: where messages come from.
+        copy: as of the last message that was there when the snapshot was whole.
+        messages: how many were applied to it.
+
+    Raises:
+        RefusedError: the server refuses.
+        KVIndexError, OSError: it did not work out; try again.
+    """
+
+    def __init__(self, link: Link, buffer_bytes: int) -> None:
+        self._link = link
+        link.send(Hello(PROTOCOL, Index.backend, os.getpid()))
+        welcome = link.receive()
+        if not isinstance(welcome, Welcome):
+            raise DecodeError(f"a server that greets with {type(welcome).__name__}")
+        self.copy = Copy(int.from_bytes(welcome.seed, "little"))
+        ring = ShmRingBuffer(*welcome.ring)
+        try:
+            self.receiver = RingReceiver(
+                ring,
+                welcome.place,
+                waiting=Waiting(spin=0.0, look=_LOOK),
+                max_message_bytes=_MAX_MESSAGE_BYTES,
+            )
+        except BaseException:
+            ring.close()
+            raise
+        try:
+            bodies = self._take_snapshot(buffer_bytes)
+            self.messages = len(bodies)
+            for body in bodies:
+                self.copy.apply(decode_message(body))
+        except BaseException:
+            self.receiver.close()
+            raise
+
+    def _take_snapshot(self, buffer_bytes: int) -> list[bytes]:
+        """Fill the copy; return the messages that came meanwhile."""
+        self._link.send(Attached())
+        drain = Drain(self.receiver, buffer_bytes)
+        try:
+            began = time.monotonic()
+            self._restore_all()
+            self.copy.sent_at = began
+        finally:
+            bodies = drain.stop()
+        return bodies
+
+    def _restore_all(self) -> None:
+        begun = False
+        while not isinstance(frame := self._link.receive(), End):
+            if isinstance(frame, Begin):
+                begun = True
+                self.copy.begin(frame.number)
+            elif isinstance(frame, Taken) and begun:
+                if frame.section_bytes > MAX_SECTION_BYTES:
+                    raise DecodeError(f"{frame.rank} with {frame.section_bytes} bytes")
+                section = self._link.read(frame.section_bytes)
+                self.copy.restore(frame.rank, frame.number, section, frame.status)
+            else:
+                raise DecodeError(f"{type(frame).__name__} within a snapshot")
+        if not begun:
+            raise DecodeError("a snapshot that ends before it begins")
+        self.copy.catchup.end(frame.number)
+        self.copy.names = dict(frame.names)
+
+    def close(self) -> None:
+        """Give the place up. Idempotent."""
+        self.receiver.close()
+        self._link.close()

@@ -1,0 +1,168 @@
+"""The server's end of the ring: every reader gets every message, or is taken off for being slow.
+
+Owned by the subscriber's thread, which no reader may hold for long. Its patience is an allowance:
+each second that it waits for room is taken from it, and it comes back slowly. So a reader that is
+late once is waited for, and one that is late again and again is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from kvindex.errors import QueueTimeoutError
+from kvindex.shm import ShmRingBuffer, Waiting
+from kvindex.shm.messages import RAW, fragments
+from kvindex.shm.ring import RingHandle
+from kvindex.shm.sender import RingSender
+
+__all__ = ["Allowance", "Outflow"]
+
+logger = logging.getLogger(__name__)
+
+_REGAINED = 0.1  # of the time that passes without waiting
+
+
+class Allowance:
+    """How long may still be waited.
+
+    Args:
+        most: seconds, when all of it is there.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, most: float, clock: Callable[[], float]) -> None:
+        self._most = most
+        self._clock = clock
+        self._left = most
+        self._since = clock()
+
+    def left(self) -> float:
+        """Return the seconds that are left now."""
+        now = self._clock()
+        self._left = min(self._most, self._left + _REGAINED * (now - self._since))
+        self._since = now
+        return self._left
+
+    def spend(self) -> float:
+        """Take the time since `left` was called, and return it."""
+        now = self._clock()
+        spent, self._since = now - self._since, now
+        self._left = max(0.0, self._left - spent)
+        return spent
+
+
+class Outflow:
+    """Sends messages to every reader of a ring that it makes.
+
+    Args:
+        max_replicas: places for readers.
+        chunk_bytes, chunks: size of the ring.
+        patience: seconds that a slow reader may hold the sending thread.
+        clock: monotonic seconds.
+
+    Attributes:
+        chunk_bytes: bytes of a message that need no splitting.
+        evicted: places whose readers were taken off and may not know yet.
+        blocked: seconds that were waited for room.
+
+    Raises:
+        ConfigurationError: a size is out of range.
+        SegmentError: the shared memory cannot be had.
+
+    Thread safety: one thread, but `statistics`, `is_free` and `close` from any.
+    """
+
+    def __init__(
+        self,
+        max_replicas: int,
+        chunk_bytes: int,
+        chunks: int,
+        patience: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        ring = ShmRingBuffer(max_replicas, chunk_bytes, chunks)
+        self.chunk_bytes = chunk_bytes
+        self.evicted: set[int] = set()
+        self.blocked = 0.0
+        self._ring = ring
+        self._sender = RingSender(ring, waiting=Waiting(spin=0.0, look=0.05))
+        self._allowance = Allowance(patience, clock)
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def handle(self) -> RingHandle:
+        """What readers attach by."""
+        return self._ring.handle()
+
+    def is_free(self, place: int) -> bool:
+        """Return whether no living reader holds a place."""
+        return not self._ring.reader_lives(place)
+
+    def send(self, body: bytes) -> None:
+        """Send a message to every reader; those that hold it up for too long are taken off.
+
+        Raises:
+            ClosedError: it is closed.
+        """
+        self._counters["messages"] += 1
+        self._counters["bytes"] += len(body)
+        if len(body) <= self.chunk_bytes:
+            self._put(RAW, [body], len(body))
+            return
+        for kind, piece in fragments(RAW, [body], len(body), self.chunk_bytes):
+            self._put(kind, list(piece), sum(map(len, piece)))
+
+    def admit(self) -> None:
+        """Let those in that have attached, from the next message on."""
+        self._sender.admit()
+
+    def count_readers(self) -> int:
+        """Take dead readers off; return how many are left that every message waits for."""
+        self._sender.remove_dead()
+        return len(self._sender.readers())
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many messages, bytes and chunks were sent, and how many readers taken off."""
+        sender = self._sender.statistics()
+        return {
+            "messages": self._counters["messages"],
+            "bytes": self._counters["bytes"],
+            "chunks": sender["chunks"],
+            "evicted": sender["readers_evicted"],
+        }
+
+    def close(self) -> None:
+        """Tell every reader that nothing more will come. Idempotent."""
+        self._sender.close()
+
+    def _put(self, kind: int, parts: list[bytes | bytearray | memoryview], size: int) -> None:
+        try:
+            self._sender.send(kind, parts, size, 0.0)
+        except QueueTimeoutError:
+            self._put_patiently(kind, parts, size)
+
+    def _put_patiently(
+        self, kind: int, parts: list[bytes | bytearray | memoryview], size: int
+    ) -> None:
+        while True:
+            timeout = self._allowance.left()
+            try:
+                self._sender.send(kind, parts, size, timeout)
+                return
+            except QueueTimeoutError:
+                self._evict_laggards()
+            finally:
+                self.blocked += self._allowance.spend()
+
+    def _evict_laggards(self) -> None:
+        for place in self._sender.laggards():
+            self.evicted.add(place)
+            if self._sender.evict(place):
+                logger.warning(
+                    "the replica at place %d was too slow and was taken off; it joins anew by "
+                    "itself once it runs",
+                    place,
+                )

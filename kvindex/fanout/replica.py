@@ -1,0 +1,190 @@
+"""A replica: an index in this process, kept by a subscriber in another one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvindex.errors import ConfigurationError, QueueTimeoutError, UnknownRankError
+from kvindex.fanout.follower import Follower
+from kvindex.fanout.joining import RefusedError
+from kvindex.index import ExtraKeys, Index, Match
+from kvindex.rank import Rank
+from kvindex.subscribe import RankStatus, State
+
+__all__ = ["Replica", "join"]
+
+_BUFFER_BYTES = 256 << 20
+
+
+def join(
+    path: str | os.PathLike[str],
+    timeout: float = 5.0,
+    *,
+    stale_after: float = 3.0,
+    buffer_bytes: int = _BUFFER_BYTES,
+) -> Replica:
+    """Return a replica of the index of the `FanOut` that listens at `path`.
+
+    It returns when the replica has all that the server had, ranks that are not live included:
+    `Replica.wait_live` waits for those. A server that is not there yet is waited for.
+
+    Args:
+        path: as for `FanOut`.
+        timeout: longest wait, in seconds.
+        stale_after: seconds without a word of the server after which ranks are shown as stale; it
+            says something every second.
+        buffer_bytes: most that is kept of what happens while the snapshot comes.
+
+    Raises:
+        QueueTimeoutError: the replica was not complete in time (a TimeoutError); it says why.
+        ConfigurationError: it never can be: the server's index is of another kind, or a value
+            cannot work.
+    """
+    for name, value in (("timeout", timeout), ("stale_after", stale_after)):
+        if not 0 < value < math.inf:
+            raise ConfigurationError(f"{name} must be above 0 s, not {value!r}")
+    if buffer_bytes < 1:
+        raise ConfigurationError(f"buffer_bytes must be at least 1, not {buffer_bytes!r}")
+    follower = Follower(path, stale_after, buffer_bytes)
+    try:
+        if not follower.joined.wait(timeout):
+            raise QueueTimeoutError(
+                f"no copy from the fan-out server at {follower.path} in {timeout:g} s: "
+                f"{follower.trouble}",
+                timeout=timeout,
+            )
+        if isinstance(follower.failed, RefusedError):
+            raise ConfigurationError(str(follower.failed))
+        if follower.failed is not None:
+            raise follower.failed
+    except BaseException:
+        follower.close()
+        raise
+    return Replica(follower)
+
+
+class Replica:
+    """Answers as the server's client does, from an index in this process; made by `join`.
+
+    When the server is gone, silent or has taken this replica off, every rank is shown as stale with
+    the reason, queries are answered from what was known, and the replica joins anew by itself. A
+    new server's index takes the old one's place when it is complete.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._board = follower.board
+
+    @property
+    def index(self) -> Index:
+        """The present copy of the server's index; another one after each joining."""
+        return self._follower.copy.index
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks that the server is subscribed to, sorted."""
+        return self._board.ranks
+
+    def match(
+        self,
+        token_ids: Any,
+        *,
+        lora: str | int | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        media: Iterable[str] | str | None = None,
+        ranks: Iterable[Rank] | None = None,
+        block_size: int | None = None,
+    ) -> Match:
+        """Return how much of a prompt each rank holds, with each rank's trust.
+
+        Args and Raises: as `Index.match`.
+        """
+        # Before the match: what changes meanwhile makes an answer better than its trust, not worse.
+        trusts = self._board.trusts()
+        match = self.index.match(
+            token_ids,
+            lora=lora,
+            salt=salt,
+            extra_keys=extra_keys,
+            media=media,
+            ranks=ranks,
+            block_size=block_size,
+        )
+        return match.with_trust(trusts.get)
+
+    def match_many(self, prompts: Iterable[Any], **options: Any) -> list[Match]:
+        """Return one `Match` for each prompt; options are those of `match`, for all of them."""
+        return [self.match(token_ids, **options) for token_ids in prompts]
+
+    def wait_live(self, timeout: float = 5.0, *, ranks: Iterable[Rank] | None = None) -> None:
+        """Return once every rank (or each of those given) is live.
+
+        Args and Raises: as `Client.wait_live`.
+        """
+        self._board.wait_live(ranks, timeout)
+
+    def wait_for(
+        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
+    ) -> bool:
+        """Wait until the ranks' statuses meet a condition; return whether they did in time.
+
+        Args: as `Client.wait_for`.
+        """
+        return self._board.wait_for(condition, timeout)
+
+    def status(self, rank: Rank) -> RankStatus:
+        """Return how a rank's stream stands at the server, with this index's orphans.
+
+        Raises:
+            UnknownRankError: the server is not subscribed to it.
+        """
+        status = self._board.get(rank)
+        try:
+            held = self.index.tree(status.rank).statistics()
+        except UnknownRankError:
+            return status  # it is being removed
+        return msgspec.structs.replace(status, orphans=held["orphans"], ignored=held["ignored"])
+
+    def statistics(self) -> dict[str, Any]:
+        """Return every counter as plain JSON-ready values.
+
+        `ranks` and `index`: as `Client.statistics`. `replica`: `joins`; `rejoins` and
+        `join_failures` by reason; `messages` and `batches` that were applied, `entries_passed` that
+        were in a snapshot already; `backlog`: chunks that wait in the ring; `silences` of the
+        server; `following` or not, and the `trouble`.
+        """
+        index = self.index.statistics()
+        by_rank = index.pop("ranks")
+        ranks = {}
+        for rank, status in self._board.all().items():
+            held = by_rank.get(str(rank), {})
+            ranks[str(rank)] = {
+                **status.to_dict(),
+                "index": held,
+                "orphans": held.get("orphans", 0),
+                "ignored": held.get("ignored", {}),
+            }
+        return {"ranks": ranks, "index": index, "replica": self._follower.statistics()}
+
+    def close(self) -> None:
+        """Leave the server; the index stays as it is and can still be asked. Idempotent."""
+        self._follower.close()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        statuses = self._board.all().values()
+        live = sum(status.state is State.LIVE for status in statuses)
+        return f"<Replica of {len(statuses)} ranks, {live} live, {len(self.index)} blocks>"

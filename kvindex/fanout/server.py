@@ -1,0 +1,180 @@
+"""The server: one subscriber, from which other processes' replicas are kept."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from kvindex.client import Client
+from kvindex.errors import ClosedError, ConfigurationError
+from kvindex.fanout.meeting_point import Listener
+from kvindex.fanout.outflow import Outflow
+from kvindex.fanout.reception import Reception
+from kvindex.fanout.tap import StreamTap
+from kvindex.subscribe import Worker
+
+__all__ = ["FanOut"]
+
+logger = logging.getLogger(__name__)
+
+_OWN_OPTIONS = {
+    "index": "replicas make theirs like it, so it makes its own",
+    "tap": "it is the tap",
+    "clock": "replicas compare times with it",
+    "on_stop": "it needs that itself",
+}
+
+
+class FanOut:
+    """Subscribes once, and lets any number of processes on this machine ask.
+
+    Each of them calls `kvindex.fanout.join(path)`, whenever it likes, and has a replica of the
+    index from then on. Linux only.
+
+    Args:
+        workers: as for `kvindex.connect`.
+        path: where to listen for processes that join: a socket that is made there, in a directory
+            that others cannot write to, and goes when this is closed.
+        patience: seconds for which slow replicas may hold the subscriber's thread, all in all; they
+            come back at a tenth of the time that passes. A replica that would hold it for longer
+            is taken off, and joins anew by itself.
+        max_replicas: most processes at a time.
+        chunk_bytes, chunks: size of the ring in shared memory, which takes their product.
+        options: as for `kvindex.connect`: `resume`, `on_loss`, `replay`, …; not `index`.
+
+    Attributes:
+        client: the client that it fills; it can be asked as well, and workers added and removed.
+        path: where it listens.
+
+    Raises:
+        ConfigurationError: a value cannot work, a living server is at `path`, or others could write
+            there.
+        SegmentError: the shared memory cannot be had.
+        OSError: the socket cannot be made.
+
+    Thread safety: every method may be called from any thread.
+
+    Examples:
+        >>> import tempfile
+        >>> from kvindex import Worker, fanout
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = f"{folder}/kvindex.sock"
+        ...     with fanout.FanOut([Worker("vllm-0", "tcp://127.0.0.1:5557")], path):
+        ...         with fanout.join(path) as replica:  # in another process
+        ...             print(replica.ranks, replica.match([1, 2, 3]).best)
+        (Rank(worker='vllm-0', dp_rank=0),) None
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[Worker] | Worker,
+        path: str | os.PathLike[str],
+        *,
+        patience: float = 1.0,
+        max_replicas: int = 64,
+        chunk_bytes: int = 64 << 10,
+        chunks: int = 256,
+        **options: Any,
+    ) -> None:
+        _check(patience, options)
+        self.path = os.fspath(path)
+        self._pid = os.getpid()
+        self._ended = threading.Event()
+        self._closing = False
+        self._failure: str | None = None
+        listener = Listener(path)
+        try:
+            self._outflow = Outflow(max_replicas, chunk_bytes, chunks, patience)
+        except BaseException:
+            listener.close()
+            raise
+        self._tap = StreamTap(self._outflow, self._note_end)
+        try:
+            self.client = Client(workers, tap=self._tap, on_stop=self._stopped, **options)
+        except BaseException:
+            listener.close()
+            self._outflow.close()
+            raise
+        self._reception = Reception(
+            listener, self.client, self._tap, self._outflow, max_replicas, self._fail
+        )
+
+    @property
+    def failure(self) -> str | None:
+        """Why replicas are not served any more, or None."""
+        return self._failure or self._tap.failure
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is closed; return whether it was in time.
+
+        Args:
+            timeout: longest wait, in seconds.
+
+        Raises:
+            ClosedError: it ended by itself; the message says why.
+        """
+        ended = self._ended.wait(timeout)
+        if ended and not self._closing:
+            raise ClosedError(self.failure or "the subscriber's thread has ended")
+        return ended
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as plain JSON-ready values; those of the client are its own.
+
+        `replicas`, `joining`: processes now. `joined`, `left`, `died`, `evicted`: processes so far
+        that came, went, were gone without a word, and were taken off for being slow. `turned_away`:
+        connections that did not become replicas, by reason. `messages`, `bytes`, `chunks`: sent, to
+        all at once; `entries`, `heartbeats`: in them. `blocked_seconds`: for which the subscriber's
+        thread waited for slow replicas. `snapshots_begun_again`: because ranks were renamed.
+        """
+        return {
+            **self._reception.statistics(),
+            **self._outflow.statistics(),
+            "entries": 0,
+            "heartbeats": 0,
+            **self._tap.statistics(),
+            "blocked_seconds": self._outflow.blocked,
+        }
+
+    def close(self) -> None:
+        """Stop listening and subscribing; replicas are told, and say so. Idempotent."""
+        if self._pid != os.getpid():
+            return  # it is the parent's
+        self._closing = True
+        self._reception.close()
+        self.client.close()
+        self._outflow.close()
+        self._ended.set()
+
+    def _stopped(self) -> None:
+        self._tap.stop()
+        self._note_end()
+
+    def _note_end(self) -> None:
+        self._ended.set()
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        self._ended.set()
+
+    def __enter__(self) -> FanOut:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        replicas = self._reception.statistics()["replicas"]
+        return f"<FanOut at {self.path} to {replicas} replicas of {self.client!r}>"
+
+
+def _check(patience: float, options: dict[str, Any]) -> None:
+    if not 0 < patience < math.inf:
+        raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
+    for name, why in _OWN_OPTIONS.items():
+        if name in options:
+            raise ConfigurationError(f"a FanOut takes no {name}: {why}")

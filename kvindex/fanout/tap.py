@@ -1,0 +1,144 @@
+"""What is tapped from the subscriber's thread: entries, packed into numbered messages.
+
+Owned by that thread, `failure` and `statistics` apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvindex.errors import ClosedError
+from kvindex.fanout.entries import Applied, Entry, Message, Shown, encode_message, size_of
+from kvindex.fanout.outflow import Outflow
+from kvindex.fanout.ports import follow_names
+from kvindex.rank import Rank
+from kvindex.subscribe import RanksRenamed, RankStatus, StreamItem
+
+__all__ = ["StreamTap"]
+
+logger = logging.getLogger(__name__)
+
+
+class StreamTap:
+    """Sends on all that the client's index takes, in the same order, as long as somebody reads.
+
+    At the end of each turn of the subscriber's thread a message goes out, with nothing in it if
+    nothing happened: the thread turns at least once a second, and so replicas see that it lives.
+
+    Args:
+        outflow: where messages go.
+        on_failure: told, once, when nothing more can be sent.
+        clock: monotonic seconds.
+
+    Attributes:
+        number: of the next message.
+        renames: how often ranks were renamed.
+        names: by the name that a port tells, the one that its rank goes by.
+        failure: why nothing more is sent, or None.
+    """
+
+    def __init__(
+        self,
+        outflow: Outflow,
+        on_failure: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.number = 0
+        self.renames = 0
+        self.names: dict[Rank, Rank] = {}
+        self.failure: str | None = None
+        self._outflow = outflow
+        self._on_failure = on_failure
+        self._clock = clock
+        self._attended = False
+        self._entries: list[Entry] = []
+        self._bytes = 0
+        self._room = outflow.chunk_bytes
+        self._counters: Counter[str] = Counter()
+
+    # What the subscriber tells ----------------------------------------------------------------
+
+    def batch(self, rank: Rank, payload: bytes) -> None:
+        """Take a batch that was applied."""
+        if self._attended:
+            self._add(Applied(rank, payload))
+
+    def item(self, item: StreamItem) -> None:
+        """Take what happened between two batches."""
+        follow_names(self.names, item)
+        if isinstance(item, RanksRenamed):
+            self.renames += 1
+        if self._attended:
+            self._add(item)  # type: ignore[arg-type]  # no RankBatch comes here
+
+    def statuses(self, statuses: Sequence[RankStatus]) -> None:
+        """Take new statuses, and send what was taken in this turn."""
+        if self._attended:
+            for status in statuses:
+                self._add(Shown(status))
+            self._send()
+
+    def stop(self) -> None:
+        """Send what is left and tell readers that it was all, as the thread ends."""
+        self.flush()
+        self._attended = False
+        self._outflow.close()
+
+    # What the reception asks, on the subscriber's thread --------------------------------------
+
+    def attend(self) -> None:
+        """Let those in that have attached to the ring; they get every message from now on.
+
+        Raises:
+            ClosedError: nothing is sent any more.
+        """
+        if self.failure is not None:
+            raise ClosedError(self.failure)
+        self.flush()
+        self._outflow.admit()
+        self._attended = True
+
+    def recount(self) -> None:
+        """Note that readers have gone: without any, nothing is packed."""
+        if self._attended:
+            self._attended = self._outflow.count_readers() > 0
+
+    def flush(self) -> None:
+        """Send what was taken, so that all of it has a number below `number`."""
+        if self._entries:
+            self._send()
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many entries were sent, by kind."""
+        return dict(self._counters)
+
+    def _add(self, entry: Entry) -> None:
+        size = size_of(entry)
+        if self._bytes + size > self._room:
+            self.flush()
+        self._entries.append(entry)
+        self._bytes += size
+
+    def _send(self) -> None:
+        entries, self._entries = self._entries, []
+        self._bytes = 0
+        try:
+            self._outflow.send(encode_message(Message(self.number, self._clock(), entries)))
+        except Exception as error:
+            self._fail(error)
+            return
+        self.number += 1
+        self._counters["entries"] += len(entries)
+        self._counters["heartbeats"] += not entries
+
+    def _fail(self, error: Exception) -> None:
+        """End the fan-out, rather than leave a hole in it; the client goes on."""
+        logger.error("the fan-out failed and ends; its client goes on", exc_info=error)
+        self._attended = False
+        self.failure = f"the fan-out failed: {error!r}"
+        self._counters["failures"] += 1
+        self._outflow.close()
+        self._on_failure()

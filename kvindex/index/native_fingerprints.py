@@ -1,0 +1,43 @@
+"""Hashes of payloads in C++: what `kvindex.index.Fingerprints` is beside the native index."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from kvindex._native import FINGERPRINT_SECRET_BYTES
+from kvindex._native import Fingerprints as Core
+from kvindex.wire.fingerprints import KNOWN_PAYLOAD
+
+__all__ = ["Fingerprints"]
+
+
+class Fingerprints:
+    """Fingerprints of 64 bits: NH under secret words, as the index's keys are made.
+
+    Args:
+        seed: makes the words, 0 … 2**128 - 1. Where nobody knows it, two payloads have the same
+            fingerprint with a probability of 2**-64, whoever chose them.
+
+    Attributes:
+        identity: names the function and its words; fingerprints made under different identities
+            cannot be compared.
+        of: returns the fingerprint of a payload, -2**63 … 2**63 - 1.
+
+    Thread safety: immutable.
+    """
+
+    __slots__ = ("identity", "of")
+
+    def __init__(self, seed: int = 0) -> None:
+        self.of = Core(_secrets(seed)).of  # bound here: it is asked for every message
+        self.identity = f"nh64:{self.of(KNOWN_PAYLOAD) % 2**64:016x}"
+
+
+def _secrets(seed: int) -> bytes:
+    """Return the secret words that a seed stands for, others than those of the index's keys."""
+    key = seed.to_bytes(16, "little")
+    parts = -(-FINGERPRINT_SECRET_BYTES // 64)
+    stream = (
+        blake2b(bytes([part]), key=key, person=b"kvindex payload").digest() for part in range(parts)
+    )
+    return b"".join(stream)[:FINGERPRINT_SECRET_BYTES]

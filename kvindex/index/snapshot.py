@@ -1,0 +1,363 @@
+r"""Snapshots: an index as a file, rank by rank.
+
+```
+ bytes  what
+     8  magic b"\x89KVI\r\n\x1a\n"
+     2  version of the format, little-endian as all numbers: 1
+     1  backend: 1 native, 2 python
+     1  0
+    16  seed of the index
+        then for each rank
+     1      1
+     4      length of the worker's name, at most 65,536
+     8      dp_rank, signed
+     4      length of the cursor, at most 65,536; 2**32 - 1: there is none
+     8      length of the section
+            name in UTF-8, cursor, section (`kvindex.index.snapshot_section`)
+        and in the end
+     1  0
+     8  number of ranks
+    32  checksum: BLAKE2b of everything before it
+```
+
+A snapshot is a cache, not an archive: a release refuses what has another version number, and what
+it cannot restore is synchronized from the engines instead. It contains the index's seed, which is
+to be kept from those who may send prompts: files are made readable by their owner only.
+
+A *cursor* is what whoever follows the rank's stream wants to find again: the position up to which
+events were applied. Nothing here looks into it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
+
+from kvindex.backend import Backend
+from kvindex.errors import ConfigurationError, SnapshotError, UnknownRankError
+from kvindex.index.snapshot_section import BACKEND_NUMBERS, backend_named
+from kvindex.rank import Rank
+
+if TYPE_CHECKING:
+    from kvindex.index.api import BaseIndex
+
+__all__ = [
+    "MAX_CURSOR_BYTES",
+    "SNAPSHOT_VERSION",
+    "Snapshot",
+    "SnapshotReader",
+    "SnapshotRecord",
+    "SnapshotSource",
+    "SnapshotTarget",
+    "SnapshotWriter",
+    "read_snapshot",
+    "replaced_file",
+    "write_snapshot",
+]
+
+SNAPSHOT_VERSION = 1
+MAX_CURSOR_BYTES = 65_536
+
+SnapshotTarget: TypeAlias = "str | os.PathLike[str] | BinaryIO"
+SnapshotSource: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
+
+_MAGIC = b"\x89KVI\r\n\x1a\n"
+_HEAD = struct.Struct("<8sHBx16s")
+_RANK = struct.Struct("<IqIQ")
+_COUNT = struct.Struct("<Q")
+_RANK_FOLLOWS, _END_FOLLOWS = b"\x01", b"\x00"
+_NO_CURSOR = 2**32 - 1
+_MAX_NAME_BYTES = 65_536
+_CHECKSUM_BYTES = 32
+_STEP = 2**20  # bytes read at once, whatever a length says
+_NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
+
+
+class SnapshotRecord(NamedTuple):
+    """One rank of a snapshot.
+
+    Attributes:
+        rank: whose it is.
+        section: what `Index.dump` gave.
+        cursor: what the writer of the snapshot put beside it.
+    """
+
+    rank: Rank
+    section: bytes
+    cursor: bytes | None
+
+
+class Snapshot(NamedTuple):
+    """A whole snapshot in memory.
+
+    Attributes:
+        backend: which implementation of the index made it.
+        seed: of that index; sections restore into `Index(seed=seed)`.
+        ranks: a record for each rank, in the order of the file.
+    """
+
+    backend: Backend
+    seed: int
+    ranks: tuple[SnapshotRecord, ...]
+
+
+class SnapshotWriter:
+    """Writes a snapshot to a binary file as its records are made.
+
+    The file is a snapshot once `finish` has returned. Thread safety: none.
+
+    Args:
+        file: open for writing; it is not closed.
+        backend: `Index.backend` of the index whose sections come.
+        seed: `Index.seed` of it.
+    """
+
+    def __init__(self, file: BinaryIO, *, backend: Backend, seed: int) -> None:
+        self._file = file
+        self._digest = blake2b(digest_size=_CHECKSUM_BYTES)
+        self._ranks: set[Rank] = set()
+        number = BACKEND_NUMBERS[backend]
+        self._put(_HEAD.pack(_MAGIC, SNAPSHOT_VERSION, number, seed.to_bytes(16, "little")))
+
+    def add(self, rank: Rank, section: bytes, cursor: bytes | None = None) -> None:
+        """Write one rank.
+
+        Raises:
+            ConfigurationError: the rank was written before, its name is longer than 65,536 bytes,
+                or the cursor is.
+        """
+        if rank in self._ranks:
+            raise ConfigurationError(f"{rank} is in the snapshot already")
+        self._ranks.add(rank)
+        name = rank[0].encode("utf-8", "surrogatepass")
+        for what, size in (("the worker's name", len(name)), ("the cursor", len(cursor or b""))):
+            if size > MAX_CURSOR_BYTES:
+                raise ConfigurationError(f"{rank}: {what} has {size} bytes, at most 65536 can be")
+        length = _NO_CURSOR if cursor is None else len(cursor)
+        self._put(_RANK_FOLLOWS)
+        self._put(_RANK.pack(len(name), rank[1], length, len(section)))
+        self._put(name + (cursor or b""))
+        self._put(section)
+
+    def finish(self) -> None:
+        """Write the end."""
+        self._put(_END_FOLLOWS + _COUNT.pack(len(self._ranks)))
+        self._file.write(self._digest.digest())
+
+    def _put(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+
+
+class SnapshotReader:
+    """Iterates over the records of a snapshot, one in memory at a time.
+
+    Only an iteration that comes to its end has seen the checksum: what was restored before must be
+    dropped if it raises. A context manager, since it may have to close a file.
+
+    Args:
+        source: a path, the bytes of a snapshot, or a file open for reading, which is read up to
+            the end of the snapshot and not closed.
+
+    Attributes:
+        backend: which implementation of the index made it.
+        seed: of that index.
+
+    Raises:
+        SnapshotError: by the constructor and by iterating; it is no (whole) snapshot.
+        OSError: the file cannot be read.
+    """
+
+    backend: Backend
+    seed: int
+
+    def __init__(self, source: SnapshotSource) -> None:
+        self._owned = True  # nothing but the snapshot may be in it
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            self._file: BinaryIO = BytesIO(source)
+        elif isinstance(source, (str, os.PathLike)):
+            self._file = open(source, "rb")  # noqa: SIM115 - closed by `close`
+        else:
+            self._file, self._owned = source, False
+        self._digest = blake2b(digest_size=_CHECKSUM_BYTES)
+        try:
+            self._read_head()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SnapshotReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file that was opened here."""
+        if self._owned:
+            self._file.close()
+
+    def __iter__(self) -> Iterator[SnapshotRecord]:
+        ranks: set[Rank] = set()
+        while (tag := self._read(1)) == _RANK_FOLLOWS:
+            record = self._read_record()
+            if record.rank in ranks:
+                raise SnapshotError(f"the snapshot has {record.rank} twice", reason="content")
+            ranks.add(record.rank)
+            yield record
+        if tag != _END_FOLLOWS:
+            raise SnapshotError(
+                f"no rank begins with {tag!r} after {len(ranks)} ranks: the snapshot is damaged",
+                reason="checksum",
+            )
+        self._read_end(len(ranks))
+
+    def _read_head(self) -> None:
+        head = self._take(_HEAD.size)
+        if head[: len(_MAGIC)] != _MAGIC[: len(head)]:
+            raise SnapshotError("this is no snapshot of an index", reason="format")
+        if len(head) < _HEAD.size:
+            raise _truncated(_HEAD.size, len(head))
+        self._digest.update(head)
+        _, version, backend, seed = _HEAD.unpack(head)
+        if version != SNAPSHOT_VERSION:
+            raise SnapshotError(
+                f"the snapshot has format version {version}, this release reads"
+                f" {SNAPSHOT_VERSION}: synchronize from the engines, and write a new one",
+                reason="version",
+            )
+        self.backend = backend_named(backend)
+        self.seed = int.from_bytes(seed, "little")
+
+    def _read_record(self) -> SnapshotRecord:
+        name_bytes, dp_rank, cursor_bytes, section_bytes = _RANK.unpack(self._read(_RANK.size))
+        has_cursor = cursor_bytes != _NO_CURSOR
+        if name_bytes > _MAX_NAME_BYTES or (has_cursor and cursor_bytes > MAX_CURSOR_BYTES):
+            raise SnapshotError(
+                f"a rank's name of {name_bytes} bytes, its cursor of {cursor_bytes}: at most 65536"
+                " can be; the snapshot is damaged",
+                reason="checksum",
+            )
+        name = self._read(name_bytes)
+        cursor = self._read(cursor_bytes) if has_cursor else None
+        section = self._read(section_bytes)
+        try:
+            worker = name.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            raise SnapshotError(f"no name of a worker: {name[:64]!r}", reason="content") from None
+        return SnapshotRecord(Rank(worker, dp_rank), section, cursor)
+
+    def _read_end(self, ranks: int) -> None:
+        (count,) = _COUNT.unpack(self._read(_COUNT.size))
+        digest = self._digest.digest()
+        if self._read(_CHECKSUM_BYTES) != digest:
+            raise SnapshotError(
+                "the snapshot is damaged: its checksum does not agree", reason="checksum"
+            )
+        if count != ranks:
+            raise SnapshotError(f"{ranks} ranks, counted {count}", reason="content")
+        if self._owned and self._file.read(1):
+            raise SnapshotError("something follows the end of the snapshot", reason="format")
+
+    def _read(self, size: int) -> bytes:
+        data = self._take(size)
+        if len(data) < size:
+            raise _truncated(size, len(data))
+        self._digest.update(data)
+        return data
+
+    def _take(self, size: int) -> bytes:
+        """Read so many bytes, or what there is; memory follows what there is."""
+        data = self._file.read(min(size, _STEP))
+        while 0 < len(data) < size:
+            more = self._file.read(min(len(data), size - len(data)))
+            if not more:
+                break
+            data += more
+        return data
+
+
+def write_snapshot(
+    target: SnapshotTarget, index: BaseIndex, *, cursors: Mapping[Rank, bytes] = _NO_CURSORS
+) -> None:
+    """Write an index, each rank as it is when its turn comes.
+
+    Args:
+        target: a path, whose file is replaced when all is written, or a file open for writing.
+        index: it is held (against events, not against queries) for one rank at a time.
+        cursors: for each rank, at most 64 KiB that `read_snapshot` gives back.
+
+    Raises:
+        ConfigurationError: a cursor or a rank's name is too long.
+        OSError: the file cannot be written; one that was there is as before.
+    """
+    if isinstance(target, (str, os.PathLike)):
+        with replaced_file(target) as file:
+            write_snapshot(file, index, cursors=cursors)
+        return
+    writer = SnapshotWriter(target, backend=index.backend, seed=index.seed)
+    for rank in index.ranks:
+        with suppress(UnknownRankError):  # removed just now
+            writer.add(rank, index.dump(rank), cursors.get(rank))
+    writer.finish()
+
+
+def read_snapshot(source: SnapshotSource) -> Snapshot:
+    """Return a whole snapshot; for a large one iterate over a `SnapshotReader` instead.
+
+    Raises:
+        SnapshotError: it is no whole snapshot; `reason` says why.
+        OSError: the file cannot be read.
+    """
+    with SnapshotReader(source) as reader:
+        return Snapshot(reader.backend, reader.seed, tuple(reader))
+
+
+@contextmanager
+def replaced_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of `path` when all went well; only its owner may read it.
+
+    Readers see the old file or the new one, whole, even if the machine stops in between.
+
+    Raises:
+        OSError: it cannot be written; a file that was there is as before.
+    """
+    target = Path(path)
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a renaming durable, where folders can be synchronized at all."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _truncated(expected: int, found: int) -> SnapshotError:
+    return SnapshotError(
+        f"the snapshot is cut off: {found} bytes are left where {expected} should follow",
+        reason="truncated",
+    )

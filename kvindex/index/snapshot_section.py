@@ -1,0 +1,167 @@
+"""Sections: what an index holds of one rank, as bytes that only an index like it takes back.
+
+A section is a head, a body that only its backend understands, and two digests:
+
+```
+ offset  bytes  what
+      0      4  magic b"KVIR"
+      4      2  version of the format, little-endian as all numbers: 1
+      6      1  backend: 1 native, 2 python
+      7      1  0
+      8      8  length of the body
+     16      n  body
+   16+n     32  checksum: BLAKE2b of everything before it
+   48+n     16  seal: BLAKE2b of backend, key check and checksum, keyed with the index's seed
+```
+
+The checksum finds damage. The seal finds sections of an index with another seed, whose prefix keys
+mean nothing here, and keeps out what was made by somebody who does not know the seed.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+from typing import NamedTuple
+
+from kvindex.backend import Backend
+from kvindex.errors import SnapshotError
+
+__all__ = [
+    "BACKEND_NUMBERS",
+    "SECTION_VERSION",
+    "Identity",
+    "backend_named",
+    "open_section",
+    "seal_section",
+    "wrong_backend",
+]
+
+SECTION_VERSION = 1
+BACKEND_NUMBERS: dict[Backend, int] = {"native": 1, "python": 2}
+
+_MAGIC = b"KVIR"
+_HEAD = struct.Struct("<4sHBxQ")
+_CHECKSUM_BYTES = 32
+_SEAL_BYTES = 16
+_TRAILER_BYTES = _CHECKSUM_BYTES + _SEAL_BYTES
+
+
+class Identity(NamedTuple):
+    """What two indexes must have in common to take each other's sections.
+
+    Attributes:
+        backend: which implementation it is.
+        seed: of the prefix keys.
+        key_check: prefix keys of contents that never change, so that a release which computes
+            keys in another way does not take the sections of this one.
+    """
+
+    backend: Backend
+    seed: int
+    key_check: bytes
+
+    def seal(self, checksum: bytes) -> bytes:
+        """Return the seal of a section with this checksum."""
+        return blake2b(
+            self.backend.encode() + self.key_check + checksum,
+            digest_size=_SEAL_BYTES,
+            key=self.seed.to_bytes(16, "little"),
+            person=b"kvindex section",
+        ).digest()
+
+
+def seal_section(body: bytes, identity: Identity) -> bytes:
+    """Return a section with this body."""
+    head = _HEAD.pack(_MAGIC, SECTION_VERSION, BACKEND_NUMBERS[identity.backend], len(body))
+    checksum = _checksum(head, body)
+    return b"".join((head, body, checksum, identity.seal(checksum)))
+
+
+def open_section(section: bytes | bytearray | memoryview, identity: Identity) -> memoryview:
+    """Return the body of a section that an index of this identity may restore.
+
+    Raises:
+        SnapshotError: the section is damaged, or made by another kind of index.
+    """
+    view = memoryview(section).cast("B")
+    if len(view) < _HEAD.size:
+        whole = _MAGIC[: len(view)] != view[: len(_MAGIC)]
+        raise _format_error(len(view)) if whole else _truncated(len(view), _HEAD.size)
+    magic, version, backend, length = _HEAD.unpack_from(view)
+    if magic != _MAGIC:
+        raise _format_error(len(view))
+    if version != SECTION_VERSION:
+        raise SnapshotError(
+            f"the section has format version {version}, this release reads {SECTION_VERSION}:"
+            " let the rank synchronize from its engine instead",
+            reason="version",
+        )
+    size = _HEAD.size + length + _TRAILER_BYTES
+    if len(view) != size:
+        raise _truncated(len(view), size) if len(view) < size else _format_error(len(view), size)
+    body = view[_HEAD.size : _HEAD.size + length]
+    trailer = bytes(view[size - _TRAILER_BYTES :])
+    checksum, seal = trailer[:_CHECKSUM_BYTES], trailer[_CHECKSUM_BYTES:]
+    if _checksum(view[: _HEAD.size], body) != checksum:
+        raise SnapshotError(
+            f"the section of {size} bytes is damaged: its checksum does not agree",
+            reason="checksum",
+        )
+    _check_backend(backend, identity)
+    if identity.seal(checksum) != seal:
+        raise SnapshotError(
+            "the section was made by an index with another seed (or of a release with other prefix"
+            " keys): restore it into Index(seed=...) with the seed of that index",
+            reason="backend",
+        )
+    return body
+
+
+def backend_named(number: int) -> Backend:
+    """Return the backend with this number in a header.
+
+    Raises:
+        SnapshotError: there is none.
+    """
+    for name, known in BACKEND_NUMBERS.items():
+        if known == number:
+            return name
+    raise SnapshotError(f"the snapshot names backend {number}, which nobody knows", reason="format")
+
+
+def wrong_backend(made_by: Backend, here: Backend) -> SnapshotError:
+    """Return the error for what another implementation of the index made."""
+    return SnapshotError(
+        f"the snapshot was made by the {made_by} index, this is the {here} one, and their prefix"
+        f" keys differ: set KVINDEX_BACKEND={made_by} to load it, or synchronize from the engines",
+        reason="backend",
+    )
+
+
+def _check_backend(number: int, identity: Identity) -> None:
+    made_by = backend_named(number)
+    if made_by != identity.backend:
+        raise wrong_backend(made_by, identity.backend)
+
+
+def _checksum(*parts: bytes | memoryview) -> bytes:
+    digest = blake2b(digest_size=_CHECKSUM_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _format_error(size: int, expected: int | None = None) -> SnapshotError:
+    if expected is None:
+        return SnapshotError(f"{size} bytes are no section of a snapshot", reason="format")
+    return SnapshotError(
+        f"{size - expected} bytes follow the end of a section of {expected}", reason="format"
+    )
+
+
+def _truncated(size: int, expected: int) -> SnapshotError:
+    return SnapshotError(
+        f"the section is cut off: {size} of at least {expected} bytes are there",
+        reason="truncated",
+    )

@@ -1,0 +1,36 @@
+"""One writer, many readers: a queue through shared memory, and over TCP for readers elsewhere.
+
+```
+MessageQueue ── RingSender ─► ring of chunks in /dev/shm ─► RingReceiver   (this machine)
+             └─ RemoteSender ─► TCP, by credit ─► RemoteReader            (other machines)
+```
+
+`MessageQueue` is what most users need. Linux only.
+"""
+
+from __future__ import annotations
+
+from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
+from kvindex.shm.handle import Handle
+from kvindex.shm.process_group import ProcessGroup
+from kvindex.shm.queue import MessageQueue
+from kvindex.shm.remote_keys import CurveReader, CurveServer
+from kvindex.shm.ring import ShmRingBuffer
+from kvindex.shm.tcp_group import TcpProcessGroup
+from kvindex.shm.torch_group import TorchProcessGroup
+from kvindex.shm.waiting import Waiting
+
+__all__ = [
+    "Codec",
+    "CurveReader",
+    "CurveServer",
+    "Handle",
+    "MessageQueue",
+    "MsgpackCodec",
+    "PickleCodec",
+    "ProcessGroup",
+    "ShmRingBuffer",
+    "TcpProcessGroup",
+    "TorchProcessGroup",
+    "Waiting",
+]

@@ -1,0 +1,153 @@
+"""How an object becomes a message, and back.
+
+msgpack by default: what a stranger's bytes can do there is be refused. pickle runs what it is
+told to, so it has to be asked for by name, on both sides.
+
+Large buffers need not pass through the encoder: wrap them in `pickle.PickleBuffer`, and with either
+codec they go straight into the chunk, and come back as `bytearray` (with pickle, inside whatever
+they were part of: numpy arrays do this by themselves).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvindex.errors import ConfigurationError, DecodeError, EncodeError
+
+__all__ = ["Buffer", "Codec", "MsgpackCodec", "PickleCodec", "choose_codec"]
+
+Buffer = bytes | bytearray | memoryview
+
+_BUFFER = 1  # the msgpack extension that stands for an out-of-band buffer, its number inside
+
+
+class Codec(Protocol):
+    """What turns objects into bytes. For one thread at a time.
+
+    Attributes:
+        name: what a handle says, so that both sides use the same.
+    """
+
+    name: str
+
+    def encode(self, obj: Any) -> tuple[bytes, Sequence[Buffer]]:
+        """Return an object's bytes, and the buffers that go beside them.
+
+        Raises:
+            EncodeError: the object cannot be encoded.
+        """
+
+    def decode(self, data: Buffer, buffers: Sequence[bytearray]) -> Any:
+        """Return the object; it must not keep `data`, which is overwritten later.
+
+        Raises:
+            DecodeError: these are not bytes of this codec.
+        """
+
+
+class MsgpackCodec:
+    """msgpack through msgspec: plain values, bytes, lists, dicts, and msgspec's Structs.
+
+    Tuples and sets come back as lists, bytes-like objects as bytes, Structs as dicts unless `type`
+    says what to make of them.
+
+    Args:
+        type: what messages are decoded to, as for `msgspec.msgpack.Decoder`.
+
+    Examples:
+        >>> codec = MsgpackCodec()
+        >>> codec.decode(*codec.encode({"block": 7, "tokens": (1, 2)}))
+        {'block': 7, 'tokens': [1, 2]}
+    """
+
+    name = "msgpack"
+
+    def __init__(self, type: Any = Any) -> None:  # noqa: A002 (as msgspec names it)
+        self._out: list[Buffer] = []
+        self._in: Sequence[bytearray] = ()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._set_aside)
+        self._decoder = msgspec.msgpack.Decoder(type, ext_hook=self._put_back)
+
+    def encode(self, obj: Any) -> tuple[bytes, Sequence[Buffer]]:
+        try:
+            data = self._encoder.encode(obj)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            self._out = []
+            raise EncodeError(f"msgpack cannot carry this: {error}") from error
+        if not self._out:
+            return data, ()
+        buffers, self._out = self._out, []
+        return data, buffers
+
+    def decode(self, data: Buffer, buffers: Sequence[bytearray] = ()) -> Any:
+        self._in = buffers
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise DecodeError(f"not a message in msgpack: {error}", size=len(data)) from error
+        finally:
+            self._in = ()
+
+    def _set_aside(self, obj: Any) -> Any:
+        if isinstance(obj, pickle.PickleBuffer):
+            self._out.append(obj.raw())
+            return msgspec.msgpack.Ext(_BUFFER, (len(self._out) - 1).to_bytes(4, "big"))
+        raise TypeError(
+            f"a {type(obj).__name__}; send plain values or Structs, wrap buffers in "
+            'pickle.PickleBuffer, or make the queue with codec="pickle"'
+        )
+
+    def _put_back(self, code: int, data: memoryview) -> Any:
+        number = int.from_bytes(data, "big")
+        if code != _BUFFER or number >= len(self._in):
+            raise ValueError(f"extension {code} with buffer {number} of {len(self._in)}")
+        return self._in[number]
+
+
+class PickleCodec:
+    """pickle, protocol 5, with out-of-band buffers; decoding runs what the bytes say."""
+
+    name = "pickle"
+
+    def encode(self, obj: Any) -> tuple[bytes, Sequence[Buffer]]:
+        buffers: list[pickle.PickleBuffer] = []
+
+        def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+            if buffer.raw().nbytes < _WORTH_A_BUFFER:
+                return True
+            buffers.append(buffer)
+            return False
+
+        try:
+            data = pickle.dumps(obj, protocol=5, buffer_callback=keep_inside)
+        except Exception as error:
+            raise EncodeError(f"pickle cannot carry this: {error}") from error
+        return data, [buffer.raw() for buffer in buffers]
+
+    def decode(self, data: Buffer, buffers: Sequence[bytearray] = ()) -> Any:
+        try:
+            return pickle.loads(data, buffers=buffers)
+        except Exception as error:
+            raise DecodeError(f"not a message in pickle: {error!r}", size=len(data)) from error
+
+
+_WORTH_A_BUFFER = 4096  # bytes from which copying twice costs more than keeping an entry for it
+
+
+def choose_codec(codec: str | Codec) -> Codec:
+    """Return the codec of that name, or the one given.
+
+    Raises:
+        ConfigurationError: no such codec.
+    """
+    if codec == "msgpack":
+        return MsgpackCodec()
+    if codec == "pickle":
+        return PickleCodec()
+    if isinstance(codec, str) or not all(hasattr(codec, a) for a in ("name", "encode", "decode")):
+        raise ConfigurationError(f'codec must be "msgpack", "pickle" or a Codec, not {codec!r}')
+    return codec

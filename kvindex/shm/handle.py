@@ -1,0 +1,60 @@
+"""What a reader needs to attach to a queue."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvindex.errors import DecodeError
+from kvindex.shm.ring import RingHandle
+
+__all__ = ["Handle"]
+
+_MAX_BYTES = 1 << 20
+
+
+class Handle(msgspec.Struct, frozen=True, kw_only=True):
+    """A queue's address, to be handed to its readers; whoever has it can read the queue.
+
+    It pickles; `to_bytes` and `from_bytes` carry it without pickle.
+
+    Attributes:
+        n_reader: readers in all.
+        local_reader_ranks: the ranks that read through shared memory; the others by TCP.
+        buffer_handle: of the ring, or None without local readers.
+        remote_address: `tcp://…` for remote readers, or None without any.
+        remote_token: what a remote reader shows to be let in.
+        remote_curve_key: the writer's public CURVE key, if the connection is encrypted.
+        codec: name of what messages are encoded with.
+        max_message_bytes: longest message that readers accept, in bytes.
+    """
+
+    n_reader: int
+    local_reader_ranks: list[int]
+    buffer_handle: RingHandle | None
+    remote_address: str | None
+    remote_token: bytes | None
+    remote_curve_key: bytes | None
+    codec: str
+    max_message_bytes: int
+
+    def to_bytes(self) -> bytes:
+        """Return the handle in msgpack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Handle:
+        """Return the handle that `to_bytes` gave.
+
+        Raises:
+            DecodeError: these bytes are none.
+        """
+        if len(data) > _MAX_BYTES:
+            raise DecodeError("no handle is as long as this", size=len(data))
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise DecodeError(f"not a queue's handle: {error}", size=len(data)) from error
+
+    def __repr__(self) -> str:
+        remote = self.n_reader - len(self.local_reader_ranks)
+        return f"<Handle of a queue for {len(self.local_reader_ranks)} local, {remote} remote>"

@@ -1,0 +1,55 @@
+"""What a queue needs to know of the processes that will share it, whatever connects them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["ProcessGroup"]
+
+
+@runtime_checkable
+class ProcessGroup(Protocol):
+    """A fixed number of processes that exchange small values, all of them taking part each time.
+
+    Every method is collective: each rank calls it, in the same order and with the same arguments
+    (but for the values), or the others wait for it. `TcpProcessGroup` needs nothing but a network;
+    `TorchProcessGroup` adapts a `torch.distributed` group.
+
+    Values are what msgpack carries: None, bool, int of 64 bits, float, str, bytes, lists and maps
+    of these. Every rank, that which gave the value included, is returned what msgpack makes of
+    it: a tuple becomes a list.
+
+    Raises (each method):
+        ConfigurationError: the value cannot be carried, `source` or `destination` is no rank of
+            the group, or the ranks called different things.
+        QueueTimeoutError: ranks did not make the call in time.
+        PeerDiedError: a rank is gone.
+
+    Thread safety: one thread at a time, as the order of calls must be the same everywhere.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in the group, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        ...
+
+    def broadcast_object(self, obj: Any, source: int) -> Any:
+        """Return at every rank the `obj` of rank `source`; no other is looked at."""
+        ...
+
+    def gather_object(self, obj: Any, destination: int) -> list[Any] | None:
+        """Return at `destination` every rank's `obj`, in the order of ranks; None elsewhere."""
+        ...
+
+    def same_node(self, source: int) -> list[bool]:
+        """Return at every rank, for each rank, whether it shares /dev/shm with rank `source`."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        ...

@@ -1,0 +1,260 @@
+"""Who has joined a queue over TCP: the writer's ROUTER socket, and what is said on it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections import Counter, deque
+
+import zmq
+
+from kvindex.errors import ClosedError
+from kvindex.shm.credits import SendWindow
+from kvindex.shm.remote_frames import (
+    MAX_CONTROL_BYTES,
+    VERSION,
+    Bye,
+    Hello,
+    Malformed,
+    Refusal,
+    parse_reader,
+    probe,
+    refused,
+    welcome,
+)
+from kvindex.shm.remote_refusals import Refusals, descriptor_of
+from kvindex.shm.remote_roster import Member, Roster
+from kvindex.shm.remote_sockets import WatchedSocket, is_handshake_failure
+
+__all__ = ["Membership"]
+
+logger = logging.getLogger(__name__)
+
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_MAX_TURN = 1000  # frames taken from readers (and strangers) before the writer goes on
+_PROBES = 50  # tries at a connection that was seen closed
+_PROBE_EVERY = 0.05  # seconds from one such try to the next
+_NOBODY: frozenset[int] = frozenset()
+
+
+class Membership:
+    """Let readers in, take what they acknowledge, and find out who is gone.
+
+    Args:
+        watched: the writer's socket; this is the only one to use it.
+        roster: who is expected and who is here.
+        window: messages that a reader may have unacknowledged.
+        max_window_bytes: the same in bytes.
+
+    Attributes:
+        next_seq: seq of the next message, with which a reader begins that joins now.
+        ready: whether a reader that joins now is told at once that all have joined.
+        counters: readers that `joined`, `left`, `died`, were `evicted`, and `probes`.
+        refusals: what was ignored.
+        any_gone: whether a connection was found gone since the last `settle`.
+        half_said: whether an exception broke in while a frame was handed to ZeroMQ: whatever is
+            sent next would be taken for the rest of it.
+
+    Thread safety: owned by the thread that sends.
+    """
+
+    def __init__(
+        self,
+        watched: WatchedSocket,
+        roster: Roster,
+        *,
+        window: int,
+        max_window_bytes: int,
+    ) -> None:
+        self.roster = roster
+        self.next_seq = 0
+        self.ready = False
+        self.counters: Counter[str] = Counter()
+        self.refusals = Refusals()
+        self.any_gone = False
+        self.half_said = False
+        self._watched = watched
+        self._socket = watched.socket
+        self._window = window
+        self._max_window_bytes = max_window_bytes
+        self._dead: set[int] = set()
+        self._hellos: deque[tuple[bytes, Hello, int]] = deque()
+        self._former: set[int] = set()  # descriptors of readers who left
+
+    def say(self, member: Member, *parts: bytes | zmq.Frame) -> None:
+        """Send to one reader, or mark it as gone. Never waits: the windows bound what is queued."""
+        if not self.reply(member.identity, *parts):
+            member.gone = self.any_gone = True
+
+    def reply(self, identity: bytes, *parts: bytes | zmq.Frame) -> bool:
+        """Send to one connection; return whether it is there."""
+        send = self._socket.send
+        self.half_said = True
+        try:
+            send(identity, _MORE)
+        except zmq.ContextTerminated as error:
+            raise ClosedError("the ZeroMQ context was terminated") from error
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self.half_said = False
+            return False
+        last = len(parts) - 1
+        for i, part in enumerate(parts):
+            send(part, _MORE if i < last else _NOBLOCK, copy=type(part) is bytes)
+        self.half_said = False
+        return True
+
+    def serve(self) -> None:
+        """Take what readers and strangers have said, without waiting, and remove who is gone."""
+        self._take_events()
+        for member in self.roster.members:
+            if member.probes:
+                self._probe(member)
+        self._take_frames()
+        if self.any_gone:
+            self.settle()
+        while self._hellos:  # after who was there before them has gone
+            self._answer(*self._hellos.popleft())
+        if self.any_gone:
+            self.settle()
+
+    def _take_events(self) -> None:
+        for event, value in self._watched.events():
+            if is_handshake_failure(event):
+                self.refusals.note("handshake")
+            elif value in self._former:
+                self._former.discard(value)
+            else:
+                self._note_closed(value)
+
+    def _note_closed(self, descriptor: int) -> None:
+        """Suspect the reader whose connection had this descriptor.
+
+        Its number may have been given to a new connection by now, so it is only a hint; and
+        ZeroMQ announces the end before it carries it out. Sending tells.
+        """
+        for member in self.roster.members:
+            if member.descriptor == descriptor:
+                member.probes = _PROBES
+                member.probe_at = 0.0
+                return
+        self.refusals.note("cut_off")
+
+    def _probe(self, member: Member) -> None:
+        now = time.monotonic()
+        if now >= member.probe_at:
+            member.probes -= 1
+            member.probe_at = now + _PROBE_EVERY
+            self.counters["probes"] += 1
+            self.say(member, probe())
+
+    def _take_frames(self) -> None:
+        receive = self._socket.recv
+        try:
+            for _ in range(_MAX_TURN):
+                identity = receive(_NOBLOCK, copy=False)
+                if not identity.more:  # the rest of what an exception broke into
+                    continue
+                first = frame = receive(_NOBLOCK, copy=False)
+                parts = 1
+                while frame.more:
+                    frame = receive(_NOBLOCK, copy=False)
+                    parts += 1
+                self._take(identity.bytes, first, parts)
+        except zmq.Again:
+            pass
+        except zmq.ContextTerminated as error:
+            raise ClosedError("the ZeroMQ context was terminated") from error
+
+    def _take(self, identity: bytes, frame: zmq.Frame, parts: int) -> None:
+        if parts > 1 or len(frame) > MAX_CONTROL_BYTES:
+            self.refusals.note("oversized", frame)
+            return
+        try:
+            said = parse_reader(frame.bytes)
+        except Malformed:
+            self.refusals.note("malformed", frame)
+            return
+        if isinstance(said, Hello):
+            # Answered after all that was said before it, such as its predecessor's farewell.
+            descriptor = descriptor_of(frame)
+            if descriptor is None:
+                self.refusals.note("malformed", frame)
+            else:
+                self._hellos.append((identity, said, descriptor))
+            return
+        member = self.roster.find(identity)
+        if member is None:
+            if not (isinstance(said, Bye) and self._withdraw(identity)):
+                self.refusals.note("not_joined", frame)
+        elif isinstance(said, Bye):
+            self.remove(member, "left")
+        elif not member.window.acknowledge(said.next_seq, said.consumed_bytes):
+            self.refusals.note("bad_acknowledgement", frame)
+
+    def _withdraw(self, identity: bytes) -> bool:
+        """Forget the hello of who left before it was answered; return whether there was one."""
+        waiting = len(self._hellos)
+        self._hellos = deque(hello for hello in self._hellos if hello[0] != identity)
+        return len(self._hellos) < waiting
+
+    def _answer(self, identity: bytes, said: Hello, descriptor: int) -> None:
+        """Let a reader in, or say why not; a stranger is told nothing."""
+        if said.version != VERSION:
+            self.refusals.note("version")
+            self.reply(identity, refused(Refusal.VERSION))
+            return
+        if not self.roster.knows(said):
+            self.refusals.note("wrong_token")
+            return
+        if self.roster.find(identity) is not None:
+            self.refusals.note("repeated_hello")
+            return
+        reason = self.roster.refuses(said.rank)
+        if reason is not None:
+            self.refusals.note(reason.name.lower())
+            self.reply(identity, refused(reason))
+            return
+        self._let_in(identity, said.rank, descriptor)
+
+    def _let_in(self, identity: bytes, rank: int, descriptor: int) -> None:
+        messages, size = self._window, self._max_window_bytes
+        window = SendWindow(self.next_seq, messages=messages, size=size)
+        member = Member(identity, rank, window, descriptor)
+        self._former.discard(descriptor)
+        self.roster.join(member)
+        self.counters["joined"] += 1
+        logger.debug("remote reader %d joined at message %d", rank, self.next_seq)
+        self.say(member, welcome(self.next_seq, messages, size, ready=self.ready))
+
+    def settle(self) -> None:
+        """Remove the readers that were found gone, as dead unless they had said farewell."""
+        self.any_gone = False
+        self._take_frames()
+        for member in self.roster.members:
+            if member.gone:
+                self._dead.add(member.rank)
+                self.remove(member, "died")
+                logger.warning(
+                    "remote reader %d died with %d messages unread",
+                    member.rank,
+                    member.window.unread,
+                )
+
+    def remove(self, member: Member, how: str) -> None:
+        """Take a reader off, and count `how` it went."""
+        self.counters[how] += 1
+        self.roster.leave(member)
+        if not member.probes:  # its end was not seen yet
+            self._former.add(member.descriptor)
+
+    def take_dead(self) -> frozenset[int]:
+        """Return the ranks that were found dead since the last call."""
+        if not self._dead:
+            return _NOBODY
+        dead = frozenset(self._dead)
+        self._dead.clear()
+        return dead

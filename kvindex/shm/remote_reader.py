@@ -1,0 +1,358 @@
+"""A reader's side of a queue over TCP."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import zmq
+
+from kvindex.errors import (
+    ClosedError,
+    ConfigurationError,
+    KVIndexError,
+    QueueClosedError,
+    ReaderEvictedError,
+    WriterDiedError,
+)
+from kvindex.shm.credits import ReadLedger
+from kvindex.shm.remote_frames import (
+    MESSAGE_HEADER_BYTES,
+    PACKED_BYTES,
+    TOKEN_BYTES,
+    VERSION,
+    Closed,
+    Evicted,
+    Malformed,
+    MessageHeader,
+    Probe,
+    Ready,
+    Refusal,
+    Refused,
+    Welcome,
+    acknowledgement,
+    bye,
+    hello,
+    parse_control,
+    unpack_message,
+)
+from kvindex.shm.remote_keys import CurveReader
+from kvindex.shm.remote_roster import MAX_RANK
+from kvindex.shm.remote_sockets import Context, RemoteLink, WatchedSocket, is_handshake_failure
+from kvindex.shm.remote_waiting import Wait
+
+__all__ = ["RemoteReader"]
+
+_NOBLOCK = int(zmq.NOBLOCK)
+_PACKED = ord("P")
+_LAST_WORDS = 0.5  # seconds after which a connection that broke brings no more
+_FLUSH = 1.0  # seconds at most until a farewell is with the system
+_ASK_AGAIN = 0.2  # seconds until a reader asks again whose rank was taken
+
+
+class RemoteReader:
+    """Receive each message of a queue's writer on another machine once, in order.
+
+    It says hello when it is made; its first message is the one that the writer sends next after
+    it has let the reader in.
+
+    Args:
+        address: the writer's, from the queue's handle.
+        token: the queue's, from its handle.
+        rank: this reader's; a rank has one reader at a time.
+        max_message_bytes: a larger message ends the connection; as the writer's.
+        curve: keys, if the writer has them.
+        link: heartbeats.
+        context: the ZeroMQ context to use; None makes a private one.
+
+    Raises:
+        ConfigurationError: a value cannot work.
+
+    Thread safety: one thread at a time; end a wait by `cancel` before another thread calls `close`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        rank: int,
+        *,
+        max_message_bytes: int,
+        curve: CurveReader | None = None,
+        link: RemoteLink | None = None,
+        context: Context | None = None,
+    ) -> None:
+        if not address.startswith("tcp://"):
+            raise ConfigurationError(f"a writer's address is tcp://host:port, not {address!r}")
+        if len(token) != TOKEN_BYTES:
+            raise ConfigurationError(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
+        if not 0 <= rank <= MAX_RANK:
+            raise ConfigurationError(f"rank must be 0 to {MAX_RANK}, not {rank!r}")
+        if max_message_bytes < 1:
+            raise ConfigurationError("max_message_bytes must be positive")
+        self.address = address
+        self.rank = rank
+        self._token = token
+        self._max_message_bytes = max_message_bytes
+        self._ledger: ReadLedger | None = None  # from the welcome on
+        self._ready = False
+        self._early: list[memoryview] | None = None  # a message that came before `wait_ready` ended
+        self._ask_at: float | None = None
+        self._trouble = "its connection"  # why there is no welcome yet
+        self._connected = False
+        self._broken_at: float | None = None
+        self._lost = False
+        self._end: KVIndexError | None = None
+        self._closed = False
+        self._watched = WatchedSocket.connect(
+            address,
+            link or RemoteLink(),
+            curve,
+            context,
+            max_part_bytes=max(max_message_bytes, PACKED_BYTES) + MESSAGE_HEADER_BYTES,
+        )
+        self._socket = self._watched.socket
+        self._say(hello(rank, token))
+
+    @property
+    def next_seq(self) -> int | None:
+        """The seq of the message that comes next; None before the writer has let us in."""
+        if self._ledger is None:
+            return None
+        return self._ledger.next_seq - (self._early is not None)
+
+    def wait_ready(
+        self, timeout: float | None = None, cancel: threading.Event | None = None
+    ) -> None:
+        """Wait until the writer says that all readers have joined, or sends a message.
+
+        Raises:
+            QueueTimeoutError: it did not in time; the message says what is missing.
+            WaitCancelledError: `cancel` was set.
+            ConfigurationError: the writer refuses this reader for good: its rank is none of the
+                queue's, or it is of another version.
+            WriterDiedError: nobody listens at the address, or the connection broke.
+            QueueClosedError: the writer closed the queue.
+            ClosedError: this reader was closed.
+        """
+        wait = Wait(timeout, cancel)
+        while not self._ready:
+            message = self._look()
+            if message is not None:
+                self._early = message
+            elif not self._ready:
+                self._pause(wait)
+
+    def receive(
+        self, timeout: float | None = None, cancel: threading.Event | None = None
+    ) -> list[memoryview]:
+        """Return the frames of the next message.
+
+        The memory is the caller's: it stays as it is for as long as the frames are held.
+
+        Raises:
+            QueueTimeoutError: none came in time.
+            WaitCancelledError: `cancel` was set, and none was there.
+            WriterDiedError: the writer is gone, or a message is missing, after all that came
+                before was returned; or what is at the address is no queue's writer.
+            QueueClosedError: the writer closed the queue, and all was returned.
+            ReaderEvictedError: the writer took this reader off the queue.
+            ConfigurationError: see `wait_ready`; or `timeout` is negative.
+            ClosedError: this reader was closed.
+        """
+        message = self._read()
+        if message is not None:
+            return message
+        wait = Wait(timeout, cancel)
+        while True:
+            message = self._look()
+            if message is not None:
+                return message
+            self._pause(wait)
+
+    def __enter__(self) -> RemoteReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Tell the writer that this reader leaves, and close (idempotent)."""
+        if self._closed:
+            return
+        self._closed = True
+        linger = 0.0
+        try:
+            self._take_events()
+            if self._connected and not self._lost:
+                linger = _FLUSH
+                if self._end is None:
+                    self._say(bye())
+        except ClosedError:
+            pass  # with its context
+        finally:
+            self._watched.close(linger)
+
+    # -- reading
+
+    def _look(self) -> list[memoryview] | None:
+        """Return a message if one is there; raise how it ended if none can come."""
+        if not self._closed:
+            self._take_events()
+        lost = self._lost  # before reading: what had come before is still to be read
+        message = self._read()
+        if message is None and lost:
+            self._end = self._end or WriterDiedError(self._how_lost())
+            raise _again(self._end)
+        return message
+
+    def _read(self) -> list[memoryview] | None:
+        """Return a message if one is there, and do what the writer says otherwise."""
+        if self._closed:
+            raise ClosedError("this reader was closed")
+        if self._end is not None:
+            raise _again(self._end)
+        if self._early is not None:
+            message, self._early = self._early, None
+            return message
+        receive = self._socket.recv
+        try:
+            while True:
+                part = receive(_NOBLOCK)
+                if part and part[0] == _PACKED:
+                    return self._take(*unpack_message(part))
+                said = parse_control(part)
+                if isinstance(said, MessageHeader):
+                    return self._take(said.seq, self._frames(said.frames))
+                self._obey(said)
+        except zmq.Again:
+            return None
+        except zmq.ContextTerminated as error:
+            raise ClosedError("the ZeroMQ context was terminated") from error
+        except (Malformed, WriterDiedError) as error:
+            raise self._finish(WriterDiedError(f"{self.address}: {error}")) from None
+
+    def _frames(self, count: int) -> list[memoryview]:
+        """Return the frames that follow a header."""
+        frames: list[memoryview] = []
+        for i in range(count):
+            frame = self._socket.recv(_NOBLOCK, copy=False)
+            frames.append(frame.buffer)
+            if frame.more != (i < count - 1):
+                raise Malformed(f"{i + 1} frames of a message of {count}")
+        return frames
+
+    def _take(self, seq: int, frames: list[memoryview]) -> list[memoryview]:
+        ledger = self._ledger
+        if ledger is None:
+            raise Malformed("a message before the welcome")
+        size = frames[0].nbytes if len(frames) == 1 else sum(frame.nbytes for frame in frames)
+        if size > self._max_message_bytes:
+            raise Malformed(
+                f"a message of {size} bytes; max_message_bytes is {self._max_message_bytes}"
+            )
+        ledger.take(seq, size)
+        self._ready = True
+        if ledger.due:
+            self._acknowledge(ledger)
+        return frames
+
+    def _obey(self, said: Welcome | Refused | Ready | Probe | Evicted | Closed) -> None:
+        if isinstance(said, Welcome):
+            if self._ledger is not None:
+                raise Malformed("a second welcome")
+            self._ledger = ReadLedger(said.next_seq, messages=said.window, size=said.window_bytes)
+            self._ready = said.ready
+            self._trouble = "other readers to join"
+        elif isinstance(said, Ready):
+            self._ready = True
+        elif isinstance(said, Refused):
+            self._take_refusal(said.reason)
+        elif isinstance(said, Evicted):
+            raise self._finish(
+                ReaderEvictedError(f"the writer took reader {self.rank} off the queue: join anew")
+            )
+        elif isinstance(said, Closed):
+            self._take_closed(said.next_seq)
+
+    def _take_refusal(self, reason: Refusal) -> None:
+        if reason is Refusal.RANK_TAKEN:
+            self._trouble = f"rank {self.rank}, which another reader has"
+            self._ask_at = time.monotonic() + _ASK_AGAIN
+            return
+        why = f"rank {self.rank} is none of its remote readers'"
+        if reason is Refusal.VERSION:
+            why = f"it does not speak this reader's version ({VERSION}) of the protocol"
+        raise self._finish(ConfigurationError(f"the writer at {self.address} refused: {why}"))
+
+    def _take_closed(self, next_seq: int) -> None:
+        if self._ledger is not None and self._ledger.next_seq != next_seq:
+            expected = self._ledger.next_seq
+            raise WriterDiedError(
+                f"the queue ended before message {next_seq}, but message {expected} never came"
+            )
+        self._say(bye())
+        raise self._finish(QueueClosedError(f"the writer closed the queue at message {next_seq}"))
+
+    # -- what is owed to the writer
+
+    def _pause(self, wait: Wait) -> None:
+        """Say what is owed, then wait a little for the writer."""
+        if self._ledger is not None and self._ledger.pending:
+            self._acknowledge(self._ledger)
+        if self._ask_at is not None and time.monotonic() >= self._ask_at:
+            self._ask_at = None
+            self._say(hello(self.rank, self._token))
+        self._watched.wait(wait.slice(self._awaited))
+
+    def _awaited(self) -> str:
+        if self._ready:
+            return "a message"
+        return f"the writer at {self.address}: {self._trouble}"
+
+    def _acknowledge(self, ledger: ReadLedger) -> None:
+        self._say(acknowledgement(*ledger.acknowledge()))
+
+    def _say(self, part: bytes) -> None:
+        try:
+            self._socket.send(part, _NOBLOCK)
+        except (zmq.Again, zmq.ContextTerminated):
+            pass  # there is no connection any more, as is noticed presently
+
+    # -- how it ends
+
+    def _take_events(self) -> None:
+        for event, _ in self._watched.events():
+            self._note(event)
+        if self._broken_at is not None and time.monotonic() >= self._broken_at + _LAST_WORDS:
+            self._lost = True
+
+    def _note(self, event: int) -> None:
+        if is_handshake_failure(event):
+            self._trouble = "a handshake, which failed: do both sides have the right CURVE keys?"
+            self._lost = True
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._broken_at = time.monotonic()
+        elif event == zmq.EVENT_CONNECTED:
+            self._connected = True
+            self._trouble = "its answer: is this the queue's own handle?"
+        else:
+            self._lost = True
+
+    def _how_lost(self) -> str:
+        if self._ledger is None:
+            return f"no connection to {self.address} while waiting for {self._trouble}"
+        return (
+            f"the connection to {self.address} broke before message {self._ledger.next_seq}: the"
+            " writer died, cannot be reached, or sent a message of more than max_message_bytes"
+            f" ({self._max_message_bytes})"
+        )
+
+    def _finish(self, error: KVIndexError) -> KVIndexError:
+        self._end = error
+        return error
+
+
+def _again(error: KVIndexError) -> KVIndexError:
+    """Return the same error, to be raised from another place."""
+    return type(error)(*error.args)

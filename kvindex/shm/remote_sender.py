@@ -1,0 +1,341 @@
+"""The writer's side of a queue over TCP."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+import zmq
+
+from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
+from kvindex.shm.remote_address import listening_at
+from kvindex.shm.remote_frames import (
+    MAX_FRAMES,
+    PACKED_BYTES,
+    TOKEN_BYTES,
+    Buffer,
+    closed,
+    evicted,
+    message_header,
+    packed_message,
+    ready,
+)
+from kvindex.shm.remote_keys import CurveServer
+from kvindex.shm.remote_membership import Membership
+from kvindex.shm.remote_roster import Roster
+from kvindex.shm.remote_sockets import (
+    MAX_WINDOW,
+    Context,
+    RemoteLink,
+    WatchedSocket,
+)
+from kvindex.shm.remote_waiting import Wait
+
+__all__ = ["RemoteSender"]
+
+logger = logging.getLogger(__name__)
+
+_FLUSH = 0.1  # seconds for what the farewell left in ZeroMQ's hands
+_COUNTERS = ("waits", "joined", "left", "died", "evicted", "probes")
+
+
+class RemoteSender:
+    """Send each message to every reader on other machines, and lose none silently.
+
+    A reader is sent a message only while it has credit: fewer than `window` messages, and no more
+    than `max_window_bytes`, that it has not acknowledged. Otherwise `send` waits. Readers that die
+    are removed, and their ranks returned, so that the queue can apply its policy; a reader that
+    comes in place of one who died or left begins with the message that is sent next.
+
+    There is no thread inside (but ZeroMQ's): what readers say is taken when `send`, `serve` or
+    one of the waits is called. A writer that is silent for long should call `serve` now and then:
+    a new reader is let in only there.
+
+    Args:
+        n_remote: how many readers are expected; `send` waits until each has joined once.
+        connect_ip: the IP address of this machine to bind to, and that readers connect to.
+        ranks: the readers' ranks; None takes any `n_remote` ranks.
+        window: messages that each reader may have unacknowledged, 1 to 4096.
+        max_window_bytes: the same in bytes; a larger message goes when all else is acknowledged.
+        max_message_bytes: a larger message is refused by `send`.
+        curve: the writer's keys, for encrypted connections; see `remote_keys`. Without them the
+            token and all messages travel in the clear.
+        link: heartbeats, and how long `close` waits.
+        allow_all_interfaces: allow a `connect_ip` that means all of this machine's interfaces
+            ("0.0.0.0", "::" or "*"); `advertise_ip` is needed then.
+        advertise_ip: what readers connect to, if not `connect_ip`.
+        context: the ZeroMQ context to use; None makes a private one.
+
+    Raises:
+        ConfigurationError: a value cannot work, or the address cannot be bound to.
+
+    Attributes:
+        address: where readers connect; the system chose the port.
+        token: what readers must show: 32 random bytes. Give it only to readers.
+
+    Thread safety: one thread at a time; `statistics` and `connected` may be asked by any.
+    """
+
+    def __init__(
+        self,
+        n_remote: int,
+        connect_ip: str,
+        *,
+        ranks: Collection[int] | None = None,
+        window: int = 256,
+        max_window_bytes: int = 64 * 1024 * 1024,
+        max_message_bytes: int,
+        curve: CurveServer | None = None,
+        link: RemoteLink | None = None,
+        allow_all_interfaces: bool = False,
+        advertise_ip: str | None = None,
+        context: Context | None = None,
+    ) -> None:
+        if not 1 <= window <= MAX_WINDOW:
+            raise ConfigurationError(f"window must be 1 to {MAX_WINDOW} messages, not {window!r}")
+        if max_window_bytes < 1 or max_message_bytes < 1:
+            raise ConfigurationError("max_window_bytes and max_message_bytes must be positive")
+        bound, told = listening_at(
+            connect_ip, allow_all_interfaces=allow_all_interfaces, advertise_ip=advertise_ip
+        )
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._roster = Roster(n_remote, ranks, self.token)
+        self._link = link or RemoteLink()
+        self._max_message_bytes = max_message_bytes
+        self._serve_every = max(1, window // 4)
+        self._unserved = 0  # messages sent since `_serve`
+        self._sent_bytes = 0
+        self._closed = False
+        self._interrupted = False
+        self._watched = WatchedSocket.bind(bound, self._link, curve, context)
+        self._membership = Membership(
+            self._watched, self._roster, window=window, max_window_bytes=max_window_bytes
+        )
+        self.address = f"tcp://{told}:{self._watched.port}"
+
+    # -- for the writer
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """The ranks of the readers that have joined and are still here, as far as is known."""
+        return self._roster.ranks
+
+    @property
+    def next_seq(self) -> int:
+        """The seq of the next message."""
+        return self._membership.next_seq
+
+    def wait_connected(
+        self, timeout: float | None = None, cancel: threading.Event | None = None
+    ) -> frozenset[int]:
+        """Wait until all readers are here; return the ranks that died meanwhile.
+
+        Raises:
+            QueueTimeoutError: they were not, in time.
+            WaitCancelledError: `cancel` was set.
+            ConfigurationError: `timeout` is negative.
+        """
+        self._check_usable()
+        self._wait_until(lambda: not self._roster.absent, Wait(timeout, cancel), self._absent)
+        return self._membership.take_dead()
+
+    def send_ready(self) -> None:
+        """Tell all readers, present and future, that all had joined: `wait_ready` ends."""
+        self._check_usable()
+        self._membership.ready = True
+        for member in self._roster.members:
+            self._membership.say(member, ready())
+
+    def send(
+        self,
+        frames: Sequence[Buffer],
+        timeout: float | None = None,
+        cancel: threading.Event | None = None,
+    ) -> frozenset[int]:
+        """Send a message to every reader; return the ranks that were found dead.
+
+        The frames are copied: their memory may be used again at once. Either every reader that is
+        still there is sent the message, or (when an error is raised) none is.
+
+        Raises:
+            QueueTimeoutError: a reader had no credit, or had never joined, for `timeout` seconds.
+            WaitCancelledError: `cancel` was set while waiting for that.
+            ConfigurationError: the message has no frames, too many, or too many bytes.
+            ClosedError: the sender was closed, or an exception (such as KeyboardInterrupt) broke
+                into an earlier call while some readers had been sent a message and others not.
+        """
+        self._check_usable()
+        size = self._checked_size(frames)
+        if self._roster.absent or self._unserved >= self._serve_every:
+            self._serve()
+        if not self._admits(size):
+            self._membership.counters["waits"] += 1
+            wait = Wait(timeout, cancel)
+            self._wait_until(lambda: self._admits(size), wait, self._owing)
+        parts = self._parts(frames, size)
+        self._interrupted = True  # an exception in between leaves readers that differ
+        self._send_to_all(parts, size)
+        self._interrupted = False
+        if self._membership.any_gone:
+            self._membership.settle()
+        return self._membership.take_dead()
+
+    def serve(self) -> frozenset[int]:
+        """Take what readers have said, without waiting; return the ranks that were found dead."""
+        self._check_usable()
+        self._serve()
+        return self._membership.take_dead()
+
+    def evict(self, rank: int) -> bool:
+        """Take a reader off the queue, which is told; return whether it was on it."""
+        self._check_usable()
+        member = self._roster.holder(rank)
+        if member is None:
+            return False
+        self._membership.say(member, evicted())
+        self._membership.remove(member, "evicted")
+        return True
+
+    def statistics(self) -> dict[str, int]:
+        """Return the counters since the start, and how things are now.
+
+        Messages `sent` and `sent_bytes` (once, however many readers); `waits` for credit or for
+        readers to join; readers that `joined`, `left`, `died`, were `evicted`; `probes` sent.
+        `refused_*`: frames that were ignored, and why (`refused_cut_off`: connections of strangers
+        that ended without joining, as ZeroMQ ends one that sends too large a frame;
+        `refused_not_joined`: frames of who has not joined, or not any more). Now: `connected`
+        readers, `unread` messages and `unread_bytes` of the reader that has most.
+        """
+        windows = [member.window for member in self._roster.members]
+        counts = {"sent": self._membership.next_seq, "sent_bytes": self._sent_bytes}
+        counts.update((name, self._membership.counters[name]) for name in _COUNTERS)
+        counts.update(self._membership.refusals.statistics())
+        counts["connected"] = len(windows)
+        counts["unread"] = max((window.unread for window in windows), default=0)
+        counts["unread_bytes"] = max((window.unread_bytes for window in windows), default=0)
+        return counts
+
+    def __enter__(self) -> RemoteSender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Tell the readers that this was all, and wait until they have read it (idempotent).
+
+        Waits at most `link.linger` seconds. A reader that is slower still reads the rest, if all
+        of it has reached its machine by then; it is told otherwise (WriterDiedError).
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not (self._interrupted or self._membership.half_said):
+                self._farewell()
+        except ClosedError as error:
+            logger.warning("readers were not told that the queue closed: %s", error)
+        finally:
+            self._watched.close(_FLUSH)
+
+    # -- sending
+
+    def _checked_size(self, frames: Sequence[Buffer]) -> int:
+        if not 0 < len(frames) <= MAX_FRAMES:
+            raise ConfigurationError(
+                f"a message has 1 to {MAX_FRAMES} frames, this one {len(frames)}"
+            )
+        size = 0
+        for frame in frames:
+            size += len(frame) if type(frame) is bytes else _bytes_in(frame)
+        if size > self._max_message_bytes:
+            raise ConfigurationError(
+                f"a message of {size} bytes; max_message_bytes is {self._max_message_bytes}"
+            )
+        return size
+
+    def _admits(self, size: int) -> bool:
+        if self._roster.awaited:
+            return False
+        for member in self._roster.members:  # noqa: SIM110 - a loop takes half the time of all()
+            if not member.window.admits(size):
+                return False
+        return True
+
+    def _parts(self, frames: Sequence[Buffer], size: int) -> list[bytes | zmq.Frame]:
+        if size + 4 * len(frames) <= PACKED_BYTES:
+            return [packed_message(self._membership.next_seq, frames)]
+        # One copy, which all readers' connections share.
+        copies = [zmq.Frame(frame, copy=True) for frame in frames]
+        return [message_header(self._membership.next_seq, len(frames)), *copies]
+
+    def _send_to_all(self, parts: Sequence[bytes | zmq.Frame], size: int) -> None:
+        for member in self._roster.members:
+            self._membership.say(member, *parts)
+            member.window.record(size)
+        self._membership.next_seq += 1
+        self._unserved += 1
+        self._sent_bytes += size
+
+    # -- waiting
+
+    def _wait_until(self, reached: Callable[[], bool], wait: Wait, what: Callable[[], str]) -> None:
+        while True:
+            self._serve()
+            if reached():
+                return
+            self._watched.wait(wait.slice(what))
+
+    def _serve(self) -> None:
+        self._unserved = 0
+        self._membership.serve()
+
+    def _absent(self) -> str:
+        present = sorted(self._roster.ranks)
+        return f"{self._roster.absent} remote readers to join; joined: ranks {present}"
+
+    def _owing(self) -> str:
+        if self._roster.awaited:
+            return f"{self._roster.awaited} remote readers that have never joined"
+        most = max(self._roster.members, key=lambda member: member.window.unread_bytes)
+        return (
+            f"remote reader {most.rank} to read: {most.window.unread} messages of"
+            f" {most.window.unread_bytes} bytes are unread"
+        )
+
+    # -- the end
+
+    def _farewell(self) -> None:
+        for member in self._roster.members:
+            self._membership.say(member, closed(self._membership.next_seq))
+        try:
+            wait = Wait(self._link.linger, None)
+            self._wait_until(lambda: not self._roster.members, wait, self._owing)
+        except QueueTimeoutError:
+            for member in self._roster.members:
+                logger.warning(
+                    "closed while remote reader %d had not read %d messages",
+                    member.rank,
+                    member.window.unread,
+                )
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("the sender was closed")
+        if self._interrupted or self._membership.half_said:
+            raise ClosedError(
+                f"message {self.next_seq} was interrupted while some readers had it and others"
+                " not: close the queue"
+            )
+
+
+def _bytes_in(frame: Buffer) -> int:
+    try:
+        view = memoryview(frame)
+    except TypeError as error:
+        raise ConfigurationError(f"a frame must be a buffer of bytes: {error}") from error
+    if not view.c_contiguous:
+        raise ConfigurationError("a frame must be contiguous in memory; copy it first")
+    return view.nbytes

@@ -1,0 +1,178 @@
+"""The ring of chunks in shared memory: its memory, its handle, and its two kinds of party.
+
+```
+            chunk 0        chunk 1        chunk 2        chunk 3
+written        1              1              1              0        the writer's flag
+read by 0      1              1              0              0        each reader's own flag
+read by 1      1              0              0              0
+               └ free again   └ reader 1 is here            └ the writer writes here next
+                                             └ reader 0 is here
+```
+
+The writer goes round and writes a chunk when every reader has read what was in it; a reader goes
+round and reads each chunk that is written and that it has not read. Who may touch which byte when,
+and why that is safe, is argued in native/shm/ring.hpp for the native core and in ring_python.py
+for Python; every party of one ring follows the same of the two rules, which its header names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvindex.errors import SegmentError
+from kvindex.shm.layout import Layout
+from kvindex.shm.parties import OWN_RULE, ReadingParty, WritingParty, open_reader, open_writer
+from kvindex.shm.segment import MAKER, Segment
+
+__all__ = ["RingHandle", "ShmRingBuffer"]
+
+RingHandle = tuple[int, int, int, str]
+"""What attaches to a ring: n_reader, max_chunk_bytes, max_chunks, name."""
+
+
+class ShmRingBuffer:
+    """Chunks in POSIX shared memory, each with a written flag and a read flag for each reader.
+
+    This is the memory; `MessageQueue` is what sends messages through it. Without a name it is made,
+    private to the user (0600) and with all its memory taken at once; with one it is attached. It
+    pickles as its handle. Who made it unlinks it, when it is closed, collected, or the process
+    ends; after a kill the readers do, or the next ring that is made.
+
+    Args:
+        n_reader: places for readers.
+        max_chunk_bytes: bytes of a chunk.
+        max_chunks: how many chunks.
+        name: of the ring to attach to.
+
+    Raises:
+        ConfigurationError: a size is out of range.
+        SegmentError: there is no room, or no such ring.
+
+    Thread safety: the views are plain memory; who may write them when is the protocol's business.
+
+    Examples:
+        >>> from kvindex.shm import ShmRingBuffer
+        >>> with ShmRingBuffer(n_reader=2, max_chunk_bytes=1024, max_chunks=4) as ring:
+        ...     attached = ShmRingBuffer(*ring.handle())
+        ...     with ring.get_data(3) as chunk:
+        ...         chunk[:5] = b"hello"
+        ...     with attached.get_data(3) as chunk:
+        ...         print(bytes(chunk[:5]), len(chunk))
+        ...     with attached.get_metadata(3) as flags:
+        ...         print(list(flags))
+        ...     attached.close()
+        b'hello' 1024
+        [0, 0, 0]
+    """
+
+    def __init__(
+        self, n_reader: int, max_chunk_bytes: int, max_chunks: int, name: str | None = None
+    ) -> None:
+        self.layout = Layout(n_reader, max_chunks, max_chunk_bytes)
+        self.is_maker = name is None
+        if name is None:
+            self.segment = Segment.make(self.layout.total_bytes, self.layout.header(OWN_RULE))
+            self._rule = OWN_RULE
+            return
+        self.segment = Segment.attach(name)
+        try:
+            with memoryview(self.segment.memory) as memory:
+                self._rule = self.layout.check_header(memory, name)
+        except SegmentError:
+            self.segment.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        """The name to attach by."""
+        return self.segment.name
+
+    def handle(self) -> RingHandle:
+        """Return what `ShmRingBuffer(*handle)` attaches by, in any process of this user here."""
+        layout = self.layout
+        return layout.n_reader, layout.max_chunk_bytes, layout.max_chunks, self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.handle()
+
+    @contextmanager
+    def get_data(self, current_idx: int) -> Iterator[memoryview]:
+        """Give a chunk's bytes, writable, for the length of a `with`.
+
+        Raises:
+            IndexError: no such chunk.
+        """
+        at = self.layout.chunk(self._checked(current_idx))
+        with memoryview(self.segment.memory)[at : at + self.layout.max_chunk_bytes] as view:
+            yield view
+
+    @contextmanager
+    def get_metadata(self, current_idx: int) -> Iterator[memoryview]:
+        """Give a chunk's flags, writable: one byte "written", then one "read" for each reader.
+
+        Raises:
+            IndexError: no such chunk.
+        """
+        at = self.layout.flags(self._checked(current_idx))
+        with memoryview(self.segment.memory)[at : at + 1 + self.layout.n_reader] as view:
+            yield view
+
+    def writer(self) -> WritingParty:
+        """Return the writing party; the ring's maker is the only one to have it."""
+        if not self.is_maker:
+            raise SegmentError(f"only the maker of ring {self.name} writes to it")
+        return open_writer(self.segment, self.layout, self._rule)
+
+    def reader(self, slot: int) -> ReadingParty:
+        """Take a place and return its reading party.
+
+        Raises:
+            SegmentError: a living reader has the place, or it is out of range.
+        """
+        if not 0 <= slot < self.layout.n_reader:
+            raise SegmentError(f"ring {self.name} has no place {slot}")
+        party = open_reader(self.segment, self.layout, self._rule, slot)
+        if not self.segment.hold(_lock_of(slot)):
+            raise SegmentError(f"place {slot} of ring {self.name} has a living reader already")
+        party.attach()
+        return party
+
+    def reader_lives(self, slot: int) -> bool:
+        """Return whether a reader in another mapping holds this place. A system call."""
+        return self.segment.lives(_lock_of(slot))
+
+    def writer_lives(self) -> bool:
+        """Return whether the maker, in another mapping, lives. A system call."""
+        return self.segment.lives(MAKER)
+
+    def leave(self, slot: int) -> None:
+        """Give a place's lock back, for another reader to take it."""
+        self.segment.drop(_lock_of(slot))
+
+    def close(self) -> None:
+        """Unmap it, and unlink it if it was made here. Idempotent."""
+        self.segment.close()
+
+    def __enter__(self) -> ShmRingBuffer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        return (
+            f"<ShmRingBuffer of {layout.max_chunks} chunks of {layout.max_chunk_bytes} bytes "
+            f"for {layout.n_reader} readers>"
+        )
+
+    def _checked(self, chunk: int) -> int:
+        if not 0 <= chunk < self.layout.max_chunks:
+            raise IndexError(f"chunk {chunk} of {self.layout.max_chunks}")
+        return chunk
+
+
+def _lock_of(slot: int) -> int:
+    return MAKER + 1 + slot

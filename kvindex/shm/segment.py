@@ -1,0 +1,337 @@
+"""Named shared memory that leaves nothing behind, and tells which of its parties live.
+
+A segment is a file in /dev/shm, private to the user (0600), under a name that cannot be guessed.
+It gets its name only when it is whole: made nameless, given its memory (so that no later write can
+find the file system full), its header and its maker's lock, and then linked.
+
+A party shows that it lives by a lock on a byte of its own in the file (an open-file-description
+lock, fcntl(2)): the kernel takes it back however the party ends, and neither a reused process id
+nor another process namespace can feign it. The lock has a descriptor of its own, which a forked
+child closes: a child does not keep its parent alive.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import secrets
+import stat
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvindex.errors import ClosedError, SegmentError
+
+try:
+    import fcntl
+
+    _OFD = (fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW, fcntl.F_OFD_GETLK)
+except (ImportError, AttributeError):  # not Linux: `check_platform` says so
+    _OFD = (-1, -1, -1)
+
+__all__ = ["MAKER", "Mutex", "Segment", "check_platform", "sweep"]
+
+logger = logging.getLogger(__name__)
+
+_SET, _SET_WAIT, _GET = _OFD
+_FOLDER = "/dev/shm"
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on Linux of 64 bits: type, whence, start, len, pid
+_PARTIES_AT = 1 << 40  # beyond every byte of memory
+_PARTIES = 1 << 20
+_MUTEX_AT = 1 << 41
+_CLOSE = 1.0  # seconds that closing waits for a thread that is inside
+
+MAKER = 0
+"""The maker's party number; parties are numbered from 0."""
+
+
+def check_platform() -> None:
+    """Raise SegmentError where shared memory with such locks is not to be had."""
+    if _SET == -1 or not os.path.isdir(_FOLDER):
+        raise SegmentError(f"kvindex.shm needs Linux: {_FOLDER} and open-file-description locks")
+
+
+class Segment:
+    """A mapping of named shared memory.
+
+    Attributes:
+        name: its file's name in /dev/shm.
+        memory: the mapping, writable.
+        on_fork: called in a forked child, where the mapping is the parent's.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    def __init__(self, name: str, descriptor: int, size: int, *, maker: bool) -> None:
+        self.name = name
+        self.on_fork: Callable[[], None] | None = None
+        self.memory = mmap.mmap(descriptor, size)
+        self._mutex = Mutex(_open_again(descriptor))
+        os.close(descriptor)
+        self._finalizer = weakref.finalize(
+            self, _end, self.memory, self._mutex, name if maker else None, os.getpid()
+        )
+        _watch_forks(self)
+
+    @classmethod
+    def make(cls, size: int, header: bytes) -> Segment:
+        """Return new memory of `size` bytes that starts with `header`; its maker's lock is held.
+
+        Raises:
+            SegmentError: there is no room for it, or no such memory on this platform.
+        """
+        check_platform()
+        sweep()
+        name = f"{_prefix()}{secrets.token_hex(16)}"
+        descriptor = -1
+        try:
+            descriptor = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            os.fchmod(descriptor, 0o600)
+            os.posix_fallocate(descriptor, 0, size)
+            os.pwrite(descriptor, header, 0)
+            path = f"/proc/self/fd/{descriptor}"
+            segment = cls(name, os.dup(descriptor), size, maker=True)
+            if not segment.hold(MAKER):
+                raise SegmentError(f"the maker's lock of {name} is held already")
+            # With a folder's descriptor link(2) follows the path, which is a symbolic link.
+            folder = os.open(_FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.link(path, f"{_FOLDER}/{name}", src_dir_fd=folder)
+            finally:
+                os.close(folder)
+            return segment
+        except OSError as error:
+            if isinstance(error, SegmentError):
+                raise
+            raise SegmentError(error.errno, _no_room(size, error)) from error
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    @classmethod
+    def attach(cls, name: str) -> Segment:
+        """Return a mapping of memory that another party made.
+
+        Raises:
+            SegmentError: there is none of that name, or it is not this user's alone.
+        """
+        check_platform()
+        if "/" in name or name in ("", ".", ".."):
+            raise SegmentError(f"{name!r} cannot name shared memory")
+        try:
+            descriptor = os.open(f"{_FOLDER}/{name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SegmentError(
+                error.errno, f"shared memory {name} cannot be attached: is its maker closed?"
+            ) from error
+        found = os.fstat(descriptor)
+        if (
+            not stat.S_ISREG(found.st_mode)
+            or found.st_uid != os.geteuid()
+            or stat.S_IMODE(found.st_mode) & 0o077
+            or found.st_size == 0
+        ):
+            os.close(descriptor)
+            raise SegmentError(f"shared memory {name} is not private to this user: refused")
+        return cls(name, descriptor, found.st_size, maker=False)
+
+    def hold(self, party: int) -> bool:
+        """Take a party's lock, for as long as this mapping is open; False if another has it."""
+        self._check_open()
+        with self._mutex.kept_open() as descriptor:
+            return _lock(descriptor, _SET, _PARTIES_AT + party)
+
+    def drop(self, party: int) -> None:
+        """Give a party's lock back."""
+        self._check_open()
+        with self._mutex.kept_open() as descriptor:
+            fcntl.fcntl(descriptor, _SET, _flock(fcntl.F_UNLCK, _PARTIES_AT + party))
+
+    def lives(self, party: int) -> bool:
+        """Return whether a party's lock is held by another mapping than this. A system call."""
+        self._check_open()
+        with self._mutex.kept_open() as descriptor:
+            return _is_held(descriptor, _PARTIES_AT + party, 1)
+
+    def mutex(self) -> Mutex:
+        """Return a lock that excludes every other mapping's."""
+        self._check_open()
+        return self._mutex
+
+    def unlink(self) -> None:
+        """Take the name away; those who have it mapped keep the memory."""
+        with suppress(FileNotFoundError):
+            os.unlink(f"{_FOLDER}/{self.name}")
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or this is a forked child's copy."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Unmap it, give the locks back, and unlink it if it was made here. Idempotent."""
+        self._finalizer()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"shared memory {self.name} is closed in this process")
+
+    def _disown(self) -> None:
+        """In a forked child: what was opened belongs to the parent."""
+        if self._finalizer.detach() is not None:
+            self._mutex.disown()
+        if self.on_fork is not None:
+            self.on_fork()
+
+
+class Mutex:
+    """A lock between all mappings of a segment, for `with`.
+
+    The kernel gives it back when its holder dies. Threads of one mapping exclude each other too.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._threads = threading.Lock()  # one file description is one holder
+        self._taken = _flock(fcntl.F_WRLCK, _MUTEX_AT)
+        self._given = _flock(fcntl.F_UNLCK, _MUTEX_AT)
+
+    def __enter__(self) -> None:
+        self._threads.acquire()
+        try:
+            fcntl.fcntl(self._opened(), _SET_WAIT, self._taken)
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            fcntl.fcntl(self._opened(), _SET, self._given)
+        finally:
+            self._threads.release()
+
+    @contextmanager
+    def kept_open(self) -> Iterator[int]:
+        """Give the descriptor, which nobody closes meanwhile."""
+        with self._threads:
+            yield self._opened()
+
+    def close(self) -> None:
+        """Close the descriptor, and with it every lock of this mapping."""
+        # A thread may be inside that waits for a party that is stopped, or never comes back.
+        waited = self._threads.acquire(timeout=_CLOSE)
+        self.disown()
+        if waited:
+            self._threads.release()
+
+    def disown(self) -> None:
+        """Close the descriptor as a forked child does: whatever its parent's threads held."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            raise ClosedError("this end of the queue is closed")
+        return self._descriptor
+
+
+def sweep() -> int:
+    """Remove this user's segments none of whose parties lives; return how many.
+
+    They are left by parties that were all killed. Each new segment is preceded by a sweep.
+    """
+    swept = 0
+    for path in Path(_FOLDER).glob(f"{_prefix()}*"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone meanwhile
+        try:
+            if not _is_held(descriptor, _PARTIES_AT, _PARTIES):
+                path.unlink()
+                swept += 1
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)
+    if swept:
+        logger.info("removed %d shared-memory segments that killed processes left", swept)
+    return swept
+
+
+def _prefix() -> str:
+    return f"kvindex-{os.geteuid()}-"
+
+
+def _flock(kind: int, start: int, length: int = 1) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+
+
+def _lock(descriptor: int, command: int, start: int) -> bool:
+    try:
+        fcntl.fcntl(descriptor, command, _flock(fcntl.F_WRLCK, start))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _is_held(descriptor: int, start: int, length: int) -> bool:
+    asked = _flock(fcntl.F_WRLCK, start, length)
+    kind = _FLOCK.unpack(fcntl.fcntl(descriptor, _GET, asked))[0]
+    return bool(kind != fcntl.F_UNLCK)
+
+
+def _open_again(descriptor: int) -> int:
+    """Open a descriptor's file anew: mmap keeps a duplicate, and with it whatever that holds."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _no_room(size: int, error: OSError) -> str:
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+        return f"shared memory of {size} bytes cannot be made: {error.strerror}"
+    found = os.statvfs(_FOLDER)
+    return (
+        f"shared memory of {size} bytes does not fit: {found.f_bavail * found.f_frsize} bytes are "
+        f"free in {_FOLDER}; use smaller or fewer chunks, or give the container a larger --shm-size"
+    )
+
+
+def _end(memory: mmap.mmap, mutex: Mutex, made: str | None, pid: int) -> None:
+    """Close what a segment opened; its name goes first, so that nobody finds it half gone."""
+    if os.getpid() != pid:
+        return
+    if made is not None:
+        with suppress(OSError):
+            os.unlink(f"{_FOLDER}/{made}")
+    mutex.close()
+    with suppress(BufferError):  # a view is still in use: unmapped when that is dropped
+        memory.close()
+
+
+# Forks -------------------------------------------------------------------------------------------
+# The one state of the process that this package keeps: which segments a forked child must let go.
+
+_open_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+_forks_watched = False
+
+
+def _watch_forks(segment: Segment) -> None:
+    global _forks_watched
+    if not _forks_watched:
+        _forks_watched = True
+        os.register_at_fork(after_in_child=_after_fork)
+    _open_segments.add(segment)
+
+
+def _after_fork() -> None:
+    for segment in list(_open_segments):
+        segment._disown()
+    _open_segments.clear()

@@ -1,0 +1,244 @@
+"""The writing end of a ring: waits for room, looks after its readers, splits what is long."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from kvindex.errors import (
+    ClosedError,
+    ConfigurationError,
+    QueueTimeoutError,
+    ReaderDiedError,
+)
+from kvindex.shm.codec import Buffer
+from kvindex.shm.layout import CLOSED, READY, SlotState
+from kvindex.shm.messages import LENGTH_BYTES, RAW, fragments
+from kvindex.shm.parties import ParentsParty
+from kvindex.shm.ring import ShmRingBuffer
+from kvindex.shm.waiting import Patience, Waiting
+
+__all__ = ["DeadReaderPolicy", "RingSender"]
+
+logger = logging.getLogger(__name__)
+
+DeadReaderPolicy = Literal["remove", "raise"]
+
+
+class RingSender:
+    """Writes messages into a ring that it made.
+
+    Args:
+        ring: the ring; the sender closes it.
+        reserved: places kept for readers that will come: every message waits for them.
+        waiting: how to wait.
+        on_dead_reader: what to do about a reader that is gone with messages unread: "remove" it and
+            go on, or "raise".
+        ranks: what ReaderDiedError calls the readers, by their places; their places by default.
+
+    Thread safety: one thread at a time, but `evict`, `statistics` and `close` from any.
+    """
+
+    def __init__(
+        self,
+        ring: ShmRingBuffer,
+        *,
+        reserved: Iterable[int] = (),
+        waiting: Waiting,
+        on_dead_reader: DeadReaderPolicy = "remove",
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        if on_dead_reader not in ("remove", "raise"):
+            raise ConfigurationError(
+                f'on_dead_reader must be "remove" or "raise", not {on_dead_reader!r}'
+            )
+        if ring.layout.max_chunk_bytes < LENGTH_BYTES:
+            raise ConfigurationError(
+                f"max_chunk_bytes must be at least {LENGTH_BYTES} for messages in fragments, not "
+                f"{ring.layout.max_chunk_bytes}"
+            )
+        self.ring = ring
+        self._chunk_bytes = ring.layout.max_chunk_bytes
+        self._waiting = waiting
+        self._spin = waiting.spin
+        self._on_dead_reader = on_dead_reader
+        self._ranks = ranks or range(ring.layout.n_reader)
+        self._counters: Counter[str] = Counter()
+        self._closed = False
+        self._party = ring.writer()
+        ring.segment.on_fork = self._disown
+        for slot in reserved:
+            self._party.reserve(slot)
+
+    @property
+    def seq(self) -> int:
+        """The number of the next chunk; chunks are counted from 0."""
+        return self._party.seq
+
+    def send(
+        self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
+    ) -> None:
+        """Publish a message to every reader.
+
+        Args:
+            kind: of the message.
+            body: its bytes, in one buffer or several; free again when this returns.
+            size: their number.
+            timeout: longest wait for room in seconds; for each fragment, if there are several.
+
+        Raises:
+            QueueTimeoutError: there was no room in time; no reader will see the message.
+            ReaderDiedError: as `on_dead_reader` says.
+            ClosedError: the queue is closed.
+        """
+        if self._closed:
+            self._check_open()
+        self._party.admit()
+        if size <= self._chunk_bytes:
+            self._put(kind, body, timeout)
+            return
+        parts = [body] if isinstance(body, bytes | bytearray | memoryview) else body
+        for piece_kind, piece in fragments(kind, parts, size, self._chunk_bytes):
+            self._put(piece_kind, piece, timeout)
+            self._counters["fragments"] += 1
+
+    def wait_room(self, timeout: float | None) -> None:
+        """Return once the next chunk can be written; raises as `send`."""
+        self._check_open()
+        self._party.admit()
+        if self._party.wait(0.0, 0.0):
+            return
+        patience = Patience(self._waiting, timeout)
+        while not self._party.wait(self._spin, patience.slice()):
+            self._look_around(patience, timeout)
+
+    @contextmanager
+    def chunk(self, length: int, timeout: float | None) -> Iterator[memoryview]:
+        """Give the next chunk's first `length` bytes to write; published when the `with` ends well.
+
+        Raises: as `send`.
+        """
+        self.wait_room(timeout)
+        with self.ring.get_data(self._party.index) as data, data[:length] as view:
+            yield view
+            self._party.publish(RAW, length)
+
+    def wait_attached(self, patience: Patience, timeout: float | None) -> None:
+        """Return once every reserved place has its reader.
+
+        Raises:
+            QueueTimeoutError: some did not come in time.
+        """
+        self._check_open()
+        while not self._party.wait_attached(patience.slice()):
+            self._check_open()
+            missing = self._slots(SlotState.RESERVED)
+            if missing and patience.exhausted:
+                raise QueueTimeoutError(
+                    f"readers at places {missing} did not attach in {timeout:g} s",
+                    timeout=timeout or 0.0,
+                )
+            patience.warn(f"readers at places {missing} to attach")
+        self._party.admit()
+
+    def admit(self) -> int:
+        """Let joiners in, from the next message on; return how many."""
+        return self._party.admit()
+
+    def mark_ready(self) -> None:
+        """Let the readers' `wait_ready` return."""
+        self._party.state |= READY
+
+    def readers(self) -> list[int]:
+        """Return the places whose readers every message waits for."""
+        return self._slots(SlotState.ACTIVE, SlotState.RESERVED)
+
+    def laggards(self) -> list[int]:
+        """Return the places of the readers that keep the next chunk from being written."""
+        return self._party.awaited()
+
+    def evict(self, slot: int) -> bool:
+        """Take a reader off, alive or not; it is told by ReaderEvictedError. False: none there."""
+        evicted = self._party.remove(slot, True)
+        self._counters["readers_evicted"] += evicted
+        return evicted
+
+    def remove_dead(self) -> list[int]:
+        """Take off every reader that is gone; return their places. A system call for each."""
+        return self._remove(self._slots(SlotState.ACTIVE))
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many chunks were published, waits were slept, and readers removed."""
+        return {
+            "chunks": self._party.seq,
+            "fragments": self._counters["fragments"],
+            "readers_removed": self._counters["readers_removed"],
+            "readers_evicted": self._counters["readers_evicted"],
+            **self._party.statistics(),
+        }
+
+    def close(self) -> None:
+        """Say that nothing more will come, and close the ring. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.ring.segment.closed:
+            self._party.state |= CLOSED
+            self._party.interrupt()
+        self.ring.close()
+
+    def _put(self, kind: int, body: Buffer | Sequence[Buffer], timeout: float | None) -> None:
+        if self._party.write(kind, body, 0.0, 0.0):
+            return
+        patience = Patience(self._waiting, timeout)
+        spin = self._spin if timeout is None else min(self._spin, timeout)
+        while not self._party.write(kind, body, spin, patience.slice()):
+            self._look_around(patience, timeout)
+
+    def _look_around(self, patience: Patience, timeout: float | None) -> None:
+        """Between two waits for room: see what could keep it from ever coming."""
+        self._check_open()
+        awaited = self._party.awaited()
+        dead = self._remove(awaited)
+        awaited = [slot for slot in awaited if slot not in dead]
+        if dead and self._on_dead_reader == "raise":
+            ranks = [self._ranks[slot] for slot in dead]
+            raise ReaderDiedError(
+                f"the readers {ranks} are gone with messages unread; they were removed",
+                ranks=ranks,
+            )
+        if awaited and patience.exhausted:
+            raise QueueTimeoutError(
+                f"no room in the ring for {timeout:g} s: the readers at places {awaited} are "
+                f"{self.ring.layout.max_chunks} chunks behind",
+                timeout=timeout or 0.0,
+            )
+        patience.warn(f"the readers at places {awaited} to read")
+
+    def _remove(self, slots: Sequence[int]) -> list[int]:
+        dead = [
+            slot
+            for slot in slots
+            if self._party.slot_state(slot) == SlotState.ACTIVE
+            and not self.ring.reader_lives(slot)
+            and self._party.remove(slot, False)
+        ]
+        if dead:
+            self._counters["readers_removed"] += len(dead)
+            logger.warning("the readers at places %s are gone; they were removed", dead)
+        return dead
+
+    def _slots(self, *states: SlotState) -> list[int]:
+        places = range(self.ring.layout.n_reader)
+        return [slot for slot in places if self._party.slot_state(slot) in states]
+
+    def _disown(self) -> None:
+        """In a forked child: this end is the parent's."""
+        self._party = ParentsParty()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the queue is closed")

@@ -1,0 +1,71 @@
+"""Whose turn it is at an end that only one thread may use."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvindex.errors import ClosedError, WaitCancelledError
+
+__all__ = ["Turn"]
+
+
+class Turn:
+    """Refuses a second thread, and forked children; lets any thread close.
+
+    ZeroMQ's sockets break when two threads use them, and in a forked child they wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        # Reentrant: a signal's handler may close the end while its own thread waits.
+        self._taken = threading.RLock()
+        self._closing = threading.Event()
+
+    @contextmanager
+    def taken(self, cancel: threading.Event | None = None) -> Iterator[threading.Event]:
+        """Give what ends a wait: set with `cancel`, and when another thread closes.
+
+        Raises:
+            RuntimeError: another thread has its turn.
+            ClosedError: the end was closed, or is a parent process's.
+        """
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this end of the queue belongs to the parent process; attach one by its handle"
+            )
+        if not self._taken.acquire(blocking=False):
+            raise RuntimeError("this end of the queue is in use by another thread: one at a time")
+        try:
+            self._check_open()
+            yield self._closing if cancel is None else _Either(self._closing, cancel)
+        except WaitCancelledError:
+            self._check_open()
+            raise
+        finally:
+            self._taken.release()
+
+    def end(self, close: Callable[[], None]) -> None:
+        """End the wait of whoever has its turn, and then close. Nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._closing.set()
+        with self._taken:
+            close()
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise ClosedError("this end of the queue is closed")
+
+
+class _Either(threading.Event):
+    """Set when one of two events is."""
+
+    def __init__(self, first: threading.Event, second: threading.Event) -> None:
+        super().__init__()
+        self._events = first, second
+
+    def is_set(self) -> bool:
+        return any(event.is_set() for event in self._events)

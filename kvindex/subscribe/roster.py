@@ -1,0 +1,244 @@
+"""The feeds of all workers: who is subscribed to, and under which names.
+
+Owned by the subscriber's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import msgspec
+import zmq
+
+from kvindex.errors import ConfigurationError, UnknownRankError
+from kvindex.rank import Rank
+from kvindex.subscribe.config import SequencerConfig
+from kvindex.subscribe.connection import Link
+from kvindex.subscribe.deadlines import Deadlines
+from kvindex.subscribe.feed import Feed
+from kvindex.subscribe.outlet import Outlet
+from kvindex.subscribe.rank_names import Claim, settle
+from kvindex.subscribe.resumption import plan_resumption
+from kvindex.subscribe.status_board import StatusBoard
+from kvindex.subscribe.stream import (
+    Decode,
+    FingerprintMaker,
+    RankAdded,
+    RankRemoved,
+    RanksRenamed,
+)
+from kvindex.subscribe.watch import Watch
+from kvindex.subscribe.worker import PublisherAddress, Worker
+
+__all__ = ["Roster"]
+
+logger = logging.getLogger(__name__)
+
+
+class Roster:
+    """Adds, names and removes the feeds of workers, and tells outlet and board of it.
+
+    Args:
+        config: settings of every sequencer, but for whether there is replay.
+        link: socket settings.
+        context_for: gives the ZeroMQ context for an address.
+        watch: told of every socket.
+        decode: makes batches of payloads.
+        fingerprints: makes hashes of them.
+        outlet: where items go.
+        board: where statuses are shown.
+        counters: where failures are counted.
+        clock: monotonic seconds.
+
+    Attributes:
+        feeds: every feed, by the name that its rank goes by.
+        deadlines: when each wants to be called next.
+    """
+
+    def __init__(
+        self,
+        config: SequencerConfig,
+        *,
+        link: Link,
+        context_for: Callable[[PublisherAddress], zmq.Context[zmq.Socket[bytes]]],
+        watch: Watch,
+        decode: Decode,
+        fingerprints: FingerprintMaker,
+        outlet: Outlet,
+        board: StatusBoard,
+        counters: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self.feeds: dict[Rank, Feed] = {}
+        self.deadlines: Deadlines[Feed] = Deadlines()
+        self._workers: set[str] = set()
+        self._config = config
+        self._link = link
+        self._context_for = context_for
+        self._watch = watch
+        self._decode = decode
+        self._fingerprints = fingerprints
+        self._outlet = outlet
+        self._board = board
+        self._counters = counters
+        self._clock = clock
+
+    def guard(self, feed: Feed, step: Callable[[float], bool | None], now: float) -> bool | None:
+        """Take one step of a feed; a failure ends that feed, and no other."""
+        try:
+            return step(now)
+        except Exception as error:
+            logger.exception("%s: its stream failed and is closed", feed.rank)
+            self._counters["feed_failures"] += 1
+            feed.failure = f"failed: {error!r}; remove the worker and add it again"
+            feed.close(now)
+            return True
+
+    def publish(self, feeds: Iterable[Feed], now: float) -> None:
+        """Show others the new statuses of these feeds."""
+        statuses = [feed.status(now) for feed in feeds if self.feeds.get(feed.rank) is feed]
+        self._board.show(statuses)
+        self._outlet.put_statuses(statuses)
+
+    def cursor(self, rank: Rank) -> bytes | None:
+        """Return a rank's cursor, encoded, or None where there is nothing to go on from.
+
+        Raises:
+            UnknownRankError: no such rank.
+        """
+        feed = self.feeds.get(rank)
+        if feed is None:
+            raise UnknownRankError(rank, self.feeds)
+        saved = feed.cursor(self._fingerprints.identity)
+        return None if saved is None else saved.encode()
+
+    def add(self, worker: Worker, cursors: Mapping[Rank, bytes]) -> None:
+        """Subscribe to a worker's ranks; those of its ranks that have a cursor go on from there.
+
+        Raises:
+            ConfigurationError: its id is taken, or ZeroMQ refuses an endpoint.
+        """
+        if worker.worker in self._workers:
+            raise ConfigurationError(f"worker {worker.worker!r} is subscribed to already")
+        for endpoint in worker.shared_endpoints():
+            logger.warning(
+                "worker %r: one rank publishes at %s, where another replays; "
+                "set the engine's replay port further away",
+                worker.worker,
+                endpoint,
+            )
+        now = self._clock()
+        feeds: list[Feed] = []
+        try:
+            for address in worker.publishers():
+                feeds.append(self._feed(worker, address, now))
+        except BaseException:
+            for feed in feeds:
+                feed.close(now)
+            raise
+        self._workers.add(worker.worker)
+        self._start(
+            feeds, {r.dp_rank: cursors[r] for r in cursors if r.worker == worker.worker}, now
+        )
+
+    def _feed(self, worker: Worker, address: PublisherAddress, now: float) -> Feed:
+        return Feed(
+            worker,
+            address,
+            msgspec.structs.replace(self._config, has_replay=address.replay is not None),
+            link=self._link,
+            context=self._context_for(address),
+            watch=self._watch,
+            decode=self._decode,
+            fingerprint=self._fingerprints.of,
+            outlet=self._outlet,
+            on_named=self._settle_names,
+            now=now,
+        )
+
+    def _start(self, feeds: list[Feed], cursors: Mapping[int, bytes], now: float) -> None:
+        """Begin with the publishers of one worker, each from its cursor if it has one."""
+        plan = plan_resumption(
+            [feed.address.dp_rank for feed in feeds], cursors, self._fingerprints.identity
+        )
+        for feed, resumption in zip(feeds, plan, strict=True):
+            feed.rank = Rank(feed.worker, resumption.dp_rank)
+            self.feeds[feed.rank] = feed
+            self._outlet.put(RankAdded(feed.rank, feed.groups))
+        for feed, resumption in zip(feeds, plan, strict=True):
+            self.guard(feed, partial(feed.start, resumption), now)
+            self.deadlines.set(feed, feed.deadline)
+        self._board.rename((), _names_by_port(feeds))
+        worker = feeds[0].worker
+        self._note_unused(r for name in cursors if (r := Rank(worker, name)) not in self.feeds)
+        self.publish(feeds, now)
+
+    def note_strangers(self, cursors: Iterable[Rank]) -> None:
+        """Count the cursors of workers that are not subscribed to."""
+        self._note_unused(rank for rank in cursors if rank.worker not in self._workers)
+
+    def _note_unused(self, ranks: Iterable[Rank]) -> None:
+        for rank in ranks:
+            self._counters["cursors_unused"] += 1
+            logger.info("%s: there is a cursor, but no publisher to go on with", rank)
+
+    def remove(self, worker: str) -> None:
+        """Unsubscribe from a worker's ranks.
+
+        Raises:
+            UnknownRankError: no such worker.
+        """
+        if worker not in self._workers:
+            raise UnknownRankError(worker, self._workers)
+        self._workers.remove(worker)
+        now = self._clock()
+        for feed in [feed for feed in self.feeds.values() if feed.worker == worker]:
+            feed.close(now)
+            del self.feeds[feed.rank]
+            self.deadlines.forget(feed)
+            self._outlet.put(RankRemoved(feed.rank))
+        self._board.remove(worker)
+
+    def close(self, now: float) -> None:
+        """Close every feed; what fails on the way is logged, and the rest closes all the same."""
+        for feed in self.feeds.values():
+            try:
+                feed.close(now)
+            except Exception:
+                logger.exception("%s: closing it failed", feed.rank)
+
+    def _settle_names(self, named: Feed) -> None:
+        """Name a worker's ranks anew after one of its publishers has named its dp_rank."""
+        feeds = [feed for feed in self.feeds.values() if feed.worker == named.worker]
+        feeds.sort(key=lambda feed: feed.address.dp_rank)
+        dp_ranks = settle([Claim(feed.address.dp_rank, feed.named) for feed in feeds])
+        names: dict[Rank, Rank] = {}
+        for feed, dp_rank in zip(feeds, dp_ranks, strict=True):
+            if feed.named not in (None, dp_rank):
+                feed.counters["dp_rank_conflicts"] = 1
+                logger.warning(
+                    "%s: its batches name dp_rank %d, as another's do", feed.rank, feed.named
+                )
+            if dp_rank != feed.rank.dp_rank:
+                names[feed.rank] = Rank(feed.worker, dp_rank)
+        if names:
+            self._rename(feeds, names)
+
+    def _rename(self, feeds: list[Feed], names: dict[Rank, Rank]) -> None:
+        moved = [feed for feed in feeds if feed.rank in names]
+        for feed in moved:
+            del self.feeds[feed.rank]
+        for feed in moved:
+            feed.rank = names[feed.rank]
+            self.feeds[feed.rank] = feed
+        self._board.rename(names, _names_by_port(feeds))
+        self._outlet.put(RanksRenamed(tuple(names.items())))
+        self.publish(moved, self._clock())
+
+
+def _names_by_port(feeds: list[Feed]) -> dict[Rank, Rank]:
+    """Return by what each port tells under which name its rank goes."""
+    return {Rank(feed.worker, feed.address.dp_rank): feed.rank for feed in feeds}

@@ -1,0 +1,213 @@
+"""Parties of a queue over TCP in tests: readers as threads and as processes, and impostors."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import zmq
+
+from kvindex.errors import KVIndexError
+from kvindex.shm.remote import RemoteLink, RemoteReader, RemoteSender
+from kvindex.shm.remote_frames import parse_reader, welcome
+
+DEADLINE = 20.0
+"""Seconds after which a test gives up waiting."""
+
+MILLISECONDS = int(DEADLINE * 1000)
+MAX_BYTES = 1 << 20
+
+READER_PROCESS = """
+import sys
+from kvindex.errors import KVIndexError
+from kvindex.shm.remote import RemoteReader
+
+address, token, rank, mode = sys.argv[1:]
+reader = RemoteReader(address, bytes.fromhex(token), int(rank), max_message_bytes=1 << 20)
+reader.wait_ready(20.0)
+print("ready", flush=True)
+count = 0
+try:
+    while True:
+        if mode == "stuck" and count == 10:
+            print("stuck", flush=True)
+            sys.stdin.read()
+        number = int(bytes(reader.receive(20.0)[0]))
+        if number != count:
+            print("hole", count, number, flush=True)
+        count += 1
+except KVIndexError as error:
+    print(type(error).__name__, count, flush=True)
+"""
+
+WRITER_PROCESS = """
+import sys
+from kvindex.shm.remote import RemoteSender
+
+sender = RemoteSender(1, "127.0.0.1", max_message_bytes=1 << 20)
+print(sender.address, sender.token.hex(), flush=True)
+sender.wait_connected(20.0)
+for number in range(int(sys.argv[1])):
+    sender.send([b"%d" % number], 20.0)
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+
+class Queue:
+    """A sender and its readers, closed with the test."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def sender(self, n_remote: int = 1, ip: str = "127.0.0.1", **knobs: Any) -> RemoteSender:
+        knobs.setdefault("link", RemoteLink(linger=0.0))
+        sender = RemoteSender(n_remote, ip, max_message_bytes=MAX_BYTES, **knobs)
+        return self._stack.enter_context(sender)
+
+    def reader(self, sender: RemoteSender, rank: int = 0, **knobs: Any) -> RemoteReader:
+        token = knobs.pop("token", sender.token)
+        return self.reader_at(sender.address, token, rank, **knobs)
+
+    def reader_at(
+        self, address: str, token: bytes = bytes(32), rank: int = 0, **knobs: Any
+    ) -> RemoteReader:
+        knobs.setdefault("max_message_bytes", MAX_BYTES)
+        return self._stack.enter_context(RemoteReader(address, token, rank, **knobs))
+
+    def pair(self, **knobs: Any) -> tuple[RemoteSender, RemoteReader]:
+        """A sender and its only reader, joined."""
+        sender = self.sender(**knobs)
+        reader = self.reader(sender)
+        sender.wait_connected(DEADLINE)
+        return sender, reader
+
+    def collect(self, reader: RemoteReader, *, slow_every: int = 0) -> Collector:
+        collector = Collector(reader, slow_every=slow_every)
+        self._stack.callback(collector.stop)
+        return collector
+
+    def process(self, sender: RemoteSender, rank: int, mode: str = "run") -> Process:
+        return self._started(READER_PROCESS, sender.address, sender.token.hex(), str(rank), mode)
+
+    def stranger(self, sender: RemoteSender) -> zmq.Socket[bytes]:
+        """A bare socket that is connected to the sender."""
+        stranger = self._socket(zmq.DEALER)
+        stranger.connect(sender.address)
+        return stranger
+
+    def impostor(self) -> Impostor:
+        return Impostor(self._socket(zmq.ROUTER))
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stack.callback(context.destroy, linger=0)
+        socket = context.socket(kind)
+        self._stack.callback(socket.close, linger=0)
+        return socket
+
+    def writer_process(self, messages: int) -> Process:
+        return self._started(WRITER_PROCESS, str(messages))
+
+    def _started(self, script: str, *arguments: str) -> Process:
+        process = Process(script, *arguments)
+        self._stack.callback(process.end)
+        return process
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class Process:
+    """A party in a process of its own, that says on lines how it fares."""
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(DEADLINE)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=DEADLINE)
+
+
+class Collector(threading.Thread):
+    """A thread that receives until that ends.
+
+    A slow reader rests a millisecond each so many messages.
+    """
+
+    def __init__(self, reader: RemoteReader, *, slow_every: int = 0) -> None:
+        super().__init__(daemon=True)
+        self.messages: list[list[bytes]] = []
+        self.ended_by: KVIndexError | None = None
+        self._reader = reader
+        self._slow_every = slow_every
+        self._cancel = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while True:
+                frames = self._reader.receive(DEADLINE, self._cancel)
+                self.messages.append([bytes(frame) for frame in frames])
+                if self._slow_every and len(self.messages) % self._slow_every == 0:
+                    self._cancel.wait(0.001)
+        except KVIndexError as error:
+            self.ended_by = error
+
+    def stop(self) -> None:
+        self._cancel.set()
+        self.join(DEADLINE)
+
+    def result(self) -> list[list[bytes]]:
+        self.join(DEADLINE)
+        assert not self.is_alive()
+        return self.messages
+
+
+def drain(reader: RemoteReader) -> Iterator[list[bytes]]:
+    """Yield all messages, until receiving raises."""
+    while True:
+        yield [bytes(frame) for frame in reader.receive(DEADLINE)]
+
+
+class Impostor:
+    """Somebody who says what no writer says, in a writer's place."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._identity = b""
+
+    def meet(self) -> None:
+        """Wait for the reader's hello."""
+        assert self._socket.poll(MILLISECONDS)
+        self._identity, said = self._socket.recv_multipart()
+        parse_reader(said)
+
+    def welcome(self, next_seq: int = 0) -> None:
+        self.say(welcome(next_seq, 16, 1000, ready=True))
+
+    def say(self, *parts: bytes) -> None:
+        self._socket.send_multipart([self._identity, *parts])

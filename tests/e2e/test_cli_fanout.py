@@ -1,0 +1,81 @@
+"""`kvindex fanout`: the process beside a router's, from start to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvindex import State
+from kvindex.cli import main
+from kvindex.fanout import FanOut, join
+from kvindex.testing import FakeEngine, Workload
+from tests.live import PATIENCE, caught_up
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def sidecar(*argv: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvindex", "fanout", *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str], number: signal.Signals) -> dict[str, int]:
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    counters: dict[str, int] = json.loads(out)
+    return counters
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_processes_join_until_it_is_ended_and_it_goes_on_from_its_state(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    path, state = str(tmp_path / "kvindex.sock"), tmp_path / "state"
+    with FakeEngine("a") as engine:
+        engine.run(Workload(20, seed=1))
+        worker = f"a={engine.endpoint},replay={engine.replay_endpoint}"
+        argv = [path, "--worker", worker, "--state", str(state)]
+        with sidecar(*argv) as process, join(path, PATIENCE) as replica:
+            caught_up(replica, engine)  # type: ignore[arg-type]  # it has what that asks
+            counters = ended(process, number)
+            assert (counters["joined"], counters["died"]) == (1, 0)
+            assert replica.wait_for(
+                lambda statuses: statuses[engine.rank].state is State.STALE, PATIENCE
+            )
+            assert state.exists()
+            assert not Path(path).exists()
+            engine.run(Workload(20, seed=2))
+            with sidecar(*argv) as process:
+                caught_up(replica, engine)  # type: ignore[arg-type]
+                assert replica.status(engine.rank).counters["resumed"] == 1
+                ended(process, number)
+
+
+def test_a_path_that_is_taken_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "kvindex.sock")
+    with FanOut((), path):
+        assert main(["fanout", path, "--worker", "a=tcp://127.0.0.1:1"]) == 2
+    assert "living server" in capsys.readouterr().err

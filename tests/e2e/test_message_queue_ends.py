@@ -1,0 +1,561 @@
+"""What one end of a queue promises to the process that holds it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex import BACKEND
+from kvindex.errors import (
+    ClosedError,
+    ConfigurationError,
+    KVIndexError,
+    QueueClosedError,
+    QueueTimeoutError,
+    SegmentError,
+    WaitCancelledError,
+)
+from kvindex.shm import CurveReader, CurveServer, MessageQueue, ShmRingBuffer, Waiting
+from kvindex.shm.layout import Rule
+from tests.e2e.queue_peers import DEADLINE, is_left
+
+SOON = 1.0
+"""Seconds within which a waiting thread must have noticed something, on a busy machine."""
+
+Pair = Callable[..., tuple[MessageQueue, MessageQueue]]
+
+WAYS = ["memory", "remote"] + ["memory, Python's rule"] * (BACKEND == "native")
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param.endswith("rule"):
+        monkeypatch.setattr("kvindex.shm.ring.OWN_RULE", Rule.LOCK)
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(way: str) -> Iterator[Pair]:
+    """Make a writer and its one reader, which is ready."""
+    with ExitStack() as stack:
+
+        def make(**knobs: Any) -> tuple[MessageQueue, MessageQueue]:
+            waiting = knobs.pop("waiting", Waiting())
+            if way == "remote":
+                knobs.update(connect_ip="127.0.0.1", remote_window=4)
+            n_local = int(way != "remote")
+            writer = MessageQueue(1, n_local, None, 256, 4, waiting=waiting, **knobs)
+            stack.callback(writer.close)
+            reader = MessageQueue.create_from_handle(writer.export_handle(), 0, waiting=waiting)
+            stack.callback(reader.close)
+            if way == "remote":
+                joining = threading.Thread(target=reader.wait_until_ready, args=(DEADLINE,))
+                joining.start()
+                writer.wait_until_ready(DEADLINE)
+                joining.join(DEADLINE)
+            else:
+                writer.wait_until_ready(DEADLINE)
+            return writer, reader
+
+        yield make
+
+
+class Running(threading.Thread):
+    """A call in a thread of its own, and how it ended."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self.error: BaseException | None = None
+        self.returned: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.returned = self._call()
+        except BaseException as error:
+            self.error = error
+
+    def finish(self) -> BaseException | None:
+        self.join(DEADLINE)
+        assert not self.is_alive()
+        return self.error
+
+
+class Noticed(threading.Event):
+    """An event that tells when a waiting thread has looked at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked = threading.Event()
+
+    def is_set(self) -> bool:
+        found = super().is_set()
+        self.looked.set()
+        return found
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
+def fill(writer: MessageQueue) -> None:
+    for number in range(4):
+        writer.enqueue(number, timeout=DEADLINE)
+    with pytest.raises(QueueTimeoutError):
+        writer.enqueue("no room", timeout=0.0)
+
+
+def sleeps(queue: MessageQueue) -> int:
+    return int(queue.statistics()["local"]["sleeps"])
+
+
+def slept_since(queue: MessageQueue, before: int) -> bool:
+    return sleeps(queue) > before
+
+
+# Ending a wait -------------------------------------------------------------------------------
+
+
+def test_a_wait_ends_soon_after_its_cancel_is_set_and_takes_nothing(pair: Pair) -> None:
+    writer, reader = pair(waiting=Waiting(look=0.05))
+    cancel = Noticed()
+    waiting = Running(lambda: reader.dequeue(cancel=cancel))
+    assert cancel.looked.wait(DEADLINE)
+    since = time.monotonic()
+    cancel.set()
+    assert isinstance(waiting.finish(), WaitCancelledError)
+    assert time.monotonic() - since < SOON
+    writer.enqueue("kept")
+    assert reader.dequeue(DEADLINE) == "kept"
+
+
+def test_a_cancel_that_is_set_does_not_hide_a_message_that_is_there(pair: Pair) -> None:
+    writer, reader = pair()
+    cancel = threading.Event()
+    cancel.set()
+    writer.enqueue("there")
+    if writer.export_handle().buffer_handle is None:
+        assert reader.dequeue(DEADLINE) == "there"  # TCP takes its time
+    else:
+        assert reader.dequeue(DEADLINE, cancel) == "there"
+    with pytest.raises(WaitCancelledError):
+        reader.dequeue(DEADLINE, cancel)
+    with pytest.raises(WaitCancelledError):
+        with reader.acquire_read(DEADLINE, cancel):
+            pass
+
+
+def test_a_reader_that_waits_is_told_when_another_thread_closes_its_end(pair: Pair) -> None:
+    _, reader = pair(waiting=Waiting(look=0.05))
+    cancel = Noticed()
+    waiting = Running(lambda: reader.dequeue(cancel=cancel))
+    assert cancel.looked.wait(DEADLINE)
+    since = time.monotonic()
+    reader.close()
+    assert isinstance(waiting.finish(), ClosedError)
+    assert time.monotonic() - since < SOON
+
+
+def test_a_writer_that_waits_is_told_when_another_thread_closes_its_end(pair: Pair) -> None:
+    writer, reader = pair(waiting=Waiting(look=0.05))
+    fill(writer)
+    waiting = Running(lambda: writer.enqueue("never"))
+    if writer.export_handle().buffer_handle is not None:
+        until(lambda: sleeps(writer) > 0)
+    else:
+        until(lambda: writer.statistics()["remote"]["waits"] > 1)
+    since = time.monotonic()
+    closing = Running(writer.close)
+    assert isinstance(waiting.finish(), ClosedError)
+    assert time.monotonic() - since < SOON
+    assert [reader.dequeue(DEADLINE) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(QueueClosedError):
+        reader.dequeue(DEADLINE)
+    assert closing.finish() is None
+
+
+def test_who_sleeps_is_woken_and_does_not_wait_for_its_next_look(pair: Pair) -> None:
+    writer, reader = pair(waiting=Waiting(look=10.0))
+    in_memory = writer.export_handle().buffer_handle is not None
+    since = time.monotonic()
+    for number in range(3):
+        before = sleeps(reader) if in_memory else 0
+        waiting = Running(lambda: reader.dequeue(DEADLINE))
+        if in_memory:
+            until(partial(slept_since, reader, before))
+        writer.enqueue(number)
+        assert waiting.finish() is None
+        assert waiting.returned == number
+    fill(writer)
+    before = sleeps(writer) if in_memory else 0
+    waiting = Running(lambda: writer.enqueue("more"))
+    if in_memory:
+        until(partial(slept_since, writer, before))
+    assert reader.dequeue(DEADLINE) == 0
+    assert waiting.finish() is None
+    assert [reader.dequeue(DEADLINE) for _ in range(4)] == [1, 2, 3, "more"]
+    if in_memory:  # told that it closes, too
+        before = sleeps(reader)
+        waiting = Running(lambda: reader.dequeue(DEADLINE))
+        until(partial(slept_since, reader, before))
+        writer.close()
+        assert isinstance(waiting.finish(), QueueClosedError)
+    assert time.monotonic() - since < 9.0
+
+
+def test_a_second_thread_is_refused_while_the_first_uses_an_end(pair: Pair) -> None:
+    writer, reader = pair(waiting=Waiting(look=5.0))
+    cancel = Noticed()
+    waiting = Running(lambda: reader.dequeue(cancel=cancel))
+    if writer.export_handle().buffer_handle is not None:
+        until(lambda: sleeps(reader) > 0)
+    else:
+        assert cancel.looked.wait(DEADLINE)
+    with pytest.raises(RuntimeError, match="another thread"):
+        reader.dequeue(timeout=0.0)
+    with pytest.raises(RuntimeError, match="another thread"):
+        with reader.acquire_read(timeout=0.0):
+            pass
+    writer.enqueue("for the first")
+    assert waiting.finish() is None
+    assert waiting.returned == "for the first"
+
+
+def test_a_second_thread_is_refused_while_the_first_waits_for_room(pair: Pair) -> None:
+    writer, reader = pair(waiting=Waiting(look=5.0))
+    fill(writer)
+    waiting = Running(lambda: writer.enqueue("more"))
+    if writer.export_handle().buffer_handle is not None:
+        until(lambda: sleeps(writer) > 0)
+    else:
+        until(lambda: writer.statistics()["remote"]["waits"] > 1)
+    with pytest.raises(RuntimeError, match="another thread"):
+        writer.enqueue("second", timeout=0.0)
+    got = [reader.dequeue(DEADLINE) for _ in range(5)]
+    assert got == [0, 1, 2, 3, "more"]
+    assert waiting.finish() is None
+
+
+def test_long_waits_are_warned_of_unless_they_are_expected(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, reader = pair(waiting=Waiting(look=0.005, warn_after=0.02))
+    with caplog.at_level(logging.WARNING, "kvindex.shm"):
+        with pytest.raises(QueueTimeoutError):
+            reader.dequeue(timeout=0.06, indefinite=True)
+        assert not caplog.messages
+        with pytest.raises(QueueTimeoutError):
+            reader.dequeue(timeout=0.06)
+        assert any("waiting for a message" in text for text in caplog.messages)
+        caplog.clear()
+        if writer.export_handle().buffer_handle is not None:
+            fill(writer)
+            with pytest.raises(QueueTimeoutError):
+                writer.enqueue("no room", timeout=0.06)
+            assert any("readers at places [0]" in text for text in caplog.messages)
+
+
+# Reading in place ----------------------------------------------------------------------------
+
+
+def test_a_message_that_is_read_in_place_cannot_be_written_and_goes_when_the_block_ends(
+    pair: Pair,
+) -> None:
+    writer, reader = pair()
+    writer.enqueue(b"body")
+    with reader.acquire_read(DEADLINE) as body:
+        assert bytes(body) == b"body"
+        assert body.readonly
+    if writer.export_handle().buffer_handle is not None:
+        with pytest.raises(ValueError, match="released"):
+            body[0]
+
+
+def test_a_message_whose_reading_fails_counts_as_read(pair: Pair) -> None:
+    writer, reader = pair()
+    writer.enqueue(b"first")
+    writer.enqueue(b"x" * 500)  # in fragments
+    writer.enqueue(b"third")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            with reader.acquire_read(DEADLINE):
+                raise ZeroDivisionError
+    assert reader.dequeue(DEADLINE) == b"third"
+
+
+def test_a_chunk_is_not_written_while_it_is_read_in_place() -> None:
+    with MessageQueue(1, 1, None, 256, 1) as writer:
+        with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            writer.enqueue(b"a" * 200)
+            with reader.acquire_read(DEADLINE) as body:
+                with pytest.raises(QueueTimeoutError):
+                    writer.enqueue(b"b" * 200, timeout=0.01)
+                assert bytes(body) == b"a" * 200
+            writer.enqueue(b"b" * 200, DEADLINE)
+            assert reader.dequeue(DEADLINE) == b"b" * 200
+
+
+# Who may attach ------------------------------------------------------------------------------
+
+
+def test_only_the_maker_writes() -> None:
+    with ShmRingBuffer(1, 64, 2) as ring, ShmRingBuffer(*ring.handle()) as attached:
+        with pytest.raises(SegmentError, match="only the maker"):
+            attached.writer()
+
+
+@pytest.mark.parametrize(
+    ("args", "knobs"),
+    [
+        ((0, 0), {}),
+        ((1, 2), {}),
+        ((2, -1), {}),
+        ((2, 2, [0]), {}),
+        ((2, 2, [1, 1]), {}),
+        ((1, 1, None, 0), {}),
+        ((1, 1, None, 7), {}),
+        ((1, 1, None, 64, 0), {}),
+        ((1, 1), {"codec": "json"}),
+        ((1, 1), {"codec": object()}),
+        ((1, 1), {"on_dead_reader": "ignore"}),
+        ((1, 1), {"max_message_bytes": 0}),
+        ((1, 0, None, 64, 2, "0.0.0.0"), {}),
+        ((1, 0, None, 64, 2, "::"), {}),
+        ((1, 0, None, 64, 2, "*"), {}),
+        ((1, 0, None, 64, 2, "a.host"), {}),
+        ((2, 1, None, 64, 2, "0.0.0.0"), {}),
+        ((1, 0, None, 64, 2, "127.0.0.1"), {"remote_window": 0}),
+    ],
+)
+def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        MessageQueue(*args, **knobs).close()
+
+
+def test_a_reader_attaches_to_nothing_when_the_queue_is_closed() -> None:
+    with MessageQueue(1, 1) as writer:
+        handle = writer.export_handle()
+    assert not is_left(handle)
+    with pytest.raises(SegmentError, match="is its maker closed"):
+        MessageQueue.create_from_handle(handle, 0)
+
+
+# Pickle --------------------------------------------------------------------------------------
+
+
+def test_pickle_is_refused_unless_both_sides_ask_for_it() -> None:
+    with MessageQueue(1, 1, codec="pickle") as writer:
+        with pytest.raises(ConfigurationError, match="codec is 'pickle'"):
+            MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with MessageQueue(1, 1) as writer:
+        with pytest.raises(ConfigurationError, match="codec is 'msgpack'"):
+            MessageQueue.create_from_handle(writer.export_handle(), 0, codec="pickle")
+
+
+@pytest.mark.parametrize("n_local", [0, 1])
+def test_pickle_is_refused_for_remote_readers_without_curve(n_local: int) -> None:
+    with pytest.raises(ConfigurationError, match="curve"):
+        MessageQueue(2, n_local, connect_ip="127.0.0.1", codec="pickle")
+    with MessageQueue(
+        1, 0, connect_ip="127.0.0.1", codec="pickle", curve=CurveServer.generate()
+    ) as writer:
+        handle = writer.export_handle()
+        forged = type(handle)(
+            **{name: getattr(handle, name) for name in handle.__struct_fields__}
+            | {"remote_curve_key": None}
+        )
+        with pytest.raises(ConfigurationError, match="curve"):
+            MessageQueue.create_from_handle(forged, 0, codec="pickle")
+
+
+def test_keys_of_ones_own_are_used(pair: Pair, way: str) -> None:
+    if way != "remote":
+        return
+    server = CurveServer.generate()
+    with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=server, codec="pickle") as writer:
+        handle = writer.export_handle()
+        keys = CurveReader.generate(server.public_key)
+        with MessageQueue.create_from_handle(handle, 0, codec="pickle", curve=keys) as reader:
+            sending = Running(lambda: writer.enqueue({1, 2}, DEADLINE))
+            assert reader.dequeue(DEADLINE) == {1, 2}
+            assert sending.finish() is None
+
+
+# The network ---------------------------------------------------------------------------------
+
+
+def listened_addresses(port: int) -> set[str]:
+    """The addresses on which the kernel says that a port is listened on."""
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            address, _, hexadecimal = local.partition(":")
+            if state == "0A" and int(hexadecimal, 16) == port:
+                words = bytes.fromhex(address)
+                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, packed))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("connect_ip", "host", "address"),
+    [(None, "127.0.0.1", "127.0.0.1"), ("127.0.0.1",) * 3, ("::1", "[::1]", "::1")],
+)
+def test_only_the_given_address_is_listened_on(
+    connect_ip: str | None, host: str, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MessageQueue(1, 0, connect_ip=connect_ip) as writer:
+        remote = writer.export_handle().remote_address
+        assert remote is not None
+        name, _, port = remote.removeprefix("tcp://").rpartition(":")
+        assert name == host
+        assert listened_addresses(int(port)) == {address}
+        assert ("connect_ip is not given" in caplog.text) == (connect_ip is None)
+
+
+def test_a_queue_without_remote_readers_listens_nowhere() -> None:
+    with MessageQueue(1, 1, connect_ip="127.0.0.1") as writer:
+        handle = writer.export_handle()
+        assert (handle.remote_address, handle.remote_token) == (None, None)
+
+
+def test_a_remote_reader_reads_over_ipv6() -> None:
+    with MessageQueue(1, 0, connect_ip="::1") as writer:
+        with MessageQueue.create_from_handle(writer.export_handle(), 7) as reader:
+            sending = Running(lambda: writer.enqueue([6], DEADLINE))
+            assert reader.dequeue(DEADLINE) == [6]
+            assert sending.finish() is None
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b""], [b"\x02"], [b"\x01"], [b"\x63", b"x"], [b"\x01", b"\xc1"], [b"\x01\x01", b"\xc0"]],
+)
+def test_what_a_foreign_writer_sends_is_an_error_of_ours(frames: list[bytes]) -> None:
+    with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            remote = writer._remote
+            assert remote is not None
+            sending = Running(lambda: remote.send(frames, DEADLINE))
+            try:
+                reader.dequeue(DEADLINE)
+            except KVIndexError:
+                pass
+            assert sending.finish() is None
+
+
+# Forks ---------------------------------------------------------------------------------------
+
+FORKED = """
+import os, sys
+from kvindex.errors import ClosedError, WriterDiedError
+from kvindex.shm import MessageQueue, ShmRingBuffer, Waiting
+
+writer = MessageQueue(1, 1, None, 64, 4)
+reader = MessageQueue.create_from_handle(
+    writer.export_handle(), 0, waiting=Waiting(look=0.01))
+name = writer.export_handle().buffer_handle[3]
+writer.enqueue("before")
+told, tell = os.pipe()
+if os.fork() == 0:
+    refused = 0
+    for use in (
+        lambda: writer.enqueue("from the child", timeout=0.0),
+        lambda: reader.dequeue(timeout=0.0),
+        lambda: writer.wait_until_ready(0.0),
+        lambda: reader.wait_until_ready(0.0),
+        lambda: writer.acquire_write().__enter__(),
+        lambda: reader.acquire_read().__enter__(),
+    ):
+        try:
+            use()
+        except ClosedError:
+            refused += 1
+    writer.close(), reader.close()
+    os.write(tell, bytes([refused]))
+    sys.exit(0)  # with all that runs at an interpreter's end
+print("refused", os.read(told, 1)[0], flush=True)
+os.wait()
+print("still there", os.path.exists("/dev/shm/" + name), reader.dequeue(5.0), flush=True)
+writer.close()
+reader.close()
+
+go_on, let_go = os.pipe()
+handle_at, hand_over = os.pipe()
+parent = os.fork()
+if parent == 0:
+    writer = MessageQueue(1, 1, None, 64, 4)
+    if os.fork() == 0:  # outlives its parent
+        os.read(go_on, 1)
+        os._exit(0)
+    os.write(hand_over, writer.export_handle().to_bytes())
+    os.read(told, 1)
+    os._exit(1)  # without a word
+from kvindex.shm import Handle
+handle = Handle.from_bytes(os.read(handle_at, 10000))
+reader = MessageQueue.create_from_handle(handle, 0, waiting=Waiting(look=0.01))
+os.write(tell, b"x")
+try:
+    reader.dequeue(10.0)
+except WriterDiedError:
+    print("told of the death", flush=True)
+os.write(let_go, b"x")
+"""
+
+
+@pytest.mark.parametrize("backend", ["python", "native"] if BACKEND == "native" else ["python"])
+def test_a_forked_child_has_no_part_in_its_parents_queue(backend: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORKED],
+        env=os.environ | {"KVINDEX_BACKEND": backend},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.stdout == "refused 6\nstill there True before\ntold of the death\n"
+    assert done.stderr == ""
+
+
+def test_a_remote_end_is_refused_in_a_forked_child() -> None:
+    script = """
+import os, sys
+from kvindex.errors import ClosedError
+from kvindex.shm import MessageQueue
+import tests.e2e.queue_peers
+
+writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+pid = os.fork()
+if pid == 0:
+    try:
+        writer.enqueue(1, timeout=0.1)
+    except ClosedError:
+        sys.exit(7)
+    sys.exit(8)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.stdout == "7\n", done.stderr

@@ -1,0 +1,308 @@
+"""A queue over TCP whose parties die, freeze, or never were what they seemed."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvindex.errors import (
+    ConfigurationError,
+    QueueTimeoutError,
+    ReaderDiedError,
+    WriterDiedError,
+)
+from kvindex.shm.remote import RemoteLink, RemoteSender
+from kvindex.shm.remote_frames import (
+    Refusal,
+    acknowledgement,
+    closed,
+    hello,
+    message_header,
+    packed_message,
+    refused,
+    welcome,
+)
+from tests.e2e.publish_peers import wait_until
+from tests.e2e.remote_peers import DEADLINE, MILLISECONDS, Queue, drain
+
+QUICK = RemoteLink(heartbeat=0.2, heartbeat_timeout=0.8, linger=0.0)
+
+
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    queue = Queue()
+    yield queue
+    queue.close()
+
+
+def test_a_killed_reader_is_removed_and_the_others_get_all(queue: Queue) -> None:
+    sender = queue.sender(2, window=16)
+    collector = queue.collect(queue.reader(sender, 0))
+    process = queue.process(sender, 1)
+    sender.wait_connected(DEADLINE)
+    sender.send_ready()
+    assert process.line() == "ready"
+    dead: set[int] = set()
+    for number in range(500):
+        if number == 200:
+            process.kill()
+        dead |= sender.send([b"%d" % number], DEADLINE)
+    wait_until(lambda: len(collector.messages) == 500, "the other reader has all")
+    assert dead == {1}
+    assert sender.connected == {0}
+    assert sender.statistics()["died"] == 1
+
+
+def test_a_queue_that_raises_is_told_who_was_killed(queue: Queue) -> None:
+    sender = queue.sender(1, window=16)
+    process = queue.process(sender, 7)
+    sender.wait_connected(DEADLINE)
+    process.kill()
+
+    def enqueue(count: int) -> None:
+        for _ in range(count):
+            dead = sender.send([b"message"], DEADLINE)
+            if dead:
+                raise ReaderDiedError(f"readers {sorted(dead)} died", ranks=dead)
+
+    with pytest.raises(ReaderDiedError) as caught:
+        enqueue(17)  # the last can only be sent when the death was noticed
+    assert caught.value.ranks == (7,)
+    enqueue(100)  # is told once
+
+
+def test_a_reader_killed_while_the_writer_waits_for_it_frees_the_writer(queue: Queue) -> None:
+    sender = queue.sender(1, window=32)
+    process = queue.process(sender, 0, "stuck")
+    sender.wait_connected(DEADLINE)
+    sender.send_ready()
+    for number in range(32):
+        sender.send([b"%d" % number], DEADLINE)
+    assert (process.line(), process.line()) == ("ready", "stuck")
+    with pytest.raises(QueueTimeoutError):
+        _fill(sender)
+    threading.Timer(0.1, process.kill).start()
+    assert sender.send([b"goes on"], DEADLINE) == {0}
+
+
+def _fill(sender: RemoteSender) -> None:
+    while True:
+        sender.send([b"more"], 0.1)
+
+
+def test_a_reader_in_place_of_a_killed_one_begins_with_the_next_message(queue: Queue) -> None:
+    sender = queue.sender(1)
+    process = queue.process(sender, 0)
+    sender.wait_connected(DEADLINE)
+    sender.send_ready()
+    assert process.line() == "ready"
+    sender.send([b"0"], DEADLINE)
+    process.kill()
+    reader = queue.reader(sender, 0)
+    ended = threading.Event()
+    dead: set[int] = set()
+    thread = threading.Thread(target=lambda: _serve_until(ended, sender, dead))
+    thread.start()
+    reader.wait_ready(DEADLINE)
+    ended.set()
+    thread.join(DEADLINE)
+    assert dead == {0}
+    sender.send([b"1"], DEADLINE)
+    assert reader.receive(DEADLINE) == [b"1"]
+
+
+def _serve_until(ended: threading.Event, sender: RemoteSender, dead: set[int]) -> None:
+    while not ended.wait(0.005):
+        dead |= sender.serve()
+
+
+def test_readers_of_a_killed_writer_read_what_was_sent_and_are_told(queue: Queue) -> None:
+    process = queue.writer_process(200)
+    address, token = process.line().split()
+    reader = queue.reader_at(address, bytes.fromhex(token))
+    reader.wait_ready(DEADLINE)
+    assert process.line() == "sent"
+    process.kill()
+    messages: list[int] = []
+    with pytest.raises(WriterDiedError, match="broke before message 200"):
+        messages.extend(int(message[0]) for message in drain(reader))
+    assert messages == list(range(200))
+    with pytest.raises(WriterDiedError):  # and again
+        reader.receive(None)
+
+
+def test_a_writer_killed_while_a_reader_waits_wakes_it(queue: Queue) -> None:
+    process = queue.writer_process(0)
+    address, token = process.line().split()
+    reader = queue.reader_at(address, bytes.fromhex(token))
+    assert process.line() == "sent"
+    threading.Timer(0.1, process.kill).start()
+    with pytest.raises(WriterDiedError):
+        reader.receive(None)
+
+
+def test_a_frozen_reader_counts_as_dead(queue: Queue) -> None:
+    sender = queue.sender(1, window=4, link=QUICK)
+    process = queue.process(sender, 0)
+    sender.wait_connected(DEADLINE)
+    sender.send_ready()
+    assert process.line() == "ready"
+    process.signal(signal.SIGSTOP)
+    dead: set[int] = set()
+    for number in range(5):
+        dead |= sender.send([b"%d" % number], DEADLINE)
+    assert dead == {0}
+    process.signal(signal.SIGCONT)
+    assert process.line().startswith("WriterDiedError")
+
+
+def test_a_slow_reader_with_a_full_window_does_not_count_as_dead(queue: Queue) -> None:
+    sender, reader = queue.pair(window=4096, link=QUICK)
+    for number in range(4096):
+        sender.send([b"%d" % number], DEADLINE)
+    with pytest.raises(QueueTimeoutError):  # longer than the heartbeat's timeout
+        sender.send([b"4096"], 1.2)
+    queue.collect(reader)
+    assert sender.send([b"4096"], DEADLINE) == frozenset()
+
+
+def test_a_writer_that_nobody_is_at_is_dead_at_once(queue: Queue) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        reader = queue.reader_at(address)
+        with pytest.raises(WriterDiedError, match=r"no connection to tcp://127\.0\.0\.1:"):
+            reader.wait_ready(DEADLINE)
+        with pytest.raises(WriterDiedError):
+            reader.receive(DEADLINE)
+
+
+def test_a_wrong_token_gets_no_answer(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    stranger = queue.reader(sender, 1, token=bytes(32))
+    wait_until(
+        lambda: not sender.serve() and sender.statistics()["refused_wrong_token"] == 1, "refused"
+    )
+    sender.send([b"secret"], DEADLINE)
+    with pytest.raises(QueueTimeoutError, match="the queue's own handle"):
+        stranger.wait_ready(0.2)
+    assert reader.receive(DEADLINE) == [b"secret"]
+    assert sender.connected == {0}
+
+
+def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    stranger = queue.stranger(sender)
+    for parts in (
+        [b""],
+        [b"garbage"],
+        [hello(0, sender.token)[:-1]],
+        [bytes(100)],
+        [b"B", b"B"],
+        [acknowledgement(0, 0)],
+        [b"kvindexQ" + struct.pack(">H", 99)],
+    ):
+        stranger.send_multipart(parts)
+    assert stranger.poll(0) == 0
+    wait_until(
+        lambda: not sender.serve() and sender.statistics()["refused_version"] == 1, "all was read"
+    )
+    assert stranger.poll(MILLISECONDS)
+    assert stranger.recv() == refused(Refusal.VERSION)
+    stranger.send(bytes(1 << 20))  # more than ZeroMQ takes there: it closes the connection
+    wait_until(
+        lambda: not sender.serve() and sender.statistics()["refused_cut_off"] >= 1, "cut off"
+    )
+    sender.send([b"unharmed"], DEADLINE)
+    assert reader.receive(DEADLINE) == [b"unharmed"]
+    statistics = sender.statistics()
+    assert statistics["refused_malformed"] == 3
+    assert statistics["refused_oversized"] == 2
+    assert statistics["refused_not_joined"] == 1
+    assert (statistics["connected"], statistics["died"]) == (1, 0)
+
+
+def test_who_does_not_speak_zeromq_is_counted_and_harms_nobody(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    host, port = sender.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), DEADLINE) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
+
+        # ZeroMQ takes it for a peer of its first protocol, and its words for frames.
+        wait_until(
+            lambda: not sender.serve() and sender.statistics()["refused_oversized"] > 0, "refused"
+        )
+    wait_until(
+        lambda: not sender.serve() and sender.statistics()["refused_handshake"] > 0, "it left"
+    )
+    sender.send([b"unharmed"], DEADLINE)
+    assert reader.receive(DEADLINE) == [b"unharmed"]
+
+
+def test_a_reader_that_acknowledges_what_it_was_not_sent_is_counted(queue: Queue) -> None:
+    sender = queue.sender(1, window=1)
+    liar = queue.stranger(sender)
+    liar.send(hello(0, sender.token))
+    sender.wait_connected(DEADLINE)
+    sender.send([b"unread"], DEADLINE)
+    liar.send(hello(0, sender.token))
+    liar.send(acknowledgement(1000, 1000))
+    wait_until(
+        lambda: not sender.serve() and sender.statistics()["refused_bad_acknowledgement"] == 1,
+        "counted",
+    )
+    assert sender.statistics()["refused_repeated_hello"] == 1
+    with pytest.raises(QueueTimeoutError):
+        sender.send([b"no credit"], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[packed_message(5, [b"a"])], [packed_message(7, [b"c"])]], "message 6 is missing"),
+        ([[packed_message(5, [b"a"])], [packed_message(5, [b"a"])]], "message 5 came again"),
+        ([[packed_message(5, [b"a"])], [closed(9)]], "message 6 never came"),
+        ([[packed_message(5, [b"a"])], [welcome(7, 1, 1, ready=True)]], "a second welcome"),
+        ([[packed_message(5, [b"a"])], [b"HTTP/1.1 200 OK"]], "no writer says"),
+        ([[packed_message(5, [b"a"])], [message_header(6, 2), b"one"]], "1 frames of a message"),
+        ([[packed_message(5, [b"a"])], [message_header(6, 1), bytes(9), b""]], "1 frames of"),
+        ([[packed_message(5, [b"a"])], [message_header(6, 2), bytes(9), bytes(9)]], "18 bytes"),
+        ([[packed_message(5, [b"a"])], [packed_message(6, [bytes(11)])]], "11 bytes"),
+    ],
+)
+def test_a_writer_that_skips_or_lies_is_found_out(
+    queue: Queue, parts: list[list[bytes]], message: str
+) -> None:
+    impostor = queue.impostor()
+    reader = queue.reader_at(impostor.address, max_message_bytes=10)
+    impostor.meet()
+    impostor.welcome(5)
+    for part in parts:
+        impostor.say(*part)
+    assert reader.receive(DEADLINE) == [b"a"]
+    for _ in range(2):
+        with pytest.raises(WriterDiedError, match=message):
+            reader.receive(DEADLINE)
+
+
+def test_a_message_before_the_welcome_is_none(queue: Queue) -> None:
+    impostor = queue.impostor()
+    reader = queue.reader_at(impostor.address, max_message_bytes=10)
+    impostor.meet()
+    impostor.say(packed_message(0, [b"a"]))
+    with pytest.raises(WriterDiedError, match="before the welcome"):
+        reader.wait_ready(DEADLINE)
+
+
+def test_a_writer_of_another_version_is_named(queue: Queue) -> None:
+    impostor = queue.impostor()
+    reader = queue.reader_at(impostor.address, max_message_bytes=10)
+    impostor.meet()
+    impostor.say(refused(Refusal.VERSION))
+    with pytest.raises(ConfigurationError, match="version"):
+        reader.wait_ready(DEADLINE)

@@ -1,0 +1,525 @@
+"""A queue over TCP: order, completeness, credit, waiting, joining and leaving."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from kvindex.errors import (
+    ClosedError,
+    ConfigurationError,
+    QueueClosedError,
+    QueueTimeoutError,
+    ReaderEvictedError,
+    WaitCancelledError,
+    WriterDiedError,
+)
+from kvindex.shm.credits import SendWindow
+from kvindex.shm.remote import CurveReader, CurveServer, RemoteLink, RemoteReader, RemoteSender
+from tests.e2e.publish_peers import wait_until
+from tests.e2e.remote_peers import DEADLINE, MAX_BYTES, Queue, drain
+
+PATIENT = RemoteLink(linger=DEADLINE)
+
+
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    queue = Queue()
+    yield queue
+    queue.close()
+
+
+def various(number: int) -> list[bytes]:
+    """A message: mostly small, at times of many frames, empty ones, or large ones."""
+    if number % 97 == 0:
+        return [b"%d" % number, b"", b"x" * 30_000, b"y" * number]
+    if number % 7 == 0:
+        return [b"%d" % number, b"", b"z" * (number % 50)]
+    return [b"%d" % number]
+
+
+def test_readers_of_different_speed_get_all_in_order(queue: Queue) -> None:
+    sender = queue.sender(3, link=PATIENT)
+    readers = [queue.reader(sender, rank) for rank in range(3)]
+    sender.wait_connected(DEADLINE)
+    collectors = [queue.collect(readers[i], slow_every=(0, 200, 50)[i]) for i in range(3)]
+    expected = [various(number) for number in range(10_000)]
+    for message in expected:
+        assert sender.send(message, DEADLINE) == frozenset()
+    sender.close()
+    for collector in collectors:
+        assert collector.result() == expected
+        assert isinstance(collector.ended_by, QueueClosedError)
+    statistics = sender.statistics()
+    assert (statistics["sent"], statistics["left"], statistics["died"]) == (10_000, 3, 0)
+    assert not any(count for name, count in statistics.items() if name.startswith("refused"))
+
+
+def test_readers_in_other_processes_get_all_in_order(queue: Queue) -> None:
+    sender = queue.sender(2, link=PATIENT)
+    processes = [queue.process(sender, rank) for rank in range(2)]
+    sender.wait_connected(DEADLINE)
+    sender.send_ready()
+    for number in range(10_000):
+        sender.send([b"%d" % number], DEADLINE)
+    sender.close()
+    for process in processes:
+        assert (process.line(), process.line()) == ("ready", "QueueClosedError 10000")
+
+
+def test_memory_may_be_used_again_at_once(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    memory = bytearray(100_000)
+    for value in range(5):
+        memory[:] = bytes([value]) * len(memory)
+        sender.send([memory, memoryview(memory)[:10]], DEADLINE)
+    memory[:] = b"\xff" * len(memory)
+    for value in range(5):
+        large, small = reader.receive(DEADLINE)
+        assert bytes(large) == bytes([value]) * 100_000
+        assert bytes(small) == bytes([value]) * 10
+
+
+def test_a_full_window_of_messages_stops_the_writer(queue: Queue) -> None:
+    sender, reader = queue.pair(window=8)
+    for number in range(8):
+        sender.send([b"%d" % number], 0.0)
+    began = time.monotonic()
+    with pytest.raises(QueueTimeoutError, match="remote reader 0 to read: 8 messages") as caught:
+        sender.send([b"never sent"], 0.2)
+    assert 0.19 <= time.monotonic() - began < DEADLINE
+    assert caught.value.timeout == 0.2
+    assert [bytes(reader.receive(DEADLINE)[0]) for _ in range(8)] == [b"%d" % i for i in range(8)]
+    sender.send([b"8"], DEADLINE)
+    assert bytes(reader.receive(DEADLINE)[0]) == b"8"
+    assert sender.statistics()["waits"] >= 1
+
+
+def test_a_full_window_of_bytes_stops_the_writer(queue: Queue) -> None:
+    sender, reader = queue.pair(max_window_bytes=1000)
+    sender.send([bytes(900)], 0.0)
+    with pytest.raises(QueueTimeoutError, match="900 bytes are unread"):
+        sender.send([bytes(200)], 0.0)
+    assert len(reader.receive(DEADLINE)[0]) == 900
+    sender.send([bytes(5000)], DEADLINE)  # more than the window: goes alone
+    assert len(reader.receive(DEADLINE)[0]) == 5000
+
+
+def test_one_slow_reader_bounds_what_all_are_sent(queue: Queue) -> None:
+    sender = queue.sender(2, window=4)
+    slow, fast = queue.reader(sender, 0), queue.collect(queue.reader(sender, 1))
+    sender.wait_connected(DEADLINE)
+    for number in range(4):
+        sender.send([b"%d" % number], DEADLINE)
+    with pytest.raises(QueueTimeoutError):
+        sender.send([b"never sent"], 0.1)
+    wait_until(lambda: len(fast.messages) == 4, "the fast reader has what was sent")
+    queue.collect(slow)
+    sender.send([b"4"], DEADLINE)
+    wait_until(lambda: len(fast.messages) == 5, "the fast reader goes on")
+
+
+def test_an_idle_reader_tells_what_it_read(queue: Queue) -> None:
+    sender, reader = queue.pair(window=1000)
+    sender.send([b"one"], DEADLINE)
+    queue.collect(reader)
+    wait_until(lambda: not sender.serve() and sender.statistics()["unread"] == 0, "acknowledged")
+
+
+def test_nothing_is_sent_before_all_have_joined(queue: Queue) -> None:
+    sender = queue.sender(2)
+    first = queue.reader(sender, 0)
+    with pytest.raises(QueueTimeoutError, match="1 remote readers that have never joined"):
+        sender.send([b"too early"], 0.2)
+    with pytest.raises(QueueTimeoutError, match=r"joined: ranks \[0\]"):
+        sender.wait_connected(0.0)
+    second = queue.reader(sender, 1)
+    sender.send([b"now"], DEADLINE)
+    assert sender.connected == {0, 1}
+    assert [bytes(reader.receive(DEADLINE)[0]) for reader in (first, second)] == [b"now"] * 2
+
+
+def test_readers_are_ready_when_the_writer_says_so(queue: Queue) -> None:
+    sender = queue.sender(2)
+    first, second = queue.reader(sender, 0), queue.reader(sender, 1)
+    sender.wait_connected(DEADLINE)
+    with pytest.raises(QueueTimeoutError, match="other readers to join"):
+        first.wait_ready(0.1)
+    sender.send_ready()
+    first.wait_ready(DEADLINE)
+    second.wait_ready(DEADLINE)
+
+
+def test_a_message_makes_ready_and_is_not_lost(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    sender.send([b"first"], DEADLINE)
+    reader.wait_ready(DEADLINE)
+    assert bytes(reader.receive(0.0)[0]) == b"first"
+
+
+def test_a_timeout_of_nothing_returns_what_is_there(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    with pytest.raises(QueueTimeoutError, match="waited 0 s for"):
+        reader.receive(0.0)
+    sender.send([b"there"], DEADLINE)
+    assert reader.receive(DEADLINE) == [b"there"]
+    began = time.monotonic()
+    with pytest.raises(QueueTimeoutError):
+        reader.receive(0.15)
+    assert 0.14 <= time.monotonic() - began < DEADLINE
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan")])
+def test_a_timeout_that_is_none_is_refused(queue: Queue, timeout: float) -> None:
+    sender, reader = queue.pair(window=1)
+    sender.send([b"fills the window"], DEADLINE)
+    with pytest.raises(ConfigurationError, match="timeout"):
+        sender.send([b""], timeout)
+    assert reader.receive(DEADLINE)
+    with pytest.raises(ConfigurationError, match="timeout"):
+        reader.receive(timeout)
+
+
+def test_cancel_ends_every_wait(queue: Queue) -> None:
+    sender, reader = queue.pair(window=1)
+    alone = queue.reader(queue.sender())
+    sender.send([b"fills the window"], DEADLINE)
+    waits: list[Callable[[threading.Event], object]] = [
+        lambda cancel: sender.send([b"x"], None, cancel),
+        lambda cancel: queue.sender().wait_connected(None, cancel),
+        lambda cancel: alone.wait_ready(None, cancel),
+        lambda cancel: alone.receive(None, cancel),
+    ]
+    for wait in waits:
+        cancel = threading.Event()
+        threading.Timer(0.02, cancel.set).start()
+        with pytest.raises(WaitCancelledError):
+            wait(cancel)
+    assert reader.receive(DEADLINE, cancel) == [b"fills the window"]  # no need to wait
+
+
+def test_a_closed_queue_is_read_to_its_end(queue: Queue) -> None:
+    sender, reader = queue.pair(window=4096, link=PATIENT)
+    for number in range(1000):
+        sender.send([b"%d" % number, bytes(3000)], DEADLINE)
+    closing = threading.Thread(target=sender.close)
+    closing.start()
+    messages: list[bytes] = []
+    with pytest.raises(QueueClosedError, match="at message 1000"):
+        messages.extend(message[0] for message in drain(reader))
+    closing.join(DEADLINE)
+    assert not closing.is_alive()
+    with pytest.raises(QueueClosedError):  # and again
+        reader.receive(DEADLINE)
+
+
+def test_a_reader_that_waits_to_be_ready_is_told_that_the_queue_closed(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    sender.close()
+    with pytest.raises(QueueClosedError):
+        reader.wait_ready(DEADLINE)
+
+
+def test_closing_does_not_wait_longer_than_said(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, reader = queue.pair(link=RemoteLink(linger=0.2))
+    sender.send([b"unread"], DEADLINE)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        sender.close()
+    assert 0.19 <= time.monotonic() - began < 2.0
+    assert "remote reader 0 had not read 1 messages" in caplog.text
+    # It had come nevertheless, and so had the writer's farewell.
+    assert reader.receive(DEADLINE) == [b"unread"]
+    with pytest.raises(QueueClosedError):
+        reader.receive(DEADLINE)
+
+
+def test_who_is_closed_takes_no_calls(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    for party in (reader, sender):
+        party.close()
+        party.close()
+    for call in (lambda: sender.send([b""]), sender.serve, sender.send_ready, reader.receive):
+        with pytest.raises(ClosedError):
+            call()
+    with pytest.raises(ClosedError):
+        reader.wait_ready(0.0)
+
+
+def test_a_reader_that_leaves_is_waited_for_no_more(queue: Queue) -> None:
+    sender = queue.sender(2, window=2)
+    staying, leaving = queue.reader(sender, 0), queue.reader(sender, 1)
+    sender.wait_connected(DEADLINE)
+    collector = queue.collect(staying)
+    leaving.close()
+    for number in range(20):
+        assert sender.send([b"%d" % number], DEADLINE) == frozenset()
+    wait_until(lambda: len(collector.messages) == 20, "the other reader has all")
+    statistics = sender.statistics()
+    assert (statistics["left"], statistics["died"], statistics["connected"]) == (1, 0, 1)
+
+
+def test_a_reader_that_leaves_before_it_is_let_in_never_was_there(queue: Queue) -> None:
+    sender = queue.sender()
+    waiting = queue.reader(sender)
+    with pytest.raises(QueueTimeoutError):
+        waiting.wait_ready(0.1)
+    waiting.close()
+    staying = queue.reader(sender)
+    sender.send([b"first"], DEADLINE)
+    assert staying.receive(DEADLINE) == [b"first"]
+    statistics = sender.statistics()
+    assert (statistics["joined"], statistics["died"], statistics["refused_not_joined"]) == (1, 0, 0)
+
+
+def test_a_reader_in_place_of_one_who_left_begins_with_the_next_message(queue: Queue) -> None:
+    sender, first = queue.pair()
+    sender.send_ready()
+    for number in range(3):
+        sender.send([b"%d" % number], DEADLINE)
+    assert first.receive(DEADLINE) == [b"0"]
+    first.close()
+    second = queue.reader(sender)
+    assert sender.wait_connected(DEADLINE) == frozenset()
+    second.wait_ready(DEADLINE)
+    sender.send([b"3"], DEADLINE)
+    assert second.receive(DEADLINE) == [b"3"]
+    assert second.next_seq == 4
+
+
+def test_a_second_reader_of_a_rank_waits_until_the_first_has_left(queue: Queue) -> None:
+    sender, first = queue.pair()
+    sender.send_ready()
+    second = queue.reader(sender)
+    serving = threading.Event()
+    server = threading.Thread(target=lambda: [sender.serve() for _ in _until(serving)])
+    server.start()
+    with pytest.raises(QueueTimeoutError, match="rank 0, which another reader has"):
+        second.wait_ready(0.3)
+    first.close()
+    second.wait_ready(DEADLINE)
+    serving.set()
+    server.join(DEADLINE)
+    assert sender.statistics()["refused_rank_taken"] >= 1
+    assert sender.statistics()["joined"] == 2
+
+
+def _until(event: threading.Event) -> Iterator[None]:
+    while not event.wait(0.005):
+        yield
+
+
+def test_a_rank_that_nobody_expects_is_refused_for_good(queue: Queue) -> None:
+    sender = queue.sender(1, ranks=[4])
+    wrong, right = queue.reader(sender, 5), queue.reader(sender, 4)
+    sender.wait_connected(DEADLINE)
+    wait_until(
+        lambda: not sender.serve() and sender.statistics()["refused_unknown_rank"] == 1, "refused"
+    )
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="rank 5 is none of its remote readers'"):
+            wrong.wait_ready(DEADLINE)
+    sender.send([b"for 4"], DEADLINE)
+    assert right.receive(DEADLINE) == [b"for 4"]
+
+
+def test_an_evicted_reader_is_told(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    sender.send([b"before"], DEADLINE)
+    assert sender.evict(0)
+    assert not sender.evict(0)
+    sender.send([b"after"], DEADLINE)
+    assert reader.receive(DEADLINE) == [b"before"]
+    with pytest.raises(ReaderEvictedError, match="reader 0"):
+        reader.receive(DEADLINE)
+    assert sender.statistics()["evicted"] == 1
+
+
+def test_an_interrupted_send_is_never_silent(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, reader = queue.pair()
+    with monkeypatch.context() as patch:
+        patch.setattr(SendWindow, "record", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send([b"half"], DEADLINE)
+    with pytest.raises(ClosedError, match="message 0 was interrupted"):
+        sender.send([b"next"], DEADLINE)
+    sender.close()
+    assert reader.receive(DEADLINE) == [b"half"]
+    with pytest.raises(WriterDiedError, match="before message 1"):
+        reader.receive(DEADLINE)
+
+
+def _interrupt(window: SendWindow, size: int) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [b""] * 65_537, [bytes(MAX_BYTES + 1)], [bytes(MAX_BYTES), b"x"]]
+)
+def test_a_message_that_cannot_go_is_refused(queue: Queue, frames: list[bytes]) -> None:
+    sender, reader = queue.pair()
+    with pytest.raises(ConfigurationError):
+        sender.send(frames, DEADLINE)
+    sender.send([bytes(MAX_BYTES)], DEADLINE)
+    assert reader.receive(DEADLINE)[0].nbytes == MAX_BYTES
+
+
+@pytest.mark.parametrize("frame", ["text", 3, memoryview(bytes(100))[::2]])
+def test_a_frame_that_is_no_run_of_bytes_is_refused(queue: Queue, frame: Any) -> None:
+    sender, reader = queue.pair()
+    with pytest.raises(ConfigurationError, match="a frame must be"):
+        sender.send([b"fine", frame], DEADLINE)
+    sender.send([b"goes on"], DEADLINE)
+    assert reader.receive(DEADLINE) == [b"goes on"]
+
+
+def test_a_frame_may_have_any_shape(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    for count in (6, 60_000):
+        content = bytes(range(6)) * (count // 6)
+        sender.send([memoryview(content).cast("B", (2, count // 2))], DEADLINE)
+        sender.send([memoryview(content).cast("H")], DEADLINE)
+        assert [bytes(reader.receive(DEADLINE)[0]) for _ in range(2)] == [content] * 2
+
+
+def test_a_message_too_large_for_its_reader_ends_the_connection(queue: Queue) -> None:
+    sender = queue.sender()
+    reader = queue.reader(sender, max_message_bytes=1000)
+    sender.send([b"small"], DEADLINE)
+    sender.send([bytes(50_000)], DEADLINE)
+    assert reader.receive(DEADLINE) == [b"small"]
+    with pytest.raises(WriterDiedError, match=r"more than max_message_bytes \(1000\)"):
+        reader.receive(DEADLINE)
+
+
+def test_addresses_of_ipv6_work(queue: Queue) -> None:
+    sender, reader = queue.pair(ip="::1")
+    assert sender.address.startswith("tcp://[::1]:")
+    sender.send([b"six"], DEADLINE)
+    assert reader.receive(DEADLINE) == [b"six"]
+
+
+@pytest.mark.parametrize("ip", ["*", "0.0.0.0", "::", "", "localhost", "tcp://127.0.0.1"])
+def test_no_address_means_all_interfaces_unless_asked_for(ip: str) -> None:
+    with pytest.raises(ConfigurationError, match="connect_ip"):
+        RemoteSender(1, ip, max_message_bytes=1)
+
+
+def test_all_interfaces_need_an_address_to_tell(queue: Queue) -> None:
+    with pytest.raises(ConfigurationError, match="advertise_ip"):
+        queue.sender(1, "*", allow_all_interfaces=True)
+    sender, reader = queue.pair(ip="*", allow_all_interfaces=True, advertise_ip="127.0.0.1")
+    sender.send([b"here"], DEADLINE)
+    assert reader.receive(DEADLINE) == [b"here"]
+
+
+def test_an_address_that_is_not_ours_cannot_be_bound_to() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot bind to 'tcp://192\.0\.2\.1:"):
+        RemoteSender(1, "192.0.2.1", max_message_bytes=1)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"max_message_bytes": 0},
+        {"max_message_bytes": 1, "window": 0},
+        {"max_message_bytes": 1, "window": 4097},
+        {"max_message_bytes": 1, "max_window_bytes": 0},
+    ],
+)
+def test_a_sender_of_impossible_size_is_refused(knobs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        RemoteSender(1, "127.0.0.1", **knobs)
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "rank"),
+    [
+        ("ipc:///x", bytes(32), 0),
+        ("tcp://", bytes(32), 0),
+        ("tcp://127.0.0.1:1", b"short", 0),
+        ("tcp://127.0.0.1:1", bytes(32), -1),
+    ],
+)
+def test_a_reader_of_nonsense_is_refused(address: str, token: bytes, rank: int) -> None:
+    with pytest.raises(ConfigurationError):
+        RemoteReader(address, token, rank, max_message_bytes=1)
+
+
+def test_curve_encrypts_both_ways(queue: Queue) -> None:
+    keys = CurveServer.generate()
+    sender = queue.sender(curve=keys)
+    reader = queue.reader(sender, curve=CurveReader.generate(keys.public_key))
+    sender.wait_connected(DEADLINE)
+    messages = [various(number) for number in range(100)] + [[bytes(MAX_BYTES)]]
+    for message in messages:
+        sender.send(message, DEADLINE)
+    received = drain(reader)
+    assert [next(received) for _ in messages] == messages
+
+
+SERVER, OTHER = CurveServer.generate(), CurveServer.generate()
+
+
+@pytest.mark.parametrize(
+    ("server", "client"),
+    [(SERVER, OTHER), (SERVER, None), (None, SERVER)],
+    ids=["other key", "no key", "no key of the writer"],
+)
+def test_a_reader_without_the_writers_key_is_told(
+    queue: Queue, server: CurveServer | None, client: CurveServer | None
+) -> None:
+    sender = queue.sender(curve=server)
+    curve = CurveReader.generate(client.public_key) if client else None
+    reader = queue.reader(sender, curve=curve)
+    with pytest.raises(WriterDiedError, match="CURVE keys"):
+        reader.wait_ready(DEADLINE)
+    assert sender.serve() == frozenset()
+    assert sender.connected == frozenset()
+
+
+def test_a_context_may_be_shared(queue: Queue) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sender, other = queue.sender(context=context), queue.sender()
+    readers = queue.reader(sender, context=context), queue.reader(other, context=context)
+    for each, reader in zip((sender, other), readers, strict=True):
+        each.send([b"shared"], DEADLINE)
+        assert reader.receive(DEADLINE) == [b"shared"]
+        reader.close()
+        each.close()
+    assert not context.closed
+    context.term()
+
+
+def test_a_context_that_ends_closes_who_uses_it(queue: Queue) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sender = queue.sender(context=context)
+    reader = queue.reader(sender, context=context)
+    sender.wait_connected(DEADLINE)
+    ending = threading.Timer(0.05, context.term)
+    ending.start()
+    with pytest.raises(ClosedError, match="context"):
+        reader.receive(DEADLINE)
+    with pytest.raises(ClosedError):
+        sender.send([b""], DEADLINE)
+    reader.close()
+    sender.close()
+    ending.join(DEADLINE)
+    assert not ending.is_alive()
+
+
+def test_who_is_forgotten_is_closed(queue: Queue) -> None:
+    sender = RemoteSender(1, "127.0.0.1", max_message_bytes=10)
+    reader = queue.reader(sender)
+    sender.wait_connected(DEADLINE)
+    del sender
+    with pytest.raises(WriterDiedError):
+        reader.receive(DEADLINE)

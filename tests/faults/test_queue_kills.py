@@ -1,0 +1,297 @@
+"""Parties of a queue are killed with SIGKILL, and stopped, at points that a seed chooses.
+
+What must hold: whoever survives is told, reads on without a hole or damage, and no shared memory
+is left behind.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex import BACKEND
+from kvindex.errors import QueueTimeoutError, ReaderDiedError, WriterDiedError
+from kvindex.shm import Handle, MessageQueue, Waiting
+from kvindex.shm.layout import Rule
+from kvindex.shm.segment import sweep
+from tests.e2e.queue_peers import (
+    DEADLINE,
+    Nursery,
+    Peer,
+    ProcessPeer,
+    check,
+    ended,
+    is_left,
+    numbered,
+)
+
+RULES = ["atomics", "lock"] if BACKEND == "native" else ["lock"]
+READERS_KILLED, WRITERS_KILLED, ROUNDS_OF_ALL = 60, 40, 34
+PARTIES = 3
+assert READERS_KILLED + WRITERS_KILLED + ROUNDS_OF_ALL * PARTIES >= 200
+QUICK = Waiting(look=0.01)
+RING = (64, 8)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def peers() -> Iterator[list[Peer]]:
+    with ended([]) as peers:
+        yield peers
+
+
+@pytest.fixture
+def fork(nursery: Nursery, peers: list[Peer]) -> Callable[[], ProcessPeer]:
+    def fork() -> ProcessPeer:
+        peer = nursery.fork()
+        peers.append(peer)
+        return peer
+
+    return fork
+
+
+@pytest.fixture
+def stack(peers: list[Peer]) -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=RULES)
+def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rule:
+    rule = Rule.LOCK if request.param == "lock" else Rule.ATOMICS
+    monkeypatch.setattr("kvindex.shm.ring.OWN_RULE", rule)
+    return rule
+
+
+Fork = Callable[[], ProcessPeer]
+
+
+def attached(fork: Fork, handle: bytes, rank: int, **knobs: Any) -> ProcessPeer:
+    reader = fork()
+    reader.call("attach", handle, rank, waiting=QUICK, **knobs)
+    return reader
+
+
+def read_to_the_end(reader: MessageQueue, last: int | None) -> int | None:
+    try:
+        while True:
+            last = check(reader.dequeue(DEADLINE), last)
+    except WriterDiedError:
+        return last
+
+
+def stopped(reader: ProcessPeer) -> bool:
+    stat = Path("/proc", str(reader.pid), "stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def test_readers_killed_at_random_cost_the_others_nothing_and_are_replaced_exactly(
+    fork: Fork, stack: ExitStack, rule: Rule
+) -> None:
+    dice = random.Random(f"readers {rule}")
+    writer = stack.enter_context(MessageQueue(4, 4, None, *RING, waiting=QUICK))
+    handle = writer.export_handle()
+    readers = [attached(fork, handle.to_bytes(), rank) for rank in range(4)]
+    for reader in readers:
+        reader.start("follow")
+    starts = [0] * 4
+    sent = 0
+    for _ in range(READERS_KILLED // len(RULES)):
+        victim = dice.randrange(3)  # of rank 3 nobody dies
+        for _ in range(dice.randrange(20)):
+            writer.enqueue(numbered(sent), DEADLINE)
+            sent += 1
+        readers[victim].kill()
+        for _ in range(dice.choice([0, 1, 30])):
+            writer.enqueue(numbered(sent), DEADLINE)
+            sent += 1
+        readers[victim] = attached(fork, handle.to_bytes(), victim)
+        starts[victim] = sent
+        readers[victim].start("follow")
+    writer.enqueue(numbered(sent), DEADLINE)
+    removed = writer.statistics()["local"]["readers_removed"]
+    writer.close()
+    for start, reader in zip(starts, readers, strict=True):
+        assert reader.result() == (start, sent, "QueueClosedError")
+    assert 0 < removed <= READERS_KILLED
+    assert not is_left(handle)
+
+
+def test_writers_killed_at_random_leave_readers_with_the_same_whole_messages(
+    fork: Fork, rule: Rule
+) -> None:
+    dice = random.Random(f"writers {rule}")
+    for _ in range(WRITERS_KILLED // len(RULES)):
+        writer = fork()
+        knobs = {"waiting": QUICK}
+        # The rule is this process's wish, not the nursery's.
+        writer.call("set_rule", rule)
+        handle = Handle.from_bytes(writer.call("make", 2, 2, None, *RING, **knobs))
+        other = attached(fork, handle.to_bytes(), 1)
+        other.start("follow")
+        with MessageQueue.create_from_handle(handle, 0, waiting=QUICK) as reader:
+            writer.start("write_on")
+            last = None
+            for _ in range(dice.randrange(1, 60)):
+                last = check(reader.dequeue(DEADLINE), last)
+            writer.signal(signal.SIGKILL)
+            last = read_to_the_end(reader, last)
+        assert other.result() == (0, last, "WriterDiedError")
+        assert not is_left(handle)  # the survivors saw to it
+        for peer in (writer, other):
+            peer.kill()
+
+
+def test_what_parties_that_were_all_killed_leave_is_removed_by_the_next_to_start(
+    fork: Fork,
+) -> None:
+    dice = random.Random("all")
+    handles = []
+    for _ in range(ROUNDS_OF_ALL):
+        parties = [fork() for _ in range(PARTIES)]
+        data = parties[0].call("make", 2, 2, None, *RING, waiting=QUICK)
+        handles.append(Handle.from_bytes(data))
+        for rank, reader in enumerate(parties[1:]):
+            reader.call("attach", data, rank, waiting=Waiting(look=5.0))
+            reader.start("follow")
+        parties[0].start("write_on")
+        dice.shuffle(parties)
+        for party in parties:
+            party.signal(signal.SIGKILL)
+        for party in parties:
+            party.kill()
+    with MessageQueue(1, 1, None, *RING):
+        assert not any(map(is_left, handles))
+
+
+def test_sweeping_spares_a_ring_that_one_party_still_holds(fork: Fork) -> None:
+    writer, reader = fork(), fork()
+    data = writer.call("make", 1, 1, None, *RING)
+    handle = Handle.from_bytes(data)
+    reader.call("attach", data, 0)
+    sweep()
+    assert is_left(handle)
+    writer.kill()
+    sweep()
+    assert is_left(handle)
+    reader.kill()
+    sweep()
+    assert not is_left(handle)
+
+
+def test_a_killed_reader_is_removed_and_counted_so_that_the_writer_goes_on(
+    fork: Fork, stack: ExitStack, rule: Rule, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = stack.enter_context(MessageQueue(2, 2, None, *RING, waiting=QUICK))
+    handle = writer.export_handle().to_bytes()
+    killed, living = (attached(fork, handle, rank) for rank in range(2))
+    living.start("follow")
+    killed.kill()
+    for number in range(20):
+        writer.enqueue(numbered(number), DEADLINE)
+    assert writer.statistics()["local"]["readers_removed"] == 1
+    assert "the readers at places [0] are gone" in caplog.text
+    writer.close()
+    assert living.result() == (0, 19, "QueueClosedError")
+
+
+def test_a_killed_reader_is_raised_once_where_that_is_asked_for(
+    fork: Fork, stack: ExitStack, rule: Rule
+) -> None:
+    knobs: dict[str, Any] = {"waiting": QUICK, "on_dead_reader": "raise"}
+    writer = stack.enter_context(MessageQueue(2, 2, [5, 7], *RING, **knobs))
+    handle = writer.export_handle().to_bytes()
+    killed, living = (attached(fork, handle, rank) for rank in (5, 7))
+    killed.kill()
+    for number in range(8):
+        writer.enqueue(number, DEADLINE)
+    living.start("drain")
+    with pytest.raises(ReaderDiedError, match=r"\[5\]") as raised:
+        writer.enqueue("is not sent", DEADLINE)
+    assert raised.value.ranks == (5,)
+    for number in range(8, 40):
+        writer.enqueue(number, DEADLINE)
+    writer.close()
+    assert living.result() == (list(range(40)), "QueueClosedError")
+
+
+def test_a_dead_reader_costs_no_time_out(fork: Fork, stack: ExitStack, rule: Rule) -> None:
+    writer = stack.enter_context(MessageQueue(1, 1, None, *RING, waiting=QUICK))
+    reader = attached(fork, writer.export_handle().to_bytes(), 0)
+    for number in range(8):
+        writer.enqueue(number, DEADLINE)
+    reader.kill()
+    writer.enqueue("no one is there", timeout=0.0)
+
+
+@pytest.mark.parametrize("policy", ["remove", "raise"])
+def test_a_killed_remote_reader_is_treated_by_the_same_policy(
+    fork: Fork, stack: ExitStack, policy: str
+) -> None:
+    knobs: dict[str, Any] = {"waiting": QUICK, "on_dead_reader": policy, "remote_window": 8}
+    writer = stack.enter_context(MessageQueue(3, 1, [0], *RING, "127.0.0.1", **knobs))
+    handle = writer.export_handle().to_bytes()
+    local, remote, killed = (attached(fork, handle, rank) for rank in range(3))
+    for reader in (local, remote, killed):
+        reader.start("ready")
+    writer.wait_until_ready(DEADLINE)
+    for reader in (local, remote, killed):
+        reader.result()
+    for reader in (local, remote):
+        reader.start("follow")
+    killed.kill()
+    raised: list[ReaderDiedError] = []
+    for number in range(40):
+        try:
+            writer.enqueue(numbered(number), DEADLINE)
+        except ReaderDiedError as error:
+            raised.append(error)
+    writer.close()
+    assert [error.ranks for error in raised] == ([(2,)] if policy == "raise" else [])
+    assert writer.statistics()["remote"]["died"] == 1
+    # The message at which it was noticed has reached all others, or none.
+    assert local.result() == remote.result() == (0, 39, "QueueClosedError")
+
+
+def test_a_stopped_reader_is_not_taken_for_dead_and_goes_on_where_it_was(
+    fork: Fork, stack: ExitStack, rule: Rule
+) -> None:
+    writer = stack.enter_context(MessageQueue(1, 1, None, *RING, waiting=QUICK))
+    reader = attached(fork, writer.export_handle().to_bytes(), 0)
+    writer.wait_until_ready(DEADLINE)  # it does nothing now: under no lock will it be stopped
+    reader.signal(signal.SIGSTOP)
+    end = time.monotonic() + DEADLINE
+    while not stopped(reader):
+        assert time.monotonic() < end
+    for number in range(8):
+        writer.enqueue(number.to_bytes(8, "big"), DEADLINE)
+    for _ in range(3):
+        with pytest.raises(QueueTimeoutError, match="places \\[0\\] are 8 chunks behind"):
+            writer.enqueue(b"never seen", timeout=0.05)
+    assert writer.statistics()["local"]["readers_removed"] == 0
+    reader.signal(signal.SIGCONT)
+    assert reader.call("take", 8) == [number.to_bytes(8, "big") for number in range(8)]
+    writer.enqueue("on", DEADLINE)
+    assert reader.call("take", 1) == ["on"]
+
+
+def test_a_killed_writer_is_told_to_who_waits_for_the_queue_to_be_ready(fork: Fork) -> None:
+    writer = fork()
+    handle = Handle.from_bytes(writer.call("make", 2, 2, None, *RING))
+    with MessageQueue.create_from_handle(handle, 0, waiting=QUICK) as reader:
+        writer.kill()
+        with pytest.raises(WriterDiedError):
+            reader.wait_until_ready(DEADLINE)

@@ -1,0 +1,96 @@
+"""Frames of the joining, in pieces, and what is none; patience as an allowance."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from kvindex.errors import DecodeError
+from kvindex.fanout.frames import (
+    LENGTH,
+    PROTOCOL,
+    Attached,
+    Begin,
+    End,
+    FrameDecoder,
+    Hello,
+    JoinersFrame,
+    Leave,
+    Refused,
+    Taken,
+    Welcome,
+    decode_servers,
+    encode_frame,
+    frame_bytes,
+)
+from kvindex.fanout.outflow import Allowance
+from kvindex.rank import Rank
+from kvindex.testing import ManualClock
+from tests.unit.test_status_board import status
+
+SAID: list[JoinersFrame] = [Hello(PROTOCOL, "native", 7), Attached(), Leave()]
+ANSWERS = [
+    Welcome(3, (64, 65_536, 256, "kvindex-0-1"), b"\x01" * 16),
+    Refused("full", final=False),
+    Begin(5),
+    Taken(Rank("a", 1), 6, status(Rank("a", 1)), 4096),
+    Taken(Rank("a", 2), 6, None, 0),
+    End(9, [(Rank("a", 0), Rank("a", 1))]),
+]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_frames_come_in_any_pieces(step: int) -> None:
+    data = b"".join(map(encode_frame, SAID))
+    decoder = FrameDecoder()
+    found = [
+        frame for at in range(0, len(data), step) for frame in decoder.feed(data[at : at + step])
+    ]
+    assert found == SAID
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
+def test_a_server_is_understood(answer: Begin) -> None:
+    data = encode_frame(answer)
+    assert frame_bytes(data[: LENGTH.size], 1 << 20) == len(data) - LENGTH.size
+    assert decode_servers(data[LENGTH.size :]) == answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack(">I", 5000),
+        struct.pack(">I", 1) + b"\xc1",
+        struct.pack(">I", 0),
+        encode_frame(Begin(1)),  # only a server says that
+        encode_frame(Hello(PROTOCOL, "native", 7)).replace(b"native", b"\xff\xfe\xfd\xfc\xfb\xfa"),
+    ],
+    ids=["too long", "no msgpack", "empty", "not a joiner's", "no text"],
+)
+def test_what_no_joiner_says_is_refused(data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        FrameDecoder().feed(data)
+
+
+def test_what_no_server_says_is_refused() -> None:
+    with pytest.raises(DecodeError, match="no frame"):
+        decode_servers(encode_frame(Leave())[LENGTH.size :])
+    with pytest.raises(DecodeError, match="at most 100"):
+        frame_bytes(LENGTH.pack(101), 100)
+
+
+def test_patience_is_used_up_and_comes_back_at_a_tenth() -> None:
+    clock = ManualClock()
+    allowance = Allowance(2.0, clock)
+    assert allowance.left() == 2.0
+    clock.advance(1.5)
+    assert allowance.spend() == 1.5
+    assert allowance.left() == pytest.approx(0.5)
+    clock.advance(1.0)
+    allowance.spend()
+    assert allowance.left() == 0.0
+    clock.advance(5.0)  # without waiting
+    assert allowance.left() == pytest.approx(0.5)
+    clock.advance(1000.0)
+    assert allowance.left() == 2.0

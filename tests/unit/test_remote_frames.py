@@ -1,0 +1,228 @@
+"""What the parties of a remote queue say, as bytes; and whom the writer lets in."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvindex.errors import ConfigurationError
+from kvindex.shm.credits import SendWindow
+from kvindex.shm.remote_frames import (
+    MAX_CONTROL_BYTES,
+    VERSION,
+    Acknowledgement,
+    Buffer,
+    Bye,
+    Closed,
+    Evicted,
+    Hello,
+    Malformed,
+    MessageHeader,
+    Probe,
+    Ready,
+    Refusal,
+    Refused,
+    Welcome,
+    acknowledgement,
+    bye,
+    closed,
+    evicted,
+    hello,
+    message_header,
+    packed_message,
+    parse_control,
+    parse_reader,
+    probe,
+    ready,
+    refused,
+    unpack_message,
+    welcome,
+)
+from kvindex.shm.remote_keys import CurveReader, CurveServer
+from kvindex.shm.remote_roster import Member, Roster
+from kvindex.shm.remote_sockets import RemoteLink
+
+TOKEN = bytes(range(32))
+
+
+def member(rank: int) -> Member:
+    window = SendWindow(0, messages=1, size=1)
+    return Member(b"%d" % rank, rank, window, descriptor=rank)
+
+
+def unpacked(part: bytes) -> tuple[int, list[bytes]]:
+    seq, frames = unpack_message(part)
+    return seq, [bytes(frame) for frame in frames]
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (hello(3, TOKEN), Hello(VERSION, 3, TOKEN)),
+        (acknowledgement(2**64 - 1, 5), Acknowledgement(2**64 - 1, 5)),
+        (bye(), Bye()),
+    ],
+)
+def test_what_readers_say_is_understood(part: bytes, said: object) -> None:
+    assert parse_reader(part) == said
+    assert len(part) <= MAX_CONTROL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (welcome(9, 64, 1000, ready=True), Welcome(9, 64, 1000, True)),
+        (refused(Refusal.RANK_TAKEN), Refused(Refusal.RANK_TAKEN)),
+        (ready(), Ready()),
+        (probe(), Probe()),
+        (evicted(), Evicted()),
+        (closed(12), Closed(12)),
+        (message_header(4, 3), MessageHeader(4, 3)),
+    ],
+)
+def test_what_the_writer_says_is_understood(part: bytes, said: object) -> None:
+    assert parse_control(part) == said
+
+
+def test_a_hello_of_another_version_tells_only_the_version() -> None:
+    part = b"kvindexQ" + struct.pack(">H", 7) + b"what version 7 says"
+    assert parse_reader(part) == Hello(7)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"", b"A", b"BB", b"kvindexQ", hello(1, TOKEN)[:-1], hello(1, TOKEN) + b"x", b"W" * 17],
+)
+def test_what_no_reader_says_is_malformed(part: bytes) -> None:
+    with pytest.raises(Malformed):
+        parse_reader(part)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"Z",
+        b"C123",
+        refused(Refusal.VERSION)[:1] + b"\x63",
+        welcome(0, 0, 10, ready=False),
+        welcome(0, 10, 0, ready=False),
+        message_header(0, 0),
+        message_header(0, 65_537),
+        b"HTTP/1.1 400 Bad Request",
+    ],
+)
+def test_what_no_writer_says_is_malformed(part: bytes) -> None:
+    with pytest.raises(Malformed):
+        parse_control(part)
+
+
+@given(seq=st.integers(0, 2**64 - 1), frames=st.lists(st.binary(max_size=40), min_size=1))
+def test_a_packed_message_comes_out_as_it_went_in(seq: int, frames: list[bytes]) -> None:
+    assert unpacked(packed_message(seq, frames)) == (seq, frames)
+
+
+def test_frames_may_be_any_buffers_of_bytes() -> None:
+    frames: list[Buffer] = [bytearray(b"one"), memoryview(b"two"), b"three"]
+    assert unpacked(packed_message(0, frames)) == (0, [b"one", b"two", b"three"])
+    assert unpacked(packed_message(0, [memoryview(b"one")])) == (0, [b"one"])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"P",
+        struct.pack(">cQI", b"P", 0, 0),
+        struct.pack(">cQI", b"P", 0, 2**32 - 1),
+        struct.pack(">cQII", b"P", 0, 2, 1),
+        struct.pack(">cQII", b"P", 0, 2, 2**32 - 1) + b"short",
+    ],
+)
+def test_a_packed_message_that_lies_about_its_sizes_is_malformed(part: bytes) -> None:
+    with pytest.raises(Malformed):
+        unpack_message(part)
+
+
+@given(st.binary(max_size=80))
+def test_no_bytes_upset_the_parsers(part: bytes) -> None:
+    for parse in (parse_reader, parse_control, unpack_message):
+        try:
+            parse(part)
+        except Malformed:
+            pass
+
+
+def test_a_roster_takes_the_ranks_it_was_given() -> None:
+    roster = Roster(2, [3, 5], TOKEN)
+    assert roster.refuses(3) is None
+    assert roster.refuses(4) is Refusal.UNKNOWN_RANK
+
+
+def test_a_roster_without_ranks_takes_so_many_different_ones() -> None:
+    roster = Roster(2, None, TOKEN)
+    for rank in (8, 1):
+        assert roster.refuses(rank) is None
+        roster.join(member(rank))
+    assert roster.refuses(2) is Refusal.UNKNOWN_RANK
+    assert (roster.awaited, roster.absent) == (0, 0)
+    assert roster.ranks == {1, 8}
+
+
+def test_a_rank_is_free_again_when_its_reader_left() -> None:
+    roster = Roster(1, None, TOKEN)
+    first = member(4)
+    roster.join(first)
+    assert roster.refuses(4) is Refusal.RANK_TAKEN
+    roster.leave(first)
+    assert roster.refuses(4) is None
+    assert roster.refuses(5) is Refusal.UNKNOWN_RANK
+    assert (roster.awaited, roster.absent) == (0, 1)
+    assert roster.find(first.identity) is None
+
+
+def test_a_roster_knows_its_token() -> None:
+    roster = Roster(1, None, TOKEN)
+    assert roster.knows(Hello(VERSION, 0, TOKEN))
+    assert not roster.knows(Hello(VERSION, 0, bytes(32)))
+    assert not roster.knows(Hello(VERSION, 0, b""))
+
+
+@pytest.mark.parametrize(("n_remote", "ranks"), [(0, None), (-1, None), (2, [1]), (2, [1, 1])])
+def test_a_roster_of_impossible_size_is_refused(n_remote: int, ranks: list[int] | None) -> None:
+    with pytest.raises(ConfigurationError):
+        Roster(n_remote, ranks, TOKEN)
+
+
+def test_keys_that_are_no_keys_are_refused() -> None:
+    server, other = CurveServer.generate(), CurveServer.generate()
+    with pytest.raises(ConfigurationError, match="not a pair"):
+        CurveServer(public_key=server.public_key, secret_key=other.secret_key)
+    with pytest.raises(ConfigurationError, match="40 bytes"):
+        CurveServer(public_key=b"short", secret_key=server.secret_key)
+    with pytest.raises(ConfigurationError, match="server_key must be 40 bytes"):
+        CurveReader.generate(b"")
+    with pytest.raises(ConfigurationError, match="Z85"):
+        CurveServer(public_key=server.public_key, secret_key=b"\xff" * 40)
+
+
+def test_secret_keys_are_not_shown() -> None:
+    server = CurveServer.generate()
+    reader = CurveReader.generate(server.public_key)
+    for keys in (server, reader):
+        assert keys.secret_key.decode() not in repr(keys)
+
+
+@pytest.mark.parametrize("field", ["heartbeat", "heartbeat_timeout", "handshake_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_link_without_time_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=field):
+        RemoteLink(**{field: value})
+
+
+def test_a_link_may_linger_for_no_time_but_not_for_less() -> None:
+    assert RemoteLink(linger=0.0).linger == 0.0
+    with pytest.raises(ConfigurationError, match="linger"):
+        RemoteLink(linger=-1.0)

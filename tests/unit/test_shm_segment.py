@@ -1,0 +1,306 @@
+"""Named shared memory: who may have it, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex.errors import ClosedError, SegmentError
+from kvindex.shm import ShmRingBuffer
+from kvindex.shm.segment import MAKER, Segment, check_platform, sweep
+
+FOLDER = Path("/dev/shm")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.make(8192, b"header")
+    yield segment
+    segment.close()
+
+
+@pytest.fixture
+def file() -> Iterator[Callable[..., str]]:
+    """Make a file of these bytes in /dev/shm, which no sweep takes for ours."""
+    made: list[Path] = []
+
+    def make(content: bytes, mode: int = 0o600) -> str:
+        path = FOLDER / f"test-{os.getpid()}-{os.urandom(8).hex()}"
+        path.write_bytes(content)
+        path.chmod(mode)
+        made.append(path)
+        return path.name
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_memory_starts_with_its_header_and_zeros(segment: Segment) -> None:
+    assert len(segment.memory) == 8192
+    assert segment.memory[:] == b"header" + bytes(8186)
+
+
+def test_a_segment_is_private_to_its_user_whatever_the_umask() -> None:
+    before = os.umask(0)
+    try:
+        segment = Segment.make(4096, b"")
+    finally:
+        os.umask(before)
+    try:
+        found = (FOLDER / segment.name).stat()
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert found.st_uid == os.geteuid()
+        assert found.st_nlink == 1
+    finally:
+        segment.close()
+
+
+def test_names_cannot_be_guessed() -> None:
+    segments = [Segment.make(4096, b"") for _ in range(20)]
+    names = {segment.name for segment in segments}
+    for segment in segments:
+        segment.close()
+    assert len(names) == 20
+    for name in names:
+        assert re.fullmatch(rf"kvindex-{os.geteuid()}-[0-9a-f]{{32}}", name)
+
+
+def test_all_memory_is_taken_at_once(segment: Segment) -> None:
+    assert (FOLDER / segment.name).stat().st_blocks * 512 >= 8192
+
+
+@pytest.mark.parametrize("extra", [1, 1 << 20])
+def test_memory_that_does_not_fit_is_refused_with_the_numbers(extra: int) -> None:
+    found = os.statvfs(FOLDER)
+    size = found.f_blocks * found.f_frsize + extra
+    with pytest.raises(SegmentError, match=f"{size} bytes does not fit: [0-9]+ bytes are free"):
+        Segment.make(size, b"")
+
+
+def test_a_size_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(SegmentError):
+        ShmRingBuffer(1, 1 << 40, 1 << 20)
+
+
+def test_attaching_sees_the_same_memory(segment: Segment) -> None:
+    attached = Segment.attach(segment.name)
+    try:
+        segment.memory[100:104] = b"here"
+        assert attached.memory[100:104] == b"here"
+    finally:
+        attached.close()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "../shm/x", "a/b", "kvindex-none"])
+def test_names_of_nothing_are_refused(name: str) -> None:
+    with pytest.raises(SegmentError):
+        Segment.attach(name)
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o606, 0o644, 0o640, 0o601])
+def test_memory_that_others_may_touch_is_refused(file: Callable[..., str], mode: int) -> None:
+    with pytest.raises(SegmentError, match="not private"):
+        Segment.attach(file(bytes(4096), mode))
+
+
+def test_memory_of_another_user_is_refused(
+    file: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = file(bytes(4096))
+    user = os.geteuid()
+    monkeypatch.setattr("os.geteuid", lambda: user + 1)
+    with pytest.raises(SegmentError, match="not private"):
+        Segment.attach(name)
+
+
+def test_links_folders_and_empty_files_are_refused(file: Callable[..., str]) -> None:
+    target, link = file(bytes(4096)), file(b"")
+    with pytest.raises(SegmentError, match="not private"):
+        Segment.attach(link)
+    (FOLDER / link).unlink()
+    (FOLDER / link).symlink_to(FOLDER / target)
+    with pytest.raises(SegmentError):
+        Segment.attach(link)
+    (FOLDER / link).unlink()
+    (FOLDER / link).mkdir(0o700)
+    try:
+        with pytest.raises(SegmentError):
+            Segment.attach(link)
+    finally:
+        (FOLDER / link).rmdir()
+
+
+def test_refusing_leaves_no_descriptor_open(file: Callable[..., str]) -> None:
+    name = file(bytes(4096), 0o644)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(5):
+        with pytest.raises(SegmentError):
+            Segment.attach(name)
+        with pytest.raises(SegmentError):
+            ShmRingBuffer(1, 64, 1, file(b"x" * 100))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_closing_gives_back_descriptors_and_the_name() -> None:
+    before = os.listdir("/proc/self/fd")
+    segment = Segment.make(4096, b"")
+    attached = Segment.attach(segment.name)
+    attached.close()
+    assert (FOLDER / segment.name).exists()
+    segment.close()
+    segment.close()
+    assert not (FOLDER / segment.name).exists()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert segment.closed
+    with pytest.raises(ClosedError):
+        segment.lives(MAKER)
+    with pytest.raises(ClosedError):
+        segment.hold(1)
+    with pytest.raises(ClosedError):
+        segment.mutex().__enter__()
+
+
+def test_a_view_that_is_still_in_use_outlives_closing() -> None:
+    segment = Segment.make(4096, b"header")
+    with memoryview(segment.memory) as view:
+        segment.close()
+        assert bytes(view[:6]) == b"header"
+    assert not (FOLDER / segment.name).exists()
+
+
+def test_a_segment_that_is_dropped_is_closed() -> None:
+    segment = Segment.make(4096, b"")
+    path = FOLDER / segment.name
+    del segment
+    assert not path.exists()
+
+
+# Who lives -----------------------------------------------------------------------------------
+
+
+def test_a_party_lives_as_long_as_its_mapping(segment: Segment) -> None:
+    assert not segment.lives(MAKER)  # it never asks for itself
+    other = Segment.attach(segment.name)
+    assert other.lives(MAKER)
+    assert not segment.lives(3)
+    assert other.hold(3)
+    assert segment.lives(3)
+    assert not segment.hold(3)
+    assert not segment.lives(4)
+    other.drop(3)
+    assert not segment.lives(3)
+    assert other.hold(3)
+    other.close()
+    assert not segment.lives(3)
+    assert segment.hold(3)
+
+
+def test_the_mutex_excludes_other_mappings_and_other_threads(segment: Segment) -> None:
+    other = Segment.attach(segment.name)
+    inside = 0
+    most = 0
+    done = 0
+
+    def work(mutex: Any) -> None:
+        nonlocal inside, most, done
+        for _ in range(100):
+            with mutex:
+                inside += 1
+                most = max(most, inside)
+                os.sched_yield()
+                inside -= 1
+                done += 1
+
+    mutexes = [segment.mutex(), segment.mutex(), other.mutex()]
+    threads = [threading.Thread(target=work, args=(mutex,)) for mutex in mutexes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    other.close()
+    assert (most, done) == (1, 300)
+
+
+def test_sweeping_removes_what_nobody_holds_and_nothing_else(segment: Segment) -> None:
+    dead = FOLDER / f"kvindex-{os.geteuid()}-{'0' * 32}"
+    dead.write_bytes(bytes(4096))
+    foreign = FOLDER / f"kvindex-{os.geteuid() + 1}-{'0' * 32}"
+    foreign.write_bytes(bytes(4096))
+    try:
+        sweep()  # another process's may have been quicker
+        assert not dead.exists()
+        assert foreign.exists()
+        assert (FOLDER / segment.name).exists()
+    finally:
+        foreign.unlink()
+        dead.unlink(missing_ok=True)
+
+
+def test_making_a_segment_sweeps() -> None:
+    dead = FOLDER / f"kvindex-{os.geteuid()}-{'1' * 32}"
+    dead.write_bytes(bytes(4096))
+    Segment.make(4096, b"").close()
+    assert not dead.exists()
+
+
+def test_where_there_are_no_such_locks_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvindex.shm.segment._SET", -1)
+    with pytest.raises(SegmentError, match="needs Linux"):
+        check_platform()
+
+
+# Ends of processes ---------------------------------------------------------------------------
+
+MADE = """
+import sys
+from kvindex.shm import MessageQueue, ShmRingBuffer
+ring = ShmRingBuffer(1, 64, 4)
+queue = MessageQueue(1, 1, None, 64, 4)
+reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+queue.enqueue("unread")
+print(ring.name, queue.export_handle().buffer_handle[3], flush=True)
+"""
+ENDS = {
+    "normally": "",
+    "by sys.exit": "sys.exit(3)",
+    "by an exception": "raise ZeroDivisionError",
+    "in a function that returns": "def f():\n global ring\n r = ring\nf(); del ring, queue, reader",
+    "while a thread waits": """
+import threading
+threading.Thread(target=lambda: (reader.dequeue(), reader.dequeue()), daemon=True).start()
+""",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("backend", ["", "python"])
+def test_nothing_is_left_when_a_process_ends(how: str, backend: str) -> None:
+    chosen = {"KVINDEX_BACKEND": backend} if backend else {}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", MADE + ENDS[how]],
+        env=os.environ | chosen,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    names = done.stdout.split()
+    assert len(names) == 2
+    assert not any((FOLDER / name).exists() for name in names)
+    if how == "by an exception":
+        assert done.stderr.rstrip().endswith("ZeroDivisionError")
+    elif how == "while a thread waits":  # which is told, or frozen by the interpreter's end
+        assert "resource_tracker" not in done.stderr
+    else:
+        assert done.stderr == ""  # nor does multiprocessing's resource tracker complain
