@@ -220,7 +220,7 @@ STEPS = st.tuples(st.sampled_from(["step", "step", "attach"]), st.integers(0, 1)
 SCHEDULE = st.lists(st.one_of(EVENTS, CHANGES, STEPS), max_size=50)
 
 
-@settings(max_examples=800)
+@settings(max_examples=500)
 @given(SCHEDULE)
 def test_a_joiner_holds_what_the_server_holds_whatever_happens_meanwhile(
     schedule: list[tuple[str, Any]],

@@ -152,6 +152,7 @@ class QueueMachine(RuleBasedStateMachine):
                 assert reader.evicted
                 return
             assert got == expected
+            assert not reader.evicted
             self.advance(reader)
 
     @precondition(lambda self: self.readers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -137,6 +138,7 @@ def test_a_long_message_that_found_no_room_is_never_seen(ends: Callable[..., End
 def test_an_evicted_reader_is_told_and_may_join_again(ends: Callable[..., Ends]) -> None:
     sender, (slow, quick) = ends(2)
     send(sender, b"0", b"1")
+    assert slow.receive(CODEC, 0.0) == b"0"
     assert sender.evict(0)
     assert not sender.evict(0)
     for _ in range(2):
@@ -199,6 +201,29 @@ def test_a_queue_that_closes_before_it_is_ready_never_will_be(ends: Callable[...
     sender.close()
     with pytest.raises(QueueClosedError):
         receiver.wait_ready(Patience(WAITING, 1.0), 1.0)
+
+
+class Meanwhile(threading.Event):
+    """Does something between a reader's look for messages and its look at the writer."""
+
+    def __init__(self, *steps: Callable[[], object]) -> None:
+        super().__init__()
+        self._steps = list(steps)
+
+    def is_set(self) -> bool:
+        while self._steps:
+            self._steps.pop(0)()
+        return False
+
+
+def test_what_was_published_before_the_writer_closed_is_read_first(
+    ends: Callable[..., Ends],
+) -> None:
+    sender, (receiver,) = ends()
+    meanwhile = Meanwhile(lambda: send(sender, b"last"), sender.close)
+    assert receiver.receive(CODEC, 10.0, meanwhile) == b"last"
+    with pytest.raises(QueueClosedError):
+        receiver.receive(CODEC, 10.0)
 
 
 def test_what_was_published_before_the_writer_died_is_read_first(
