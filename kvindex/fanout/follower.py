@@ -70,10 +70,11 @@ class Follower:
     def __init__(self, path: str | os.PathLike[str], stale_after: float, buffer_bytes: int) -> None:
         self.path = os.fspath(path)
         self.copy = Copy()
+        shown_path = self.path.replace("{", "{{").replace("}", "}}")  # the board formats it
         self.board = StatusBoard(
             time.monotonic,
             stale_after,
-            silent=f"nothing was taken from the fan-out server at {self.path} for {{:.0f}} s",
+            silent=f"nothing was taken from the fan-out server at {shown_path} for {{:.0f}} s",
         )
         self.joined = threading.Event()
         self.failed: Exception | None = None
@@ -97,7 +98,7 @@ class Follower:
             **{name: self._counters[name] for name in ("joins", "messages", "silences")},
             "batches": self.copy.applied,
             "entries_passed": self.copy.catchup.passed,
-            "backlog": 0 if membership is None else membership.receiver.behind,
+            "backlog": 0 if membership is None else membership.backlog,
             "rejoins": self._by_reason("rejoin_"),
             "join_failures": self._by_reason("failure_"),
             "thread_failures": self._counters["thread_failures"],

@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import suppress
 
-from kvindex.errors import DecodeError, KVIndexError
+from kvindex.errors import ClosedError, DecodeError, KVIndexError
 from kvindex.fanout.copy import Copy
 from kvindex.fanout.entries import decode_message
 from kvindex.fanout.frames import (
@@ -223,6 +223,14 @@ class Membership:
             raise DecodeError("a snapshot that ends before it begins")
         self.copy.catchup.end(frame.number)
         self.copy.names = dict(frame.names)
+
+    @property
+    def backlog(self) -> int:
+        """Chunks that wait in the ring; from any thread."""
+        try:
+            return self.receiver.behind
+        except ClosedError:
+            return 0
 
     def close(self) -> None:
         """Give the place up. Idempotent."""

@@ -26,7 +26,7 @@ try:
 except ImportError:  # not POSIX: `listen_at` says so
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Listener", "connect_to"]
+__all__ = ["Listener", "check_platform", "connect_to"]
 
 _BACKLOG = 128
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -114,9 +114,14 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(found)[1])
 
 
-def _check_path(path: Path) -> None:
+def check_platform() -> None:
+    """Raise ConfigurationError where such sockets are not to be had."""
     if fcntl is None or not hasattr(socket, "SO_PEERCRED"):
         raise ConfigurationError("kvindex.fanout needs Linux")
+
+
+def _check_path(path: Path) -> None:
+    check_platform()
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise ConfigurationError(
             f"{path} is too long for a socket: at most {_MAX_PATH_BYTES} bytes"

@@ -72,6 +72,7 @@ class Reception:
     def statistics(self) -> dict[str, Any]:
         """Return how many replicas there are, and how many came and went in which way."""
         guests = list(self._guests.values())
+        counters = list(self._counters.items())  # at once: the thread goes on counting
         return {
             "replicas": sum(self._follows(guest) for guest in guests),
             "joining": sum(guest.stage is not Stage.FOLLOWING for guest in guests),
@@ -79,7 +80,7 @@ class Reception:
             "snapshots_begun_again": self._counters["snapshots_begun_again"],
             "turned_away": {
                 name.removeprefix("away_"): count
-                for name, count in self._counters.items()
+                for name, count in counters
                 if name.startswith("away_")
             },
         }

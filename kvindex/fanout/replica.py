@@ -12,6 +12,7 @@ import msgspec
 from kvindex.errors import ConfigurationError, QueueTimeoutError, UnknownRankError
 from kvindex.fanout.follower import Follower
 from kvindex.fanout.joining import RefusedError
+from kvindex.fanout.meeting_point import check_platform
 from kvindex.index import ExtraKeys, Index, Match
 from kvindex.rank import Rank
 from kvindex.subscribe import RankStatus, State
@@ -45,6 +46,7 @@ def join(
         ConfigurationError: it never can be: the server's index is of another kind, or a value
             cannot work.
     """
+    check_platform()
     for name, value in (("timeout", timeout), ("stale_after", stale_after)):
         if not 0 < value < math.inf:
             raise ConfigurationError(f"{name} must be above 0 s, not {value!r}")

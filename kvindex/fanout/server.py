@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from kvindex.client import Client
@@ -86,22 +87,18 @@ class FanOut:
         self._ended = threading.Event()
         self._closing = False
         self._failure: str | None = None
-        listener = Listener(path)
-        try:
+        with ExitStack() as opened:  # closed again if something goes wrong
+            listener = Listener(path)
+            opened.callback(listener.close)
             self._outflow = Outflow(max_replicas, chunk_bytes, chunks, patience)
-        except BaseException:
-            listener.close()
-            raise
-        self._tap = StreamTap(self._outflow, self._note_end)
-        try:
+            opened.callback(self._outflow.close)
+            self._tap = StreamTap(self._outflow, self._note_end)
             self.client = Client(workers, tap=self._tap, on_stop=self._stopped, **options)
-        except BaseException:
-            listener.close()
-            self._outflow.close()
-            raise
-        self._reception = Reception(
-            listener, self.client, self._tap, self._outflow, max_replicas, self._fail
-        )
+            opened.callback(self.client.close)
+            self._reception = Reception(
+                listener, self.client, self._tap, self._outflow, max_replicas, self._fail
+            )
+            opened.pop_all()
 
     @property
     def failure(self) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.connection import Pipe
 from typing import Any
 
 from kvindex import Client, Match, Rank, RankStatus, Worker
@@ -101,6 +103,20 @@ class FanOutEnd:
         if pid == 0:
             signal.pause()
         return pid
+
+    def ask_in_child(self, prompt: list[int], after: float) -> list[str]:
+        """Fork, and let the child ask after some seconds; what it is told of every rank."""
+        ours, theirs = Pipe()
+        with ours, theirs:
+            pid = os.fork()
+            if pid == 0:
+                threading.Event().wait(after)  # time is what this is about
+                found = self.replica.match(prompt)
+                theirs.send([f"{m.state}: {self.replica.status(m.rank).reason}" for m in found])
+                os._exit(0)
+            os.waitpid(pid, 0)
+            said: list[str] = ours.recv()
+            return said
 
     def serve(self, path: str, workers: list[Worker], **options: Any) -> None:
         self.fanout = FanOut(workers, path, replay=QUICK, probe_interval=0.3, **options)

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,7 @@ def test_a_replica_is_asked_as_a_client_is(path: str) -> None:
         replica.close()
         replica.close()
         assert replica.status(a.rank).state is State.CLOSED
+        assert replica.statistics()["replica"]["trouble"] == "the replica was closed"
         assert replica.match(PROMPTS[0])[a.rank].state == "closed"
         with pytest.raises(ClosedError):
             replica.wait_live(1.0)
@@ -210,6 +212,7 @@ def test_closing_the_server_tells_the_replicas_and_leaves_nothing(path: str) -> 
             fanout.close()
             fanout.close()
             assert fanout.wait(0)
+            assert fanout.statistics()["joined"] == 1
             assert replica.wait_for(lambda s: s[a.rank].state is State.STALE, PATIENCE)
             assert "server_closed" in replica.status(a.rank).reason
             assert not Path(path).exists()
@@ -268,6 +271,20 @@ def test_a_message_longer_than_a_chunk_arrives(path: str) -> None:
                 assert held(replica) == held(fanout.client)
                 found = fanout.statistics()
                 assert found["chunks"] > found["messages"]
+
+
+def test_a_replica_from_before_a_fork_says_in_the_child_that_it_is_stale(
+    processes: Nursery, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "{kv}.sock")  # braces are nothing special
+    with FakeEngine("a") as a:
+        a.run(BEFORE)
+        with fan_out(path, worker_of(a)) as fanout, ended([processes.fork()]) as peers:
+            caught_up(fanout.client, a)
+            peers[0].call("join", path, stale_after=1.2)
+            said = peers[0].call("ask_in_child", PROMPTS[0], 1.3)
+            assert said == [f"stale: nothing was taken from the fan-out server at {path} for 1 s"]
+            assert_equal(fanout.client, *peers, prompts=PROMPTS)  # the parent's is as it was
 
 
 def test_there_is_nobody_to_join(path: str) -> None:
@@ -359,7 +376,9 @@ def test_the_other_kind_of_index_is_refused_with_what_to_do(path: str) -> None:
 
 def test_a_forked_child_is_no_server_and_keeps_no_place(path: str, processes: Nursery) -> None:
     with fan_out(path) as fanout:
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+            pid = os.fork()
         if pid == 0:
             fanout.close()  # as a `with` that the child leaves would
             os._exit(0)

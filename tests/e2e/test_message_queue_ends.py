@@ -502,7 +502,8 @@ handle_at, hand_over = os.pipe()
 parent = os.fork()
 if parent == 0:
     writer = MessageQueue(1, 1, None, 64, 4)
-    if os.fork() == 0:  # outlives its parent
+    os.close(let_go)
+    if os.fork() == 0:  # outlives its parent, but not this script
         os.read(go_on, 1)
         os._exit(0)
     os.write(hand_over, writer.export_handle().to_bytes())

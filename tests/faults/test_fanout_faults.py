@@ -179,14 +179,16 @@ def test_a_replica_that_is_stopped_again_and_again_uses_its_patience_up(
 ) -> None:
     with FakeEngine("a") as a, fan_out(path, worker_of(a), patience=HELD, **SMALL) as fanout:
         with ended(joined(processes, path, 1)) as peers:
-            rounds = 3
+            rounds, evicted = 3, 0
             for number in range(rounds):
                 peers[0].signal(signal.SIGSTOP)
                 a.run(Workload(30, seed=number))
                 caught_up(fanout.client, a)
-                counted(fanout, evicted=number + 1)
+                # On a busy machine more than once: nothing is left to wait for its first steps.
+                assert fanout.statistics()["evicted"] > evicted
                 peers[0].signal(signal.SIGCONT)
                 assert peers[0].call("rejoined", number + 2)
+                evicted = fanout.statistics()["evicted"]
             # Each time is shorter, for patience comes back at a tenth of the time.
             assert fanout.statistics()["blocked_seconds"] < HELD * rounds
             assert_equal(fanout.client, *peers, prompts=PROMPTS)

@@ -141,27 +141,39 @@ def test_links_folders_and_empty_files_are_refused(file: Callable[..., str]) -> 
         (FOLDER / link).rmdir()
 
 
+def descriptors_of(inode: int) -> int:
+    """How many of this process's descriptors are of that file in /dev/shm."""
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found = os.stat(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue  # that of the listing itself
+        count += (found.st_ino, found.st_dev) == (inode, FOLDER.stat().st_dev)
+    return count
+
+
 def test_refusing_leaves_no_descriptor_open(file: Callable[..., str]) -> None:
-    name = file(bytes(4096), 0o644)
-    before = os.listdir("/proc/self/fd")
-    for _ in range(5):
+    names = file(bytes(4096), 0o644), file(b"x" * 100)
+    for name in names:
         with pytest.raises(SegmentError):
-            Segment.attach(name)
-        with pytest.raises(SegmentError):
-            ShmRingBuffer(1, 64, 1, file(b"x" * 100))
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+            ShmRingBuffer(1, 64, 1, name)
+        assert descriptors_of((FOLDER / name).stat().st_ino) == 0
 
 
 def test_closing_gives_back_descriptors_and_the_name() -> None:
-    before = os.listdir("/proc/self/fd")
     segment = Segment.make(4096, b"")
+    inode = (FOLDER / segment.name).stat().st_ino
+    held = descriptors_of(inode)
+    assert held > 0
     attached = Segment.attach(segment.name)
     attached.close()
     assert (FOLDER / segment.name).exists()
+    assert descriptors_of(inode) == held
     segment.close()
     segment.close()
     assert not (FOLDER / segment.name).exists()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert descriptors_of(inode) == 0
     assert segment.closed
     with pytest.raises(ClosedError):
         segment.lives(MAKER)
