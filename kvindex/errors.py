@@ -29,6 +29,7 @@ Each also inherits the builtin that a stranger would catch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from kvindex.rank import Rank
 
@@ -57,7 +58,20 @@ __all__ = [
 
 
 class KVIndexError(Exception):
-    """Base of every error raised by kvindex."""
+    """Base of every error raised by kvindex; all of them pickle, attributes included."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are unpickled by calling their class, which wants more than the message.
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(
+    kind: type[KVIndexError], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> KVIndexError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigurationError(KVIndexError, ValueError):
@@ -187,7 +201,7 @@ class ReaderDiedError(PeerDiedError):
 
 
 class ReaderEvictedError(PeerDiedError):
-    """This reader was taken off the queue (it was too slow for the writer's policy); join anew."""
+    """The writer took this reader off the queue: it was too slow, or taken for dead; join anew."""
 
 
 class NotLiveError(KVIndexError, TimeoutError):

@@ -98,9 +98,7 @@ def _paced(bench: Bench, replicas: int) -> _Run:
         return _measured(bench, process, said["batches"], server, others)
 
 
-def _measured(
-    bench: Bench, process: Lines, batches: int, server: Side, others: list[Side]
-) -> _Run:
+def _measured(bench: Bench, process: Lines, batches: int, server: Side, others: list[Side]) -> _Run:
     sides = [server, *others]
     first = server.call("fan.applied")
     for side in sides:

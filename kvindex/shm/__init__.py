@@ -11,13 +11,13 @@ MessageQueue ── RingSender ─► ring of chunks in /dev/shm ─► RingRece
 from __future__ import annotations
 
 from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
+from kvindex.shm.groups.process_group import ProcessGroup
+from kvindex.shm.groups.tcp_group import TcpProcessGroup
+from kvindex.shm.groups.torch_group import TorchProcessGroup
 from kvindex.shm.handle import Handle
-from kvindex.shm.process_group import ProcessGroup
 from kvindex.shm.queue import MessageQueue
-from kvindex.shm.remote_keys import CurveReader, CurveServer
+from kvindex.shm.remote.keys import CurveReader, CurveServer
 from kvindex.shm.ring import ShmRingBuffer
-from kvindex.shm.tcp_group import TcpProcessGroup
-from kvindex.shm.torch_group import TorchProcessGroup
 from kvindex.shm.waiting import Waiting
 
 __all__ = [

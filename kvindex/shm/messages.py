@@ -160,6 +160,11 @@ class Assembly:
         self._body = None
         return self._kind, body
 
+    @property
+    def begun(self) -> bool:
+        """Whether there are fragments of a message that is not whole."""
+        return self._body is not None
+
     def give_up(self) -> None:
         """Drop a message that was begun."""
         if self._body is not None:

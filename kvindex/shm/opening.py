@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from kvindex.errors import ConfigurationError
 from kvindex.shm.codec import Codec
 from kvindex.shm.handle import Handle
-from kvindex.shm.remote_keys import CurveReader, CurveServer
-from kvindex.shm.remote_reader import RemoteReader
-from kvindex.shm.remote_sender import RemoteSender
+from kvindex.shm.remote.keys import CurveReader, CurveServer
+from kvindex.shm.remote.reader import RemoteReader
+from kvindex.shm.remote.sender import RemoteSender
 
 __all__ = ["check_remote_codec", "local_ranks", "open_remote_reader", "open_remote_sender"]
 

@@ -18,7 +18,12 @@ from kvindex.errors import (
     ReaderDiedError,
 )
 from kvindex.shm.codec import Codec, choose_codec
-from kvindex.shm.grouping import as_process_group, check_reachable, reader_options, spread_handle
+from kvindex.shm.groups.settling import (
+    as_process_group,
+    check_reachable,
+    reader_options,
+    spread_handle,
+)
 from kvindex.shm.handle import Handle
 from kvindex.shm.messages import BUFFERS, RAW, body_of, decode
 from kvindex.shm.opening import (
@@ -28,9 +33,9 @@ from kvindex.shm.opening import (
     open_remote_sender,
 )
 from kvindex.shm.receiver import RingReceiver
-from kvindex.shm.remote_keys import CurveReader, CurveServer
-from kvindex.shm.remote_reader import RemoteReader
-from kvindex.shm.remote_sender import RemoteSender
+from kvindex.shm.remote.keys import CurveReader, CurveServer
+from kvindex.shm.remote.reader import RemoteReader
+from kvindex.shm.remote.sender import RemoteSender
 from kvindex.shm.ring import ShmRingBuffer
 from kvindex.shm.sender import DeadReaderPolicy, RingSender
 from kvindex.shm.turn import Turn

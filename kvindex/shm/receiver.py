@@ -93,7 +93,12 @@ class RingReceiver:
                 got = self._party.read(_COPIED, self._spin, self._look)
             except ValueError as error:
                 raise self._damaged(error) from None
-            if got is not None and type(got[1]) is bytes and got[0] < MORE:
+            if (
+                got is not None
+                and type(got[1]) is bytes
+                and got[0] < MORE
+                and not self._assembly.begun
+            ):
                 self._messages += 1
                 return decode(got[0], got[1], codec)
         else:

@@ -307,6 +307,8 @@ void bind_index(nb::module_& module) {
 }  // namespace kvindex
 
 NB_MODULE(_native, module) {
+  // A daemon thread that still waits when the interpreter ends keeps its objects: no news to users.
+  nb::set_leak_warnings(false);
   module.doc() = "The native core of kvindex; use it through `kvindex.Index`.";
   module.attr("SECRET_BYTES") = kvindex::kSecretBytes;
   kvindex::bind_fingerprints(module);

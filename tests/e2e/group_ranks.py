@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from kvindex.errors import KVIndexError
-from kvindex.shm.process_group import ProcessGroup
-from kvindex.shm.tcp_group import TcpProcessGroup
-from kvindex.shm.torch_group import TorchProcessGroup
+from kvindex.shm.groups.process_group import ProcessGroup
+from kvindex.shm.groups.tcp_group import TcpProcessGroup
+from kvindex.shm.groups.torch_group import TorchProcessGroup
 
 PATIENCE = 20.0  # seconds: far more than anything takes, so that a slow machine is no failure
 Task = Callable[[ProcessGroup, Connection], Any]

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvindex.shm import Handle, MessageQueue
-from kvindex.shm.process_group import ProcessGroup
+from kvindex.shm.groups.process_group import ProcessGroup
 
 MESSAGES = [[number, "x" * (number * 7 % 200)] for number in range(60)]
 CHUNKS = (64, 4)

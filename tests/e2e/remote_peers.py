@@ -14,7 +14,7 @@ import zmq
 
 from kvindex.errors import KVIndexError
 from kvindex.shm.remote import RemoteLink, RemoteReader, RemoteSender
-from kvindex.shm.remote_frames import parse_reader, welcome
+from kvindex.shm.remote.frames import parse_reader, welcome
 
 DEADLINE = 20.0
 """Seconds after which a test gives up waiting."""

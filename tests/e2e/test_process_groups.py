@@ -21,12 +21,13 @@ from kvindex.errors import (
     PeerDiedError,
     QueueTimeoutError,
 )
-from kvindex.shm import tcp_reception, tcp_star
-from kvindex.shm.group_objects import MAX_OBJECT_BYTES
-from kvindex.shm.tcp_address import connect, parse_address
-from kvindex.shm.tcp_frames import Connection
-from kvindex.shm.tcp_group import TcpProcessGroup
-from kvindex.shm.tcp_handshake import Applicant
+from kvindex.shm.groups import tcp_reception as tcp_reception
+from kvindex.shm.groups import tcp_star
+from kvindex.shm.groups.objects import MAX_OBJECT_BYTES
+from kvindex.shm.groups.tcp_address import connect, parse_address
+from kvindex.shm.groups.tcp_frames import Connection
+from kvindex.shm.groups.tcp_group import TcpProcessGroup
+from kvindex.shm.groups.tcp_handshake import Applicant
 from tests.e2e.group_ranks import (
     PATIENCE,
     barrier_when_told,

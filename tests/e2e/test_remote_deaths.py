@@ -17,7 +17,7 @@ from kvindex.errors import (
     WriterDiedError,
 )
 from kvindex.shm.remote import RemoteLink, RemoteSender
-from kvindex.shm.remote_frames import (
+from kvindex.shm.remote.frames import (
     Refusal,
     acknowledgement,
     closed,

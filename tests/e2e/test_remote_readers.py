@@ -20,8 +20,8 @@ from kvindex.errors import (
     WaitCancelledError,
     WriterDiedError,
 )
-from kvindex.shm.credits import SendWindow
 from kvindex.shm.remote import CurveReader, CurveServer, RemoteLink, RemoteReader, RemoteSender
+from kvindex.shm.remote.credits import SendWindow
 from tests.e2e.publish_peers import wait_until
 from tests.e2e.remote_peers import DEADLINE, MAX_BYTES, Queue, drain
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from kvindex.errors import ConfigurationError, DecodeError
-from kvindex.shm.group_objects import pack_object, unpack_object
-from kvindex.shm.process_group import ProcessGroup
-from kvindex.shm.same_node import ranks_that_share_memory
-from kvindex.shm.tcp_address import parse_address
-from kvindex.shm.tcp_group import TcpProcessGroup
-from kvindex.shm.torch_group import TorchProcessGroup
+from kvindex.shm.groups.objects import pack_object, unpack_object
+from kvindex.shm.groups.process_group import ProcessGroup
+from kvindex.shm.groups.same_node import ranks_that_share_memory
+from kvindex.shm.groups.tcp_address import parse_address
+from kvindex.shm.groups.tcp_group import TcpProcessGroup
+from kvindex.shm.groups.torch_group import TorchProcessGroup
 
 TOKEN = b"0123456789abcdef"
 
@@ -206,7 +206,7 @@ def test_the_file_is_its_users_alone_and_the_secret_is_not_told(
         seen.append((os.fstat(file).st_mode & 0o777, os.pread(file, 100, 0)))
         return b"wrong"
 
-    monkeypatch.setattr("kvindex.shm.same_node.os.read", read)
+    monkeypatch.setattr("kvindex.shm.groups.same_node.os.read", read)
     told, groups = shares([tmp_path, tmp_path])
     assert told == [[False, False]] * 2, "a wrong answer is no proof"
     assert [mode for mode, _ in seen] == [0o600, 0o600]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.errors import WriterDiedError
-from kvindex.shm.credits import ReadLedger, SendWindow
+from kvindex.shm.remote.credits import ReadLedger, SendWindow
 
 
 def sent(count: int, *, size: int = 10, first: int = 0, messages: int = 8) -> SendWindow:

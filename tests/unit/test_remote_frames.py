@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.errors import ConfigurationError
-from kvindex.shm.credits import SendWindow
-from kvindex.shm.remote_frames import (
+from kvindex.shm.remote.credits import SendWindow
+from kvindex.shm.remote.frames import (
     MAX_CONTROL_BYTES,
     VERSION,
     Acknowledgement,
@@ -41,9 +41,9 @@ from kvindex.shm.remote_frames import (
     unpack_message,
     welcome,
 )
-from kvindex.shm.remote_keys import CurveReader, CurveServer
-from kvindex.shm.remote_roster import Member, Roster
-from kvindex.shm.remote_sockets import RemoteLink
+from kvindex.shm.remote.keys import CurveReader, CurveServer
+from kvindex.shm.remote.roster import Member, Roster
+from kvindex.shm.remote.sockets import RemoteLink
 
 TOKEN = bytes(range(32))
 

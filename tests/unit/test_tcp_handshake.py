@@ -10,8 +10,14 @@ import msgspec
 import pytest
 
 from kvindex.errors import ConfigurationError
-from kvindex.shm.tcp_frames import Connection, ConnectionEnded, FrameReader, FrameTooLarge, frame
-from kvindex.shm.tcp_handshake import (
+from kvindex.shm.groups.tcp_frames import (
+    Connection,
+    ConnectionEnded,
+    FrameReader,
+    FrameTooLarge,
+    frame,
+)
+from kvindex.shm.groups.tcp_handshake import (
     Applicant,
     Doorkeeper,
     Hello,

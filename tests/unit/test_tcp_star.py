@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from kvindex.errors import ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError
-from kvindex.shm import tcp_star
-from kvindex.shm.tcp_frames import Connection, FrameReader, frame
-from kvindex.shm.tcp_messages import Call, Failure, GroupFailure, Part, listed, read_word
-from kvindex.shm.tcp_star import Hub, Spoke
+from kvindex.shm.groups import tcp_star as tcp_star
+from kvindex.shm.groups.tcp_frames import Connection, FrameReader, frame
+from kvindex.shm.groups.tcp_messages import Call, Failure, GroupFailure, Part, listed, read_word
+from kvindex.shm.groups.tcp_star import Hub, Spoke
 
 LIMIT = 1024
 

@@ -19,8 +19,8 @@ import msgspec
 import zmq
 
 from kvindex.errors import ClosedError, ConfigurationError
-from kvindex.shm.remote_frames import MAX_CONTROL_BYTES
-from kvindex.shm.remote_keys import CurveReader, CurveServer
+from kvindex.shm.remote.frames import MAX_CONTROL_BYTES
+from kvindex.shm.remote.keys import CurveReader, CurveServer
 
 __all__ = ["MAX_WINDOW", "RemoteLink", "WatchedSocket"]
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from kvindex.shm.process_group import ProcessGroup
+from kvindex.shm.groups.process_group import ProcessGroup
 
 __all__ = ["SHARED_MEMORY", "ranks_that_share_memory"]
 

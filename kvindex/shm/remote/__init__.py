@@ -12,9 +12,9 @@ reader, and returns its rank; a reader raises WriterDiedError, having returned a
 
 from __future__ import annotations
 
-from kvindex.shm.remote_keys import CurveReader, CurveServer
-from kvindex.shm.remote_reader import RemoteReader
-from kvindex.shm.remote_sender import RemoteSender
-from kvindex.shm.remote_sockets import RemoteLink
+from kvindex.shm.remote.keys import CurveReader, CurveServer
+from kvindex.shm.remote.reader import RemoteReader
+from kvindex.shm.remote.sender import RemoteSender
+from kvindex.shm.remote.sockets import RemoteLink
 
 __all__ = ["CurveReader", "CurveServer", "RemoteLink", "RemoteReader", "RemoteSender"]

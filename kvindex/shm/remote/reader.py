@@ -15,8 +15,8 @@ from kvindex.errors import (
     ReaderEvictedError,
     WriterDiedError,
 )
-from kvindex.shm.credits import ReadLedger
-from kvindex.shm.remote_frames import (
+from kvindex.shm.remote.credits import ReadLedger
+from kvindex.shm.remote.frames import (
     MESSAGE_HEADER_BYTES,
     PACKED_BYTES,
     TOKEN_BYTES,
@@ -36,10 +36,10 @@ from kvindex.shm.remote_frames import (
     parse_control,
     unpack_message,
 )
-from kvindex.shm.remote_keys import CurveReader
-from kvindex.shm.remote_roster import MAX_RANK
-from kvindex.shm.remote_sockets import Context, RemoteLink, WatchedSocket, is_handshake_failure
-from kvindex.shm.remote_waiting import Wait
+from kvindex.shm.remote.keys import CurveReader
+from kvindex.shm.remote.roster import MAX_RANK
+from kvindex.shm.remote.sockets import Context, RemoteLink, WatchedSocket, is_handshake_failure
+from kvindex.shm.remote.waiting import Wait
 
 __all__ = ["RemoteReader"]
 

@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from kvindex.shm.tcp_frames import Connection, ConnectionEnded, FrameTooLarge
-from kvindex.shm.tcp_handshake import (
+from kvindex.shm.groups.tcp_frames import Connection, ConnectionEnded, FrameTooLarge
+from kvindex.shm.groups.tcp_handshake import (
     HANDSHAKE_BYTES,
     Doorkeeper,
     Join,

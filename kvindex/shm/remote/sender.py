@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 import zmq
 
 from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
-from kvindex.shm.remote_address import listening_at
-from kvindex.shm.remote_frames import (
+from kvindex.shm.remote.address import listening_at
+from kvindex.shm.remote.frames import (
     MAX_FRAMES,
     PACKED_BYTES,
     TOKEN_BYTES,
@@ -22,16 +22,16 @@ from kvindex.shm.remote_frames import (
     packed_message,
     ready,
 )
-from kvindex.shm.remote_keys import CurveServer
-from kvindex.shm.remote_membership import Membership
-from kvindex.shm.remote_roster import Roster
-from kvindex.shm.remote_sockets import (
+from kvindex.shm.remote.keys import CurveServer
+from kvindex.shm.remote.membership import Membership
+from kvindex.shm.remote.roster import Roster
+from kvindex.shm.remote.sockets import (
     MAX_WINDOW,
     Context,
     RemoteLink,
     WatchedSocket,
 )
-from kvindex.shm.remote_waiting import Wait
+from kvindex.shm.remote.waiting import Wait
 
 __all__ = ["RemoteSender"]
 
@@ -60,7 +60,7 @@ class RemoteSender:
         window: messages that each reader may have unacknowledged, 1 to 4096.
         max_window_bytes: the same in bytes; a larger message goes when all else is acknowledged.
         max_message_bytes: a larger message is refused by `send`.
-        curve: the writer's keys, for encrypted connections; see `remote_keys`. Without them the
+        curve: the writer's keys, for encrypted connections; see `remote/keys.py`. Without them the
             token and all messages travel in the clear.
         link: heartbeats, and how long `close` waits.
         allow_all_interfaces: allow a `connect_ip` that means all of this machine's interfaces

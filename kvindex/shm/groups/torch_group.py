@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from kvindex.errors import ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError
-from kvindex.shm.group_objects import MAX_OBJECT_BYTES, check_rank, pack_object, unpack_object
-from kvindex.shm.same_node import ranks_that_share_memory
+from kvindex.shm.groups.objects import MAX_OBJECT_BYTES, check_rank, pack_object, unpack_object
+from kvindex.shm.groups.same_node import ranks_that_share_memory
 
 __all__ = ["TorchProcessGroup"]
 

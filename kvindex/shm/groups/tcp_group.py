@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
-from kvindex.shm.group_objects import MAX_OBJECT_BYTES, check_rank, pack_object, unpack_object
-from kvindex.shm.same_node import ranks_that_share_memory
-from kvindex.shm.tcp_address import Address, listen, parse_address
-from kvindex.shm.tcp_application import apply_for_seat
-from kvindex.shm.tcp_handshake import MIN_TOKEN_BYTES, Seats
-from kvindex.shm.tcp_messages import Call, Failure, GroupFailure
-from kvindex.shm.tcp_reception import Reception
-from kvindex.shm.tcp_star import Hub, Spoke, Star
+from kvindex.shm.groups.objects import MAX_OBJECT_BYTES, check_rank, pack_object, unpack_object
+from kvindex.shm.groups.same_node import ranks_that_share_memory
+from kvindex.shm.groups.tcp_address import Address, listen, parse_address
+from kvindex.shm.groups.tcp_application import apply_for_seat
+from kvindex.shm.groups.tcp_handshake import MIN_TOKEN_BYTES, Seats
+from kvindex.shm.groups.tcp_messages import Call, Failure, GroupFailure
+from kvindex.shm.groups.tcp_reception import Reception
+from kvindex.shm.groups.tcp_star import Hub, Spoke, Star
 
 __all__ = ["TcpProcessGroup"]
 

@@ -17,8 +17,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from kvindex.shm.tcp_frames import Connection, ConnectionEnded, FrameTooLarge
-from kvindex.shm.tcp_messages import Call, Failure, GroupFailure, Part, listed, read_word
+from kvindex.shm.groups.tcp_frames import Connection, ConnectionEnded, FrameTooLarge
+from kvindex.shm.groups.tcp_messages import Call, Failure, GroupFailure, Part, listed, read_word
 
 __all__ = ["Hub", "Spoke", "Star"]
 

@@ -6,8 +6,8 @@ import hmac
 from collections.abc import Collection
 
 from kvindex.errors import ConfigurationError
-from kvindex.shm.credits import SendWindow
-from kvindex.shm.remote_frames import Hello, Refusal
+from kvindex.shm.remote.credits import SendWindow
+from kvindex.shm.remote.frames import Hello, Refusal
 
 __all__ = ["Member", "Roster"]
 

@@ -9,9 +9,9 @@ import time
 from typing import Final
 
 from kvindex.errors import QueueTimeoutError
-from kvindex.shm.tcp_address import Address, connect
-from kvindex.shm.tcp_frames import Connection, ConnectionEnded, FrameTooLarge
-from kvindex.shm.tcp_handshake import (
+from kvindex.shm.groups.tcp_address import Address, connect
+from kvindex.shm.groups.tcp_frames import Connection, ConnectionEnded, FrameTooLarge
+from kvindex.shm.groups.tcp_handshake import (
     HANDSHAKE_BYTES,
     Applicant,
     Seats,

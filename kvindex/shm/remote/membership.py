@@ -10,8 +10,8 @@ from collections import Counter, deque
 import zmq
 
 from kvindex.errors import ClosedError
-from kvindex.shm.credits import SendWindow
-from kvindex.shm.remote_frames import (
+from kvindex.shm.remote.credits import SendWindow
+from kvindex.shm.remote.frames import (
     MAX_CONTROL_BYTES,
     VERSION,
     Bye,
@@ -23,9 +23,9 @@ from kvindex.shm.remote_frames import (
     refused,
     welcome,
 )
-from kvindex.shm.remote_refusals import Refusals, descriptor_of
-from kvindex.shm.remote_roster import Member, Roster
-from kvindex.shm.remote_sockets import WatchedSocket, is_handshake_failure
+from kvindex.shm.remote.refusals import Refusals, descriptor_of
+from kvindex.shm.remote.roster import Member, Roster
+from kvindex.shm.remote.sockets import WatchedSocket, is_handshake_failure
 
 __all__ = ["Membership"]
 

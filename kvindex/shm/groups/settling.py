@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvindex.errors import ConfigurationError, KVIndexError
+from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.handle import Handle
-from kvindex.shm.process_group import ProcessGroup
 
 __all__ = ["as_process_group", "check_reachable", "reader_options", "spread_handle"]
 
@@ -18,7 +18,7 @@ def as_process_group(group: Any) -> ProcessGroup:
     """Return a process group as it is, and one of torch.distributed adapted."""
     if isinstance(group, ProcessGroup):
         return group
-    from kvindex.shm.torch_group import TorchProcessGroup
+    from kvindex.shm.groups.torch_group import TorchProcessGroup
 
     return TorchProcessGroup(group)
 
