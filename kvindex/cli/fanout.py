@@ -46,7 +46,7 @@ def add_parser(commands: Commands) -> None:
         type=seconds,
         default=1.0,
         metavar="S",
-        help="seconds for which slow processes may hold the subscriber up (default: 1)",
+        help="seconds for which a slow process may hold the subscriber up (default: 1)",
     )
     add_worker_arguments(parser)
     parser.set_defaults(run=run)

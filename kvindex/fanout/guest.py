@@ -109,18 +109,27 @@ class Guest:
             OSError: the connection failed.
         """
         if not self._outgoing:
-            part = next(self._parts, None)
-            if part is None:
-                self.stage = Stage.FOLLOWING
-                return True
-            self._outgoing = memoryview(part)
+            self._load()
         try:
             sent = self.connection.send(self._outgoing)
         except BlockingIOError:
             return True
         self._outgoing = self._outgoing[sent:]
         self._deadline = now + self._patience
-        return not (self.refused and not self._outgoing)
+        if self._outgoing:
+            return True
+        self._load()  # at once, so that the last part's arrival finds the stage as it is
+        return not self.refused
+
+    def _load(self) -> None:
+        """Take the next part; after the last one there is nothing more to be done."""
+        if self.stage is not Stage.JOINING:
+            return
+        part = next(self._parts, None)
+        if part is None:
+            self.stage = Stage.FOLLOWING
+        else:
+            self._outgoing = memoryview(part)
 
     def _take(self, frame: JoinersFrame, now: float) -> None:
         if isinstance(frame, Leave):

@@ -40,7 +40,7 @@ __all__ = ["Drain", "Link", "Membership", "RefusedError"]
 
 logger = logging.getLogger(__name__)
 
-_LOOK = 0.02  # seconds between looks at whether to stop: of every closing, and of each joining
+_LOOK = 0.05  # seconds between looks at whether to stop: of a closing, and of a joining
 _STEP = 1 << 20  # bytes that are received at once
 _MAX_MESSAGE_BYTES = 1 << 30
 _CONNECT_TIMEOUT = 1.0  # seconds; the kernel connects, however busy the server is

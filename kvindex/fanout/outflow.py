@@ -1,8 +1,8 @@
 """The server's end of the ring: every reader gets every message, or is taken off for being slow.
 
-Owned by the subscriber's thread, which no reader may hold for long. Its patience is an allowance:
-each second that it waits for room is taken from it, and it comes back slowly. So a reader that is
-late once is waited for, and one that is late again and again is not.
+Owned by the subscriber's thread, which no reader may hold for long. Each place has an allowance:
+the time that the thread waits for its reader is taken from it, and comes back slowly. So a reader
+that is late once is waited for, one that is late again and again is not, and none pays for another.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvindex.errors import QueueTimeoutError
 from kvindex.shm import ShmRingBuffer, Waiting
@@ -40,18 +40,18 @@ class Allowance:
         self._since = clock()
 
     def left(self) -> float:
-        """Return the seconds that are left now."""
+        """Return the seconds that are left now, as a wait begins."""
         now = self._clock()
         self._left = min(self._most, self._left + _REGAINED * (now - self._since))
         self._since = now
         return self._left
 
-    def spend(self) -> float:
-        """Take the time since `left` was called, and return it."""
+    def spend(self) -> bool:
+        """Take the time since `left` was called; return whether anything is left."""
         now = self._clock()
         spent, self._since = now - self._since, now
         self._left = max(0.0, self._left - spent)
-        return spent
+        return self._left > 0.0
 
 
 class Outflow:
@@ -60,7 +60,7 @@ class Outflow:
     Args:
         max_replicas: places for readers.
         chunk_bytes, chunks: size of the ring.
-        patience: seconds that a slow reader may hold the sending thread.
+        patience: seconds for which a slow reader may hold the sending thread.
         clock: monotonic seconds.
 
     Attributes:
@@ -89,7 +89,9 @@ class Outflow:
         self.blocked = 0.0
         self._ring = ring
         self._sender = RingSender(ring, waiting=Waiting(spin=0.0, look=0.05))
-        self._allowance = Allowance(patience, clock)
+        self._patience = patience
+        self._clock = clock
+        self._allowances: dict[int, Allowance] = {}
         self._counters: Counter[str] = Counter()
 
     @property
@@ -148,17 +150,30 @@ class Outflow:
         self, kind: int, parts: list[bytes | bytearray | memoryview], size: int
     ) -> None:
         while True:
-            timeout = self._allowance.left()
+            late = self._sender.laggards()
+            timeout = min((self._allowance(place).left() for place in late), default=0.0)
+            began = self._clock()
             try:
                 self._sender.send(kind, parts, size, timeout)
-                return
             except QueueTimeoutError:
-                self._evict_laggards()
+                late = [place for place in self._sender.laggards() if place in late]
+                self._evict(place for place in late if not self._allowance(place).spend())
+            else:
+                for place in late:
+                    self._allowance(place).spend()
+                return
             finally:
-                self.blocked += self._allowance.spend()
+                self.blocked += self._clock() - began
 
-    def _evict_laggards(self) -> None:
-        for place in self._sender.laggards():
+    def _allowance(self, place: int) -> Allowance:
+        """Return a place's allowance; who joins anew does not begin with all of it."""
+        found = self._allowances.get(place)
+        if found is None:
+            found = self._allowances[place] = Allowance(self._patience, self._clock)
+        return found
+
+    def _evict(self, places: Iterable[int]) -> None:
+        for place in places:
             self.evicted.add(place)
             if self._sender.evict(place):
                 logger.warning(

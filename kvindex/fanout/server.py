@@ -40,9 +40,9 @@ class FanOut:
         workers: as for `kvindex.connect`.
         path: where to listen for processes that join: a socket that is made there, in a directory
             that others cannot write to, and goes when this is closed.
-        patience: seconds for which slow replicas may hold the subscriber's thread, all in all; they
-            come back at a tenth of the time that passes. A replica that would hold it for longer
-            is taken off, and joins anew by itself.
+        patience: seconds for which a slow replica may hold the subscriber's thread, all in all;
+            they come back at a tenth of the time that passes. A replica that would hold it for
+            longer is taken off, and joins anew by itself.
         max_replicas: most processes at a time.
         chunk_bytes, chunks: size of the ring in shared memory, which takes their product.
         options: as for `kvindex.connect`: `resume`, `on_loss`, `replay`, …; not `index`.

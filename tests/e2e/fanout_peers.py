@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from kvindex import Client, Match, Rank, RankStatus, Worker
+from kvindex import BACKEND, Client, Match, Rank, RankStatus, Worker
 from kvindex.fanout import FanOut, Replica, join
+from kvindex.fanout.entries import Message
 from kvindex.subscribe import State
 from tests.e2e.queue_peers import Nursery, Peer, ProcessPeer
 from tests.live import PATIENCE, QUICK
@@ -55,12 +56,27 @@ class FanOutEnd:
 
     replica: Replica
     fanout: FanOut
+    _going_on: threading.Event
 
     def join(self, path: str, timeout: float = PATIENCE, **options: Any) -> None:
         self.replica = join(path, timeout, **options)
 
     def leave(self) -> None:
         self.replica.close()
+
+    def pause(self) -> None:
+        """Take no further message until `go_on`."""
+        copy = self.replica._follower.copy
+        apply, self._going_on = copy.apply, threading.Event()
+
+        def held(message: Message) -> None:
+            self._going_on.wait()
+            apply(message)
+
+        copy.apply = held  # type: ignore[method-assign]
+
+    def go_on(self) -> None:
+        self._going_on.set()
 
     def reached(self, wanted: Mark, timeout: float = PATIENCE) -> Any:
         """Wait until every rank is as marked."""
@@ -99,9 +115,13 @@ class FanOutEnd:
 
     def fork(self) -> int:
         """Have a child that does nothing and outlives this process; its id."""
-        pid = os.fork()
-        if pid == 0:
-            signal.pause()
+        ours, theirs = Pipe()
+        with ours, theirs:
+            pid = os.fork()
+            if pid == 0:
+                theirs.send("it has run what runs after a fork")
+                signal.pause()
+            ours.recv()
         return pid
 
     def ask_in_child(self, prompt: list[int], after: float) -> list[str]:
@@ -143,6 +163,26 @@ def ended(peers: list[ProcessPeer]) -> Iterator[list[ProcessPeer]]:
     finally:
         for peer in peers:
             peer.end()
+
+
+def stop(peer: ProcessPeer) -> None:
+    """Stop a replica's process.
+
+    Without the native core only what it does with messages: a process that is stopped while it has
+    the ring's lock stops all others, as docs/fanout.md says.
+    """
+    if BACKEND == "native":
+        peer.signal(signal.SIGSTOP)
+    else:
+        peer.call("pause")
+
+
+def go_on(peer: ProcessPeer) -> None:
+    """Let a replica go on that was stopped."""
+    if BACKEND == "native":
+        peer.signal(signal.SIGCONT)
+    else:
+        peer.call("go_on")
 
 
 def nursery() -> Nursery:

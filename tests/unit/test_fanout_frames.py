@@ -85,10 +85,10 @@ def test_patience_is_used_up_and_comes_back_at_a_tenth() -> None:
     allowance = Allowance(2.0, clock)
     assert allowance.left() == 2.0
     clock.advance(1.5)
-    assert allowance.spend() == 1.5
+    assert allowance.spend()
     assert allowance.left() == pytest.approx(0.5)
     clock.advance(1.0)
-    allowance.spend()
+    assert not allowance.spend()
     assert allowance.left() == 0.0
     clock.advance(5.0)  # without waiting
     assert allowance.left() == pytest.approx(0.5)
