@@ -73,15 +73,14 @@ class MsgpackCodec:
         self._decoder = msgspec.msgpack.Decoder(type, ext_hook=self._put_back)
 
     def encode(self, obj: Any) -> tuple[bytes, Sequence[Buffer]]:
+        # A buffer that is not contiguous is a BufferError, from `raw`.
         try:
             data = self._encoder.encode(obj)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            self._out = []
+        except (TypeError, ValueError, OverflowError, RecursionError, BufferError) as error:
             raise EncodeError(f"msgpack cannot carry this: {error}") from error
-        if not self._out:
-            return data, ()
-        buffers, self._out = self._out, []
-        return data, buffers
+        finally:  # whatever was raised, nothing is left over for the next message
+            buffers, self._out = self._out, []
+        return data, buffers or ()
 
     def decode(self, data: Buffer, buffers: Sequence[bytearray] = ()) -> Any:
         self._in = buffers

@@ -9,7 +9,15 @@ from kvindex.errors import ClosedError, SegmentError
 from kvindex.shm.layout import Layout, Rule
 from kvindex.shm.segment import Segment
 
-__all__ = ["OWN_RULE", "ParentsParty", "ReadingParty", "WritingParty", "open_reader", "open_writer"]
+__all__ = [
+    "OWN_RULE",
+    "ClosedParty",
+    "ParentsParty",
+    "ReadingParty",
+    "WritingParty",
+    "open_reader",
+    "open_writer",
+]
 
 OWN_RULE = Rule.ATOMICS if BACKEND == "native" else Rule.LOCK
 """The rule by which a ring that is made here is kept in order."""
@@ -119,6 +127,21 @@ class ReadingParty(Protocol):
 
     def statistics(self) -> dict[str, int]:
         """Return how often it spun, slept and woke others."""
+
+
+class ClosedParty:
+    """What a closed end has in place of its party, whose memory it must not keep."""
+
+    def __init__(self, party: WritingParty | ReadingParty) -> None:
+        self.seq = party.seq
+        self._statistics = party.statistics()
+
+    def statistics(self) -> dict[str, int]:
+        """Return what the party counted."""
+        return self._statistics
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError("this end of the queue is closed")
 
 
 class ParentsParty:

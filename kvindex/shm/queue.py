@@ -21,6 +21,8 @@ from kvindex.shm.codec import Codec, choose_codec
 from kvindex.shm.groups.settling import (
     as_process_group,
     check_reachable,
+    collect_handles,
+    confirm,
     reader_options,
     spread_handle,
 )
@@ -37,7 +39,7 @@ from kvindex.shm.remote.keys import CurveReader, CurveServer
 from kvindex.shm.remote.reader import RemoteReader
 from kvindex.shm.remote.sender import RemoteSender
 from kvindex.shm.ring import ShmRingBuffer
-from kvindex.shm.sender import DeadReaderPolicy, RingSender
+from kvindex.shm.sender import DeadReaderPolicy, RingSender, check_policy
 from kvindex.shm.turn import Turn
 from kvindex.shm.waiting import Patience, Waiting
 
@@ -46,6 +48,7 @@ __all__ = ["MessageQueue"]
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = 1 << 30
+_GROUP_TIMEOUT = 300.0  # seconds
 
 
 class MessageQueue:
@@ -108,6 +111,7 @@ class MessageQueue:
         remote_window: int = 256,
     ) -> None:
         ranks = local_ranks(n_reader, n_local_reader, local_reader_ranks)
+        check_policy(on_dead_reader)
         if max_message_bytes < 1:
             raise ConfigurationError(f"max_message_bytes must be positive, not {max_message_bytes}")
         n_remote = n_reader - n_local_reader
@@ -116,6 +120,7 @@ class MessageQueue:
         self._max_message_bytes = max_message_bytes
         self._on_dead_reader: DeadReaderPolicy = on_dead_reader
         self._messages = 0
+        self._user = threading.Lock()
         self._turn = Turn()  # at the remote end
         self._sender: RingSender | None = None
         self._remote: RemoteSender | None = None
@@ -204,6 +209,7 @@ class MessageQueue:
         self._waiting = waiting
         self._codec = codec
         self._messages = 0
+        self._user = threading.Lock()
         self._turn = Turn()
         self._max_message_bytes = handle.max_message_bytes
         self._sender = self._remote = self._receiver = self._remote_reader = None
@@ -238,8 +244,7 @@ class MessageQueue:
 
         Args:
             obj: the object. `bytes` are copied once; buffers in `pickle.PickleBuffer` as well.
-            timeout: longest wait for readers to make room, in seconds; None waits for ever. Of a
-                message in fragments, for each.
+            timeout: longest wait for readers to make room, in seconds; None waits for ever.
 
         Raises:
             QueueTimeoutError: there was no room in time; no local reader will see the message.
@@ -249,16 +254,22 @@ class MessageQueue:
             ConfigurationError: this end reads.
             ClosedError: the queue was closed.
         """
-        kind, body, size = body_of(obj, self._codec)
-        if size > self._max_message_bytes:
-            raise EncodeError(
-                f"a message of {size} bytes: at most {self._max_message_bytes} (max_message_bytes)"
-            )
-        if self._remote is None and self._sender is not None:
-            self._sender.send(kind, body, size, timeout)
-        else:
-            self._send_everywhere(kind, body, size, timeout)
-        self._messages += 1
+        if not self._user.acquire(False):
+            raise _in_use()
+        try:
+            kind, body, size = body_of(obj, self._codec)
+            if size > self._max_message_bytes:
+                raise EncodeError(
+                    f"a message of {size} bytes: at most {self._max_message_bytes} "
+                    "(max_message_bytes)"
+                )
+            if self._remote is None and self._sender is not None:
+                self._sender.send(kind, body, size, timeout)
+            else:
+                self._send_everywhere(kind, body, size, timeout)
+            self._messages += 1
+        finally:
+            self._user.release()
 
     @contextmanager
     def acquire_write(
@@ -281,20 +292,21 @@ class MessageQueue:
         length = most if length is None and self._sender else length
         if length is None or not 0 <= length <= most:
             raise ConfigurationError(f"length must be 0 to {most} bytes, not {length!r}")
-        if self._sender is None:
-            memory = bytearray(length)
-            yield memoryview(memory)
-            self._send_everywhere(RAW, memory, length, timeout)
-        elif self._remote is None:
-            with self._sender.chunk(length, timeout) as view:
-                yield view
-        else:
-            patience = Patience(self._waiting, timeout)
-            with self._sender.chunk(length, timeout) as view:
-                yield view
-                dead = self._send_remote(RAW, view, patience.remaining())
-            self._note_dead(dead)
-        self._messages += 1
+        with self._one_user():
+            if self._sender is None:
+                memory = bytearray(length)
+                yield memoryview(memory)
+                self._send_everywhere(RAW, memory, length, timeout)
+            elif self._remote is None:
+                with self._sender.chunk(length, timeout) as view:
+                    yield view
+            else:
+                patience = Patience(self._waiting, timeout)
+                with self._sender.chunk(length, timeout) as view:
+                    yield view
+                    dead = self._send_remote(RAW, view, patience.remaining())
+                self._note_dead(dead)
+            self._messages += 1
 
     # The readers ------------------------------------------------------------------------------
 
@@ -321,13 +333,18 @@ class MessageQueue:
             ConfigurationError: this end writes.
             ClosedError: this end was closed.
         """
-        if self._receiver is not None:
-            return self._receiver.receive(self._codec, timeout, cancel, quiet=indefinite)
-        kind, frames = self._receive_remote(timeout, cancel, indefinite)
-        self._messages += 1
-        if kind == BUFFERS:
-            return self._codec.decode(frames[0], [bytearray(frame) for frame in frames[1:]])
-        return decode(kind, frames[0] if len(frames) == 1 else b"".join(frames), self._codec)
+        if not self._user.acquire(False):
+            raise _in_use()
+        try:
+            if self._receiver is not None:
+                return self._receiver.receive(self._codec, timeout, cancel, quiet=indefinite)
+            kind, frames = self._receive_remote(timeout, cancel, indefinite)
+            self._messages += 1
+            if kind == BUFFERS:
+                return self._codec.decode(frames[0], [bytearray(frame) for frame in frames[1:]])
+            return decode(kind, frames[0] if len(frames) == 1 else b"".join(frames), self._codec)
+        finally:
+            self._user.release()
 
     @contextmanager
     def acquire_read(
@@ -343,14 +360,15 @@ class MessageQueue:
 
         Raises: as `dequeue`.
         """
-        if self._receiver is not None:
-            with self._receiver.message(timeout, cancel, quiet=indefinite) as view:
-                yield view
-            return
-        _, frames = self._receive_remote(timeout, cancel, indefinite)
-        self._messages += 1
-        body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
-        yield body.toreadonly()
+        with self._one_user():
+            if self._receiver is not None:
+                with self._receiver.message(timeout, cancel, quiet=indefinite) as view:
+                    yield view
+                return
+            _, frames = self._receive_remote(timeout, cancel, indefinite)
+            self._messages += 1
+            body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
+            yield body.toreadonly()
 
     # Both -------------------------------------------------------------------------------------
 
@@ -364,22 +382,44 @@ class MessageQueue:
             WriterDiedError, QueueClosedError: the writer is gone.
         """
         patience = Patience(self._waiting, timeout)
-        if self._receiver is not None:
-            self._receiver.wait_ready(patience, timeout)
-        elif self._remote_reader is not None:
-            with self._turn.taken() as closing:
-                self._remote_reader.wait_ready(timeout, closing)
-        else:
-            self._check_writer()
-            if self._sender is not None:
-                self._sender.wait_attached(patience, timeout)
-            if self._remote is not None:
+        with self._one_user():
+            if self._receiver is not None:
+                self._receiver.wait_ready(patience, timeout)
+            elif self._remote_reader is not None:
                 with self._turn.taken() as closing:
-                    dead = self._remote.wait_connected(patience.remaining(), closing)
-                    self._remote.send_ready()
-                self._note_dead(dead)
-            if self._sender is not None:
-                self._sender.mark_ready()
+                    self._remote_reader.wait_ready(timeout, closing)
+            else:
+                self._wait_for_readers(patience, timeout)
+
+    def _wait_for_readers(self, patience: Patience, timeout: float | None) -> None:
+        if self._sender is not None:
+            self._sender.wait_attached(patience, timeout)
+        if self._remote is not None:
+            with self._turn.taken() as closing:
+                dead = self._remote.wait_connected(patience.remaining(), closing)
+                self._remote.send_ready()
+            self._note_dead(dead)
+        if self._sender is not None:
+            self._sender.mark_ready()
+
+    def remove_reader(self, rank: int) -> bool:
+        """Wait for this reader no more, whether it is slow, dead, or never came; at the writer.
+
+        It is told by ReaderEvictedError. One that comes later reads from the next message on.
+
+        Returns:
+            Whether there was such a reader, or a place kept for it.
+
+        Raises:
+            ConfigurationError: this end reads.
+        """
+        self._check_writer()
+        if self._sender is not None and rank in self._handle.local_reader_ranks:
+            return self._sender.evict(self._handle.local_reader_ranks.index(rank))
+        if self._remote is None:
+            return False
+        with self._one_user(), self._turn.taken():
+            return self._remote.evict(rank)
 
     def broadcast_object(self, obj: Any = None) -> Any:
         """Return the writer's object at every end: the writer sends it, a reader receives it.
@@ -414,6 +454,10 @@ class MessageQueue:
         """
         self._finalizer()
 
+    def shutdown(self) -> None:
+        """Close this end: vLLM's word for `close`."""
+        self.close()
+
     def __enter__(self) -> MessageQueue:
         return self
 
@@ -436,6 +480,7 @@ class MessageQueue:
         blocking: bool = True,
         *,
         connect_ip: str | None = None,
+        timeout: float | None = _GROUP_TIMEOUT,
         **options: Any,
     ) -> MessageQueue:
         """Return this rank's end of one queue from rank `writer_rank` to all others. Collective.
@@ -451,10 +496,11 @@ class MessageQueue:
                 outside the group; then every rank reads, under its own rank.
             blocking: return when all are attached.
             connect_ip: the writer's address; needed there when a rank is on another machine.
+            timeout: longest wait for all to be attached, in seconds.
             options: as for `MessageQueue`; readers look at `codec` and `waiting` only.
 
         Raises:
-            ConfigurationError: a value cannot work.
+            ConfigurationError: a value cannot work, here or at another rank.
             QueueTimeoutError, PeerDiedError: a rank did not come, or is gone.
         """
         group = as_process_group(pg)
@@ -473,10 +519,23 @@ class MessageQueue:
             except KVIndexError as error:  # the others wait to be told
                 made = error
         handle = spread_handle(group, writer_rank, made)
+        failure: KVIndexError | None = None
         if queue is None:
-            queue = MessageQueue.create_from_handle(handle, group.rank, **reader_options(options))
-        if blocking:
-            queue.wait_until_ready()
+            try:
+                queue = MessageQueue.create_from_handle(
+                    handle, group.rank, **reader_options(options)
+                )
+            except KVIndexError as error:  # nobody is to wait for this rank
+                failure = error
+        try:
+            confirm(group, failure)
+            assert queue is not None
+            if blocking:
+                queue.wait_until_ready(timeout)
+        except BaseException:
+            if queue is not None:
+                queue.close()
+            raise
         return queue
 
     @staticmethod
@@ -488,6 +547,7 @@ class MessageQueue:
         blocking: bool = False,
         *,
         connect_ip: str | None = None,
+        timeout: float | None = _GROUP_TIMEOUT,
         **options: Any,
     ) -> tuple[MessageQueue, list[Handle]]:
         """Return this rank's own queue to rank `reader_rank`, and there everyone's handles.
@@ -500,16 +560,38 @@ class MessageQueue:
         """
         group = as_process_group(pg)
         local = [0] if group.same_node(reader_rank)[group.rank] else []
-        check_reachable(1, local, connect_ip)
-        queue = MessageQueue(
-            1, len(local), local, max_chunk_bytes, max_chunks, connect_ip, **options
-        )
-        gathered = group.gather_object(queue.export_handle().to_bytes(), reader_rank)
-        if blocking and group.rank != reader_rank:
-            queue.wait_until_ready()
-        return queue, [Handle.from_bytes(data) for data in gathered or ()]
+        queue: MessageQueue | None = None
+        made: Handle | KVIndexError
+        try:
+            check_reachable(1, local, connect_ip)
+            queue = MessageQueue(
+                1, len(local), local, max_chunk_bytes, max_chunks, connect_ip, **options
+            )
+            made = queue.export_handle()
+        except KVIndexError as error:  # the others wait to be told
+            made = error
+        try:
+            handles = collect_handles(group, reader_rank, made)
+            assert queue is not None
+            if blocking and group.rank != reader_rank:
+                queue.wait_until_ready(timeout)
+        except BaseException:
+            if queue is not None:
+                queue.close()
+            raise
+        return queue, handles
 
     # Inside -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _one_user(self) -> Iterator[None]:
+        """Refuse a second call while one is under way, of another thread or a signal's handler."""
+        if not self._user.acquire(False):
+            raise _in_use()
+        try:
+            yield
+        finally:
+            self._user.release()
 
     @property
     def _is_writer(self) -> bool:
@@ -568,6 +650,13 @@ class MessageQueue:
                         f"no message came in {timeout:g} s", timeout=timeout or 0.0
                     ) from None
                 patience.warn("a message")
+
+
+def _in_use() -> RuntimeError:
+    return RuntimeError(
+        "this end of the queue is in use, by another thread or by a call that this one interrupts: "
+        "one at a time"
+    )
 
 
 def _close(

@@ -20,7 +20,7 @@ from kvindex.errors import (
 from kvindex.shm.codec import Buffer, Codec
 from kvindex.shm.layout import CLOSED, READY
 from kvindex.shm.messages import CONTINUED, MORE, Assembly, decode
-from kvindex.shm.parties import ParentsParty
+from kvindex.shm.parties import ClosedParty, ParentsParty
 from kvindex.shm.ring import ShmRingBuffer
 from kvindex.shm.waiting import Patience, Waiting
 
@@ -88,25 +88,19 @@ class RingReceiver:
         """
         if self._closed:
             self._check_open()
+        patience: Patience | None = None
+        got = None
         if timeout is None and cancel is None:  # the usual call, without more ado
-            try:
-                got = self._party.read(_COPIED, self._spin, self._look)
-            except ValueError as error:
-                raise self._damaged(error) from None
-            if (
-                got is not None
-                and type(got[1]) is bytes
-                and got[0] < MORE
-                and not self._assembly.begun
-            ):
+            got = self._read(_COPIED, self._spin, self._look)
+            if got is None:
+                patience = Patience(self._waiting, None, quiet=quiet)
+                self._look_around(patience, None, None)
+            elif type(got[1]) is bytes and got[0] < MORE and not self._assembly.begun:
                 self._messages += 1
                 return decode(got[0], got[1], codec)
-        else:
-            got = None
+        chunks = self._chunks(_COPIED, timeout, cancel, patience, quiet=quiet)
         while True:
-            if got is None:
-                got = self._next(timeout, cancel, quiet)
-            with self._body(got) as message:
+            with self._body(got or next(chunks)) as message:
                 if message is not None:
                     self._messages += 1
                     return self._decoded(message, codec)
@@ -122,8 +116,8 @@ class RingReceiver:
             been overwritten meanwhile.
         """
         self._check_open()
-        while True:
-            with self._body(self._next(timeout, cancel, quiet, limit=0)) as message:
+        for got in self._chunks(0, timeout, cancel, None, quiet=quiet):
+            with self._body(got) as message:
                 if message is not None:
                     self._messages += 1
                     with memoryview(message[1]) as view, view.toreadonly() as body:
@@ -180,29 +174,34 @@ class RingReceiver:
         if self._closed:
             return
         self._closed = True
+        self.ring.segment.on_fork = None
         if not self.ring.segment.closed:
-            self._party.leave()
-            self._party.interrupt()
+            if not self.ring.writer_lives():
+                self.ring.segment.unlink()  # which the writer can do no more
+            party, self._party = self._party, ClosedParty(self._party)
+            party.leave()
+            party.interrupt()
+            del party  # and with it the memory, unless a thread is still inside
         self.ring.close()
 
-    def _next(
+    def _chunks(
         self,
+        limit: int,
         timeout: float | None,
         cancel: threading.Event | None,
+        patience: Patience | None,
+        *,
         quiet: bool,
-        limit: int = _COPIED,
-    ) -> tuple[int, Any]:
-        """Return what `read` of the party does, when it does."""
-        got = self._read(limit, 0.0, 0.0)
-        if got is not None:
-            return got
-        patience = Patience(self._waiting, timeout, quiet=quiet)
+    ) -> Iterator[tuple[int, Any]]:
+        """Give what `read` of the party does, chunk by chunk, with one patience for all."""
         spin = self._spin if timeout is None else min(self._spin, timeout)
         while True:
-            got = self._read(limit, spin, patience.slice())
-            if got is not None:
-                return got
-            self._look_around(patience, timeout, cancel)
+            got = self._read(limit, 0.0, 0.0)
+            if got is None:
+                patience = patience or Patience(self._waiting, timeout, quiet=quiet)
+                while (got := self._read(limit, spin, patience.slice())) is None:
+                    self._look_around(patience, timeout, cancel)
+            yield got
 
     def _read(self, limit: int, spin: float, sleep: float) -> tuple[int, Any] | None:
         try:
@@ -255,16 +254,22 @@ class RingReceiver:
                     yield kind, piece
                     return
                 whole = self._assembly.add(kind, piece)
+            evicted = self._give_back()
             taken = False
-            self._give_back()
+            self._check_whole(evicted)
             yield whole
         finally:
-            if taken and not self._closed:
-                self._give_back()
+            if taken:
+                self._check_whole(self._give_back())
 
-    def _give_back(self) -> None:
+    def _give_back(self) -> bool:
+        """Let the writer have the chunk; return whether it may have had it before."""
+        self._check_open()  # closed meanwhile by another thread: the writer waits no more
         evicted = self._party.evicted
         self._party.release()
+        return evicted
+
+    def _check_whole(self, evicted: bool) -> None:
         if evicted:
             raise ReaderEvictedError("taken off while reading: the message may be damaged")
 

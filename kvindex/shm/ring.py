@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvindex.errors import SegmentError
+from kvindex.errors import ClosedError, SegmentError
 from kvindex.shm.layout import Layout
 from kvindex.shm.parties import OWN_RULE, ReadingParty, WritingParty, open_reader, open_writer
 from kvindex.shm.segment import MAKER, Segment
@@ -103,7 +103,10 @@ class ShmRingBuffer:
 
         Raises:
             IndexError: no such chunk.
+            ClosedError: the ring is closed in this process.
         """
+        if self.segment.closed:
+            raise ClosedError(f"ring {self.name} is closed in this process")
         at = self.layout.chunk(self._checked(current_idx))
         with memoryview(self.segment.memory)[at : at + self.layout.max_chunk_bytes] as view:
             yield view

@@ -17,16 +17,20 @@ The names are those of `kvindex._native.RingWriter` and `RingReader`.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import platform
 import struct
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from kvindex.errors import SegmentError
 from kvindex.shm.layout import (
+    CLOSED,
     KIND,
     LENGTH,
     NEXT_SEQ,
@@ -39,18 +43,24 @@ from kvindex.shm.layout import (
     Layout,
     SlotState,
 )
-from kvindex.shm.segment import Mutex
+from kvindex.shm.mutex import CLOSING, Mutex, is_running
 
 __all__ = ["RingReader", "RingWriter"]
+
+logger = logging.getLogger(__name__)
 
 _U32 = struct.Struct("=I")
 _U64 = struct.Struct("=Q")
 _COUNTS = (SlotState.ACTIVE, SlotState.RESERVED)
+_MINE = (SlotState.ACTIVE,)
+_MINE_YET = (SlotState.ACTIVE, SlotState.JOINING)
 
 # futex(2)'s number by machine; asm-generic's for those that came late.
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYONE = (1 << 31) - 1
+
+_INTERRUPT = 0.1  # seconds
 
 
 class _Timespec(ctypes.Structure):
@@ -112,7 +122,8 @@ class _Party:
         self._published = _Word(memory, PUBLISHED)
         self._space = _Word(memory, SPACE)
         self._mine = self._space if waits_on == SPACE else self._published
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
+        self._user: FrameType | None = None
         self._counters: Counter[str] = Counter(spins=0, sleeps=0, wakes=0)
         self.index = 0
         self.seq = 0
@@ -121,14 +132,30 @@ class _Party:
         return dict(self._counters)
 
     def interrupt(self) -> None:
-        with self._mutex:
-            self._mine.get_odd()
-            self._mine.make_even()
+        # Without the lock whoever is about to sleep is missed, and looks up by itself later.
+        if self._mutex.take(_INTERRUPT):
+            try:
+                self._mine.get_odd()
+                self._mine.make_even()
+            finally:
+                self._mutex.give()
         self._mine.wake()
 
     def _take_turn(self) -> None:
         if not self._turn.acquire(blocking=False):
             raise RuntimeError("this end of the queue is in use by another thread: one at a time")
+        if self._user is not None and is_running(self._user):
+            self._turn.release()
+            raise RuntimeError("this end of the queue is in use: a signal handler interrupted it")
+        self._user = sys._getframe(1)
+
+    def _give_turn(self) -> None:
+        self._user = None
+        try:  # with all that earlier turns left which a signal handler's exception ended
+            while True:
+                self._turn.release()
+        except RuntimeError:
+            pass
 
     def _wait(self, ready: Callable[[], bool], sleep: float) -> bool:
         """As `Waiter::wait` of the native core, without the spinning."""
@@ -174,6 +201,7 @@ class RingWriter(_Party):
         mutex: Mutex,
     ) -> None:
         super().__init__(memory, n_reader, max_chunks, max_chunk_bytes, mutex, SPACE)
+        self._state = self._get(_U32, STATE)  # which nobody else writes
 
     def write(self, kind: int, data: Any, spin: float, sleep: float) -> bool:
         parts = data if isinstance(data, list | tuple) else (data,)
@@ -192,21 +220,21 @@ class RingWriter(_Party):
             self._publish(kind, length)
             return True
         finally:
-            self._turn.release()
+            self._give_turn()
 
     def wait(self, spin: float, sleep: float) -> bool:
         self._take_turn()
         try:
             return self._wait(self._ready, sleep)
         finally:
-            self._turn.release()
+            self._give_turn()
 
     def wait_attached(self, sleep: float) -> bool:
         self._take_turn()
         try:
             return self._wait(lambda: SlotState.RESERVED not in self._slot_states(), sleep)
         finally:
-            self._turn.release()
+            self._give_turn()
 
     def publish(self, kind: int, length: int) -> None:
         if length > self._layout.max_chunk_bytes:
@@ -234,7 +262,7 @@ class RingWriter(_Party):
 
     def remove(self, reader: int, evict: bool) -> bool:
         with self._mutex:
-            if self._slot_state(self._checked(reader)) != SlotState.ACTIVE:
+            if self._slot_state(self._checked(reader)) not in _COUNTS:
                 return False
             self._set_slot_state(reader, SlotState.EVICTED if evict else SlotState.FREE)
             woken = self._published.make_even()
@@ -252,14 +280,22 @@ class RingWriter(_Party):
 
     @property
     def state(self) -> int:
-        with self._mutex:
-            return self._get(_U32, STATE)
+        return self._state
 
     @state.setter
     def state(self, value: int) -> None:
-        with self._mutex:
+        if not self._mutex.take(CLOSING):
+            if not value & CLOSED:
+                self._mutex.refuse()
+            # Its readers see that the writer is gone, but not that it meant to.
+            logger.warning("the queue is closed, but its lock is held: its readers are not told")
+            return
+        try:
+            self._state = value
             self._set(_U32, STATE, value)
             woken = self._published.make_even()
+        finally:
+            self._mutex.give()
         if woken:
             self._wake(self._published)
 
@@ -328,21 +364,30 @@ class RingReader(_Party):
             raise IndexError("no such reader")
         self._slot = slot
         self._started = False
+        self._attached = False
 
     def attach(self) -> bool:
         with self._mutex:
             kept = self._slot_state(self._slot) == SlotState.RESERVED
             # Whoever had the slot is gone, for its lock is ours.
             self._set_slot_state(self._slot, SlotState.ACTIVE if kept else SlotState.JOINING)
+            self._attached = True
             woken = self._space.make_even()
         if woken:
             self._wake(self._space)
         return kept
 
     def leave(self) -> None:
-        with self._mutex:
+        self._attached = False
+        if not self._mutex.take(CLOSING):
+            # The writer sees that the reader is gone by the lock that goes with its mapping.
+            logger.warning("a reader leaves, but the queue's lock is held: the writer is not told")
+            return
+        try:
             self._set_slot_state(self._slot, SlotState.LEFT)
             woken = self._space.make_even()
+        finally:
+            self._mutex.give()
         if woken:
             self._wake(self._space)
 
@@ -368,14 +413,14 @@ class RingReader(_Party):
             self._release()
             return kind, data
         finally:
-            self._turn.release()
+            self._give_turn()
 
     def release(self) -> None:
         self._take_turn()
         try:
             self._release()
         finally:
-            self._turn.release()
+            self._give_turn()
 
     def ready(self) -> bool:
         with self._mutex:
@@ -386,7 +431,7 @@ class RingReader(_Party):
         try:
             return self._wait(lambda: bool(self._get(_U32, STATE) & bits), sleep)
         finally:
-            self._turn.release()
+            self._give_turn()
 
     @property
     def active(self) -> bool:
@@ -395,8 +440,10 @@ class RingReader(_Party):
 
     @property
     def evicted(self) -> bool:
+        # Who was taken for dead has its place made free, or another's: it must learn that too.
+        kept = _MINE if self._started else _MINE_YET
         with self._mutex:
-            return self._slot_state(self._slot) == SlotState.EVICTED
+            return self._attached and self._slot_state(self._slot) not in kept
 
     @property
     def behind(self) -> int:

@@ -18,33 +18,27 @@ import mmap
 import os
 import secrets
 import stat
-import struct
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 
 from kvindex.errors import ClosedError, SegmentError
+from kvindex.shm.mutex import FLOCK, Mutex, flock
 
 try:
     import fcntl
 
-    _OFD = (fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW, fcntl.F_OFD_GETLK)
+    _SET, _GET = fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK
 except (ImportError, AttributeError):  # not Linux: `check_platform` says so
-    _OFD = (-1, -1, -1)
+    _SET, _GET = -1, -1
 
-__all__ = ["MAKER", "Mutex", "Segment", "check_platform", "sweep"]
+__all__ = ["MAKER", "Segment", "check_platform", "sweep"]
 
 logger = logging.getLogger(__name__)
 
-_SET, _SET_WAIT, _GET = _OFD
 _FOLDER = "/dev/shm"
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock on Linux of 64 bits: type, whence, start, len, pid
 _PARTIES_AT = 1 << 40  # beyond every byte of memory
 _PARTIES = 1 << 20
-_MUTEX_AT = 1 << 41
-_CLOSE = 1.0  # seconds that closing waits for a thread that is inside
 
 MAKER = 0
 """The maker's party number; parties are numbered from 0."""
@@ -70,9 +64,15 @@ class Segment:
     def __init__(self, name: str, descriptor: int, size: int, *, maker: bool) -> None:
         self.name = name
         self.on_fork: Callable[[], None] | None = None
-        self.memory = mmap.mmap(descriptor, size)
-        self._mutex = Mutex(_open_again(descriptor))
-        os.close(descriptor)
+        try:
+            self.memory, self._mutex = _map(descriptor, size)
+        except (OSError, ValueError, OverflowError) as error:
+            raise SegmentError(
+                getattr(error, "errno", None) or errno.EINVAL,
+                f"shared memory {name} of {size} bytes cannot be mapped: {error}",
+            ) from error
+        finally:
+            os.close(descriptor)
         self._finalizer = weakref.finalize(
             self, _end, self.memory, self._mutex, name if maker else None, os.getpid()
         )
@@ -89,26 +89,24 @@ class Segment:
         sweep()
         name = f"{_prefix()}{secrets.token_hex(16)}"
         descriptor = -1
+        segment = None
         try:
             descriptor = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             os.fchmod(descriptor, 0o600)
             os.posix_fallocate(descriptor, 0, size)
             os.pwrite(descriptor, header, 0)
-            path = f"/proc/self/fd/{descriptor}"
             segment = cls(name, os.dup(descriptor), size, maker=True)
             if not segment.hold(MAKER):
                 raise SegmentError(f"the maker's lock of {name} is held already")
-            # With a folder's descriptor link(2) follows the path, which is a symbolic link.
-            folder = os.open(_FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.link(path, f"{_FOLDER}/{name}", src_dir_fd=folder)
-            finally:
-                os.close(folder)
+            _link(descriptor, name)
             return segment
-        except OSError as error:
-            if isinstance(error, SegmentError):
+        except BaseException as error:
+            if segment is not None:
+                segment.close()
+            if isinstance(error, SegmentError) or not isinstance(error, OSError | OverflowError):
                 raise
-            raise SegmentError(error.errno, _no_room(size, error)) from error
+            number = getattr(error, "errno", errno.EFBIG)
+            raise SegmentError(number, _no_room(size, error)) from error
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -121,13 +119,14 @@ class Segment:
             SegmentError: there is none of that name, or it is not this user's alone.
         """
         check_platform()
-        if "/" in name or name in ("", ".", ".."):
+        if "/" in name or "\0" in name or name in ("", ".", ".."):
             raise SegmentError(f"{name!r} cannot name shared memory")
         try:
             descriptor = os.open(f"{_FOLDER}/{name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:
             raise SegmentError(
-                error.errno, f"shared memory {name} cannot be attached: is its maker closed?"
+                getattr(error, "errno", errno.EINVAL),
+                f"shared memory {name!r} cannot be attached: is its maker closed? {error}",
             ) from error
         found = os.fstat(descriptor)
         if (
@@ -150,7 +149,7 @@ class Segment:
         """Give a party's lock back."""
         self._check_open()
         with self._mutex.kept_open() as descriptor:
-            fcntl.fcntl(descriptor, _SET, _flock(fcntl.F_UNLCK, _PARTIES_AT + party))
+            fcntl.fcntl(descriptor, _SET, flock(fcntl.F_UNLCK, _PARTIES_AT + party))
 
     def lives(self, party: int) -> bool:
         """Return whether a party's lock is held by another mapping than this. A system call."""
@@ -189,72 +188,28 @@ class Segment:
             self.on_fork()
 
 
-class Mutex:
-    """A lock between all mappings of a segment, for `with`.
-
-    The kernel gives it back when its holder dies. Threads of one mapping exclude each other too.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = descriptor
-        self._threads = threading.Lock()  # one file description is one holder
-        self._taken = _flock(fcntl.F_WRLCK, _MUTEX_AT)
-        self._given = _flock(fcntl.F_UNLCK, _MUTEX_AT)
-
-    def __enter__(self) -> None:
-        self._threads.acquire()
-        try:
-            fcntl.fcntl(self._opened(), _SET_WAIT, self._taken)
-        except BaseException:
-            self._threads.release()
-            raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        try:
-            fcntl.fcntl(self._opened(), _SET, self._given)
-        finally:
-            self._threads.release()
-
-    @contextmanager
-    def kept_open(self) -> Iterator[int]:
-        """Give the descriptor, which nobody closes meanwhile."""
-        with self._threads:
-            yield self._opened()
-
-    def close(self) -> None:
-        """Close the descriptor, and with it every lock of this mapping."""
-        # A thread may be inside that waits for a party that is stopped, or never comes back.
-        waited = self._threads.acquire(timeout=_CLOSE)
-        self.disown()
-        if waited:
-            self._threads.release()
-
-    def disown(self) -> None:
-        """Close the descriptor as a forked child does: whatever its parent's threads held."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-    def _opened(self) -> int:
-        if self._descriptor is None:
-            raise ClosedError("this end of the queue is closed")
-        return self._descriptor
-
-
 def sweep() -> int:
     """Remove this user's segments none of whose parties lives; return how many.
 
     They are left by parties that were all killed. Each new segment is preceded by a sweep.
     """
     swept = 0
-    for path in Path(_FOLDER).glob(f"{_prefix()}*"):
+    try:
+        names = os.listdir(_FOLDER)
+    except OSError as error:  # no descriptor is free: the next sweep comes by
+        logger.warning("%s cannot be searched for what killed processes left: %s", _FOLDER, error)
+        return 0
+    for name in names:
+        if not name.startswith(_prefix()):
+            continue
+        path = f"{_FOLDER}/{name}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue  # gone meanwhile
         try:
             if not _is_held(descriptor, _PARTIES_AT, _PARTIES):
-                path.unlink()
+                os.unlink(path)
                 swept += 1
         except OSError:
             continue
@@ -269,13 +224,9 @@ def _prefix() -> str:
     return f"kvindex-{os.geteuid()}-"
 
 
-def _flock(kind: int, start: int, length: int = 1) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
-
-
 def _lock(descriptor: int, command: int, start: int) -> bool:
     try:
-        fcntl.fcntl(descriptor, command, _flock(fcntl.F_WRLCK, start))
+        fcntl.fcntl(descriptor, command, flock(fcntl.F_WRLCK, start))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
@@ -284,9 +235,19 @@ def _lock(descriptor: int, command: int, start: int) -> bool:
 
 
 def _is_held(descriptor: int, start: int, length: int) -> bool:
-    asked = _flock(fcntl.F_WRLCK, start, length)
-    kind = _FLOCK.unpack(fcntl.fcntl(descriptor, _GET, asked))[0]
+    asked = flock(fcntl.F_WRLCK, start, length)
+    kind = FLOCK.unpack(fcntl.fcntl(descriptor, _GET, asked))[0]
     return bool(kind != fcntl.F_UNLCK)
+
+
+def _map(descriptor: int, size: int) -> tuple[mmap.mmap, Mutex]:
+    """Open both or none."""
+    memory = mmap.mmap(descriptor, size)
+    try:
+        return memory, Mutex(_open_again(descriptor))
+    except BaseException:
+        memory.close()
+        raise
 
 
 def _open_again(descriptor: int) -> int:
@@ -294,9 +255,19 @@ def _open_again(descriptor: int) -> int:
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
-def _no_room(size: int, error: OSError) -> str:
-    if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-        return f"shared memory of {size} bytes cannot be made: {error.strerror}"
+def _link(descriptor: int, name: str) -> None:
+    """Give a nameless file its name."""
+    # With a folder's descriptor link(2) follows the path, which is a symbolic link.
+    folder = os.open(_FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(f"/proc/self/fd/{descriptor}", f"{_FOLDER}/{name}", src_dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _no_room(size: int, error: OSError | OverflowError) -> str:
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.ENOMEM):
+        return f"shared memory of {size} bytes cannot be made: {error}"
     found = os.statvfs(_FOLDER)
     return (
         f"shared memory of {size} bytes does not fit: {found.f_bavail * found.f_frsize} bytes are "

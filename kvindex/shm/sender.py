@@ -17,15 +17,21 @@ from kvindex.errors import (
 from kvindex.shm.codec import Buffer
 from kvindex.shm.layout import CLOSED, READY, SlotState
 from kvindex.shm.messages import LENGTH_BYTES, RAW, fragments
-from kvindex.shm.parties import ParentsParty
+from kvindex.shm.parties import ClosedParty, ParentsParty
 from kvindex.shm.ring import ShmRingBuffer
 from kvindex.shm.waiting import Patience, Waiting
 
-__all__ = ["DeadReaderPolicy", "RingSender"]
+__all__ = ["DeadReaderPolicy", "RingSender", "check_policy"]
 
 logger = logging.getLogger(__name__)
 
 DeadReaderPolicy = Literal["remove", "raise"]
+
+
+def check_policy(policy: str) -> None:
+    """Raise ConfigurationError if it is no policy."""
+    if policy not in ("remove", "raise"):
+        raise ConfigurationError(f'on_dead_reader must be "remove" or "raise", not {policy!r}')
 
 
 class RingSender:
@@ -51,10 +57,7 @@ class RingSender:
         on_dead_reader: DeadReaderPolicy = "remove",
         ranks: Sequence[int] | None = None,
     ) -> None:
-        if on_dead_reader not in ("remove", "raise"):
-            raise ConfigurationError(
-                f'on_dead_reader must be "remove" or "raise", not {on_dead_reader!r}'
-            )
+        check_policy(on_dead_reader)
         if ring.layout.max_chunk_bytes < LENGTH_BYTES:
             raise ConfigurationError(
                 f"max_chunk_bytes must be at least {LENGTH_BYTES} for messages in fragments, not "
@@ -87,7 +90,7 @@ class RingSender:
             kind: of the message.
             body: its bytes, in one buffer or several; free again when this returns.
             size: their number.
-            timeout: longest wait for room in seconds; for each fragment, if there are several.
+            timeout: longest wait for room in seconds.
 
         Raises:
             QueueTimeoutError: there was no room in time; no reader will see the message.
@@ -101,8 +104,9 @@ class RingSender:
             self._put(kind, body, timeout)
             return
         parts = [body] if isinstance(body, bytes | bytearray | memoryview) else body
+        patience = Patience(self._waiting, timeout)
         for piece_kind, piece in fragments(kind, parts, size, self._chunk_bytes):
-            self._put(piece_kind, piece, timeout)
+            self._put(piece_kind, piece, timeout, patience)
             self._counters["fragments"] += 1
 
     def wait_room(self, timeout: float | None) -> None:
@@ -112,7 +116,8 @@ class RingSender:
         if self._party.wait(0.0, 0.0):
             return
         patience = Patience(self._waiting, timeout)
-        while not self._party.wait(self._spin, patience.slice()):
+        spin = self._spin if timeout is None else min(self._spin, timeout)
+        while not self._party.wait(spin, patience.slice()):
             self._look_around(patience, timeout)
 
     @contextmanager
@@ -161,7 +166,10 @@ class RingSender:
         return self._party.awaited()
 
     def evict(self, slot: int) -> bool:
-        """Take a reader off, alive or not; it is told by ReaderEvictedError. False: none there."""
+        """Take a reader off, alive, dead or not there yet; False if the place is free.
+
+        It is told by ReaderEvictedError, and one that comes later starts where it is let in.
+        """
         evicted = self._party.remove(slot, True)
         self._counters["readers_evicted"] += evicted
         return evicted
@@ -185,15 +193,24 @@ class RingSender:
         if self._closed:
             return
         self._closed = True
+        self.ring.segment.on_fork = None
         if not self.ring.segment.closed:
-            self._party.state |= CLOSED
-            self._party.interrupt()
+            party, self._party = self._party, ClosedParty(self._party)
+            party.state |= CLOSED
+            party.interrupt()
+            del party  # and with it the memory, unless a thread is still inside
         self.ring.close()
 
-    def _put(self, kind: int, body: Buffer | Sequence[Buffer], timeout: float | None) -> None:
+    def _put(
+        self,
+        kind: int,
+        body: Buffer | Sequence[Buffer],
+        timeout: float | None,
+        patience: Patience | None = None,
+    ) -> None:
         if self._party.write(kind, body, 0.0, 0.0):
             return
-        patience = Patience(self._waiting, timeout)
+        patience = patience or Patience(self._waiting, timeout)
         spin = self._spin if timeout is None else min(self._spin, timeout)
         while not self._party.write(kind, body, spin, patience.slice()):
             self._look_around(patience, timeout)

@@ -54,6 +54,8 @@ class Patience:
     """
 
     def __init__(self, waiting: Waiting, timeout: float | None, *, quiet: bool = False) -> None:
+        if timeout is not None and timeout != timeout:
+            raise ConfigurationError("timeout must be seconds or None, not NaN")
         self._look = waiting.look
         self._warn_after = waiting.warn_after
         self._started = time.monotonic()

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "shm/ring.hpp"
@@ -33,6 +35,7 @@ class Memory {
   Memory(nb::handle object, const Layout& layout) {
     if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_WRITABLE) != 0) throw nb::python_error();
     if (layout.n_reader == 0 || layout.n_reader > 65535 || layout.max_chunks == 0 ||
+        layout.max_chunks > 1U << 24 ||
         layout.max_chunk_bytes == 0 || layout.max_chunk_bytes > size_t{1} << 40 ||
         reinterpret_cast<uintptr_t>(buffer_.buf) % Layout::kLine != 0 ||
         layout.total_bytes() > static_cast<size_t>(buffer_.len)) {
@@ -67,6 +70,19 @@ class Turn {
  private:
   std::atomic<bool>& taken_;
 };
+
+// Let a wait of another thread return, and give it a second to leave. At the end of the
+// interpreter a thread that is inside could not take the GIL back, and would end the process.
+template <class Party>
+void interrupt(Party& party, const std::atomic<bool>& taken) {
+  nb::gil_scoped_release free;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  party.waiter.interrupt();
+  while (taken.load() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    party.waiter.interrupt();
+  }
+}
 
 // What a message is made of: one buffer, or a list or tuple of them, held open.
 class Parts {
@@ -187,7 +203,7 @@ class RingWriter {
   }
   uint32_t state() const { return writer_.ring().state().load(); }
   void set_state(uint32_t state) { writer_.set_state(state); }
-  void interrupt() { writer_.waiter.interrupt(); }
+  void interrupt() { kvindex::interrupt(writer_, taken_); }
   nb::dict statistics() const { return counters(writer_.waiter.counters); }
 
  private:
@@ -263,7 +279,7 @@ class RingReader {
     return next > reader_.seq() ? next - reader_.seq() : 0;
   }
   uint32_t state() const { return reader_.ring().state().load(); }
-  void interrupt() { reader_.waiter.interrupt(); }
+  void interrupt() { kvindex::interrupt(reader_, taken_); }
   nb::dict statistics() const { return counters(reader_.waiter.counters); }
 
   bool wait_state(uint32_t bits, double sleep) {

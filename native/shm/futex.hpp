@@ -13,6 +13,7 @@
 #include <climits>
 #include <ctime>
 #else
+#include <algorithm>
 #include <thread>
 #endif
 

@@ -25,7 +25,7 @@ inline void pause() {
 }
 
 SlotState state_of(const Ring& ring, uint32_t reader) {
-  return static_cast<SlotState>(ring.slot_state(reader).load(std::memory_order_acquire));
+  return static_cast<SlotState>(ring.slot_state(reader).load());
 }
 
 }  // namespace
@@ -163,12 +163,14 @@ uint32_t Writer::admit() {
   uint32_t admitted = 0;
   for (uint32_t reader = 0; reader < ring_.layout().n_reader; ++reader) {
     if (state_of(ring_, reader) != SlotState::kJoining) continue;
+    // The flags of one that is not let in after all do no harm.
     for (uint32_t chunk = 0; chunk < ring_.layout().max_chunks; ++chunk) {
       ring_.read_flag(chunk, reader).store(1, std::memory_order_relaxed);
     }
     ring_.start(reader).store(seq_, std::memory_order_relaxed);
-    ring_.slot_state(reader).store(static_cast<uint32_t>(SlotState::kActive));
-    ++admitted;
+    uint32_t joining = static_cast<uint32_t>(SlotState::kJoining);
+    const auto active = static_cast<uint32_t>(SlotState::kActive);
+    admitted += ring_.slot_state(reader).compare_exchange_strong(joining, active) ? 1 : 0;
   }
   if (admitted != 0 && Waiter::poke(published_)) ++waiter.counters.wakes;
   return admitted;
@@ -186,9 +188,14 @@ std::vector<uint32_t> Writer::awaited() const {
 }
 
 bool Writer::remove(uint32_t reader, SlotState state) {
-  uint32_t counted = static_cast<uint32_t>(SlotState::kActive);
   auto shared = ring_.slot_state(reader);
-  if (!shared.compare_exchange_strong(counted, static_cast<uint32_t>(state))) return false;
+  uint32_t counted = shared.load();
+  do {
+    if (counted != static_cast<uint32_t>(SlotState::kActive) &&
+        counted != static_cast<uint32_t>(SlotState::kReserved)) {
+      return false;
+    }
+  } while (!shared.compare_exchange_weak(counted, static_cast<uint32_t>(state)));
   ring_.spinning(reader).store(0, std::memory_order_relaxed);
   Waiter::poke(published_);
   return true;
@@ -247,8 +254,10 @@ bool Reader::start() {
 
 bool Reader::ready() {
   if (!started_ && !start()) return false;
-  return ring_.read_flag(index_, slot_).load(std::memory_order_acquire) == 0 &&
-         ring_.written(index_).load() == 1;
+  // The first look is one of the sleeper's; the last knows that the flag it follows was cleared.
+  return ring_.written(index_).load() == 1 &&
+         ring_.read_flag(index_, slot_).load(std::memory_order_acquire) == 0 &&
+         ring_.written(index_).load(std::memory_order_acquire) == 1;
 }
 
 bool Reader::wait(Nanoseconds spin, Nanoseconds sleep) {
@@ -273,9 +282,9 @@ bool Reader::active() const { return state_of(ring_, slot_) == SlotState::kActiv
 
 bool Reader::evicted() const {
   // Read by a read-modify-write, which what was copied before cannot be put off past.
-  auto state = ring_.slot_state(slot_);
-  return state.fetch_or(0, std::memory_order_acq_rel) ==
-         static_cast<uint32_t>(SlotState::kEvicted);
+  auto shared = ring_.slot_state(slot_);
+  const auto state = static_cast<SlotState>(shared.fetch_or(0, std::memory_order_acq_rel));
+  return state != SlotState::kActive && state != SlotState::kJoining;
 }
 
 bool Reader::sound() const {

@@ -8,9 +8,9 @@
 //
 // Why the order is safe. A chunk goes round in this order, on one line of memory:
 //
-//   writer:  written = 0 · read[r] = 0 (release) · bytes, length · written = 1 (seq_cst)
-//   reader:  read[r] == 0 (acquire) · written == 1 (seq_cst) · bytes · read[r] = 1 (seq_cst)
-//   writer:  read[r] == 1 for all (seq_cst) · written = 0 · …
+//   writer:  bytes, length · written = 0 · read[r] = 0 (release) · written = 1 (seq_cst)
+//   reader:  read[r] == 0 (acquire) · written == 1 (acquire) · bytes · read[r] = 1 (seq_cst)
+//   writer:  read[r] == 1 for all (seq_cst) · bytes of the next lap · …
 //
 // A reader that sees its flag cleared has acquired `written = 0`, so a 1 that it then sees is the
 // new lap's, and having acquired that it sees the bytes. The writer that has seen all flags set has
@@ -19,8 +19,9 @@
 // Why no wake-up is lost. A word to sleep on is odd while someone may be asleep on it. The sleeper
 // makes it odd, looks at the flags again, and sleeps only while the word has that value. The waker
 // sets the flag, then looks at the word, and makes it even and wakes if it is odd. All four are
-// seq_cst, so they have one order: if the waker looked before the word was odd, then its flag was
-// set before the sleeper looked again. A sleeper that was killed leaves an odd word: one wake-up
+// seq_cst (the flags `written` and `read`, and the slots' states, each where it is what is waited
+// for), so they have one order: if the waker looked before the word was odd, then its flag was set
+// before the sleeper looked again. A sleeper that was killed leaves an odd word: one wake-up
 // for nobody.
 //
 // Readers that come late or go. The writer counts only readers whose slot is `reserved` (a place
@@ -179,7 +180,7 @@ class Writer {
   std::vector<uint32_t> awaited() const;
 
   // Stop counting a reader, and say so in its slot: `kFree` for one that is gone, `kEvicted` for one
-  // that may still be there. False if it did not count: another may have taken the slot meanwhile.
+  // that may still be there or come. False if it did not count: the slot may be another's already.
   bool remove(uint32_t reader, SlotState state);
 
   // Wait until no reserved place is without its reader.
@@ -210,8 +211,9 @@ class Reader {
   bool wait(Nanoseconds spin, Nanoseconds sleep);
   bool ready();
 
-  // Whether the writer counts this reader (now, after everything that was read before).
+  // Whether the writer counts this reader.
   bool active() const;
+  // Whether it does not any more: now, after everything that was read before.
   bool evicted() const;
 
   // Whether the chunk holds the seq that must follow and a length that fits.

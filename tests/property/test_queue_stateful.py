@@ -111,6 +111,9 @@ class QueueMachine(RuleBasedStateMachine):
         if reader is not None:
             assert evicted == counted
             reader.evicted = reader.evicted or evicted
+        if place in self.reserved:
+            assert evicted
+            self.reserved.discard(place)
         if evicted:
             self.dead.discard(place)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -102,7 +104,9 @@ def test_attaching_sees_the_same_memory(segment: Segment) -> None:
         attached.close()
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "../shm/x", "a/b", "kvindex-none"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/etc/passwd", "../shm/x", "a/b", "a\0b", "\ud800", "kvindex-none"]
+)
 def test_names_of_nothing_are_refused(name: str) -> None:
     with pytest.raises(SegmentError):
         Segment.attach(name)
@@ -159,6 +163,79 @@ def test_refusing_leaves_no_descriptor_open(file: Callable[..., str]) -> None:
         with pytest.raises(SegmentError):
             ShmRingBuffer(1, 64, 1, name)
         assert descriptors_of((FOLDER / name).stat().st_ino) == 0
+
+
+def count_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 62, 1 << 70])
+def test_absurd_sizes_are_refused_and_leave_nothing_open(size: int) -> None:
+    before = count_descriptors()
+    with pytest.raises(SegmentError, match=r"cannot be made|does not fit"):
+        Segment.make(size, b"")
+    assert count_descriptors() == before
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), ValueError("too long")])
+@pytest.mark.parametrize("what", ["mmap.mmap", "_open_again"])
+def test_failing_to_map_leaves_nothing_open(
+    segment: Segment, error: Exception, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    before = count_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"kvindex.shm.segment.{what}", fail)
+        with pytest.raises(SegmentError, match="cannot be mapped"):
+            Segment.attach(segment.name)
+        with pytest.raises(SegmentError, match="cannot be mapped"):
+            Segment.make(4096, b"")
+    assert count_descriptors() == before
+
+
+def test_with_few_descriptors_left_it_is_made_or_refused_and_nothing_leaks(
+    segment: Segment,
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    outcomes = []
+    calls: list[Callable[[], Segment]] = [
+        lambda: Segment.make(4096, b""),
+        lambda: Segment.attach(segment.name),
+    ]
+    before_count = count_descriptors()
+    try:
+        for free in range(8):
+            highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+            holes = highest + 1 - count_descriptors() + 1  # that of the listing is free again
+            kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(holes)]
+            top = max(kept) + 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (top + free, before[1]))
+            try:
+                for call in calls:
+                    try:
+                        call().close()
+                        outcomes.append("made")
+                    except SegmentError:
+                        outcomes.append("refused")
+                sweep()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+                for descriptor in kept:
+                    os.close(descriptor)
+            assert count_descriptors() == before_count
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert outcomes[:2] == ["refused", "refused"]
+    assert outcomes[-2:] == ["made", "made"]
+
+
+def test_memory_of_a_closed_ring_is_refused() -> None:
+    ring = ShmRingBuffer(1, 64, 1)
+    ring.close()
+    with pytest.raises(ClosedError), ring.get_data(0):
+        pass
 
 
 def test_closing_gives_back_descriptors_and_the_name() -> None:

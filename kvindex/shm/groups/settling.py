@@ -9,7 +9,14 @@ from kvindex.errors import ConfigurationError, KVIndexError
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.handle import Handle
 
-__all__ = ["as_process_group", "check_reachable", "reader_options", "spread_handle"]
+__all__ = [
+    "as_process_group",
+    "check_reachable",
+    "collect_handles",
+    "confirm",
+    "reader_options",
+    "spread_handle",
+]
 
 _READER_OPTIONS = ("codec", "waiting")
 
@@ -49,15 +56,47 @@ def spread_handle(
     Raises:
         ConfigurationError: the writer could not make a queue; at the writer, its own error.
     """
-    offered = (
-        [None, str(made)] if isinstance(made, KVIndexError) else [made and made.to_bytes(), ""]
-    )
-    data, failure = group.broadcast_object(offered, writer_rank)
+    data, failure = group.broadcast_object(_offer(made), writer_rank)
     if isinstance(made, KVIndexError):
         raise made
     if data is None:
         raise ConfigurationError(f"rank {writer_rank} could not make the queue: {failure}")
     return Handle.from_bytes(data)
+
+
+def collect_handles(
+    group: ProcessGroup, reader_rank: int, made: Handle | KVIndexError
+) -> list[Handle]:
+    """Return at `reader_rank` every rank's handle, and elsewhere nothing; collective.
+
+    Raises:
+        ConfigurationError: a rank could not make its queue; at that rank, its own error.
+    """
+    offers = group.gather_object(_offer(made), reader_rank) or []
+    confirm(group, made if isinstance(made, KVIndexError) else None)
+    return [Handle.from_bytes(data) for data, _ in offers]
+
+
+def confirm(group: ProcessGroup, failure: KVIndexError | None) -> None:
+    """Return if no rank has failed; collective.
+
+    Raises:
+        ConfigurationError: one has; at that rank, its own error.
+    """
+    told = group.gather_object(None if failure is None else str(failure), 0) or []
+    failed = [[rank, why] for rank, why in enumerate(told) if why is not None]
+    failed = group.broadcast_object(failed, 0)
+    if failure is not None:
+        raise failure
+    if failed:
+        rank, why = failed[0]
+        raise ConfigurationError(f"rank {rank} could not open its end of the queue: {why}")
+
+
+def _offer(made: Handle | KVIndexError | None) -> list[Any]:
+    if isinstance(made, KVIndexError):
+        return [None, str(made)]
+    return [made and made.to_bytes(), ""]
 
 
 def reader_options(options: dict[str, Any]) -> dict[str, Any]:
