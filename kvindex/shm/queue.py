@@ -120,7 +120,10 @@ class MessageQueue:
         self._max_message_bytes = max_message_bytes
         self._on_dead_reader: DeadReaderPolicy = on_dead_reader
         self._messages = 0
+        # A signal's handler that raises just after the lock was taken leaves it so, with nobody in
+        # a call: whoever comes next then has it.
         self._user = threading.Lock()
+        self._in_call = False
         self._turn = Turn()  # at the remote end
         self._sender: RingSender | None = None
         self._remote: RemoteSender | None = None
@@ -210,6 +213,7 @@ class MessageQueue:
         self._codec = codec
         self._messages = 0
         self._user = threading.Lock()
+        self._in_call = False
         self._turn = Turn()
         self._max_message_bytes = handle.max_message_bytes
         self._sender = self._remote = self._receiver = self._remote_reader = None
@@ -254,9 +258,10 @@ class MessageQueue:
             ConfigurationError: this end reads.
             ClosedError: the queue was closed.
         """
-        if not self._user.acquire(False):
+        if not self._user.acquire(False) and self._in_call:
             raise _in_use()
         try:
+            self._in_call = True
             kind, body, size = body_of(obj, self._codec)
             if size > self._max_message_bytes:
                 raise EncodeError(
@@ -269,6 +274,7 @@ class MessageQueue:
                 self._send_everywhere(kind, body, size, timeout)
             self._messages += 1
         finally:
+            self._in_call = False
             self._user.release()
 
     @contextmanager
@@ -333,9 +339,10 @@ class MessageQueue:
             ConfigurationError: this end writes.
             ClosedError: this end was closed.
         """
-        if not self._user.acquire(False):
+        if not self._user.acquire(False) and self._in_call:
             raise _in_use()
         try:
+            self._in_call = True
             if self._receiver is not None:
                 return self._receiver.receive(self._codec, timeout, cancel, quiet=indefinite)
             kind, frames = self._receive_remote(timeout, cancel, indefinite)
@@ -344,6 +351,7 @@ class MessageQueue:
                 return self._codec.decode(frames[0], [bytearray(frame) for frame in frames[1:]])
             return decode(kind, frames[0] if len(frames) == 1 else b"".join(frames), self._codec)
         finally:
+            self._in_call = False
             self._user.release()
 
     @contextmanager
@@ -586,11 +594,13 @@ class MessageQueue:
     @contextmanager
     def _one_user(self) -> Iterator[None]:
         """Refuse a second call while one is under way, of another thread or a signal's handler."""
-        if not self._user.acquire(False):
+        if not self._user.acquire(False) and self._in_call:
             raise _in_use()
         try:
+            self._in_call = True
             yield
         finally:
+            self._in_call = False
             self._user.release()
 
     @property

@@ -105,8 +105,6 @@ class ShmRingBuffer:
             IndexError: no such chunk.
             ClosedError: the ring is closed in this process.
         """
-        if self.segment.closed:
-            raise ClosedError(f"ring {self.name} is closed in this process")
         at = self.layout.chunk(self._checked(current_idx))
         with memoryview(self.segment.memory)[at : at + self.layout.max_chunk_bytes] as view:
             yield view
@@ -117,6 +115,7 @@ class ShmRingBuffer:
 
         Raises:
             IndexError: no such chunk.
+            ClosedError: the ring is closed in this process.
         """
         at = self.layout.flags(self._checked(current_idx))
         with memoryview(self.segment.memory)[at : at + 1 + self.layout.n_reader] as view:
@@ -172,6 +171,8 @@ class ShmRingBuffer:
         )
 
     def _checked(self, chunk: int) -> int:
+        if self.segment.closed:
+            raise ClosedError(f"ring {self.name} is closed in this process")
         if not 0 <= chunk < self.layout.max_chunks:
             raise IndexError(f"chunk {chunk} of {self.layout.max_chunks}")
         return chunk
