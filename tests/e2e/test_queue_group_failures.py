@@ -1,0 +1,48 @@
+"""One rank that cannot open its end of a group's queue is no riddle to the others."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from kvindex.errors import ConfigurationError
+from kvindex.shm import MessageQueue, TcpProcessGroup
+
+TOKEN = b"a token of at least 16 bytes"
+RANKS = 3
+
+
+def tries(single_reader: bool, codecs: list[str]) -> list[str]:
+    """Return what each rank's constructor raised, every rank being a thread."""
+    first = TcpProcessGroup(0, RANKS, "127.0.0.1:0", token=TOKEN, timeout=20.0)
+    groups = [first] + [
+        TcpProcessGroup(rank, RANKS, first.address, token=TOKEN, timeout=20.0)
+        for rank in range(1, RANKS)
+    ]
+
+    def one(rank: int) -> str:
+        with groups[rank] as group:
+            try:
+                if single_reader:
+                    MessageQueue.create_from_process_group_single_reader(group, codec=codecs[rank])
+                else:
+                    MessageQueue.create_from_process_group(group, codec=codecs[rank])
+            except ConfigurationError as error:
+                return str(error)
+        return "nothing"
+
+    with ThreadPoolExecutor(RANKS) as threads:
+        return list(threads.map(one, range(RANKS)))
+
+
+def test_a_reader_with_another_codec_ends_the_making_at_every_rank() -> None:
+    writer, reader, wrong = tries(False, ["msgpack", "msgpack", "pickle"])
+    assert wrong.startswith("the queue's codec is 'msgpack'")
+    assert writer == reader
+    assert writer.startswith("rank 2 could not open its end of the queue: the queue's codec")
+
+
+def test_a_writer_that_cannot_make_its_queue_ends_the_making_at_every_rank() -> None:
+    first, wrong, third = tries(True, ["msgpack", "nonsense", "msgpack"])
+    assert wrong.startswith("codec must be")
+    assert first == third
+    assert first.startswith("rank 1 could not open its end of the queue: codec must be")
