@@ -179,7 +179,7 @@ void damage(std::string& bytes, Choices& choices) {
       case 2: bytes.erase(at, 1 + choices.below(20)); break;
       default: bytes.insert(at, bytes.substr(choices.below(bytes.size()), choices.below(40)));
     }
-    if (bytes.empty()) bytes = "x";
+    if (bytes.empty()) bytes.push_back('x');
   }
 }
 
