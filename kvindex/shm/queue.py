@@ -94,6 +94,11 @@ class MessageQueue:
         {'rank': 0, 'seq': 7}
     """
 
+    _sender: RingSender | None
+    _remote: RemoteSender | None
+    _receiver: RingReceiver | None
+    _remote_reader: RemoteReader | None
+
     def __init__(
         self,
         n_reader: int,
@@ -115,20 +120,8 @@ class MessageQueue:
         if max_message_bytes < 1:
             raise ConfigurationError(f"max_message_bytes must be positive, not {max_message_bytes}")
         n_remote = n_reader - n_local_reader
-        self._waiting = waiting or Waiting()
-        self._codec = choose_codec(codec)
-        self._max_message_bytes = max_message_bytes
+        self._set_up(choose_codec(codec), waiting or Waiting(), max_message_bytes)
         self._on_dead_reader: DeadReaderPolicy = on_dead_reader
-        self._messages = 0
-        # A signal's handler that raises just after the lock was taken leaves it so, with nobody in
-        # a call: whoever comes next then has it.
-        self._user = threading.Lock()
-        self._in_call = False
-        self._turn = Turn()  # at the remote end
-        self._sender: RingSender | None = None
-        self._remote: RemoteSender | None = None
-        self._receiver: RingReceiver | None = None
-        self._remote_reader: RemoteReader | None = None
         if n_remote:
             check_remote_codec(self._codec, encrypted=curve is not None)
         if ranks:
@@ -209,14 +202,7 @@ class MessageQueue:
                 f"its writer, instead of {codec.name!r}"
             )
         self._handle = handle
-        self._waiting = waiting
-        self._codec = codec
-        self._messages = 0
-        self._user = threading.Lock()
-        self._in_call = False
-        self._turn = Turn()
-        self._max_message_bytes = handle.max_message_bytes
-        self._sender = self._remote = self._receiver = self._remote_reader = None
+        self._set_up(codec, waiting, handle.max_message_bytes)
         if rank in handle.local_reader_ranks:
             if handle.buffer_handle is None:
                 raise ConfigurationError(f"the handle has no ring for local rank {rank}")
@@ -236,6 +222,20 @@ class MessageQueue:
         self._finalizer = weakref.finalize(
             self, _close, self._turn, self._receiver, self._remote_reader
         )
+
+    def _set_up(self, codec: Codec, waiting: Waiting, max_message_bytes: int) -> None:
+        """Begin as an end that neither writes nor reads yet."""
+        self._codec = codec
+        self._waiting = waiting
+        self._max_message_bytes = max_message_bytes
+        self._messages = 0
+        # A signal's handler that raises just after the lock was taken leaves it so, with nobody in
+        # a call: whoever comes next then has it. For the same reason `enqueue` and `dequeue` take
+        # it in their own lines: a handler may raise at the first one of an `__exit__`, too.
+        self._user = threading.Lock()
+        self._in_call = False
+        self._turn = Turn()  # at the remote end
+        self._sender = self._remote = self._receiver = self._remote_reader = None
 
     # The writer -------------------------------------------------------------------------------
 

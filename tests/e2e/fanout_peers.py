@@ -14,11 +14,20 @@ from kvindex import BACKEND, Client, Match, Rank, RankStatus, Worker
 from kvindex.fanout import FanOut, Replica, join
 from kvindex.fanout.entries import Message
 from kvindex.subscribe import State
+from kvindex.testing import Workload
 from tests.e2e.queue_peers import Nursery, Peer, ProcessPeer
 from tests.live import PATIENCE, QUICK
 
 Answers = list[dict[Rank, tuple[Any, ...]]]
 Mark = dict[Rank, tuple[Any, ...]]
+
+
+BEFORE, MEANWHILE, LATER = (Workload(30, seed=seed) for seed in (1, 2, 3))
+PROMPTS = [list(r.token_ids) for w in (BEFORE, MEANWHILE, LATER) for r in w][::3]
+
+
+def fan_out(path: str, *workers: Worker, **options: Any) -> FanOut:
+    return FanOut(workers, path, **{"replay": QUICK, "probe_interval": 0.3, **options})
 
 
 def mark(statuses: Mapping[Rank, RankStatus]) -> Mark:

@@ -28,12 +28,22 @@ from kvindex.errors import ClosedError, QueueTimeoutError, UnknownRankError
 from kvindex.fanout import FanOut, join
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire import GroupSpec
-from tests.e2e.fanout_peers import answers, assert_equal, ended, held, mark, nursery
+from tests.e2e.fanout_peers import (
+    BEFORE,
+    LATER,
+    MEANWHILE,
+    PROMPTS,
+    answers,
+    assert_equal,
+    ended,
+    fan_out,
+    held,
+    mark,
+    nursery,
+)
 from tests.e2e.queue_peers import Nursery, ProcessPeer
-from tests.live import PATIENCE, QUICK, caught_up, link_to, wait_status, worker_of
+from tests.live import PATIENCE, caught_up, link_to, wait_status, worker_of
 
-BEFORE, MEANWHILE, LATER = (Workload(30, seed=seed) for seed in (1, 2, 3))
-PROMPTS = [list(r.token_ids) for w in (BEFORE, MEANWHILE, LATER) for r in w][::3]
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,10 +57,6 @@ def processes() -> Iterator[Nursery]:
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     return str(tmp_path / "kvindex.sock")
-
-
-def fan_out(path: str, *workers: Worker, **options: Any) -> FanOut:
-    return FanOut(workers, path, **{"replay": QUICK, "probe_interval": 0.3, **options})
 
 
 def counted(fanout: FanOut, **counts: Any) -> bool:

@@ -14,17 +14,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvindex import Worker
 from kvindex.fanout import FanOut, join
 from kvindex.fanout.frames import PROTOCOL, Attached, End, Hello, encode_frame
 from kvindex.fanout.joining import Link
 from kvindex.testing import FakeEngine, Workload
-from tests.e2e.fanout_peers import assert_equal, ended, go_on, mark, nursery, stop
+from tests.e2e.fanout_peers import (
+    BEFORE,
+    MEANWHILE,
+    PROMPTS,
+    assert_equal,
+    ended,
+    fan_out,
+    go_on,
+    mark,
+    nursery,
+    stop,
+)
 from tests.e2e.queue_peers import Nursery, ProcessPeer
-from tests.live import PATIENCE, QUICK, caught_up, worker_of
+from tests.live import PATIENCE, caught_up, worker_of
 
-BEFORE, MEANWHILE, LATER = (Workload(30, seed=seed) for seed in (1, 2, 3))
-PROMPTS = [list(r.token_ids) for w in (BEFORE, MEANWHILE, LATER) for r in w][::3]
 SMALL = {"chunk_bytes": 2048, "chunks": 4}  # a ring that is full at once
 HELD = 0.4  # seconds of patience in these tests
 
@@ -39,10 +47,6 @@ def processes() -> Iterator[Nursery]:
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     return str(tmp_path / "kvindex.sock")
-
-
-def fan_out(path: str, *workers: Worker, **options: Any) -> FanOut:
-    return FanOut(workers, path, **{"replay": QUICK, "probe_interval": 0.3, **options})
 
 
 def joined(processes: Nursery, path: str, count: int) -> list[ProcessPeer]:
