@@ -169,6 +169,15 @@ def count_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def fill_descriptors() -> list[int]:
+    """Open descriptors until none is free below the last: a limit is of numbers, not of files."""
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    kept = [os.open("/dev/null", os.O_RDONLY)]
+    while kept[-1] < highest:
+        kept.append(os.open("/dev/null", os.O_RDONLY))
+    return kept
+
+
 @pytest.mark.parametrize("size", [0, -1, 1 << 62, 1 << 70])
 def test_absurd_sizes_are_refused_and_leave_nothing_open(size: int) -> None:
     before = count_descriptors()
@@ -207,10 +216,8 @@ def test_with_few_descriptors_left_it_is_made_or_refused_and_nothing_leaks(
     before_count = count_descriptors()
     try:
         for free in range(8):
-            highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-            holes = highest + 1 - count_descriptors() + 1  # that of the listing is free again
-            kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(holes)]
-            top = max(kept) + 1
+            kept = fill_descriptors()
+            top = kept[-1] + 1
             resource.setrlimit(resource.RLIMIT_NOFILE, (top + free, before[1]))
             try:
                 for call in calls:
