@@ -1,4 +1,4 @@
-"""Hypothesis profiles, and which backend the run tests.
+"""Hypothesis profiles, which backend the run tests, and what its children inherit.
 
 The profiles are "default" for every run, and "nightly" (HYPOTHESIS_PROFILE=nightly) for many.
 """
@@ -6,6 +6,7 @@ The profiles are "default" for every run, and "nightly" (HYPOTHESIS_PROFILE=nigh
 from __future__ import annotations
 
 import os
+import signal
 from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
@@ -31,6 +32,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_configure() -> None:
+    """Refuse a run that would not test what it seems to; let children be interrupted."""
+    _check_backend()
+    # A shell starts its background jobs with Ctrl-C ignored, and their children ignore it as well.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which backend was tested, even when quiet."""
+    terminalreporter.write_line(f"kvindex backend: {kvindex.BACKEND}")
+
+
+def _check_backend() -> None:
     """Refuse to test the sources in Python while a native module lies in an installed copy."""
     chosen = os.environ.get("KVINDEX_BACKEND")
     if kvindex.BACKEND == "python" and not chosen and _installed_natively():
@@ -39,11 +53,6 @@ def pytest_configure() -> None:
             " a copy of them: install with `pip install -e '.[test]'`, or set"
             " KVINDEX_BACKEND=python to test the Python index"
         )
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which backend was tested, even when quiet."""
-    terminalreporter.write_line(f"kvindex backend: {kvindex.BACKEND}")
 
 
 def _installed_natively() -> bool:
