@@ -134,9 +134,9 @@ class Parts {
 
 nb::dict counters(const WaitCounters& counted) {
   nb::dict all;
-  all["spins"] = counted.spins;
-  all["sleeps"] = counted.sleeps;
-  all["wakes"] = counted.wakes;
+  all["spins"] = uint64_t{counted.spins};
+  all["sleeps"] = uint64_t{counted.sleeps};
+  all["wakes"] = uint64_t{counted.wakes};
   return all;
 }
 

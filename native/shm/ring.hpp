@@ -107,11 +107,26 @@ class Ring {
   Layout layout_;
 };
 
+// A number that its party's thread counts up and any thread may read.
+class Count {
+ public:
+  Count() = default;
+  Count& operator=(uint64_t value) {
+    value_.store(value, std::memory_order_relaxed);
+    return *this;
+  }
+  Count& operator++() { return *this = *this + 1; }
+  operator uint64_t() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> value_{0};
+};
+
 // How often one party spun, slept and woke others.
 struct WaitCounters {
-  uint64_t spins = 0;
-  uint64_t sleeps = 0;
-  uint64_t wakes = 0;
+  Count spins;
+  Count sleeps;
+  Count wakes;
 };
 
 // One party's waiting on one of the two words.
@@ -194,7 +209,7 @@ class Writer {
   Ring ring_;
   uint32_t* published_;
   uint32_t index_ = 0;
-  uint64_t seq_ = 0;
+  Count seq_;
 };
 
 // A reading party. For one thread at a time.
@@ -242,7 +257,7 @@ class Reader {
   uint32_t* space_;
   uint32_t slot_;
   uint32_t index_ = 0;
-  uint64_t seq_ = 0;
+  Count seq_;
   bool started_ = false;
 };
 

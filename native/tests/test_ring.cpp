@@ -120,6 +120,33 @@ void come_and_go(uint64_t messages) {
   guest.join();
 }
 
+// What a party counts may be read by any thread.
+void counts_are_watched(uint64_t messages) {
+  const Layout layout{1, 2, 64};
+  Memory memory(layout);
+  reserve(memory, layout);
+  Writer writer(memory.data(), layout);
+  Reader reader(memory.data(), layout, 0);
+  reader.attach();
+  std::thread reading([&] {
+    for (uint64_t message = 0; message < messages; ++message) read(reader, 20us);
+  });
+  std::thread writing([&] {
+    for (uint64_t message = 0; message < messages; ++message) write(writer, message, 20us);
+  });
+  uint64_t seen = 0;
+  while (seen < messages) {
+    const uint64_t seq = reader.seq();
+    EXPECT(seq >= seen && seq <= messages);
+    EXPECT(writer.waiter.counters.wakes <= reader.waiter.counters.sleeps + messages);
+    seen = seq;
+    std::this_thread::yield();
+  }
+  reading.join();
+  writing.join();
+  EXPECT(writer.seq() == messages);
+}
+
 void removal_frees_the_writer() {
   const Layout layout{2, 2, 64};
   Memory memory(layout);
@@ -156,5 +183,6 @@ int main() {
   all_get_all(3, 2, 0ns, messages);
   all_get_all(4, 8, 20us, messages);
   come_and_go(messages);
+  counts_are_watched(messages);
   removal_frees_the_writer();
 }
