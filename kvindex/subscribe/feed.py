@@ -100,6 +100,7 @@ class Feed:
         self._logged_at: dict[str, float] = {}
         self.last_event_at: float | None = None
         self._named_by_cursor = False
+        self._parting = False  # the live connection broke; what it brought is not all read
         self.live = self._open_live()
 
     def start(self, resumption: Resumption, now: float) -> None:
@@ -161,11 +162,35 @@ class Feed:
         """Take what the sockets have, up to a bound, so that other feeds get their turn."""
         # Messages first, then the monitor: so a message of a new connection is never handled
         # before the end of the old one is known.
+        parting = self._parting
         messages = self._received(self.live)
         for connected in self.live.changes(now):
-            self._on_connection(connected, now)
+            if self.bind:  # many may connect here, and each end of one is not the end of all
+                self._on_connection(connected, now)
+            elif not connected:
+                self._parting = True
+            elif not self._parting:
+                self._on_connection(True, now)
+            else:
+                # ZeroMQ has connected anew by itself. Nothing tells which of the unread messages
+                # came before that, perhaps from an engine that is gone; replay brings the others.
+                self.counters["unread_dropped"] += len(messages)
+                self._part(now)
+                messages = []
+                break
         self._on_messages(messages, now)
+        if parting and self._parting and self.live.drained:
+            self._part(now)
+        elif self._parting:  # what came between the last look and the end is still to be read
+            self._watch.look_again(self)
         self._pump_replay(now)
+
+    def _part(self, now: float) -> None:
+        """End with a connection that broke: the next one has a socket of its own."""
+        self._parting = False
+        self._on_connection(False, now)
+        if not self.closed and not self._reopen(now) and self.live.connected:
+            self._on_connection(True, now)
 
     def _received(self, connection: Connection) -> list[list[bytes]]:
         messages = connection.receive()
@@ -297,8 +322,8 @@ class Feed:
         self._obey(self.sequencer.tick(now), now)
         return True
 
-    def _reopen(self, now: float) -> None:
-        """Replace a socket that gave up; if there is none to be had, try again later."""
+    def _reopen(self, now: float) -> bool:
+        """Replace the live socket; False, and later again, if there is none to be had."""
         given_up = self.live
         try:
             self.live = self._open_live()
@@ -307,9 +332,10 @@ class Feed:
             given_up.postpone(now)
             if self._may_log("reopen", now):
                 logger.warning("%s: %s", self.rank, error)
-        else:
-            self.counters["reopened"] += 1
-            self._close(given_up)
+            return False
+        self.counters["reopened"] += 1
+        self._close(given_up)
+        return True
 
     # What the sequencer wants -----------------------------------------------------------------
 

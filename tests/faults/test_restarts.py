@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from kvindex import Rank
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from kvindex import Link, Rank, State
+from kvindex.subscribe import RankBatch, RankRestarted, StreamItem, Subscriber
 from kvindex.testing import FakeEngine, Faults, LaneFaults
+from kvindex.wire import replay_end
 from tests.live import (
+    PATIENCE,
+    QUICK,
     assert_true,
     caught_up,
     client_of,
@@ -22,6 +32,38 @@ NEW = list(range(500, 600))
 def fresh(number: int) -> list[int]:
     """A prompt that is not cached, so that serving it publishes."""
     return [number * 1000 + i for i in range(32)]
+
+
+class SilentEngine:
+    """An engine that has just started at another one's ports, and has published nothing."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._live = self._context.socket(zmq.XPUB)
+        self._met = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._live.bind(endpoint)
+        self._replay = self._context.socket(zmq.ROUTER)
+        self._replay.bind(replay_endpoint)
+
+    def __enter__(self) -> SilentEngine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._live.disable_monitor()
+        self._met.close(0)
+        self._context.destroy(linger=0)
+
+    def wait_met(self) -> None:
+        assert self._met.poll(int(PATIENCE * 1000))
+
+    def answer_until(self, reached: Callable[[], bool]) -> None:
+        """Answer what is asked: there is nothing to replay."""
+        deadline = time.monotonic() + PATIENCE
+        while not reached():
+            assert time.monotonic() < deadline
+            if self._replay.poll(20):
+                identity, *_ = self._replay.recv_multipart()
+                self._replay.send_multipart(replay_end(identity, with_topic=True))
 
 
 def test_engine_restarts_with_lower_numbers_only_its_new_contents_are_answered() -> None:
@@ -135,3 +177,39 @@ def test_delayed_duplicate_of_an_old_batch_is_no_restart() -> None:
             wait_counter(client, RANK, "duplicates")
             assert client.status(RANK).epoch == 0
             assert_true(client, engine)
+
+
+def test_engine_restarts_while_we_are_held_up_what_it_had_sent_before_is_not_believed() -> None:
+    held_up, go_on = threading.Event(), threading.Event()
+    items: list[StreamItem] = []
+
+    def sink(item: StreamItem) -> None:
+        items.append(item)
+        if isinstance(item, RankBatch) and not held_up.is_set():
+            held_up.set()
+            assert go_on.wait(PATIENCE)
+
+    with FakeEngine("engine") as engine:
+        endpoints = engine.endpoint, engine.replay_endpoint or ""
+        with Subscriber(
+            [worker_of(engine)], sink=sink, replay=QUICK, link=Link(reconnect=0.01)
+        ) as stream:
+            assert stream.wait_for(lambda all_: all_[RANK].state is State.LIVE, PATIENCE)
+            engine.serve(fresh(0))
+            assert held_up.wait(PATIENCE)
+            for number in range(1, 1000):  # more than is taken at once
+                engine.serve(fresh(number))
+            engine.close()
+            with SilentEngine(*endpoints) as new:
+                new.wait_met()  # ZeroMQ connects by itself; what came before is not read
+                go_on.set()
+                new.answer_until(
+                    lambda: (
+                        stream.status(RANK).epoch > 0 and stream.status(RANK).state is State.LIVE
+                    )
+                )
+                status = stream.status(RANK)
+    restarted = max(n for n, item in enumerate(items) if isinstance(item, RankRestarted))
+    assert not [item for item in items[restarted:] if isinstance(item, RankBatch)]
+    assert (status.seq, status.complete) == (None, True)
+    assert status.counters["unread_dropped"] > 0
