@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from kvindex.answering import Answering
 from kvindex.errors import UnknownRankError
-from kvindex.index import ExtraKeys, Fingerprints, Index, Match, read_batch
-from kvindex.index.snapshot import SnapshotReader, SnapshotWriter, replaced_file
-from kvindex.index.snapshot_section import wrong_backend
-from kvindex.rank import Rank
+from kvindex.index import Fingerprints, Index, read_batch
+from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
+from kvindex.rank import Rank, Trust
+from kvindex.saved_state import SavedState, read_saved
 from kvindex.subscribe import (
     RankAdded,
     RankLost,
@@ -31,7 +32,7 @@ from kvindex.subscribe import (
 
 __all__ = ["Client", "connect", "follow_item"]
 
-logger = logging.getLogger(__name__)
+_RESUME_WITHIN = 600.0  # seconds: any service discovery has told all workers by then
 
 
 def connect(
@@ -39,6 +40,7 @@ def connect(
     *,
     index: Index | None = None,
     resume: str | os.PathLike[str] | None = None,
+    resume_within: float = _RESUME_WITHIN,
     **options: Any,
 ) -> Client:
     """Return a client that subscribes to these workers and answers from what they publish.
@@ -49,10 +51,13 @@ def connect(
         workers: one worker or several; more can be added later.
         index: the index to fill; a new one by default. With `resume` it must have the seed of the
             index that was saved.
-        resume: a file that `Client.save` wrote, perhaps in another process. Each rank of `workers`
-            that is in it begins with what it held then, and takes by replay what it has missed,
-            if its publisher proves to be the same; if not, it begins anew. Other ranks in the file
-            are left out. If there is no such file, every rank begins anew.
+        resume: a file that `Client.save` wrote, perhaps in another process. Each rank that is in
+            it begins with what it held then, and takes by replay what it has missed, if its
+            publisher proves to be the same; if not, it begins anew. Ranks of workers that are not
+            among `workers` are kept aside, and nothing is answered from them, until their worker
+            is added. If there is no such file, every rank begins anew.
+        resume_within: seconds for which they are kept; they take the memory that they had in the
+            file.
         options: settings of `kvindex.subscribe.Subscriber`: `on_loss`, `replay`, `link`,
             `probe_interval`, `stale_after`, `context`, `clock`.
 
@@ -70,18 +75,17 @@ def connect(
         True
         >>> client.close()
     """
-    return Client(workers, index=index, resume=resume, **options)
+    return Client(workers, index=index, resume=resume, resume_within=resume_within, **options)
 
 
-class Client:
+class Client(Answering):
     """Answers which rank holds a prompt, from live events, and says how far to trust it.
 
     Args: as `connect`, and
         tap: told of everything that the index takes.
 
     Attributes:
-        index: what the events have filled.
-        subscriber: what receives them.
+        subscriber: what receives the events.
 
     Thread safety: every method may be called from any thread.
     """
@@ -92,63 +96,39 @@ class Client:
         *,
         index: Index | None = None,
         resume: str | os.PathLike[str] | None = None,
+        resume_within: float = _RESUME_WITHIN,
         tap: Tap | None = None,
         **options: Any,
     ) -> None:
-        workers = [workers] if isinstance(workers, Worker) else list(workers)
-        cursors: dict[Rank, bytes] = {}
+        records: list[SnapshotRecord] = []
         if resume is not None:
-            names = {worker.worker for worker in workers if isinstance(worker, Worker)}
-            index, cursors = _restored(resume, names, index)
-        self.index = Index() if index is None else index
+            index, records = read_saved(resume, index)
+        self._index = Index() if index is None else index
+        self._saved = SavedState(
+            self._index,
+            records,
+            resume_within,
+            options.get("clock", time.monotonic),
+            _ignore if tap is None else tap.restored,
+        )
         self.subscriber = Subscriber(
-            workers,
-            fingerprints=Fingerprints(self.index.seed),
-            resume=cursors,
-            **(_untapped(self.index) if tap is None else _tapped(self.index, tap)),
+            [workers] if isinstance(workers, Worker) else workers,
+            fingerprints=Fingerprints(self._index.seed),
+            resume=self._saved,
+            **_settings(self._index, self._saved, tap),
             **options,
         )
-        if cursors:
-            self.subscriber.call(lambda: self._drop_unclaimed(cursors))
 
-    def _drop_unclaimed(self, restored: Iterable[Rank]) -> None:
-        """Forget what was restored of ranks that no publisher has taken up."""
-        for rank in set(restored).difference(self.subscriber.ranks):
-            self.index.remove(rank)
+    @property
+    def index(self) -> Index:
+        """What the events have filled."""
+        return self._index
 
-    # Queries ----------------------------------------------------------------------------------
+    def _trusts(self) -> Mapping[Rank, Trust]:
+        return self.subscriber.trusts()
 
-    def match(
-        self,
-        token_ids: Any,
-        *,
-        lora: str | int | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
-        block_size: int | None = None,
-    ) -> Match:
-        """Return how much of a prompt each rank holds, with each rank's trust.
-
-        Args and Raises: as `Index.match`.
-        """
-        # Before the match: what changes meanwhile makes an answer better than its trust, not worse.
-        trusts = self.subscriber.trusts()
-        match = self.index.match(
-            token_ids,
-            lora=lora,
-            salt=salt,
-            extra_keys=extra_keys,
-            media=media,
-            ranks=ranks,
-            block_size=block_size,
-        )
-        return match.with_trust(trusts.get)
-
-    def match_many(self, prompts: Iterable[Any], **options: Any) -> list[Match]:
-        """Return one `Match` for each prompt; options are those of `match`, for all of them."""
-        return [self.match(token_ids, **options) for token_ids in prompts]
+    def _status(self, rank: Rank) -> RankStatus:
+        return self.subscriber.status(rank)
 
     # Workers and their streams ----------------------------------------------------------------
 
@@ -158,8 +138,15 @@ class Client:
         return self.subscriber.ranks
 
     def add(self, worker: Worker) -> None:
-        """Subscribe to a further worker's ranks; raises as `Subscriber.add`."""
-        self.subscriber.add(worker)
+        """Subscribe to a further worker's ranks.
+
+        Ranks that are kept aside from the file at `resume` go on from there, as those given to
+        `connect` do; events of all ranks wait while they are put in. What was saved of a worker is
+        used once: added again after `remove`, it begins anew.
+
+        Raises: as `Subscriber.add`.
+        """
+        self.subscriber.add(worker, resume=self._saved)
 
     def remove(self, worker: str) -> None:
         """Unsubscribe from a worker's ranks and forget what they hold.
@@ -193,24 +180,14 @@ class Client:
         """
         return self.subscriber.wait_for(condition, timeout)
 
-    def status(self, rank: Rank) -> RankStatus:
-        """Return how a rank's stream stands, with its orphans and ignored blocks.
-
-        Raises:
-            UnknownRankError: the rank is not subscribed to.
-        """
-        status = self.subscriber.status(rank)
-        try:
-            held = self.index.tree(status.rank).statistics()
-        except UnknownRankError:
-            return status  # the worker is being removed
-        return msgspec.structs.replace(status, orphans=held["orphans"], ignored=held["ignored"])
-
     def statistics(self) -> dict[str, Any]:
         """Return every counter as plain JSON-ready values.
 
         `ranks`: by `str(rank)` the stream's `RankStatus` and, under `index`, what the index says
-        of it; `index`: its totals; `thread`: the subscriber's own counters.
+        of it; `index`: its totals; `thread`: the subscriber's own counters. `resume`: of the ranks
+        in a saved file, those that are kept `aside` until their worker is added, and their bytes;
+        those `restored`, whose own counters say whether they went on; and those `dropped`, by
+        reason.
         """
         stream = self.subscriber.statistics()
         index = self.index.statistics()
@@ -220,7 +197,7 @@ class Client:
             status["index"] = held
             status["orphans"] = held.get("orphans", 0)
             status["ignored"] = held.get("ignored", {})
-        return {**stream, "index": index}
+        return {**stream, "index": index, "resume": self._saved.statistics()}
 
     def save(self, path: str | os.PathLike[str]) -> tuple[Rank, ...]:
         """Write what every rank holds and how far its stream was applied; return the ranks written.
@@ -228,8 +205,10 @@ class Client:
         `connect(resume=path)` goes on from there. Each rank is taken between two of its batches;
         events of all ranks wait as long as it takes to copy one, queries do not wait. A rank is
         left out where there is nothing to go on from: nothing was applied yet, or its publisher has
-        no replay to prove itself by. The file replaces one that is there only when all is written,
-        and is readable by its owner alone, since it contains the index's seed.
+        no replay to prove itself by. Ranks that are kept aside are written as they were read, so
+        that a router which is restarted before it knows all its workers loses none. The file
+        replaces one that is there only when all is written, and is readable by its owner alone,
+        since it contains the index's seed.
 
         Raises:
             OSError: it cannot be written; a file that was there is as before.
@@ -239,13 +218,18 @@ class Client:
         written = []
         with replaced_file(path) as file:
             writer = SnapshotWriter(file, backend=self.index.backend, seed=self.index.seed)
-            for rank in self.ranks:
+            # At once: a rank whose worker is being added is in one of the two.
+            ranks, aside = self.subscriber.call(lambda: (self.ranks, self._saved.records()))
+            for rank in ranks:
                 taken = self.subscriber.call(partial(self._take, rank))
                 if taken is not None:
                     writer.add(rank, *taken)
                     written.append(rank)
+            for record in aside:
+                writer.add(*record)
+                written.append(record.rank)
             writer.finish()
-        return tuple(written)
+        return tuple(sorted(written))
 
     def _take(self, rank: Rank) -> tuple[bytes, bytes] | None:
         """Return section and cursor of a rank, on the subscriber's thread."""
@@ -298,13 +282,15 @@ def _keep(payload: bytes) -> _Kept:
     return _Kept(payload, batch, batch.ts, batch.data_parallel_rank)
 
 
-def _untapped(index: Index) -> dict[str, Any]:
-    """Return settings of a subscriber that fills an index."""
-    return {"sink": partial(follow_item, index), "on_batch": index.apply, "decode": read_batch}
-
-
-def _tapped(index: Index, tap: Tap) -> dict[str, Any]:
-    """Return settings of a subscriber that tells a tap, after the index, what that has taken."""
+def _settings(index: Index, saved: SavedState, tap: Tap | None) -> dict[str, Any]:
+    """Return settings of a subscriber that fills an index, and tells a tap what that has taken."""
+    if tap is None:
+        return {
+            "sink": partial(follow_item, index),
+            "on_batch": index.apply,
+            "decode": read_batch,
+            "on_statuses": lambda _: saved.expire(),
+        }
 
     def on_item(item: StreamItem) -> None:
         follow_item(index, item)
@@ -314,33 +300,12 @@ def _tapped(index: Index, tap: Tap) -> dict[str, Any]:
         index.apply(rank, kept.batch)
         tap.batch(rank, kept.payload)
 
-    return {"sink": on_item, "on_batch": on_batch, "decode": _keep, "on_statuses": tap.statuses}
+    def on_statuses(statuses: Sequence[RankStatus]) -> None:
+        saved.expire()
+        tap.statuses(statuses)
+
+    return {"sink": on_item, "on_batch": on_batch, "decode": _keep, "on_statuses": on_statuses}
 
 
-def _restored(
-    path: str | os.PathLike[str], workers: Collection[str], index: Index | None
-) -> tuple[Index | None, dict[Rank, bytes]]:
-    """Return an index with what a file holds of these workers' ranks, and every cursor in it."""
-    cursors: dict[Rank, bytes] = {}
-    try:
-        reader = SnapshotReader(path)
-    except FileNotFoundError:
-        logger.info("there is no snapshot at %s: every rank begins anew", os.fspath(path))
-        return index, cursors
-    with reader:
-        if reader.backend != Index.backend:
-            raise wrong_backend(reader.backend, Index.backend)
-        index = Index(seed=reader.seed) if index is None else index
-        restored = []
-        try:
-            for rank, section, cursor in reader:
-                if cursor is not None:
-                    cursors[rank] = cursor
-                    if rank.worker in workers:
-                        restored.append(rank)
-                        index.restore(rank, section)
-        except BaseException:  # also of the checksum, which comes last
-            for rank in restored:
-                index.remove(rank)
-            raise
-    return index, cursors
+def _ignore(rank: Rank, section: bytes) -> None:
+    """Tell nobody what was restored."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvindex.errors import DecodeError
-from kvindex.fanout.entries import Entry, Message, Shown
+from kvindex.fanout.entries import Entry, Message, Restored, Shown
 from kvindex.rank import Rank
 from kvindex.subscribe import RankAdded, RanksRenamed
 
@@ -86,7 +86,7 @@ class Catchup:
             if isinstance(entry, RanksRenamed):
                 raise DecodeError(f"ranks were renamed in message {number}, within a snapshot")
             rank = entry.status.rank if isinstance(entry, Shown) else entry.rank
-            if isinstance(entry, RankAdded):
+            if isinstance(entry, (RankAdded, Restored)):
                 positions.setdefault(rank, number)
             if positions.get(rank, end) <= number:
                 yield entry

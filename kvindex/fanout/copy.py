@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvindex.client import follow_item
 from kvindex.fanout.catchup import Catchup
-from kvindex.fanout.entries import Applied, Entry, Message, Shown
+from kvindex.fanout.entries import Applied, Entry, Message, Restored, Shown
 from kvindex.fanout.ports import follow_names
 from kvindex.index import Index, read_batch
 from kvindex.rank import Rank
@@ -66,6 +66,7 @@ class Copy:
 
         Raises:
             DecodeError: it is not the next one.
+            SnapshotError: a section in it is none of such an index.
         """
         for entry in self.catchup.due(message):
             self._apply(entry)
@@ -83,6 +84,8 @@ class Copy:
         elif isinstance(entry, Shown):
             self.statuses[entry.status.rank] = entry.status
             self.changed.add(entry.status.rank)
+        elif isinstance(entry, Restored):
+            self.index.restore(entry.rank, entry.section)
         else:
             follow_item(self.index, entry)
             follow_names(self.names, entry)

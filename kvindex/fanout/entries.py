@@ -21,9 +21,18 @@ from kvindex.subscribe import (
     RankStatus,
 )
 
-__all__ = ["Applied", "Entry", "Message", "Shown", "decode_message", "encode_message", "size_of"]
+__all__ = [
+    "Applied",
+    "Entry",
+    "Message",
+    "Restored",
+    "Shown",
+    "decode_message",
+    "encode_message",
+    "size_of",
+]
 
-_APPLIED_BYTES = 64  # of an entry around its payload, and of a name that is not unusual
+_AROUND_BYTES = 64  # of an entry around its payload, and of a name that is not unusual
 _OTHER_BYTES = 512
 
 
@@ -40,8 +49,15 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
     status: RankStatus
 
 
+class Restored(msgspec.Struct, frozen=True, tag=True):
+    """A rank that is being added begins with what was saved of it: its section."""
+
+    rank: Rank
+    section: bytes
+
+
 Entry: TypeAlias = (
-    Applied | Shown | RankAdded | RankLost | RankRestarted | RanksRenamed | RankRemoved
+    Applied | Shown | Restored | RankAdded | RankLost | RankRestarted | RanksRenamed | RankRemoved
 )
 
 
@@ -79,4 +95,8 @@ def decode_message(body: bytes) -> Message:
 
 def size_of(entry: Entry) -> int:
     """Return about how many bytes an entry takes in a message."""
-    return len(entry.payload) + _APPLIED_BYTES if isinstance(entry, Applied) else _OTHER_BYTES
+    if isinstance(entry, Applied):
+        return len(entry.payload) + _AROUND_BYTES
+    if isinstance(entry, Restored):
+        return len(entry.section) + _AROUND_BYTES
+    return _OTHER_BYTES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from kvindex.errors import DecodeError
 from kvindex.fanout.frames import (
@@ -58,7 +58,7 @@ class Guest:
         connection: socket.socket,
         *,
         welcome: Callable[[Hello], Welcome | Refused],
-        make_snapshot: Callable[[], Iterator[bytes]],
+        make_snapshot: Callable[[], Generator[bytes, None, None]],
         patience: float,
         now: float,
     ) -> None:
@@ -74,7 +74,7 @@ class Guest:
         self._deadline = now + patience
         self._decoder = FrameDecoder()
         self._outgoing = memoryview(b"")
-        self._parts: Iterator[bytes] = iter(())
+        self._parts: Generator[bytes, None, None] | None = None
 
     @property
     def deadline(self) -> float | None:
@@ -121,9 +121,15 @@ class Guest:
         self._load()  # at once, so that the last part's arrival finds the stage as it is
         return not self.refused
 
+    def close(self) -> None:
+        """Close the connection, and have nothing more taken for it. Idempotent."""
+        self.connection.close()
+        if self._parts is not None:
+            self._parts.close()
+
     def _load(self) -> None:
         """Take the next part; after the last one there is nothing more to be done."""
-        if self.stage is not Stage.JOINING:
+        if self.stage is not Stage.JOINING or self._parts is None:
             return
         part = next(self._parts, None)
         if part is None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from kvindex.client import Client
@@ -18,7 +17,7 @@ from kvindex.fanout.frames import PROTOCOL, Hello, Refused, Welcome
 from kvindex.fanout.guest import Guest, Stage
 from kvindex.fanout.meeting_point import Listener
 from kvindex.fanout.outflow import Outflow
-from kvindex.fanout.snapshot import snapshot
+from kvindex.fanout.snapshot import Snapshots
 from kvindex.fanout.tap import StreamTap
 
 __all__ = ["Reception"]
@@ -58,6 +57,7 @@ class Reception:
         self._outflow = outflow
         self._places = range(max_replicas)
         self._on_failure = on_failure
+        self._snapshots = Snapshots(client, tap)
         self._counters: Counter[str] = Counter()
         self._logged_at: dict[str, float] = {}
         self._guests: dict[socket.socket, Guest] = {}
@@ -77,7 +77,8 @@ class Reception:
             "replicas": sum(self._follows(guest) for guest in guests),
             "joining": sum(guest.stage is not Stage.FOLLOWING for guest in guests),
             **{name: self._counters[name] for name in ("joined", "left", "died")},
-            "snapshots_begun_again": self._counters["snapshots_begun_again"],
+            "sections_taken": self._snapshots.counters["sections_taken"],
+            "snapshots_begun_again": self._snapshots.counters["snapshots_begun_again"],
             "turned_away": {
                 name.removeprefix("away_"): count
                 for name, count in counters
@@ -136,7 +137,7 @@ class Reception:
         self._guests[connection] = Guest(
             connection,
             welcome=self._welcome,
-            make_snapshot=partial(snapshot, self._client, self._tap, self._counters),
+            make_snapshot=self._snapshots.parts,
             patience=_PATIENCE,
             now=time.monotonic(),
         )
@@ -227,7 +228,7 @@ class Reception:
     def _drop(self, guest: Guest) -> None:
         self._selector.unregister(guest.connection)
         del self._guests[guest.connection]
-        guest.connection.close()
+        guest.close()
         if guest.place is not None:
             self._outflow.evicted.discard(guest.place)
             try:
@@ -240,8 +241,8 @@ class Reception:
 
     def _end(self) -> None:
         self._listener.close()
-        for connection in list(self._guests):
-            connection.close()
+        for guest in self._guests.values():
+            guest.close()
         self._guests.clear()
         self._selector.close()
         self._waker.close()

@@ -7,14 +7,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
-
-from kvindex.errors import ConfigurationError, QueueTimeoutError, UnknownRankError
+from kvindex.answering import Answering
+from kvindex.errors import ConfigurationError, QueueTimeoutError
 from kvindex.fanout.follower import Follower
 from kvindex.fanout.joining import RefusedError
 from kvindex.fanout.meeting_point import check_platform
-from kvindex.index import ExtraKeys, Index, Match
-from kvindex.rank import Rank
+from kvindex.index import Index
+from kvindex.rank import Rank, Trust
 from kvindex.subscribe import RankStatus, State
 
 __all__ = ["Replica", "join"]
@@ -70,7 +69,7 @@ def join(
     return Replica(follower)
 
 
-class Replica:
+class Replica(Answering):
     """Answers as the server's client does, from an index in this process; made by `join`.
 
     When the server is gone, silent or has taken this replica off, every rank is shown as stale with
@@ -94,37 +93,11 @@ class Replica:
         """The ranks that the server is subscribed to, sorted."""
         return self._board.ranks
 
-    def match(
-        self,
-        token_ids: Any,
-        *,
-        lora: str | int | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
-        block_size: int | None = None,
-    ) -> Match:
-        """Return how much of a prompt each rank holds, with each rank's trust.
+    def _trusts(self) -> Mapping[Rank, Trust]:
+        return self._board.trusts()
 
-        Args and Raises: as `Index.match`.
-        """
-        # Before the match: what changes meanwhile makes an answer better than its trust, not worse.
-        trusts = self._board.trusts()
-        match = self.index.match(
-            token_ids,
-            lora=lora,
-            salt=salt,
-            extra_keys=extra_keys,
-            media=media,
-            ranks=ranks,
-            block_size=block_size,
-        )
-        return match.with_trust(trusts.get)
-
-    def match_many(self, prompts: Iterable[Any], **options: Any) -> list[Match]:
-        """Return one `Match` for each prompt; options are those of `match`, for all of them."""
-        return [self.match(token_ids, **options) for token_ids in prompts]
+    def _status(self, rank: Rank) -> RankStatus:
+        return self._board.get(rank)
 
     def wait_live(self, timeout: float = 5.0, *, ranks: Iterable[Rank] | None = None) -> None:
         """Return once every rank (or each of those given) is live.
@@ -141,19 +114,6 @@ class Replica:
         Args: as `Client.wait_for`.
         """
         return self._board.wait_for(condition, timeout)
-
-    def status(self, rank: Rank) -> RankStatus:
-        """Return how a rank's stream stands at the server, with this index's orphans.
-
-        Raises:
-            UnknownRankError: the server is not subscribed to it.
-        """
-        status = self._board.get(rank)
-        try:
-            held = self.index.tree(status.rank).statistics()
-        except UnknownRankError:
-            return status  # it is being removed
-        return msgspec.structs.replace(status, orphans=held["orphans"], ignored=held["ignored"])
 
     def statistics(self) -> dict[str, Any]:
         """Return every counter as plain JSON-ready values.

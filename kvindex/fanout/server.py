@@ -126,7 +126,8 @@ class FanOut:
         that came, went, were gone without a word, and were taken off for being slow. `turned_away`:
         connections that did not become replicas, by reason. `messages`, `bytes`, `chunks`: sent, to
         all at once; `entries`, `heartbeats`: in them. `blocked_seconds`: for which the subscriber's
-        thread waited for slow replicas. `snapshots_begun_again`: because ranks were renamed.
+        thread waited for slow replicas. `sections_taken`: copies of ranks that were made for those
+        who join; who join together share them. `snapshots_begun_again`: because ranks were renamed.
         """
         return {
             **self._reception.statistics(),

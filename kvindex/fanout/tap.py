@@ -11,7 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvindex.errors import ClosedError
-from kvindex.fanout.entries import Applied, Entry, Message, Shown, encode_message, size_of
+from kvindex.fanout.entries import (
+    Applied,
+    Entry,
+    Message,
+    Restored,
+    Shown,
+    encode_message,
+    size_of,
+)
 from kvindex.fanout.outflow import Outflow
 from kvindex.fanout.ports import follow_names
 from kvindex.rank import Rank
@@ -73,6 +81,11 @@ class StreamTap:
             self.renames += 1
         if self._attended:
             self._add(item)  # type: ignore[arg-type]  # no RankBatch comes here
+
+    def restored(self, rank: Rank, section: bytes) -> None:
+        """Take what a rank that is being added begins with."""
+        if self._attended:
+            self._add(Restored(rank, section))
 
     def statuses(self, statuses: Sequence[RankStatus]) -> None:
         """Take new statuses, and send what was taken in this turn."""

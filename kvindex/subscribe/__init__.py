@@ -3,6 +3,7 @@
 from kvindex.subscribe.config import Replay, SequencerConfig
 from kvindex.subscribe.connection import Link
 from kvindex.subscribe.event_stream import EventStream
+from kvindex.subscribe.resumption import SavedRanks
 from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.stream import (
@@ -40,6 +41,7 @@ __all__ = [
     "RankStatus",
     "RanksRenamed",
     "Replay",
+    "SavedRanks",
     "SequencerConfig",
     "Sink",
     "State",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,30 @@ from kvindex.rank import Rank
 from kvindex.subscribe.cursor import SavedCursor
 from kvindex.subscribe.rank_names import Claim, settle
 
-__all__ = ["Resumption", "check_cursors", "plan_resumption"]
+__all__ = ["Resumption", "SavedRanks", "check_saved", "plan_resumption", "take_up"]
+
+
+class SavedRanks(ABC):
+    """What was saved of ranks; asked when their worker is added, on the subscriber's thread."""
+
+    @abstractmethod
+    def cursors(self, worker: str) -> Mapping[int, bytes]:
+        """Return the cursors of a worker's ranks, by the dp_ranks that they went by."""
+
+    @abstractmethod
+    def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
+        """Have what the sink fills hold what was saved of a worker's ranks.
+
+        It comes once for each worker that is added, before the first item of its ranks.
+
+        Args:
+            worker: which is added.
+            refused: each of its ranks of which something was saved and which has a publisher, with
+                why it cannot go on from there, one word; "" if it may try.
+
+        Returns:
+            For each of them that may try but cannot be restored, why, one word.
+        """
 
 
 class Resumption(NamedTuple):
@@ -29,17 +53,55 @@ class Resumption(NamedTuple):
     restored: bool
 
 
-def check_cursors(cursors: object) -> dict[Rank, bytes]:
-    """Return what a caller gave as cursors, or raise ConfigurationError."""
-    if not isinstance(cursors, Mapping):
-        raise ConfigurationError(f"resume must map ranks to cursors, not be {cursors!r:.60}")
-    for rank, cursor in cursors.items():
+class _Cursors(SavedRanks):
+    """Cursors alone: what goes with them, the sink has restored by itself.
+
+    Read only, so any thread may ask.
+    """
+
+    def __init__(self, cursors: Mapping[Rank, bytes]) -> None:
+        self._cursors = cursors
+
+    def cursors(self, worker: str) -> Mapping[int, bytes]:
+        return {r.dp_rank: data for r, data in self._cursors.items() if r.worker == worker}
+
+    def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
+        return {}
+
+
+def check_saved(saved: object) -> SavedRanks:
+    """Return what a caller gave as `resume`, or raise ConfigurationError."""
+    if isinstance(saved, SavedRanks):
+        return saved
+    if not isinstance(saved, Mapping):
+        raise ConfigurationError(f"resume must map ranks to cursors, not be {saved!r:.60}")
+    for rank, cursor in saved.items():
         if not (isinstance(rank, tuple) and len(rank) == 2 and isinstance(cursor, bytes)):
             raise ConfigurationError(
                 f"resume maps Rank(worker, dp_rank) to the bytes of `Subscriber.cursor`, "
                 f"not {rank!r:.60} to {type(cursor).__name__}"
             )
-    return {Rank(*rank): cursor for rank, cursor in cursors.items()}
+    return _Cursors({Rank(*rank): cursor for rank, cursor in saved.items()})
+
+
+def take_up(
+    saved: SavedRanks, worker: str, dp_ranks: Sequence[int], fingerprints: str
+) -> tuple[list[Resumption], list[Rank]]:
+    """Return how each publisher of a worker begins, and what was saved of it in vain.
+
+    Args:
+        saved: what was saved; it has the sink hold that of ranks which go on from there.
+        worker: whose publishers they are.
+        dp_ranks: the publishers, by their ports.
+        fingerprints: identity of the function in use.
+    """
+    cursors = saved.cursors(worker)
+    plan = plan_resumption(dp_ranks, cursors, fingerprints)
+    refused = {Rank(worker, r.dp_rank): r.refused for r in plan if r.restored}
+    unused = [rank for name in cursors if (rank := Rank(worker, name)) not in refused]
+    refused.update(saved.take_up(worker, refused))
+    plan = [r._replace(refused=refused.get(Rank(worker, r.dp_rank), r.refused)) for r in plan]
+    return plan, unused
 
 
 def plan_resumption(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import msgspec
@@ -21,7 +21,7 @@ from kvindex.subscribe.deadlines import Deadlines
 from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.rank_names import Claim, settle
-from kvindex.subscribe.resumption import plan_resumption
+from kvindex.subscribe.resumption import Resumption, SavedRanks, take_up
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import (
     Decode,
@@ -115,8 +115,8 @@ class Roster:
         saved = feed.cursor(self._fingerprints.identity)
         return None if saved is None else saved.encode()
 
-    def add(self, worker: Worker, cursors: Mapping[Rank, bytes]) -> None:
-        """Subscribe to a worker's ranks; those of its ranks that have a cursor go on from there.
+    def add(self, worker: Worker, saved: SavedRanks) -> None:
+        """Subscribe to a worker's ranks; those of which something was saved go on from there.
 
         Raises:
             ConfigurationError: its id is taken, or ZeroMQ refuses an endpoint.
@@ -135,14 +135,19 @@ class Roster:
         try:
             for address in worker.publishers():
                 feeds.append(self._feed(worker, address, now))
+            plan, unused = take_up(
+                saved,
+                worker.worker,
+                [feed.address.dp_rank for feed in feeds],
+                self._fingerprints.identity,
+            )
         except BaseException:
             for feed in feeds:
                 feed.close(now)
             raise
         self._workers.add(worker.worker)
-        self._start(
-            feeds, {r.dp_rank: cursors[r] for r in cursors if r.worker == worker.worker}, now
-        )
+        self._start(feeds, plan, now)
+        self._note_unused(unused)
 
     def _feed(self, worker: Worker, address: PublisherAddress, now: float) -> Feed:
         return Feed(
@@ -159,11 +164,8 @@ class Roster:
             now=now,
         )
 
-    def _start(self, feeds: list[Feed], cursors: Mapping[int, bytes], now: float) -> None:
-        """Begin with the publishers of one worker, each from its cursor if it has one."""
-        plan = plan_resumption(
-            [feed.address.dp_rank for feed in feeds], cursors, self._fingerprints.identity
-        )
+    def _start(self, feeds: list[Feed], plan: list[Resumption], now: float) -> None:
+        """Begin with the publishers of one worker, each as planned."""
         for feed, resumption in zip(feeds, plan, strict=True):
             feed.rank = Rank(feed.worker, resumption.dp_rank)
             self.feeds[feed.rank] = feed
@@ -172,8 +174,6 @@ class Roster:
             self.guard(feed, partial(feed.start, resumption), now)
             self.deadlines.set(feed, feed.deadline)
         self._board.rename((), _names_by_port(feeds))
-        worker = feeds[0].worker
-        self._note_unused(r for name in cursors if (r := Rank(worker, name)) not in self.feeds)
         self.publish(feeds, now)
 
     def note_strangers(self, cursors: Iterable[Rank]) -> None:

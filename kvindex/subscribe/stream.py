@@ -171,5 +171,8 @@ class Tap(Protocol):
     def item(self, item: StreamItem) -> None:
         """Take what happened between two batches."""
 
+    def restored(self, rank: Rank, section: bytes) -> None:
+        """Take what a rank that is being added begins with: what `Index.dump` gave once."""
+
     def statuses(self, statuses: Sequence[RankStatus]) -> None:
         """Take the ranks' new statuses, at the end of each turn; perhaps none."""

@@ -20,7 +20,7 @@ from kvindex.subscribe.config import Replay, SequencerConfig
 from kvindex.subscribe.connection import Link
 from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.outlet import Outlet
-from kvindex.subscribe.resumption import check_cursors
+from kvindex.subscribe.resumption import SavedRanks, check_saved
 from kvindex.subscribe.roster import Roster
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
@@ -53,7 +53,7 @@ class Subscriber:
         resume: what `cursor` gave of ranks, perhaps in another process: they go on from there, if
             the publisher proves to be the same. Each of them is told by `RankAdded` and, if it
             does not go on, `RankRestarted`; those that `workers` does not have are counted as
-            `cursors_unused`.
+            `cursors_unused`. Or `SavedRanks`, which has the sink restored as ranks are added.
         decode: makes a batch of a payload; what it returns is handed on as it is.
         fingerprints: makes hashes of payloads, by which one that comes again is known.
         on_loss: "reset" asks the sink to drop a rank's blocks at a loss, "keep" does not.
@@ -80,7 +80,7 @@ class Subscriber:
         *,
         sink: Sink,
         on_batch: BatchSink | None = None,
-        resume: Mapping[Rank, bytes] = _NO_CURSORS,
+        resume: Mapping[Rank, bytes] | SavedRanks = _NO_CURSORS,
         decode: Decode = decode_batch,
         fingerprints: FingerprintMaker | None = None,
         on_loss: Literal["reset", "keep"] = "reset",
@@ -94,7 +94,7 @@ class Subscriber:
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         _check_settings(replay, link, {"sink": sink, "decode": decode, "on_batch": on_batch})
-        cursors = check_cursors(resume)
+        saved = check_saved(resume)
         config = SequencerConfig(
             has_replay=True,
             on_loss=on_loss,
@@ -132,8 +132,9 @@ class Subscriber:
         self._thread.start()
         try:
             for worker in workers:
-                self.add(worker, resume=cursors)
-            self.call(lambda: self._roster.note_strangers(cursors))
+                self.add(worker, resume=saved)
+            if isinstance(resume, Mapping):
+                self.call(lambda: self._roster.note_strangers(Rank(*rank) for rank in resume))
         except BaseException:
             self.close()
             raise
@@ -145,14 +146,16 @@ class Subscriber:
         """The ranks subscribed to, sorted."""
         return self._board.ranks
 
-    def add(self, worker: Worker, *, resume: Mapping[Rank, bytes] = _NO_CURSORS) -> None:
+    def add(
+        self, worker: Worker, *, resume: Mapping[Rank, bytes] | SavedRanks = _NO_CURSORS
+    ) -> None:
         """Subscribe to a further worker's ranks.
 
         From within the sink it is carried out after the current turn; its failure is logged.
 
         Args:
             worker: the engine.
-            resume: cursors to go on from, as for the constructor; those of other workers are left.
+            resume: what to go on from, as for the constructor; what is of other workers is left.
 
         Raises:
             ConfigurationError: it is no `Worker`, its id is taken, `resume` holds no cursors, or
@@ -164,8 +167,8 @@ class Subscriber:
             raise ConfigurationError(
                 f"expected Worker(NAME, ENDPOINT), not {type(worker).__name__} ({worker!r:.60})"
             )
-        cursors = check_cursors(resume)
-        self._call(lambda: self._roster.add(worker, cursors))
+        saved = check_saved(resume)
+        self._call(lambda: self._roster.add(worker, saved))
 
     def remove(self, worker: str) -> None:
         """Unsubscribe from a worker's ranks.

@@ -86,6 +86,7 @@ def test_four_processes_answer_as_the_subscriber(processes: Nursery, path: str) 
             with ended(joined(processes, path, 4)) as peers:
                 assert_equal(fanout.client, *peers, prompts=PROMPTS)
                 assert counted(fanout, replicas=4, joined=4, died=0)
+                assert 2 <= fanout.statistics()["sections_taken"] <= 8
                 for engine, workload in ((a, MEANWHILE), (b, BEFORE), (a, LATER)):
                     engine.run(workload)
                 caught_up(fanout.client, a, b)
@@ -265,6 +266,39 @@ def test_a_warm_restart_is_joined_as_any(path: str, tmp_path: Path) -> None:
             assert replica.wait_for(lambda s: mark(s) == wanted, PATIENCE)
             assert fanout.client.status(a.rank).counters["resumed"] == 1
             assert held(replica) == held(fanout.client)
+
+
+def test_a_worker_that_goes_on_later_from_what_was_saved_does_so_in_every_replica(
+    path: str, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved.kvindex"
+    with FakeEngine("a") as a, FakeEngine("b") as b, FakeEngine("c") as c:
+        for engine in (a, b, c):
+            engine.run(BEFORE)
+        with fan_out(path, worker_of(a), worker_of(b), worker_of(c)) as fanout:
+            caught_up(fanout.client, a, b, c)
+            fanout.client.save(saved)
+        for engine in (a, b):
+            engine.run(MEANWHILE)
+        c.restart()
+        with (
+            fan_out(path, worker_of(a), resume=saved, chunk_bytes=1024, chunks=2) as fanout,
+            join(path) as replica,
+        ):
+            client = fanout.client
+            for engine in (b, c):  # what was saved of them is longer than the ring
+                assert engine.rank not in replica.index.ranks
+                client.add(worker_of(engine))
+            wait_status(client, c.rank, epoch=1)
+            caught_up(client, a, b, c)
+            wanted = mark(client.subscriber.statuses())
+            assert replica.wait_for(lambda s: mark(s) == wanted, PATIENCE)
+            for rank in (a.rank, b.rank):
+                status = replica.status(rank)
+                assert (status.restarts, status.counters["resumed"]) == (0, 1)
+            assert held(replica) == held(client)
+            assert answers(replica, PROMPTS) == answers(client, PROMPTS)
+            assert replica.statistics()["replica"]["rejoins"] == {}
 
 
 def test_a_message_longer_than_a_chunk_arrives(path: str) -> None:

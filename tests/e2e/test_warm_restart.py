@@ -260,7 +260,7 @@ def test_several_ranks_of_which_one_is_gone_and_one_is_new(path: Path) -> None:
             assert client.index.ranks == client.ranks == (a.rank, c.rank)
             assert replayed(client, a.rank) == 0
             assert replayed(client, c.rank) == c.published
-            assert client.statistics()["thread"]["cursors_unused"] == 1
+            assert client.statistics()["resume"]["aside"] == 1
 
 
 def test_a_rank_of_a_worker_that_has_fewer_now_is_forgotten(path: Path) -> None:
@@ -392,15 +392,12 @@ def test_a_publisher_that_keeps_nothing_is_not_saved(path: Path) -> None:
 
 def test_saving_after_closing_says_so_and_leaves_the_file(path: Path) -> None:
     path.write_bytes(b"as it was")
-    client = client_of()
-    client.close()
-    client.save(path)
     with FakeEngine("engine") as engine:
-        client = client_of(worker_of(engine))
-        client.close()
-        path.write_bytes(b"as it was")
-        with pytest.raises(ClosedError):
-            client.save(path)
+        for workers in ([], [worker_of(engine)]):
+            client = client_of(*workers)
+            client.close()
+            with pytest.raises(ClosedError):
+                client.save(path)
     assert path.read_bytes() == b"as it was"
     assert list(path.parent.iterdir()) == [path]
 

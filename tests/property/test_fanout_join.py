@@ -6,7 +6,6 @@ the joiner's bookkeeping. Hypothesis chooses the order of everything.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -15,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvindex.errors import DecodeError, UnknownRankError
+from kvindex.errors import ClosedError, DecodeError, UnknownRankError
 from kvindex.fanout.catchup import Catchup
-from kvindex.fanout.entries import Applied, Entry, Message, Shown, decode_message
+from kvindex.fanout.entries import Applied, Entry, Message, Restored, Shown, decode_message
 from kvindex.fanout.frames import LENGTH, Begin, End, Taken, decode_servers
-from kvindex.fanout.snapshot import snapshot
+from kvindex.fanout.snapshot import Snapshots
 from kvindex.fanout.tap import StreamTap
 from kvindex.rank import Rank
 from kvindex.subscribe import (
@@ -63,9 +62,11 @@ def follow(held: Held, shown: dict[Rank, RankStatus], entry: Entry) -> None:
         held[entry.rank].append(entry.payload)
     elif isinstance(entry, Shown):
         shown[entry.status.rank] = entry.status
-    elif isinstance(entry, RankAdded):
+    elif isinstance(entry, Restored):
         assert entry.rank not in held
-        held[entry.rank] = []
+        held[entry.rank] = msgspec.msgpack.decode(entry.section)
+    elif isinstance(entry, RankAdded):
+        held.setdefault(entry.rank, [])
     elif isinstance(entry, RankRemoved):
         del held[entry.rank]
         shown.pop(entry.rank, None)
@@ -88,6 +89,8 @@ class Server:
         self.shown: dict[Rank, RankStatus] = {}
         self.messages: list[Message] = []
         self.tap = StreamTap(self, lambda: None, clock=lambda: 0.0)  # type: ignore[arg-type]
+        self.snapshots = Snapshots(self, self.tap, hold=0.0)  # type: ignore[arg-type]  # one at a time
+        self.dumps = 0
         self.serial = 0
 
     # As an Outflow
@@ -107,6 +110,7 @@ class Server:
     def dump(self, rank: Rank) -> bytes:
         if rank not in self.held:
             raise UnknownRankError(rank)
+        self.dumps += 1
         return msgspec.msgpack.encode(self.held[rank])
 
     def find(self, rank: Rank) -> RankStatus | None:
@@ -133,6 +137,15 @@ class Server:
 
     def add(self, rank: Rank) -> None:
         if rank not in self.held:
+            self._tell(RankAdded(rank))
+
+    def resume(self, rank: Rank) -> None:
+        """Add a rank that begins with what was saved of it, as long as a message or more."""
+        if rank not in self.held:
+            self.serial += 1
+            section = msgspec.msgpack.encode([b"%d" % self.serial * 400])
+            follow(self.held, self.shown, Restored(rank, section))
+            self.tap.restored(rank, section)
             self._tell(RankAdded(rank))
 
     def remove(self, rank: Rank) -> None:
@@ -169,6 +182,7 @@ class Joiner:
         self._read = 0
         self.held: Held = {}
         self.shown: dict[Rank, RankStatus] = {}
+        self.sections: set[Rank] = set()
         self.whole = False
 
     def attach(self) -> None:
@@ -179,12 +193,7 @@ class Joiner:
     def step(self) -> None:
         if self._frames is None:
             self.attach()
-            self._frames = snapshot(
-                self._server,  # type: ignore[arg-type]
-                self._server.tap,
-                Counter(),
-                hold=0.0,  # one rank at a time
-            )
+            self._frames = self._server.snapshots.parts()
         part = next(self._frames, None)
         if part is None:
             return
@@ -192,9 +201,11 @@ class Joiner:
         frame = decode_servers(part[LENGTH.size : LENGTH.size + length])
         if isinstance(frame, Begin):
             self._catchup.begin(frame.number)
-            self.held, self.shown = {}, {}
+            self.held, self.shown, self.sections = {}, {}, set()
         elif isinstance(frame, Taken):
             self._catchup.place(frame.rank, frame.number)
+            assert frame.rank not in self.sections, "each once"
+            self.sections.add(frame.rank)
             self.held[frame.rank] = msgspec.msgpack.decode(next(self._frames))
             if frame.status is not None:
                 self.shown[frame.rank] = frame.status
@@ -215,7 +226,7 @@ class Joiner:
 EVENTS = st.tuples(
     st.sampled_from(["batch", "turn_ends", "restart", "lose"]), st.sampled_from(RANKS)
 )
-CHANGES = st.tuples(st.sampled_from(["add", "remove", "rename"]), st.sampled_from(RANKS))
+CHANGES = st.tuples(st.sampled_from(["add", "resume", "remove", "rename"]), st.sampled_from(RANKS))
 STEPS = st.tuples(st.sampled_from(["step", "step", "attach"]), st.integers(0, 1))
 SCHEDULE = st.lists(st.one_of(EVENTS, CHANGES, STEPS), max_size=50)
 
@@ -249,6 +260,50 @@ def test_a_joiner_holds_what_the_server_holds_whatever_happens_meanwhile(
         joiner.catch_up()
         assert joiner.held == server.held
         assert joiner.shown == server.shown
+
+
+def test_who_joins_at_the_same_time_shares_what_is_taken() -> None:
+    server = Server()
+    for rank in RANKS:
+        server.add(rank)
+        server.batch(rank)
+    joiners = [Joiner(server) for _ in range(3)]
+    for _ in range(3):  # one begins, and two ranks are taken for it
+        joiners[0].step()
+    assert server.dumps == 2
+    for joiner in joiners[1:]:
+        joiner.step()
+    for _ in range(2 * len(RANKS)):
+        for joiner in joiners:
+            joiner.step()
+            server.batch(RANKS[0])
+    assert server.dumps == len(RANKS) + 2, "the two that came later took those two as well, once"
+    assert server.snapshots.counters["sections_taken"] == server.dumps
+    server.turn_ends(RANKS[0])
+    for joiner in joiners:
+        assert joiner.whole
+        assert joiner.sections == set(RANKS)
+        joiner.catch_up()
+        assert joiner.held == server.held
+
+
+def test_nothing_is_kept_for_a_joiner_that_went_away() -> None:
+    server = Server()
+    for rank in RANKS:
+        server.add(rank)
+    parts = server.snapshots.parts()
+    next(parts)
+    assert len(server.snapshots._orders) == 1
+    parts.close()
+    assert server.snapshots._orders == []
+    server.call = _closed  # type: ignore[method-assign]
+    with pytest.raises(ClosedError):
+        next(server.snapshots.parts())
+    assert server.snapshots._orders == []
+
+
+def _closed(function: Callable[[], _Result]) -> _Result:
+    raise ClosedError("closed")
 
 
 @settings(max_examples=100)

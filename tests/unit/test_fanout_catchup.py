@@ -6,7 +6,7 @@ import pytest
 
 from kvindex.errors import DecodeError
 from kvindex.fanout.catchup import Catchup
-from kvindex.fanout.entries import Applied, Entry, Message
+from kvindex.fanout.entries import Applied, Entry, Message, Restored
 from kvindex.rank import Rank
 from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed
 
@@ -54,6 +54,16 @@ def test_a_rank_without_a_section_counts_from_where_it_is_added() -> None:
     catchup.end(4)
     due = caught(catchup, batches(0), message(1, RankAdded(A)), batches(2), batches(3), batches(4))
     assert due == [(A, 2), (A, 3), (A, 4), (B, 4)]
+
+
+def test_a_rank_without_a_section_counts_from_what_it_begins_with() -> None:
+    catchup = Catchup()
+    catchup.begin(0)
+    catchup.end(4)
+    saved = Restored(A, b"section")
+    messages = [batches(0), message(1, saved), message(2, RankAdded(A)), batches(3)]
+    due = [entry for one in messages for entry in catchup.due(one)]
+    assert due == [saved, RankAdded(A), Applied(A, b"3")]
 
 
 def test_a_rank_that_came_back_before_its_section_is_not_applied_twice() -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvindex.errors import ClosedError, DecodeError
-from kvindex.fanout.entries import Applied, Message, Shown, decode_message, encode_message
+from kvindex.fanout.entries import (
+    Applied,
+    Message,
+    Restored,
+    Shown,
+    decode_message,
+    encode_message,
+)
 from kvindex.fanout.ports import follow_names
 from kvindex.fanout.tap import StreamTap
 from kvindex.rank import Rank
@@ -85,10 +92,26 @@ def test_messages_are_bounded_by_the_chunk_except_for_what_is_longer() -> None:
     assert [m.number for m in sent.messages] == list(range(len(sizes)))
 
 
+def test_what_a_rank_begins_with_goes_before_it_and_alone_where_it_is_long() -> None:
+    tap, sent, _ = tapped()
+    section = b"s" * Sent.chunk_bytes
+    for rank in (A, B):
+        tap.restored(rank, section)
+        tap.item(RankAdded(rank))
+    tap.statuses([])
+    assert [m.entries for m in sent.messages] == [
+        [Restored(A, section)],
+        [RankAdded(A)],
+        [Restored(B, section)],
+        [RankAdded(B)],
+    ]
+
+
 def test_nothing_is_packed_while_nobody_reads() -> None:
     tap, sent, _ = tapped()
     sent.readers = 0
     tap.recount()
+    tap.restored(A, b"section")
     tap.batch(A, b"payload")
     tap.statuses([status(A)])
     tap.item(RanksRenamed(((A, B),)))

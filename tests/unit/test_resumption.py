@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from kvindex.rank import Rank
 from kvindex.subscribe.cursor import Cursor, SavedCursor
-from kvindex.subscribe.resumption import plan_resumption
+from kvindex.subscribe.resumption import SavedRanks, check_saved, plan_resumption, take_up
 
 MINE = "nh64:1"
 
@@ -75,3 +78,55 @@ def test_an_unreadable_cursor_gives_way_to_one_that_says_whose_it_is() -> None:
         (1, 0, "", True),
         (0, None, "no_cursor", True),
     ]
+
+
+# What the sink held, taken up with the cursors ----------------------------------------------------
+
+ZERO, ONE, TWO = (Rank("a", dp_rank) for dp_rank in range(3))
+
+
+class Saved(SavedRanks):
+    """Saved ranks that note what is asked of them."""
+
+    def __init__(self, cursors: dict[int, bytes], failing: Mapping[Rank, str]) -> None:
+        self.saved = cursors
+        self.failing = failing
+        self.asked: list[tuple[str, Mapping[Rank, str]]] = []
+
+    def cursors(self, worker: str) -> Mapping[int, bytes]:
+        return self.saved
+
+    def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
+        self.asked.append((worker, dict(refused)))
+        return self.failing
+
+
+def test_ranks_with_a_publisher_are_taken_up_and_the_others_are_in_vain() -> None:
+    saved = Saved({0: cursor(0), 1: b"?", 2: cursor(2)}, {})
+    taken, unused = take_up(saved, "a", [0, 1], MINE)
+    assert saved.asked == [("a", {ZERO: "", ONE: "unreadable_cursor"})]
+    assert [(r.dp_rank, r.refused) for r in taken] == [(0, ""), (1, "unreadable_cursor")]
+    assert unused == [TWO]
+
+
+def test_a_rank_that_could_not_be_restored_does_not_go_on() -> None:
+    saved = Saved({0: cursor(0), 1: cursor(1)}, {ONE: "room"})
+    taken, unused = take_up(saved, "a", [0, 1], MINE)
+    assert [(r.dp_rank, r.refused, r.restored) for r in taken] == [(0, "", True), (1, "room", True)]
+    assert unused == []
+
+
+def test_a_worker_of_which_nothing_was_saved_is_taken_up_too() -> None:
+    saved = Saved({}, {})
+    taken, unused = take_up(saved, "a", [0], MINE)
+    assert saved.asked == [("a", {})]
+    assert [r.refused for r in taken] == ["no_cursor"]
+    assert unused == []
+
+
+def test_cursors_alone_are_those_of_their_worker() -> None:
+    saved = check_saved({ONE: b"1", ("b", 0): b"b"})
+    assert saved.cursors("a") == {1: b"1"}
+    assert saved.cursors("b") == {0: b"b"}
+    assert saved.take_up("a", {ONE: ""}) == {}
+    assert saved.cursors("a") == {1: b"1"}, "the sink keeps account"

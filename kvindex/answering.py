@@ -1,0 +1,86 @@
+"""Questions to an index whose ranks are followed by somebody: answers with each rank's trust."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvindex.errors import UnknownRankError
+from kvindex.index import ExtraKeys, Index, Match
+from kvindex.rank import Rank, Trust
+from kvindex.subscribe import RankStatus, State
+
+__all__ = ["Answering"]
+
+_JUST_ADDED = Trust(State.CONNECTING, False, 0)
+
+
+class Answering(ABC):
+    """What `Client` and `Replica` are asked about prompts and ranks.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    @property
+    @abstractmethod
+    def index(self) -> Index:
+        """What the events have filled."""
+
+    @abstractmethod
+    def _trusts(self) -> Mapping[Rank, Trust]:
+        """Return how far each rank can be trusted now, as a snapshot."""
+
+    @abstractmethod
+    def _status(self, rank: Rank) -> RankStatus:
+        """Return how a rank's stream stands; raises UnknownRankError."""
+
+    def match(
+        self,
+        token_ids: Any,
+        *,
+        lora: str | int | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        media: Iterable[str] | str | None = None,
+        ranks: Iterable[Rank] | None = None,
+        block_size: int | None = None,
+    ) -> Match:
+        """Return how much of a prompt each rank holds, with each rank's trust.
+
+        A rank of the index that nobody follows, or did not yet when this began, is "connecting".
+
+        Args and Raises: as `Index.match`.
+        """
+        # Before the match: what changes meanwhile makes an answer better than its trust, not worse.
+        trusts = self._trusts()
+        match = self.index.match(
+            token_ids,
+            lora=lora,
+            salt=salt,
+            extra_keys=extra_keys,
+            media=media,
+            ranks=ranks,
+            block_size=block_size,
+        )
+        # A rank may come between the two, and hold what was restored but is not proven yet.
+        return match.with_trust(lambda rank: trusts.get(rank, _JUST_ADDED))
+
+    def match_many(self, prompts: Iterable[Any], **options: Any) -> list[Match]:
+        """Return one `Match` for each prompt; options are those of `match`, for all of them."""
+        return [self.match(token_ids, **options) for token_ids in prompts]
+
+    def status(self, rank: Rank) -> RankStatus:
+        """Return how a rank's stream stands, with its orphans and ignored blocks.
+
+        Raises:
+            UnknownRankError: the rank is not subscribed to.
+        """
+        status = self._status(rank)
+        try:
+            held = self.index.tree(status.rank).statistics()
+        except UnknownRankError:
+            return status  # its worker is being removed
+        return msgspec.structs.replace(status, orphans=held["orphans"], ignored=held["ignored"])

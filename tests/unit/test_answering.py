@@ -1,0 +1,69 @@
+"""An answer is never trusted further than what was known when it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from kvindex import BlockStored, EventBatch, Index, Rank, State
+from kvindex.answering import Answering
+from kvindex.errors import UnknownRankError
+from kvindex.rank import Trust
+from kvindex.subscribe import RankStatus
+from tests.unit.test_status_board import status
+
+A, B = Rank("a", 0), Rank("b", 0)
+PROMPT = list(range(8))
+
+
+def store(index: Index, rank: Rank, blocks: int) -> None:
+    hashes: list[int | bytes] = list(range(1, blocks + 1))
+    stored = BlockStored(block_hashes=hashes, token_ids=PROMPT[: 4 * blocks], block_size=4)
+    index.apply(rank, EventBatch(ts=0.0, events=[stored]))
+
+
+class Asked(Answering):
+    """An index with one live rank, to which another comes as soon as the trust was looked at."""
+
+    def __init__(self) -> None:
+        self._index = Index()
+        store(self._index, A, blocks=1)
+
+    @property
+    def index(self) -> Index:
+        return self._index
+
+    def _trusts(self) -> Mapping[Rank, Trust]:
+        store(self._index, B, blocks=2)
+        return {A: Trust(State.LIVE, True, 0)}
+
+    def _status(self, rank: Rank) -> RankStatus:
+        if rank != A:
+            raise UnknownRankError(rank, [A])
+        return status(A)
+
+
+def test_a_rank_that_comes_between_trust_and_answer_is_not_taken_for_live() -> None:
+    match = Asked().match(PROMPT)
+    assert (match[B].blocks, match[B].state, match[B].complete) == (2, State.CONNECTING, False)
+    assert (match[A].blocks, match[A].state, match[A].complete) == (1, State.LIVE, True)
+    assert match.best is not None
+    assert match.best.rank == A
+    assert [found.rank for found in match] == [B, A]
+
+
+def test_many_prompts_are_asked_with_the_same_options() -> None:
+    matches = Asked().match_many([PROMPT, PROMPT[:4]], ranks=[A])
+    assert [[found.tokens for found in match] for match in matches] == [[4], [4]]
+
+
+def test_a_status_has_what_the_index_knows() -> None:
+    asked = Asked()
+    orphan = BlockStored(block_hashes=[9], parent_block_hash=8, token_ids=PROMPT[:4], block_size=4)
+    asked.index.apply(A, EventBatch(ts=0.0, events=[orphan]))
+    assert asked.status(A).orphans == 1
+    asked.index.remove(A)
+    assert asked.status(A).orphans == 0, "of a rank that is being removed: what the stream says"
+    with pytest.raises(UnknownRankError):
+        asked.status(B)
