@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -82,6 +83,8 @@ class Replica(Answering):
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self._board = follower.board
+        # Also at the end of the process: one that merely died would be counted and logged there.
+        self._finish = weakref.finalize(self, _leave, follower, os.getpid())
 
     @property
     def index(self) -> Index:
@@ -137,8 +140,11 @@ class Replica(Answering):
         return {"ranks": ranks, "index": index, "replica": self._follower.statistics()}
 
     def close(self) -> None:
-        """Leave the server; the index stays as it is and can still be asked. Idempotent."""
-        self._follower.close()
+        """Leave the server; the index stays as it is and can still be asked. Idempotent.
+
+        Done by itself when the replica is dropped, or the process ends.
+        """
+        self._finish()
 
     def __enter__(self) -> Replica:
         return self
@@ -150,3 +156,8 @@ class Replica(Answering):
         statuses = self._board.all().values()
         live = sum(status.state is State.LIVE for status in statuses)
         return f"<Replica of {len(statuses)} ranks, {live} live, {len(self.index)} blocks>"
+
+
+def _leave(follower: Follower, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the parent's
+        follower.close()

@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "bindings/fingerprints.hpp"
+#include "bindings/gil.hpp"
 #include "bindings/packed_batch.hpp"
 #include "bindings/py_index.hpp"
 #include "bindings/ring.hpp"
@@ -79,13 +80,13 @@ Applied apply_payload(PyIndex& self, uint32_t rank, const uint8_t* data, size_t 
     return applied;
   };
   if (size < kLongPayload) return work();  // may wait for queries with the GIL held: they are short
-  nb::gil_scoped_release released;
+  const GilReleased released;
   return work();
 }
 
 Applied apply_packed(PyIndex& self, uint32_t rank, const Batch& batch) {
   if (batch.tokens.size() < kLongPayload / 4) return apply_batch(self, rank, batch);
-  nb::gil_scoped_release released;
+  const GilReleased released;
   return apply_batch(self, rank, batch);
 }
 
@@ -116,7 +117,7 @@ bool answer_query(const PyIndex& self, nb::handle token_ids, Query& query, Answe
   if (look_first && self.index.try_match(query, answer) && !answer.starved) return true;
   if (!tokens.convert(tokens.view().length)) return false;
   query.tokens = tokens.view();
-  nb::gil_scoped_release released;
+  const GilReleased released;
   self.index.match(query, answer);
   return true;
 }
@@ -246,11 +247,11 @@ void bind_index(nb::module_& module) {
            "max_blocks"_a.none(), "max_orphans"_a)
       .def("add", [](PyIndex& self) { return self.index.add(); })
       .def("remove", [](PyIndex& self, uint32_t rank) {
-        nb::gil_scoped_release released;
+        const GilReleased released;
         return self.index.remove(rank);
       })
       .def("clear", [](PyIndex& self, uint32_t rank) {
-        nb::gil_scoped_release released;
+        const GilReleased released;
         return self.index.clear(rank);
       })
       .def("configure", &configure)

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "bindings/gil.hpp"
 #include "shm/ring.hpp"
 
 namespace nb = nanobind;
@@ -75,7 +76,7 @@ class Turn {
 // interpreter a thread that is inside could not take the GIL back, and would end the process.
 template <class Party>
 void interrupt(Party& party, const std::atomic<bool>& taken) {
-  nb::gil_scoped_release free;
+  const GilReleased free;
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   party.waiter.interrupt();
   while (taken.load() && std::chrono::steady_clock::now() < end) {
@@ -156,7 +157,7 @@ class RingWriter {
       put(kind, parts);
       return true;
     }
-    nb::gil_scoped_release free;
+    const GilReleased free;
     if (!writer_.wait(nanoseconds(spin), nanoseconds(sleep))) return false;
     put(kind, parts);
     return true;
@@ -165,7 +166,7 @@ class RingWriter {
   bool wait(double spin, double sleep) {
     Turn turn(taken_);
     if (writer_.ready()) return true;
-    nb::gil_scoped_release free;
+    const GilReleased free;
     return writer_.wait(nanoseconds(spin), nanoseconds(sleep));
   }
 
@@ -178,7 +179,7 @@ class RingWriter {
 
   bool wait_attached(double sleep) {
     Turn turn(taken_);
-    nb::gil_scoped_release free;
+    const GilReleased free;
     return writer_.wait_attached(nanoseconds(sleep));
   }
 
@@ -240,12 +241,8 @@ class RingReader {
     Turn turn(taken_);
     if (reader_.ready()) {
       reader_.waiter.served_at_once();
-    } else {
-      nb::gil_scoped_release free;
-      if (!reader_.wait(nanoseconds(spin), nanoseconds(sleep))) {
-        nb::gil_scoped_acquire held;
-        return nb::none();
-      }
+    } else if (!wait(spin, sleep)) {
+      return nb::none();
     }
     // Read once: it could change under a reader that is evicted.
     const uint64_t length = reader_.length();
@@ -284,11 +281,16 @@ class RingReader {
 
   bool wait_state(uint32_t bits, double sleep) {
     Turn turn(taken_);
-    nb::gil_scoped_release free;
+    const GilReleased free;
     return reader_.wait_state(bits, nanoseconds(sleep));
   }
 
  private:
+  bool wait(double spin, double sleep) {
+    const GilReleased free;
+    return reader_.wait(nanoseconds(spin), nanoseconds(sleep));
+  }
+
   Layout layout_;
   Memory memory_;
   Reader reader_;

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "bindings/gil.hpp"
 #include "core/snapshot.hpp"
 
 namespace nb = nanobind;
@@ -18,7 +19,7 @@ namespace {
 std::optional<nb::bytes> dump(const PyIndex& self, uint32_t rank) {
   std::optional<std::string> body;
   {
-    nb::gil_scoped_release released;
+    const GilReleased released;
     if (const auto image = self.index.image(rank)) body = write_image(*image);
   }
   if (!body) return std::nullopt;
@@ -32,7 +33,7 @@ nb::object restore(PyIndex& self, std::optional<uint32_t> rank, nb::handle body)
   if (!buffer.open()) throw nb::type_error("no bytes");
   try {
     const uint32_t restored = [&] {
-      nb::gil_scoped_release released;
+      const GilReleased released;
       return self.index.restore(rank, read_image(buffer.data(), buffer.size()));
     }();
     return nb::int_(restored);
