@@ -37,8 +37,9 @@ class ShmRingBuffer:
 
     This is the memory; `MessageQueue` is what sends messages through it. Without a name it is made,
     private to the user (0600) and with all its memory taken at once; with one it is attached. It
-    pickles as its handle. Who made it unlinks it, when it is closed, collected, or the process
-    ends; after a kill the readers do, or the next ring that is made.
+    pickles as its handle, and a forked child that uses it attaches anew. Who made it unlinks it,
+    when it is closed, collected, or the process ends; after a kill the readers do, or the next ring
+    that is made.
 
     Args:
         n_reader: places for readers.
@@ -123,9 +124,10 @@ class ShmRingBuffer:
 
     def writer(self) -> WritingParty:
         """Return the writing party; the ring's maker is the only one to have it."""
+        segment = self._attached()
         if not self.is_maker:
             raise SegmentError(f"only the maker of ring {self.name} writes to it")
-        return open_writer(self.segment, self.layout, self._rule)
+        return open_writer(segment, self.layout, self._rule)
 
     def reader(self, slot: int) -> ReadingParty:
         """Take a place and return its reading party.
@@ -135,8 +137,9 @@ class ShmRingBuffer:
         """
         if not 0 <= slot < self.layout.n_reader:
             raise SegmentError(f"ring {self.name} has no place {slot}")
-        party = open_reader(self.segment, self.layout, self._rule, slot)
-        if not self.segment.hold(_lock_of(slot)):
+        segment = self._attached()
+        party = open_reader(segment, self.layout, self._rule, slot)
+        if not segment.hold(_lock_of(slot)):
             raise SegmentError(f"place {slot} of ring {self.name} has a living reader already")
         party.attach()
         return party
@@ -170,8 +173,14 @@ class ShmRingBuffer:
             f"for {layout.n_reader} readers>"
         )
 
+    def _attached(self) -> Segment:
+        """Return the mapping; in a forked child attach one of its own first."""
+        if self.segment.inherited:
+            self.segment, self.is_maker = Segment.attach(self.name), False
+        return self.segment
+
     def _checked(self, chunk: int) -> int:
-        if self.segment.closed:
+        if self._attached().closed:
             raise ClosedError(f"ring {self.name} is closed in this process")
         if not 0 <= chunk < self.layout.max_chunks:
             raise IndexError(f"chunk {chunk} of {self.layout.max_chunks}")

@@ -57,6 +57,7 @@ class Segment:
         name: its file's name in /dev/shm.
         memory: the mapping, writable.
         on_fork: called in a forked child, where the mapping is the parent's.
+        inherited: whether this is such a child's.
 
     Thread safety: every method may be called from any thread.
     """
@@ -64,6 +65,7 @@ class Segment:
     def __init__(self, name: str, descriptor: int, size: int, *, maker: bool) -> None:
         self.name = name
         self.on_fork: Callable[[], None] | None = None
+        self.inherited = False
         try:
             self.memory, self._mutex = _map(descriptor, size)
         except (OSError, ValueError, OverflowError) as error:
@@ -177,12 +179,17 @@ class Segment:
         self._finalizer()
 
     def _check_open(self) -> None:
+        if self.inherited:
+            raise ClosedError(
+                f"shared memory {self.name} was opened by the parent process; attach by its name"
+            )
         if self.closed:
             raise ClosedError(f"shared memory {self.name} is closed in this process")
 
     def _disown(self) -> None:
         """In a forked child: what was opened belongs to the parent."""
         if self._finalizer.detach() is not None:
+            self.inherited = True
             self._mutex.disown()
         if self.on_fork is not None:
             self.on_fork()
