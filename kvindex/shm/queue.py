@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from kvindex.errors import (
-    ConfigurationError,
-    DecodeError,
-    EncodeError,
-    KVIndexError,
-    QueueTimeoutError,
-    ReaderDiedError,
-)
+from kvindex.errors import EncodeError
 from kvindex.shm.codec import Codec, choose_codec
-from kvindex.shm.groups.settling import (
-    as_process_group,
-    check_reachable,
-    collect_handles,
-    confirm,
-    reader_options,
-    spread_handle,
-)
+from kvindex.shm.ends import ReadingEnd, Receiver, Sender, WritingEnd, WrongEnd
+from kvindex.shm.groups.settling import reader_options
+from kvindex.shm.groups.sharing import share_one_queue, share_queues_to_one
 from kvindex.shm.handle import Handle
-from kvindex.shm.messages import BUFFERS, RAW, body_of, decode
-from kvindex.shm.opening import (
-    check_remote_codec,
-    local_ranks,
-    open_remote_reader,
-    open_remote_sender,
-)
-from kvindex.shm.receiver import RingReceiver
+from kvindex.shm.messages import body_of
+from kvindex.shm.opening import local_ranks, open_reading_end, open_writing_end
 from kvindex.shm.remote.keys import CurveReader, CurveServer
-from kvindex.shm.remote.reader import RemoteReader
-from kvindex.shm.remote.sender import RemoteSender
-from kvindex.shm.ring import ShmRingBuffer
-from kvindex.shm.sender import DeadReaderPolicy, RingSender, check_policy
-from kvindex.shm.turn import Turn
-from kvindex.shm.waiting import Patience, Waiting
+from kvindex.shm.sender import DeadReaderPolicy
+from kvindex.shm.waiting import Waiting
 
 __all__ = ["MessageQueue"]
 
-logger = logging.getLogger(__name__)
-
-_MAX_MESSAGE_BYTES = 1 << 30
 _GROUP_TIMEOUT = 300.0  # seconds
+_IN_USE = (
+    "this end of the queue is in use, by another thread or by a call that this one interrupts: "
+    "one at a time"
+)
 
 
 class MessageQueue:
@@ -94,10 +73,9 @@ class MessageQueue:
         {'rank': 0, 'seq': 7}
     """
 
-    _sender: RingSender | None
-    _remote: RemoteSender | None
-    _receiver: RingReceiver | None
-    _remote_reader: RemoteReader | None
+    _writing: WritingEnd
+    _sender: Sender
+    _receiver: Receiver
 
     def __init__(
         self,
@@ -111,52 +89,27 @@ class MessageQueue:
         codec: str | Codec = "msgpack",
         waiting: Waiting | None = None,
         on_dead_reader: DeadReaderPolicy = "remove",
-        max_message_bytes: int = _MAX_MESSAGE_BYTES,
+        max_message_bytes: int = 1 << 30,
         curve: CurveServer | None = None,
         remote_window: int = 256,
     ) -> None:
-        ranks = local_ranks(n_reader, n_local_reader, local_reader_ranks)
-        check_policy(on_dead_reader)
-        if max_message_bytes < 1:
-            raise ConfigurationError(f"max_message_bytes must be positive, not {max_message_bytes}")
-        n_remote = n_reader - n_local_reader
-        self._set_up(choose_codec(codec), waiting or Waiting(), max_message_bytes)
-        self._on_dead_reader: DeadReaderPolicy = on_dead_reader
-        if n_remote:
-            check_remote_codec(self._codec, encrypted=curve is not None)
-        if ranks:
-            ring = ShmRingBuffer(n_local_reader, max_chunk_bytes, max_chunks)
-            self._sender = RingSender(
-                ring,
-                reserved=range(n_local_reader),
-                waiting=self._waiting,
-                on_dead_reader=on_dead_reader,
-                ranks=ranks,
-            )
-        try:
-            if n_remote:
-                self._remote = open_remote_sender(
-                    n_remote,
-                    connect_ip,
-                    window=remote_window,
-                    max_message_bytes=max_message_bytes,
-                    curve=curve,
-                )
-        except BaseException:
-            if self._sender is not None:
-                self._sender.close()
-            raise
-        self._handle = Handle(
-            n_reader=n_reader,
-            local_reader_ranks=ranks,
-            buffer_handle=self._sender.ring.handle() if self._sender else None,
-            remote_address=self._remote.address if self._remote else None,
-            remote_token=self._remote.token if self._remote else None,
-            remote_curve_key=curve.public_key if curve and n_remote else None,
-            codec=self._codec.name,
+        chosen = choose_codec(codec)
+        self._writing, handle = open_writing_end(
+            n_reader,
+            local_ranks(n_reader, n_local_reader, local_reader_ranks),
+            max_chunk_bytes=max_chunk_bytes,
+            max_chunks=max_chunks,
+            connect_ip=connect_ip,
+            codec=chosen,
+            waiting=waiting or Waiting(),
+            on_dead_reader=on_dead_reader,
             max_message_bytes=max_message_bytes,
+            curve=curve,
+            remote_window=remote_window,
         )
-        self._finalizer = weakref.finalize(self, _close, self._turn, self._sender, self._remote)
+        self._sender = self._writing.sender
+        self._receiver = WrongEnd("this end writes; readers are made by create_from_handle")
+        self._set_up(self._writing, handle, chosen)
 
     @staticmethod
     def create_from_handle(
@@ -184,58 +137,39 @@ class MessageQueue:
             SegmentError: the queue is not on this machine, was closed, or has a living reader of
                 this rank.
         """
-        reader = MessageQueue.__new__(MessageQueue)
-        reader._open_reader(handle, rank, choose_codec(codec), waiting or Waiting(), curve)
-        return reader
+        chosen = choose_codec(codec)
+        queue = MessageQueue.__new__(MessageQueue)
+        reading = open_reading_end(handle, rank, chosen, waiting or Waiting(), curve)
+        queue._receiver = reading.receiver
+        queue._writing = queue._sender = WrongEnd("this end reads; only the queue's maker writes")
+        queue._set_up(reading, handle, chosen)
+        return queue
 
-    def _open_reader(
-        self,
-        handle: Handle,
-        rank: int,
-        codec: Codec,
-        waiting: Waiting,
-        curve: CurveReader | None,
-    ) -> None:
-        if codec.name != handle.codec:
-            raise ConfigurationError(
-                f"the queue's codec is {handle.codec!r}: pass codec={handle.codec!r} if you trust "
-                f"its writer, instead of {codec.name!r}"
-            )
+    def _set_up(self, end: WritingEnd | ReadingEnd, handle: Handle, codec: Codec) -> None:
+        self._end = end
+        self._is_writer = end is self._writing
         self._handle = handle
-        self._set_up(codec, waiting, handle.max_message_bytes)
-        if rank in handle.local_reader_ranks:
-            if handle.buffer_handle is None:
-                raise ConfigurationError(f"the handle has no ring for local rank {rank}")
-            ring = ShmRingBuffer(*handle.buffer_handle)
-            try:
-                self._receiver = RingReceiver(
-                    ring,
-                    handle.local_reader_ranks.index(rank),
-                    waiting=waiting,
-                    max_message_bytes=handle.max_message_bytes,
-                )
-            except BaseException:
-                ring.close()
-                raise
-        else:
-            self._remote_reader = open_remote_reader(handle, rank, codec, curve)
-        self._finalizer = weakref.finalize(
-            self, _close, self._turn, self._receiver, self._remote_reader
-        )
-
-    def _set_up(self, codec: Codec, waiting: Waiting, max_message_bytes: int) -> None:
-        """Begin as an end that neither writes nor reads yet."""
         self._codec = codec
-        self._waiting = waiting
-        self._max_message_bytes = max_message_bytes
-        self._messages = 0
+        self._max_message_bytes = handle.max_message_bytes
+        self._messages = 0  # sent
         # A signal's handler that raises just after the lock was taken leaves it so, with nobody in
         # a call: whoever comes next then has it. For the same reason `enqueue` and `dequeue` take
         # it in their own lines: a handler may raise at the first one of an `__exit__`, too.
         self._user = threading.Lock()
         self._in_call = False
-        self._turn = Turn()  # at the remote end
-        self._sender = self._remote = self._receiver = self._remote_reader = None
+        self._finalizer = weakref.finalize(self, end.close)
+
+    @contextmanager
+    def _one_user(self) -> Iterator[None]:
+        """Refuse a second call while one is under way, of another thread or a signal's handler."""
+        if not self._user.acquire(False) and self._in_call:
+            raise RuntimeError(_IN_USE)
+        try:
+            self._in_call = True
+            yield
+        finally:
+            self._in_call = False
+            self._user.release()
 
     # The writer -------------------------------------------------------------------------------
 
@@ -259,7 +193,7 @@ class MessageQueue:
             ClosedError: the queue was closed.
         """
         if not self._user.acquire(False) and self._in_call:
-            raise _in_use()
+            raise RuntimeError(_IN_USE)
         try:
             self._in_call = True
             kind, body, size = body_of(obj, self._codec)
@@ -268,10 +202,7 @@ class MessageQueue:
                     f"a message of {size} bytes: at most {self._max_message_bytes} "
                     "(max_message_bytes)"
                 )
-            if self._remote is None and self._sender is not None:
-                self._sender.send(kind, body, size, timeout)
-            else:
-                self._send_everywhere(kind, body, size, timeout)
+            self._sender.send(kind, body, size, timeout)
             self._messages += 1
         finally:
             self._in_call = False
@@ -293,25 +224,9 @@ class MessageQueue:
             ConfigurationError: the length is no chunk's.
             Others: as `enqueue`.
         """
-        self._check_writer()
-        most = self._sender.ring.layout.max_chunk_bytes if self._sender else self._max_message_bytes
-        length = most if length is None and self._sender else length
-        if length is None or not 0 <= length <= most:
-            raise ConfigurationError(f"length must be 0 to {most} bytes, not {length!r}")
         with self._one_user():
-            if self._sender is None:
-                memory = bytearray(length)
-                yield memoryview(memory)
-                self._send_everywhere(RAW, memory, length, timeout)
-            elif self._remote is None:
-                with self._sender.chunk(length, timeout) as view:
-                    yield view
-            else:
-                patience = Patience(self._waiting, timeout)
-                with self._sender.chunk(length, timeout) as view:
-                    yield view
-                    dead = self._send_remote(RAW, view, patience.remaining())
-                self._note_dead(dead)
+            with self._writing.chunk(length, timeout) as view:
+                yield view
             self._messages += 1
 
     # The readers ------------------------------------------------------------------------------
@@ -340,16 +255,10 @@ class MessageQueue:
             ClosedError: this end was closed.
         """
         if not self._user.acquire(False) and self._in_call:
-            raise _in_use()
+            raise RuntimeError(_IN_USE)
         try:
             self._in_call = True
-            if self._receiver is not None:
-                return self._receiver.receive(self._codec, timeout, cancel, quiet=indefinite)
-            kind, frames = self._receive_remote(timeout, cancel, indefinite)
-            self._messages += 1
-            if kind == BUFFERS:
-                return self._codec.decode(frames[0], [bytearray(frame) for frame in frames[1:]])
-            return decode(kind, frames[0] if len(frames) == 1 else b"".join(frames), self._codec)
+            return self._receiver.receive(self._codec, timeout, cancel, quiet=indefinite)
         finally:
             self._in_call = False
             self._user.release()
@@ -369,14 +278,8 @@ class MessageQueue:
         Raises: as `dequeue`.
         """
         with self._one_user():
-            if self._receiver is not None:
-                with self._receiver.message(timeout, cancel, quiet=indefinite) as view:
-                    yield view
-                return
-            _, frames = self._receive_remote(timeout, cancel, indefinite)
-            self._messages += 1
-            body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
-            yield body.toreadonly()
+            with self._receiver.message(timeout, cancel, quiet=indefinite) as view:
+                yield view
 
     # Both -------------------------------------------------------------------------------------
 
@@ -389,26 +292,8 @@ class MessageQueue:
             QueueTimeoutError: some did not come in time, and which.
             WriterDiedError, QueueClosedError: the writer is gone.
         """
-        patience = Patience(self._waiting, timeout)
         with self._one_user():
-            if self._receiver is not None:
-                self._receiver.wait_ready(patience, timeout)
-            elif self._remote_reader is not None:
-                with self._turn.taken() as closing:
-                    self._remote_reader.wait_ready(timeout, closing)
-            else:
-                self._wait_for_readers(patience, timeout)
-
-    def _wait_for_readers(self, patience: Patience, timeout: float | None) -> None:
-        if self._sender is not None:
-            self._sender.wait_attached(patience, timeout)
-        if self._remote is not None:
-            with self._turn.taken() as closing:
-                dead = self._remote.wait_connected(patience.remaining(), closing)
-                self._remote.send_ready()
-            self._note_dead(dead)
-        if self._sender is not None:
-            self._sender.mark_ready()
+            self._end.wait_ready(timeout)
 
     def remove_reader(self, rank: int) -> bool:
         """Wait for this reader no more, whether it is slow, dead, or never came; at the writer.
@@ -421,13 +306,11 @@ class MessageQueue:
         Raises:
             ConfigurationError: this end reads.
         """
-        self._check_writer()
-        if self._sender is not None and rank in self._handle.local_reader_ranks:
-            return self._sender.evict(self._handle.local_reader_ranks.index(rank))
-        if self._remote is None:
-            return False
-        with self._one_user(), self._turn.taken():
-            return self._remote.evict(rank)
+        handle = self._handle
+        if rank in handle.local_reader_ranks or handle.remote_address is None:
+            return self._writing.evict(rank)  # at any time
+        with self._one_user():
+            return self._writing.evict(rank)
 
     def broadcast_object(self, obj: Any = None) -> Any:
         """Return the writer's object at every end: the writer sends it, a reader receives it.
@@ -445,15 +328,8 @@ class MessageQueue:
         `local`: chunks and fragments, waits that were spun or slept, wake-ups of others, readers
         removed, messages whose end never came. `remote`: as `RemoteSender.statistics`.
         """
-        statistics: dict[str, Any] = {"messages": self._messages, "local": None, "remote": None}
-        local = self._sender or self._receiver
-        if local is not None:
-            statistics["local"] = local.statistics()
-        if self._receiver is not None:
-            statistics["messages"] = statistics["local"]["messages"]
-        if self._remote is not None:
-            statistics["remote"] = self._remote.statistics()
-        return statistics
+        counted: dict[str, Any] = {"messages": self._messages, "local": None, "remote": None}
+        return counted | self._end.statistics()
 
     def close(self) -> None:
         """Close this end. Idempotent.
@@ -511,40 +387,17 @@ class MessageQueue:
             ConfigurationError: a value cannot work, here or at another rank.
             QueueTimeoutError, PeerDiedError: a rank did not come, or is gone.
         """
-        group = as_process_group(pg)
-        local = group.same_node(writer_rank)
-        queue: MessageQueue | None = None
-        made: Handle | KVIndexError | None = external_writer_handle
-        if group.rank == writer_rank and made is None:
-            ranks = [rank for rank, here in enumerate(local) if here and rank != writer_rank]
-            n_reader = group.world_size - 1
-            try:
-                check_reachable(n_reader, ranks, connect_ip)
-                queue = MessageQueue(
-                    n_reader, len(ranks), ranks, max_chunk_bytes, max_chunks, connect_ip, **options
-                )
-                made = queue.export_handle()
-            except KVIndexError as error:  # the others wait to be told
-                made = error
-        handle = spread_handle(group, writer_rank, made)
-        failure: KVIndexError | None = None
-        if queue is None:
-            try:
-                queue = MessageQueue.create_from_handle(
-                    handle, group.rank, **reader_options(options)
-                )
-            except KVIndexError as error:  # nobody is to wait for this rank
-                failure = error
-        try:
-            confirm(group, failure)
-            assert queue is not None
-            if blocking:
-                queue.wait_until_ready(timeout)
-        except BaseException:
-            if queue is not None:
-                queue.close()
-            raise
-        return queue
+        options |= {"max_chunk_bytes": max_chunk_bytes, "max_chunks": max_chunks}
+        return share_one_queue(
+            pg,
+            writer_rank,
+            make=partial(MessageQueue, connect_ip=connect_ip, **options),
+            attach=partial(MessageQueue.create_from_handle, **reader_options(options)),
+            external_writer_handle=external_writer_handle,
+            connect_ip=connect_ip,
+            blocking=blocking,
+            timeout=timeout,
+        )
 
     @staticmethod
     def create_from_process_group_single_reader(
@@ -566,113 +419,12 @@ class MessageQueue:
         Args: as `create_from_process_group`; with `blocking`, return when the reader is attached,
             which the reader cannot do at its own queue: it returns at once.
         """
-        group = as_process_group(pg)
-        local = [0] if group.same_node(reader_rank)[group.rank] else []
-        queue: MessageQueue | None = None
-        made: Handle | KVIndexError
-        try:
-            check_reachable(1, local, connect_ip)
-            queue = MessageQueue(
-                1, len(local), local, max_chunk_bytes, max_chunks, connect_ip, **options
-            )
-            made = queue.export_handle()
-        except KVIndexError as error:  # the others wait to be told
-            made = error
-        try:
-            handles = collect_handles(group, reader_rank, made)
-            assert queue is not None
-            if blocking and group.rank != reader_rank:
-                queue.wait_until_ready(timeout)
-        except BaseException:
-            if queue is not None:
-                queue.close()
-            raise
-        return queue, handles
-
-    # Inside -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def _one_user(self) -> Iterator[None]:
-        """Refuse a second call while one is under way, of another thread or a signal's handler."""
-        if not self._user.acquire(False) and self._in_call:
-            raise _in_use()
-        try:
-            self._in_call = True
-            yield
-        finally:
-            self._in_call = False
-            self._user.release()
-
-    @property
-    def _is_writer(self) -> bool:
-        return self._receiver is None and self._remote_reader is None
-
-    def _check_writer(self) -> None:
-        if not self._is_writer:
-            raise ConfigurationError("this end reads; only the queue's maker writes")
-
-    def _send_everywhere(self, kind: int, body: Any, size: int, timeout: float | None) -> None:
-        """Send to local and remote readers; once both have room, so that all of them get it."""
-        self._check_writer()
-        patience = Patience(self._waiting, timeout)
-        if self._sender is not None:
-            self._sender.wait_room(timeout)
-        dead = self._send_remote(kind, body, patience.remaining() if self._sender else timeout)
-        if self._sender is not None:
-            self._sender.send(kind, body, size, timeout)
-        self._note_dead(dead)
-
-    def _send_remote(self, kind: int, body: Any, timeout: float | None) -> Collection[int]:
-        assert self._remote is not None
-        # A body with buffers begins with their lengths, which frames have by themselves.
-        parts = list(body[1:]) if kind == BUFFERS else [body]
-        with self._turn.taken() as closing:
-            return self._remote.send([bytes([kind]), *parts], timeout, closing)
-
-    def _note_dead(self, dead: Collection[int]) -> None:
-        if not dead:
-            return
-        if self._on_dead_reader == "raise":
-            raise ReaderDiedError(
-                f"the remote readers {sorted(dead)} are gone; they were removed", ranks=dead
-            )
-        logger.warning("the remote readers %s are gone; they were removed", sorted(dead))
-
-    def _receive_remote(
-        self, timeout: float | None, cancel: threading.Event | None, quiet: bool
-    ) -> tuple[int, list[memoryview]]:
-        if self._remote_reader is None:
-            raise ConfigurationError("this end writes; readers are made by create_from_handle")
-        patience = Patience(self._waiting, timeout, quiet=quiet)
-        while True:
-            remaining = patience.remaining()
-            most = self._waiting.warn_after
-            step = most if remaining is None else min(most, remaining)
-            try:
-                with self._turn.taken(cancel) as ending:
-                    head, *frames = self._remote_reader.receive(step, ending)
-                if len(head) != 1 or not frames:
-                    raise DecodeError("a message that does not say its kind", size=len(head))
-                return head[0], frames
-            except QueueTimeoutError:
-                if patience.exhausted:
-                    raise QueueTimeoutError(
-                        f"no message came in {timeout:g} s", timeout=timeout or 0.0
-                    ) from None
-                patience.warn("a message")
-
-
-def _in_use() -> RuntimeError:
-    return RuntimeError(
-        "this end of the queue is in use, by another thread or by a call that this one interrupts: "
-        "one at a time"
-    )
-
-
-def _close(
-    turn: Turn, local: RingSender | RingReceiver | None, remote: RemoteSender | RemoteReader | None
-) -> None:
-    if local is not None:
-        local.close()
-    if remote is not None:
-        turn.end(remote.close)
+        options |= {"max_chunk_bytes": max_chunk_bytes, "max_chunks": max_chunks}
+        return share_queues_to_one(
+            pg,
+            reader_rank,
+            make=partial(MessageQueue, connect_ip=connect_ip, **options),
+            connect_ip=connect_ip,
+            blocking=blocking,
+            timeout=timeout,
+        )

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvindex import BACKEND
 from kvindex.errors import (
     ClosedError,
     ConfigurationError,
@@ -21,12 +20,10 @@ from kvindex.errors import (
     SegmentError,
 )
 from kvindex.shm import CurveServer, Handle, MessageQueue, MsgpackCodec, Waiting
-from kvindex.shm.layout import Rule
 from tests.e2e.queue_peers import DEADLINE, End, Nursery, Peer, ThreadPeer, ended, is_left
+from tests.ring_rules import by_pythons_rule, follow_way
 
-WAYS = ["threads", "processes", "remote"]
-if BACKEND == "native":  # the two rules of a ring; in Python there is only the one
-    WAYS += ["threads, Python's rule", "processes, Python's rule"]
+WAYS = ["threads", "processes", "remote", *by_pythons_rule("threads", "processes")]
 
 CHUNK = 64
 WINDOW = 4
@@ -92,8 +89,7 @@ def nursery() -> Iterator[Nursery]:
 def party(
     request: pytest.FixtureRequest, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Party]:
-    if request.param.endswith("rule"):
-        monkeypatch.setattr("kvindex.shm.ring.OWN_RULE", Rule.LOCK)
+    follow_way(request.param, monkeypatch)
     with ExitStack() as stack, ended([]) as peers:
         party = Party(request.param, nursery, peers, stack)
         yield party

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -27,22 +29,22 @@ from kvindex.errors import (
     SegmentError,
     WaitCancelledError,
 )
-from kvindex.shm import CurveReader, CurveServer, MessageQueue, ShmRingBuffer, Waiting
-from kvindex.shm.layout import Rule
+from kvindex.shm import CurveReader, CurveServer, Handle, MessageQueue, ShmRingBuffer, Waiting
+from kvindex.shm.remote import RemoteSender
 from tests.e2e.queue_peers import DEADLINE, is_left
+from tests.ring_rules import by_pythons_rule, follow_way
 
 SOON = 1.0
 """Seconds within which a waiting thread must have noticed something, on a busy machine."""
 
 Pair = Callable[..., tuple[MessageQueue, MessageQueue]]
 
-WAYS = ["memory", "remote"] + ["memory, Python's rule"] * (BACKEND == "native")
+WAYS = ["memory", "remote", *by_pythons_rule("memory")]
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param.endswith("rule"):
-        monkeypatch.setattr("kvindex.shm.ring.OWN_RULE", Rule.LOCK)
+    follow_way(request.param, monkeypatch)
     return str(request.param)
 
 
@@ -449,16 +451,75 @@ def test_a_remote_reader_reads_over_ipv6() -> None:
     [[b""], [b"\x02"], [b"\x01"], [b"\x63", b"x"], [b"\x01", b"\xc1"], [b"\x01\x01", b"\xc0"]],
 )
 def test_what_a_foreign_writer_sends_is_an_error_of_ours(frames: list[bytes]) -> None:
-    with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
-        with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-            remote = writer._remote
-            assert remote is not None
-            sending = Running(lambda: remote.send(frames, DEADLINE))
+    with RemoteSender(1, "127.0.0.1", max_message_bytes=100) as foreign:
+        handle = Handle(
+            n_reader=1,
+            local_reader_ranks=[],
+            buffer_handle=None,
+            remote_address=foreign.address,
+            remote_token=foreign.token,
+            remote_curve_key=None,
+            codec="msgpack",
+            max_message_bytes=100,
+        )
+        with MessageQueue.create_from_handle(handle, 0) as reader:
+            sending = Running(lambda: foreign.send(frames, DEADLINE))
             try:
                 reader.dequeue(DEADLINE)
             except KVIndexError:
                 pass
             assert sending.finish() is None
+
+
+# Signals -------------------------------------------------------------------------------------
+
+
+class InterruptError(Exception):
+    """What a signal's handler raises here."""
+
+
+GUARDED: dict[str, Callable[[MessageQueue, MessageQueue], object]] = {
+    "enqueue": lambda writer, _: writer.enqueue("second", DEADLINE),
+    "dequeue": lambda _, reader: reader.dequeue(DEADLINE),
+    "_one_user": lambda writer, _: writer.wait_until_ready(DEADLINE),
+}
+
+
+def interrupt(call: Callable[[], object], name: str, step: int) -> bool:
+    """Raise inside a function where handlers run: as it starts, and after each of its C calls."""
+    left = step
+
+    def raise_it(frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal left
+        if frame.f_code.co_name == name and event in ("call", "c_return", "c_exception"):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise InterruptError
+
+    sys.setprofile(raise_it)
+    try:
+        call()
+    except InterruptError:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_what_a_signals_handler_raises_leaves_no_end_taken(pair: Pair, name: str) -> None:
+    writer, reader = pair()
+    for step in itertools.count():
+        writer.enqueue("first", DEADLINE)
+        interrupted = interrupt(lambda: GUARDED[name](writer, reader), name, step)
+        writer.enqueue("last", DEADLINE)
+        while reader.dequeue(DEADLINE) != "last":
+            pass
+        writer.wait_until_ready(DEADLINE)
+        if not interrupted:
+            break
+    assert step >= 3  # as it starts, when it took the lock, and when it gave it back
 
 
 # Forks ---------------------------------------------------------------------------------------

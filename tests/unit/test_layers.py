@@ -20,8 +20,10 @@ ALLOWED: dict[str, set[str]] = {
     "index": {"errors", "rank", "wire", "backend", "_native"},
     "publish": {"errors", "wire"},
     "shm": {"errors", "backend", "_native"},
-    "client": {"errors", "rank", "index", "subscribe"},
-    "fanout": {"errors", "rank", "index", "subscribe", "client", "shm"},
+    "saved_state": {"errors", "rank", "index", "subscribe"},
+    "answering": {"errors", "rank", "index", "subscribe"},
+    "client": {"errors", "rank", "index", "subscribe", "saved_state", "answering"},
+    "fanout": {"errors", "rank", "index", "subscribe", "client", "answering", "shm"},
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"},
     "cli": {
         "kvindex",

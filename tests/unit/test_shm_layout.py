@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvindex import BACKEND
 from kvindex.errors import ConfigurationError, SegmentError
 from kvindex.shm import ShmRingBuffer
 from kvindex.shm.layout import (
@@ -26,8 +25,8 @@ from kvindex.shm.layout import (
     SlotState,
 )
 from kvindex.shm.parties import ReadingParty, WritingParty, open_reader, open_writer
+from tests.ring_rules import RULES, follow
 
-RULES = [Rule.LOCK] + [Rule.ATOMICS] * (BACKEND == "native")
 GEOMETRIES = [(1, 1, 1), (2, 3, 64), (3, 4, 65), (39, 2, 100), (40, 5, 4097), (200, 2, 8)]
 SHAPES = [(rule, *geometry) for rule in RULES for geometry in GEOMETRIES]
 
@@ -37,7 +36,7 @@ def ring_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ShmRingBu
     rings = []
 
     def make(rule: Rule, n_reader: int, max_chunks: int, max_chunk_bytes: int) -> ShmRingBuffer:
-        monkeypatch.setattr("kvindex.shm.ring.OWN_RULE", rule)
+        follow(rule, monkeypatch)
         rings.append(ShmRingBuffer(n_reader, max_chunk_bytes, max_chunks))
         return rings[-1]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
-from kvindex import BACKEND
 from kvindex.errors import (
     ConfigurationError,
     DecodeError,
     QueueClosedError,
     QueueTimeoutError,
+    ReaderDiedError,
     ReaderEvictedError,
     SegmentError,
     WriterDiedError,
@@ -24,10 +24,11 @@ from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
 from kvindex.shm.layout import KIND, LENGTH, SEQ, Rule
 from kvindex.shm.messages import RAW
 from kvindex.shm.receiver import RingReceiver
+from kvindex.shm.ring_python import RingReader
 from kvindex.shm.sender import RingSender
 from kvindex.shm.waiting import Patience
+from tests.ring_rules import RULES, follow
 
-RULES = [Rule.LOCK] + [Rule.ATOMICS] * (BACKEND == "native")
 WAITING = Waiting(spin=0.0, look=0.001)
 CODEC = MsgpackCodec()
 
@@ -39,7 +40,7 @@ def ends(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Ends]]:
     """Make a sender and its receivers, attached."""
-    monkeypatch.setattr("kvindex.shm.ring.OWN_RULE", request.param)
+    follow(request.param, monkeypatch)
     with ExitStack() as stack:
 
         def make(n_reader: int = 1, chunk: int = 64, chunks: int = 4, **knobs: Any) -> Ends:
@@ -242,6 +243,94 @@ def test_what_was_published_before_the_writer_died_is_read_first(
     assert receiver.receive(CODEC, 10.0) == b"last"
     with pytest.raises(WriterDiedError):
         receiver.receive(CODEC, 10.0)
+
+
+# Under the rule of one lock: at any point in a call, that may not be to be had in time.
+
+locked = pytest.mark.parametrize("ends", [Rule.LOCK], indirect=True)
+
+
+def no_lock(*_: object) -> None:
+    raise QueueTimeoutError("the lock is not to be had", timeout=0.1)
+
+
+@locked
+@pytest.mark.parametrize("chunk", [64, 40_000])  # the longer is never copied at once
+@pytest.mark.parametrize("way", ["receive", "message"])
+def test_a_fragment_that_could_not_be_given_back_is_part_of_its_message_once(
+    ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch, chunk: int, way: str
+) -> None:
+    release = RingReader.release
+    failed: set[int] = set()
+
+    def fail_at_first(party: RingReader) -> None:
+        if party.seq not in failed:
+            failed.add(party.seq)
+            no_lock()
+        release(party)
+
+    monkeypatch.setattr(RingReader, "release", fail_at_first)
+    sender, (receiver,) = ends(chunk=chunk)
+    body = bytes(range(50)) * (chunk // 20)  # three chunks
+    send(sender, body)
+
+    def read(way: str) -> object:
+        if way == "receive":
+            return receiver.receive(CODEC, 0.0)
+        with receiver.message(0.0, None, quiet=True) as view:
+            return bytes(view)
+
+    def read_at_last() -> object:
+        for _ in range(3):  # for the other two fail, too, unless they are copied at once
+            with suppress(QueueTimeoutError):
+                return read(way)
+        raise AssertionError("the message is lost")
+
+    with pytest.raises(QueueTimeoutError):
+        read("message")
+    assert read_at_last() == body
+    assert receiver.statistics()["messages_given_up"] == 0
+
+
+@locked
+def test_a_copied_message_that_cannot_be_decoded_is_told_whatever_the_lock(
+    ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, (receiver,) = ends()
+
+    def fail(*_: object) -> None:
+        monkeypatch.setattr(RingReader, "evicted", property(no_lock))
+        raise DecodeError("no message")
+
+    monkeypatch.setattr("kvindex.shm.receiver.decode", fail)
+    send(sender, b"x" * 100)
+    with pytest.raises(DecodeError):
+        receiver.receive(CODEC, 0.0)
+
+
+def test_of_the_dead_each_is_told_even_if_the_next_cannot_be_removed_yet(
+    ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receivers = ends(3, on_dead_reader="raise")
+    for receiver in receivers[:2]:
+        receiver.ring.close()  # as if killed
+    lives = sender.ring.reader_lives
+    asked: list[int] = []
+
+    def fail_at_second(slot: int) -> bool:
+        asked.append(slot)
+        if len(asked) == 2:
+            no_lock()
+        return lives(slot)
+
+    monkeypatch.setattr(sender.ring, "reader_lives", fail_at_second)
+    for _ in range(4):
+        send(sender, b"x")
+    for dead in (0, 1):
+        with pytest.raises(ReaderDiedError) as raised:
+            send(sender, b"too many")
+        assert raised.value.ranks == (dead,)
+    assert sender.statistics()["readers_removed"] == 2
 
 
 def test_statistics_can_be_asked_of_closed_ends(ends: Callable[..., Ends]) -> None:
