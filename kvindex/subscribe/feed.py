@@ -20,6 +20,7 @@ from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import Connection, Link
 from kvindex.subscribe.cursor import SavedCursor
 from kvindex.subscribe.feed_status import feed_status
+from kvindex.subscribe.live_link import LiveLink
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.read_run import read_run
 from kvindex.subscribe.resumption import Resumption
@@ -100,8 +101,15 @@ class Feed:
         self._logged_at: dict[str, float] = {}
         self.last_event_at: float | None = None
         self._named_by_cursor = False
-        self._parting = False  # the live connection broke; what it brought is not all read
-        self.live = self._open_live()
+        self._live = LiveLink(
+            self._open_live,
+            self._close,
+            self._look_again,
+            self._note_refused,
+            bind=self.bind,
+            hwm=link.hwm,
+            counters=self.counters,
+        )
 
     def start(self, resumption: Resumption, now: float) -> None:
         """Begin, where something was saved from there; before anything else, and once."""
@@ -133,6 +141,11 @@ class Feed:
             fingerprints=fingerprints,
         )
 
+    @property
+    def live(self) -> Connection:
+        """The present connection to the publisher's live side."""
+        return self._live.connection
+
     def _open_live(self) -> Connection:
         wanted = {self.topic.topic, b"" if not self.topic.confirmed else self.topic.topic}
         connection = Connection(
@@ -160,43 +173,12 @@ class Feed:
 
     def pump(self, now: float) -> None:
         """Take what the sockets have, up to a bound, so that other feeds get their turn."""
-        # Messages first, then the monitor: so a message of a new connection is never handled
-        # before the end of the old one is known.
-        parting = self._parting
-        messages = self._received(self.live)
-        for connected in self.live.changes(now):
-            if self.bind:  # many may connect here, and each end of one is not the end of all
-                self._on_connection(connected, now)
-            elif not connected:
-                self._parting = True
-            elif not self._parting:
-                self._on_connection(True, now)
+        for found in self._live.take(now):
+            if isinstance(found, bool):
+                self._on_connection(found, now)
             else:
-                # ZeroMQ has connected anew by itself. Nothing tells which of the unread messages
-                # came before that, perhaps from an engine that is gone; replay brings the others.
-                self.counters["unread_dropped"] += len(messages)
-                self._part(now)
-                messages = []
-                break
-        self._on_messages(messages, now)
-        if parting and self._parting and self.live.drained:
-            self._part(now)
-        elif self._parting:  # what came between the last look and the end is still to be read
-            self._watch.look_again(self)
+                self._on_messages(found, now)
         self._pump_replay(now)
-
-    def _part(self, now: float) -> None:
-        """End with a connection that broke: the next one has a socket of its own."""
-        self._parting = False
-        self._on_connection(False, now)
-        if not self.closed and not self._reopen(now) and self.live.connected:
-            self._on_connection(True, now)
-
-    def _received(self, connection: Connection) -> list[list[bytes]]:
-        messages = connection.receive()
-        if not connection.drained:
-            self._watch.look_again(self)
-        return messages
 
     def _on_connection(self, connected: bool, now: float) -> None:
         logger.debug("%s: %s", self.rank, "connected" if connected else "disconnected")
@@ -247,7 +229,7 @@ class Feed:
             return
         if not was_confirmed:
             self.live.socket.unsubscribe(b"")
-            self._watch.look_again(self)
+            self._look_again()
         batch = self._decoded(live.seq, live.payload, now)
         if batch is None:
             self._obey(self.sequencer.damaged(live.seq, now), now)
@@ -258,7 +240,9 @@ class Feed:
         connection, request = self.replay, self._request
         if connection is None or request is None:
             return
-        messages = self._received(connection)
+        messages = connection.receive()
+        if not connection.drained:
+            self._look_again()
         for _ in connection.changes(now):
             pass  # only `trouble()` cares
         for frames in messages:
@@ -317,24 +301,9 @@ class Feed:
             return False
         stuck_at = self.live.stuck_at
         if stuck_at is not None and stuck_at <= now:
-            self._reopen(now)
+            self._live.reopen(now)
         self.topic.decide(now)
         self._obey(self.sequencer.tick(now), now)
-        return True
-
-    def _reopen(self, now: float) -> bool:
-        """Replace the live socket; False, and later again, if there is none to be had."""
-        given_up = self.live
-        try:
-            self.live = self._open_live()
-        except ConfigurationError as error:
-            self.counters["reopen_failures"] += 1
-            given_up.postpone(now)
-            if self._may_log("reopen", now):
-                logger.warning("%s: %s", self.rank, error)
-            return False
-        self.counters["reopened"] += 1
-        self._close(given_up)
         return True
 
     # What the sequencer wants -----------------------------------------------------------------
@@ -412,6 +381,13 @@ class Feed:
             self.replay = None
         self._request = None
 
+    def _look_again(self) -> None:
+        self._watch.look_again(self)
+
+    def _note_refused(self, error: ConfigurationError, now: float) -> None:
+        if self._may_log("reopen", now):
+            logger.warning("%s: %s", self.rank, error)
+
     def _may_log(self, kind: str, now: float) -> bool:
         if now - self._logged_at.get(kind, -_LOG_INTERVAL) < _LOG_INTERVAL:
             return False
@@ -430,5 +406,5 @@ class Feed:
             return
         self.closed = True
         self._close_replay(None)
-        self._close(self.live)
+        self._live.close()
         self._obey(self.sequencer.close(now), now)

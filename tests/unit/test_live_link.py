@@ -1,0 +1,160 @@
+"""A publisher's live side: what belongs to which of its connections."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvindex.errors import ConfigurationError
+from kvindex.subscribe.live_link import LiveLink
+
+Look = tuple[list[str], bool, list[bool]]  # messages, whether that was all, changes
+
+
+class Scripted:
+    """A connection that says at each look what it was told to."""
+
+    def __init__(self, *looks: Look) -> None:
+        self.looks = list(looks)
+        self.drained = False
+        self.connected = True
+        self.closed = False
+        self.postponed_at: float | None = None
+
+    def receive(self) -> list[list[bytes]]:
+        assert not self.closed
+        messages, self.drained, self.coming = self.looks.pop(0) if self.looks else ([], True, [])
+        return [[message.encode()] for message in messages]
+
+    def changes(self, now: float) -> Iterator[bool]:
+        while self.coming:
+            self.connected = self.coming.pop(0)
+            yield self.connected
+
+    def postpone(self, now: float) -> None:
+        self.postponed_at = now
+
+
+class Link:
+    """A `LiveLink` over scripted connections, and what came of it."""
+
+    def __init__(self, *connections: Scripted, bind: bool = False, hwm: int = 100) -> None:
+        self.connections = list(connections)
+        self.counters: Counter[str] = Counter()
+        self.again = 0
+        self.refused: list[str] = []
+        make: Any = self._open
+        close: Any = self._close
+        self.live = LiveLink(
+            make,
+            close,
+            self._look_again,
+            lambda error, now: self.refused.append(str(error)),
+            bind=bind,
+            hwm=hwm,
+            counters=self.counters,
+        )
+
+    def take(self) -> list[bool | str]:
+        found: list[bool | str] = []
+        for what in self.live.take(1.0):
+            found += [what] if isinstance(what, bool) else [frames[0].decode() for frames in what]
+        return found
+
+    def _open(self) -> Scripted:
+        if not self.connections:
+            raise ConfigurationError("no socket is to be had")
+        return self.connections.pop(0)
+
+    def _close(self, connection: Scripted) -> None:
+        connection.closed = True
+
+    def _look_again(self) -> None:
+        self.again += 1
+
+
+def test_messages_come_after_the_connection_that_brought_them() -> None:
+    link = Link(Scripted((["a"], True, [True]), (["b"], False, [])))
+    assert link.take() == [True, "a"]
+    assert link.again == 0
+    assert link.take() == ["b"]
+    assert link.again == 1, "there may be more"
+
+
+def test_what_a_broken_connection_brought_is_read_to_its_end_and_then_it_is_replaced() -> None:
+    old = Scripted((["a"], True, [False]), (["b"], False, []), (["c"], True, []))
+    new = Scripted((["n"], True, [True]))
+    link = Link(old, new)
+    assert link.take() == ["a"]
+    assert link.again == 1, "what came after the look is still to be read"
+    assert link.take() == ["b"]
+    assert link.again > 1
+    assert link.take() == ["c", False]
+    assert (old.closed, link.counters["reopened"]) == (True, 1)
+    assert link.take() == [True, "n"]
+    assert link.counters["unread_dropped"] == 0
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_unread_when_zeromq_has_connected_anew_is_dropped(at_once: bool) -> None:
+    first: Look = (["a"], False, [False, True] if at_once else [False])
+    old = Scripted(first, (["b", "c"], False, [True]))
+    link = Link(old, Scripted((["n"], True, [True])))
+    assert link.take() == ([False] if at_once else ["a"])
+    if not at_once:
+        assert link.take() == [False]
+    assert old.closed
+    assert link.counters["unread_dropped"] == (1 if at_once else 2)
+    assert link.take() == [True, "n"]
+
+
+def test_where_we_bind_the_socket_stays_and_what_is_unread_is_dropped() -> None:
+    port = Scripted(
+        (["a"], False, [False, True]), (["b", "c"], False, []), (["d"], True, []), (["n"], True, [])
+    )
+    link = Link(port, bind=True)
+    assert link.take() == [False, True]
+    assert (link.counters["unread_dropped"], port.closed) == (4, False)
+    assert link.again == 2, "the looks that dropped may have taken a sign away"
+    assert link.take() == ["n"]
+
+
+def test_where_we_bind_nothing_is_dropped_of_a_publisher_that_left_before_the_next_came() -> None:
+    port = Scripted(
+        (["a"], True, [False]), (["b"], True, []), ([], True, []), (["n"], True, [True])
+    )
+    link = Link(port, bind=True)
+    assert link.take() == ["a"]
+    assert link.take() == ["b", False]
+    assert link.take() == [True, "n"]
+    assert link.counters["unread_dropped"] == 0
+
+
+def test_a_flood_of_a_new_publisher_is_not_dropped_for_ever() -> None:
+    flood: list[Look] = [(["x"] * 40, False, []) for _ in range(10)]
+    port = Scripted((["a"], False, [False, True]), *flood)
+    link = Link(port, bind=True)
+    assert link.take() == [False, True]
+    assert link.counters["unread_dropped"] == 1 + 3 * 40
+    assert len(link.take()) == 40
+
+
+def test_without_a_new_socket_the_old_one_goes_on_with_what_comes_next() -> None:
+    old = Scripted((["a"], False, [False, True]), (["b"], True, []), (["n"], True, []))
+    link = Link(old)
+    assert link.take() == [False, True]
+    assert (link.refused, link.counters["reopen_failures"]) == (["no socket is to be had"], 1)
+    assert (old.closed, old.postponed_at, link.counters["unread_dropped"]) == (False, 1.0, 2)
+    assert link.take() == ["n"]
+
+
+def test_a_link_closed_while_it_is_taken_from_opens_no_new_socket() -> None:
+    old, new = Scripted((["a"], False, [False, True])), Scripted()
+    link = Link(old, new)
+    for found in link.live.take(1.0):
+        if found is False:
+            link.live.close()
+    assert (old.closed, link.connections) == (True, [new])
