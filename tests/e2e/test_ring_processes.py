@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def use(ring: ShmRingBuffer, connection: Connection) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_ring_is_used_by_a_process_that_it_is_passed_to(method: str) -> None:
-    start = multiprocessing.get_context(method)
+    start: Any = multiprocessing.get_context(method)  # typeshed knows no Process of it
     here, there = start.Pipe()
     with ShmRingBuffer(2, 64, 2) as ring:
         with ring.get_data(1) as chunk:
