@@ -30,26 +30,49 @@ def read_saved(
         index: the index to be filled, or None for a new one.
 
     Raises:
-        SnapshotError: it is no whole file of such an index.
+        ConfigurationError: it is no path.
+        SnapshotError: it is no whole file of such an index; it says which file.
         OSError: it cannot be read.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"resume must be the path of a file that Client.save wrote, not {type(path).__name__}"
+        )
     try:
-        reader = SnapshotReader(path)
+        with SnapshotReader(path) as reader:
+            index = _index_for(reader, index)
+            records = list(reader)
     except FileNotFoundError:
         logger.info("there is no snapshot at %s: every rank begins anew", os.fspath(path))
         return index, []
-    with reader:
-        if reader.backend != Index.backend:
-            raise wrong_backend(reader.backend, Index.backend)
-        if index is None:
-            index = Index(seed=reader.seed)
-        elif index.seed != reader.seed:
-            raise SnapshotError(
-                "the snapshot was made by an index with another seed: give Index(seed=...) the "
-                "seed of that index, or no index",
-                reason="backend",
-            )
-        return index, list(reader)
+    except SnapshotError as error:
+        raise SnapshotError(f"{os.fspath(path)}: {error}", reason=error.reason) from error
+    without = sum(record.cursor is None for record in records)
+    if without:
+        logger.warning(
+            "%s says of %d of the %d ranks in it what they held, but not up to which event, so "
+            "they begin anew: Index.save writes such files; write with Client.save what is to be "
+            "gone on from",
+            os.fspath(path),
+            without,
+            len(records),
+        )
+    return index, records
+
+
+def _index_for(reader: SnapshotReader, index: Index | None) -> Index:
+    """Return the index that takes a snapshot's sections, or raise SnapshotError."""
+    if reader.backend != Index.backend:
+        raise wrong_backend(reader.backend, Index.backend)
+    if index is None:
+        return Index(seed=reader.seed)
+    if index.seed != reader.seed:
+        raise SnapshotError(
+            "the snapshot was made by an index with another seed: give Index(seed=...) the seed "
+            "of that index, or no index",
+            reason="backend",
+        )
+    return index
 
 
 class SavedState(SavedRanks):
@@ -86,18 +109,23 @@ class SavedState(SavedRanks):
         self._on_restored = on_restored
         self._until = clock() + within
         self._workers: dict[str, dict[int, SnapshotRecord]] = {}
+        self._without_cursor: dict[str, list[int]] = {}  # of no use; their workers are to hear it
         self._restored = 0
         self._dropped: Counter[str] = Counter()
         for record in records:
             if record.cursor is None:
                 self._drop(record.rank, "no_cursor")
+                without = self._without_cursor.setdefault(record.rank.worker, [])
+                without.append(record.rank.dp_rank)
             else:
                 self._workers.setdefault(record.rank.worker, {})[record.rank.dp_rank] = record
 
-    def cursors(self, worker: str) -> Mapping[int, bytes]:
+    def cursors(self, worker: str) -> Mapping[int, bytes | None]:
         """Return the cursors of a worker's ranks, by the dp_ranks that they went by."""
-        saved = self._workers.get(worker, {})
-        return {dp_rank: record.cursor or b"" for dp_rank, record in saved.items()}
+        cursors: dict[int, bytes | None] = dict.fromkeys(self._without_cursor.get(worker, ()))
+        for dp_rank, record in self._workers.get(worker, {}).items():
+            cursors[dp_rank] = record.cursor
+        return cursors
 
     def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
         """Restore what was saved of a worker's ranks, where it is not refused; drop the rest.
@@ -106,6 +134,7 @@ class SavedState(SavedRanks):
         saved state is older than what was forgotten then.
         """
         failed: dict[Rank, str] = {}
+        self._without_cursor.pop(worker, None)
         for record in self._workers.pop(worker, {}).values():
             rank = record.rank
             reason = refused.get(rank, "no_publisher")
@@ -117,9 +146,10 @@ class SavedState(SavedRanks):
 
     def expire(self) -> None:
         """Drop everything, once the time for it is over."""
-        if self._workers and self._clock() >= self._until:
+        if (self._workers or self._without_cursor) and self._clock() >= self._until:
             records = self.records()
             self._workers.clear()
+            self._without_cursor.clear()
             for record in records:
                 self._drop(record.rank, "expired")
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
+from kvindex import Client, ConfigurationError, SnapshotError, Worker
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
 from kvindex.fanout import FanOut
@@ -27,7 +30,8 @@ def add_parser(commands: Commands) -> None:
         description=(
             "Subscribe, and let processes on this machine join with kvindex.fanout.join(PATH). "
             "Runs until SIGTERM or Ctrl-C, which are its normal ends (exit 0), and then prints "
-            "its counters as JSON. Exit 1: it ended by itself."
+            "its counters as JSON. Exit 1: it ended by itself, or --state names a file that cannot "
+            "be gone on from, or could not be written at the end."
         ),
     )
     parser.add_argument(
@@ -55,28 +59,63 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until it is ended."""
     workers = workers_of(arguments)
-    options: dict[str, Any] = {"resume": arguments.state} if arguments.state else {}
-    with (
-        _ended_by_sigterm(),
-        FanOut(
-            workers,
-            arguments.path,
-            patience=arguments.patience,
-            max_replicas=arguments.max_replicas,
-            **options,
-        ) as fanout,
-    ):
+    if arguments.state:
+        _check_writable(Path(arguments.state))
+    with _ended_by_sigterm(), _opened(arguments, workers) as fanout:
         ranks = len(fanout.client.ranks)
         print(f"listening at {arguments.path}, {ranks} ranks", file=sys.stderr, flush=True)
         try:
             fanout.wait()
         except KeyboardInterrupt:
             pass  # the normal end
-        if arguments.state:
-            saved = fanout.client.save(arguments.state)
-            print(f"{os.fspath(arguments.state)}: {len(saved)} ranks", file=sys.stderr)
+        saved = _save(fanout.client, arguments.state) if arguments.state else True
         print(json.dumps(fanout.statistics()))
-    return 0
+    return 0 if saved else 1
+
+
+def _opened(arguments: argparse.Namespace, workers: list[Worker]) -> FanOut:
+    try:
+        return FanOut(
+            workers,
+            arguments.path,
+            patience=arguments.patience,
+            max_replicas=arguments.max_replicas,
+            resume=arguments.state or None,
+        )
+    except SnapshotError as error:  # it begins with the path
+        raise SnapshotError(
+            f"--state {error}; to start without it, delete it or move it away",
+            reason=error.reason,
+        ) from error
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a state file that could not be written at the end, before there is one to lose."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):  # a new file is what takes its place
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"--state {path}: it could not be written at the end ({error.strerror}): name a file "
+            "in a directory that exists and that you may write to"
+        ) from error
+
+
+def _save(client: Client, path: str) -> bool:
+    """Write the state; return whether it worked."""
+    try:
+        saved = client.save(path)
+    except OSError as error:
+        print(
+            f"kvindex fanout: --state {path}: it could not be written ({error.strerror}); a file "
+            "that was there is as before",
+            file=sys.stderr,
+        )
+        return False
+    print(f"{path}: {len(saved)} ranks", file=sys.stderr)
+    return True
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from kvindex.client import follow_item
 from kvindex.fanout.catchup import Catchup
 from kvindex.fanout.entries import Applied, Entry, Message, Restored, Shown
@@ -28,6 +30,7 @@ class Copy:
         catchup: what is still to be applied.
         applied: batches so far.
         sent_at: when the last message was sent, by the monotonic clock.
+        applying: held while a message is applied; who holds it finds the copy whole.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -39,6 +42,7 @@ class Copy:
         self.catchup = Catchup()
         self.applied = 0
         self.sent_at = 0.0
+        self.applying = threading.Lock()
 
     def begin(self, number: int) -> None:
         """Forget all: a snapshot begins, or begins again."""
@@ -68,9 +72,10 @@ class Copy:
             DecodeError: it is not the next one.
             SnapshotError: a section in it is none of such an index.
         """
-        for entry in self.catchup.due(message):
-            self._apply(entry)
-        self.sent_at = message.sent_at
+        with self.applying:
+            for entry in self.catchup.due(message):
+                self._apply(entry)
+            self.sent_at = message.sent_at
 
     def take_changes(self) -> list[RankStatus]:
         """Return the statuses that are new since the last call."""

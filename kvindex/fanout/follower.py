@@ -79,6 +79,7 @@ class Follower:
         self.joined = threading.Event()
         self.failed: Exception | None = None
         self.trouble = "joining"
+        self._lost = ""  # why it follows no longer: said as well while it cannot join again
         self._stale_after = stale_after
         self._buffer_bytes = buffer_bytes
         self._stop = threading.Event()
@@ -166,7 +167,7 @@ class Follower:
         self._membership = membership
         self._counters["joins"] += 1
         self._counters["messages"] += membership.messages
-        self.trouble = ""
+        self.trouble = self._lost = ""
         self.copy.changed.update(self.copy.statuses)
         self._show()
         self.joined.set()
@@ -213,8 +214,14 @@ class Follower:
             logger.error("the replica of %s failed and joins anew", self.path, exc_info=error)
         log = logger.warning if kind == "rejoin_" else logger.debug
         log("the fan-out at %s: %s", self.path, error)
-        what = "lost" if kind == "rejoin_" else "cannot be joined"
-        self._show_stale(f"the fan-out server at {self.path} {what} ({reason}): {error}")
+        said = f"({reason}): {error}"
+        if kind == "rejoin_":
+            what = self._lost = f"lost {said}"
+        elif self._lost:
+            what = f"{self._lost}; cannot be joined again {said}"
+        else:
+            what = f"cannot be joined {said}"
+        self._show_stale(f"the fan-out server at {self.path} {what}")
 
     def _show_stale(self, reason: str) -> None:
         """Flag all that is known as outdated."""

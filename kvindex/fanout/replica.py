@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from kvindex.answering import Answering
 from kvindex.errors import ConfigurationError, QueueTimeoutError
+from kvindex.fanout.copy import Copy
 from kvindex.fanout.follower import Follower
+from kvindex.fanout.forks import Afterwards, prepare_forks
 from kvindex.fanout.joining import RefusedError
 from kvindex.fanout.meeting_point import check_platform
 from kvindex.index import Index
 from kvindex.rank import Rank, Trust
 from kvindex.subscribe import RankStatus, State
+from kvindex.subscribe.status_board import StatusBoard
 
 __all__ = ["Replica", "join"]
 
 _BUFFER_BYTES = 256 << 20
+_FORK_PATIENCE = 5.0  # seconds for which a fork waits for the message that is being applied
 
 
 def join(
@@ -77,14 +84,20 @@ class Replica(Answering):
     the reason, queries are answered from what was known, and the replica joins anew by itself. A
     new server's index takes the old one's place when it is complete.
 
+    A process that is forked from one with a replica has to join by itself: the copy that it
+    inherits follows nobody, and says so at once. Every rank is closed in it, with the reason, and
+    queries are answered from what was known at the fork.
+
     Thread safety: every method may be called from any thread.
     """
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self._board = follower.board
+        self._disowned = ""  # why it follows nobody, if this is a forked child's
         # Also at the end of the process: one that merely died would be counted and logged there.
         self._finish = weakref.finalize(self, _leave, follower, os.getpid())
+        prepare_forks(self, Replica._prepare_fork)
 
     @property
     def index(self) -> Index:
@@ -137,7 +150,10 @@ class Replica(Answering):
                 "orphans": held.get("orphans", 0),
                 "ignored": held.get("ignored", {}),
             }
-        return {"ranks": ranks, "index": index, "replica": self._follower.statistics()}
+        replica = self._follower.statistics()
+        if self._disowned:
+            replica.update(following=False, trouble=self._disowned)
+        return {"ranks": ranks, "index": index, "replica": replica}
 
     def close(self) -> None:
         """Leave the server; the index stays as it is and can still be asked. Idempotent.
@@ -145,6 +161,38 @@ class Replica(Answering):
         Done by itself when the replica is dropped, or the process ends.
         """
         self._finish()
+
+    def _prepare_fork(self) -> Afterwards:
+        """Have no message half applied in a child, whose thread for that would be missing."""
+        copy = self._follower.copy
+        # Not for ever: a handler that forks may have come in a query that the message waits for.
+        held = copy.applying.acquire(timeout=_FORK_PATIENCE)
+
+        def afterwards(in_child: bool) -> None:
+            if held:
+                copy.applying.release()
+            if in_child:
+                self._disown(copy)
+
+        return afterwards
+
+    def _disown(self, copy: Copy) -> None:
+        """In a forked child: go on with a copy that nobody keeps, and a board that says so."""
+        self._disowned = (
+            f"this replica is that of process {os.getppid()}, from which this one was forked: join "
+            "in this process"
+        )
+        self._follower.copy = copy
+        board = StatusBoard(time.monotonic, math.inf)  # another thread may have held the old one's
+        board.rename((), copy.names)
+        board.end(self._disowned)
+        board.show(
+            msgspec.structs.replace(
+                status, state=State.CLOSED, connected=False, reason=self._disowned
+            )
+            for status in copy.statuses.values()
+        )
+        self._board = board
 
     def __enter__(self) -> Replica:
         return self

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -99,6 +100,11 @@ class FanOut:
                 listener, self.client, self._tap, self._outflow, max_replicas, self._fail
             )
             opened.pop_all()
+        # At the end of the process, before the ring's own: its memory must not go while the
+        # subscriber's thread sends. What comes last is ended first.
+        self._finish = weakref.finalize(
+            self, _end, self._reception, self.client, self._outflow, self._pid
+        )
 
     @property
     def failure(self) -> str | None:
@@ -139,14 +145,16 @@ class FanOut:
         }
 
     def close(self) -> None:
-        """Stop listening and subscribing; replicas are told, and say so. Idempotent."""
+        """Stop listening and subscribing; replicas are told, and say so. Idempotent.
+
+        Done by itself when the process ends; a process that is killed does not.
+        """
         if self._pid != os.getpid():
             return  # it is the parent's
         self._closing = True
-        self._reception.close()
-        self.client.close()
-        self._outflow.close()
+        _end(self._reception, self.client, self._outflow, self._pid)
         self._ended.set()
+        self._finish.detach()
 
     def _stopped(self) -> None:
         self._tap.stop()
@@ -168,6 +176,15 @@ class FanOut:
     def __repr__(self) -> str:
         replicas = self._reception.statistics()["replicas"]
         return f"<FanOut at {self.path} to {replicas} replicas of {self.client!r}>"
+
+
+def _end(reception: Reception, client: Client, outflow: Outflow, pid: int) -> None:
+    """Close the parts, those that use others first; may be interrupted and called again."""
+    if os.getpid() != pid:
+        return  # a forked child has the parent's
+    reception.close()
+    client.close()
+    outflow.close()
 
 
 def _check(patience: float, options: dict[str, Any]) -> None:

@@ -18,7 +18,13 @@ from kvindex.index.keys import ExtraKeys, Lora, pack_extra
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match
 from kvindex.index.snapshot import SnapshotReader, SnapshotSource, write_snapshot
-from kvindex.index.snapshot_section import Identity, open_section, seal_section, wrong_backend
+from kvindex.index.snapshot_section import (
+    Identity,
+    bytes_of,
+    open_section,
+    seal_section,
+    wrong_backend,
+)
 from kvindex.index.tokens import TokenIds
 from kvindex.rank import Rank
 from kvindex.wire import EventBatch, GroupSpec
@@ -223,6 +229,7 @@ class BaseIndex(ABC):
         Raises:
             SnapshotError: the section cannot be restored here; the index is as before. Its
                 `reason` says why; "room": it does not fit `max_blocks`.
+            ConfigurationError: it is no bytes.
 
         Complexity: O(blocks of the section and of the rank).
         """
@@ -262,6 +269,7 @@ class BaseIndex(ABC):
 
         Raises:
             SnapshotError: it is no snapshot that can be restored here; `reason` says why.
+            ConfigurationError: the source is nothing that could be read.
             OSError: the file cannot be read.
 
         Examples:
@@ -287,8 +295,15 @@ class BaseIndex(ABC):
         max_blocks: int | None = None,
         max_orphans: int = 16_384,
     ) -> _SomeIndex:
-        """Return an index as the bytes of a snapshot tell it; as `load`."""
-        return cls.load(data, max_blocks=max_blocks, max_orphans=max_orphans)
+        """Return an index as the bytes of a snapshot tell it.
+
+        Raises:
+            SnapshotError: as `load`.
+            ConfigurationError: they are no bytes; a file is read by `load`.
+        """
+        view = bytes_of(data, "a snapshot in memory (a file is read by Index.load)")
+        source = data if isinstance(data, bytes) else view
+        return cls.load(source, max_blocks=max_blocks, max_orphans=max_orphans)
 
     def _identity(self) -> Identity:
         return Identity(self.backend, self.seed, self._key_check())

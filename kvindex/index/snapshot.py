@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
 
 from kvindex.backend import Backend
 from kvindex.errors import ConfigurationError, SnapshotError, UnknownRankError
-from kvindex.index.snapshot_section import BACKEND_NUMBERS, backend_named
+from kvindex.index.snapshot_section import BACKEND_NUMBERS, backend_named, bytes_of
 from kvindex.rank import Rank
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ class SnapshotReader:
 
     Raises:
         SnapshotError: by the constructor and by iterating; it is no (whole) snapshot.
+        ConfigurationError: the source is nothing that could be read.
         OSError: the file cannot be read.
     """
 
@@ -182,11 +183,17 @@ class SnapshotReader:
     def __init__(self, source: SnapshotSource) -> None:
         self._owned = True  # nothing but the snapshot may be in it
         if isinstance(source, (bytes, bytearray, memoryview)):
-            self._file: BinaryIO = BytesIO(source)
+            whole = isinstance(source, bytes)  # which need not be copied
+            self._file: BinaryIO = BytesIO(source if whole else bytes_of(source, "a snapshot"))
         elif isinstance(source, (str, os.PathLike)):
             self._file = open(source, "rb")  # noqa: SIM115 - closed by `close`
-        else:
+        elif hasattr(source, "read"):
             self._file, self._owned = source, False
+        else:
+            raise ConfigurationError(
+                "a snapshot is read from a path, bytes, or a file open for reading, not from "
+                f"{type(source).__name__}"
+            )
         self._digest = blake2b(digest_size=_CHECKSUM_BYTES)
         try:
             self._read_head()
@@ -296,13 +303,19 @@ def write_snapshot(
         cursors: for each rank, at most 64 KiB that `read_snapshot` gives back.
 
     Raises:
-        ConfigurationError: a cursor or a rank's name is too long.
+        ConfigurationError: a cursor or a rank's name is too long; or the target is nothing that
+            could be written to.
         OSError: the file cannot be written; one that was there is as before.
     """
     if isinstance(target, (str, os.PathLike)):
         with replaced_file(target) as file:
             write_snapshot(file, index, cursors=cursors)
         return
+    if not hasattr(target, "write"):
+        raise ConfigurationError(
+            "a snapshot is written to a path or a file open for writing, not to "
+            f"{type(target).__name__}"
+        )
     writer = SnapshotWriter(target, backend=index.backend, seed=index.seed)
     for rank in index.ranks:
         with suppress(UnknownRankError):  # removed just now

@@ -25,13 +25,14 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from kvindex.backend import Backend
-from kvindex.errors import SnapshotError
+from kvindex.errors import ConfigurationError, SnapshotError
 
 __all__ = [
     "BACKEND_NUMBERS",
     "SECTION_VERSION",
     "Identity",
     "backend_named",
+    "bytes_of",
     "open_section",
     "seal_section",
     "wrong_backend",
@@ -83,8 +84,9 @@ def open_section(section: bytes | bytearray | memoryview, identity: Identity) ->
 
     Raises:
         SnapshotError: the section is damaged, or made by another kind of index.
+        ConfigurationError: it is no bytes at all.
     """
-    view = memoryview(section).cast("B")
+    view = bytes_of(section, "a section")
     if len(view) < _HEAD.size:
         whole = _MAGIC[: len(view)] != view[: len(_MAGIC)]
         raise _format_error(len(view)) if whole else _truncated(len(view), _HEAD.size)
@@ -116,6 +118,21 @@ def open_section(section: bytes | bytearray | memoryview, identity: Identity) ->
             reason="backend",
         )
     return body
+
+
+def bytes_of(data: object, what: str) -> memoryview:
+    """Return a caller's buffer as bytes, not copied.
+
+    Raises:
+        ConfigurationError: it is no buffer, or one with gaps.
+    """
+    try:
+        return memoryview(data).cast("B")  # type: ignore[arg-type]  # this is the question
+    except TypeError:
+        raise ConfigurationError(
+            f"{what} must be bytes, a bytearray or a memoryview without gaps, not "
+            f"{type(data).__name__}"
+        ) from None
 
 
 def backend_named(number: int) -> Backend:

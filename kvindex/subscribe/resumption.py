@@ -18,8 +18,11 @@ class SavedRanks(ABC):
     """What was saved of ranks; asked when their worker is added, on the subscriber's thread."""
 
     @abstractmethod
-    def cursors(self, worker: str) -> Mapping[int, bytes]:
-        """Return the cursors of a worker's ranks, by the dp_ranks that they went by."""
+    def cursors(self, worker: str) -> Mapping[int, bytes | None]:
+        """Return the cursors of a worker's ranks, by the dp_ranks that they went by.
+
+        None stands for a rank that was saved without one: it begins anew, and says so.
+        """
 
     @abstractmethod
     def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
@@ -105,7 +108,7 @@ def take_up(
 
 
 def plan_resumption(
-    dp_ranks: Sequence[int], cursors: Mapping[int, bytes], fingerprints: str
+    dp_ranks: Sequence[int], cursors: Mapping[int, bytes | None], fingerprints: str
 ) -> list[Resumption]:
     """Return how each publisher of one worker begins.
 
@@ -114,7 +117,7 @@ def plan_resumption(
 
     Args:
         dp_ranks: the publishers, by their ports.
-        cursors: what was saved, by the names that ranks went by.
+        cursors: what was saved, by the names that ranks went by; None without a cursor.
         fingerprints: identity of the function in use.
     """
     found: dict[int, tuple[int, SavedCursor | None, str]] = {}
@@ -132,11 +135,14 @@ def plan_resumption(
 
 
 def _read(
-    cursors: Mapping[int, bytes], fingerprints: str
+    cursors: Mapping[int, bytes | None], fingerprints: str
 ) -> list[tuple[int, SavedCursor | None, str]]:
     """Return each name's cursor, and why it is of no use."""
     read: list[tuple[int, SavedCursor | None, str]] = []
     for name, data in sorted(cursors.items()):
+        if data is None:
+            read.append((name, None, "no_cursor"))
+            continue
         try:
             saved = SavedCursor.decode(data)
         except DecodeError:

@@ -7,10 +7,11 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from kvindex import BACKEND, Client, Match, Rank, RankStatus, Worker
+from kvindex import BACKEND, Client, ClosedError, Match, Rank, RankStatus, Worker
 from kvindex.fanout import FanOut, Replica, join
 from kvindex.fanout.entries import Message
 from kvindex.subscribe import State
@@ -133,19 +134,32 @@ class FanOutEnd:
             ours.recv()
         return pid
 
-    def ask_in_child(self, prompt: list[int], after: float) -> list[str]:
-        """Fork, and let the child ask after some seconds; what it is told of every rank."""
+    def ask_in_child(self, prompts: list[Any]) -> dict[str, Any]:
+        """Fork, and let the child ask at once; all that it is told."""
         ours, theirs = Pipe()
         with ours, theirs:
             pid = os.fork()
             if pid == 0:
-                threading.Event().wait(after)  # time is what this is about
-                found = self.replica.match(prompt)
-                theirs.send([f"{m.state}: {self.replica.status(m.rank).reason}" for m in found])
+                theirs.send(self._told(prompts))
                 os._exit(0)
-            os.waitpid(pid, 0)
-            said: list[str] = ours.recv()
+            said: dict[str, Any] = ours.recv() if ours.poll(PATIENCE) else {}
+            os.waitpid(pid, 0 if said else os.WNOHANG)
             return said
+
+    def _told(self, prompts: list[Any]) -> dict[str, Any]:
+        replica = self.replica
+        told = {
+            "answers": answers(replica, prompts),
+            "reasons": {rank: replica.status(rank).reason for rank in replica.ranks},
+            "replica": replica.statistics()["replica"],
+        }
+        for wait in (replica.wait_live, partial(replica.wait_for, lambda _: True, PATIENCE)):
+            try:
+                wait()
+            except ClosedError as error:
+                told.setdefault("errors", []).append(str(error))
+        replica.close()
+        return told
 
     def serve(self, path: str, workers: list[Worker], **options: Any) -> None:
         self.fanout = FanOut(workers, path, replay=QUICK, probe_interval=0.3, **options)

@@ -72,6 +72,66 @@ def test_processes_join_until_it_is_ended_and_it_goes_on_from_its_state(
                 ended(process, number)
 
 
+# --state, before anything is served --------------------------------------------------------------
+
+WORKER = ["--worker", "a=tcp://127.0.0.1:1"]
+
+
+@pytest.fixture
+def never_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def served(*_: object) -> bool:
+        raise AssertionError("it serves")
+
+    monkeypatch.setattr(FanOut, "wait", served)
+
+
+@pytest.mark.usefixtures("never_served")
+@pytest.mark.parametrize("state", ["none/state", "file/state", ".", "/proc/state"])
+def test_a_state_that_could_not_be_written_at_the_end_is_refused_at_the_start(
+    state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    path = tmp_path / state
+    assert main(["fanout", str(tmp_path / "kvindex.sock"), *WORKER, "--state", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvindex fanout: --state {path}: ")
+    assert err.count("\n") == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.usefixtures("never_served")
+def test_a_damaged_state_is_named_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    state.write_bytes(b"junk" * 20)
+    assert main(["fanout", str(tmp_path / "kvindex.sock"), *WORKER, "--state", str(state)]) == 1
+    err = capsys.readouterr().err
+    assert f"--state {state}: " in err
+    assert err.count(str(state)) == 1
+    assert "this is no snapshot" in err
+    assert "delete it or move it away" in err
+    assert state.read_bytes() == b"junk" * 20
+
+
+def test_a_state_that_cannot_be_written_after_all_is_said_beside_the_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def wait(_: FanOut) -> bool:
+        folder.rmdir()  # as a disk that fills up meanwhile
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FanOut, "wait", wait)
+    state = folder / "state"
+    assert main(["fanout", str(tmp_path / "kvindex.sock"), *WORKER, "--state", str(state)]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["replicas"] == 0
+    assert f"--state {state}: it could not be written" in err
+
+
 def test_a_path_that_is_taken_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from kvindex import (
     EventBatch,
     NotLiveError,
     Rank,
+    RankStatus,
     State,
     Worker,
     ZmqEventPublisher,
 )
 from kvindex.errors import ClosedError, QueueTimeoutError, UnknownRankError
-from kvindex.fanout import FanOut, join
+from kvindex.fanout import FanOut, Replica, join
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire import GroupSpec
 from tests.e2e.fanout_peers import (
@@ -67,6 +69,16 @@ def counted(fanout: FanOut, **counts: Any) -> bool:
         return all(found[name] == value for name, value in counts.items())
 
     return fanout.client.wait_for(reached, PATIENCE)
+
+
+def could_not_join(replica: Replica, rank: Rank, times: int) -> bool:
+    """Wait until a replica has looked for its server so often in vain, and says so."""
+
+    def reached(statuses: Mapping[Rank, RankStatus]) -> bool:
+        failures = replica.statistics()["replica"]["join_failures"]
+        return failures.get("no_server", 0) >= times and "no_server" in statuses[rank].reason
+
+    return replica.wait_for(reached, PATIENCE)
 
 
 def joined(processes: Nursery, path: str, count: int, **options: Any) -> list[ProcessPeer]:
@@ -221,7 +233,12 @@ def test_closing_the_server_tells_the_replicas_and_leaves_nothing(path: str) -> 
             assert fanout.wait(0)
             assert fanout.statistics()["joined"] == 1
             assert replica.wait_for(lambda s: s[a.rank].state is State.STALE, PATIENCE)
-            assert "server_closed" in replica.status(a.rank).reason
+            # Why it was lost is said still when it could not be joined again, and again.
+            for times in (1, 2):
+                assert could_not_join(replica, a.rank, times)
+                reason = replica.status(a.rank).reason
+                assert re.search(r"lost \(server_closed\): .* joined again \(no_server\): ", reason)
+                assert reason.count("server_closed") == reason.count("no_server") == 1
             assert not Path(path).exists()
             assert not Path("/dev/shm", ring).exists()
             # It answers from what it knew, and says so.
@@ -313,18 +330,37 @@ def test_a_message_longer_than_a_chunk_arrives(path: str) -> None:
                 assert found["chunks"] > found["messages"]
 
 
-def test_a_replica_from_before_a_fork_says_in_the_child_that_it_is_stale(
-    processes: Nursery, tmp_path: Path
+def test_a_replica_from_before_a_fork_says_in_the_child_at_once_that_it_is_the_parents(
+    processes: Nursery, path: str
 ) -> None:
-    path = str(tmp_path / "{kv}.sock")  # braces are nothing special
     with FakeEngine("a") as a:
         a.run(BEFORE)
         with fan_out(path, worker_of(a)) as fanout, ended([processes.fork()]) as peers:
             caught_up(fanout.client, a)
-            peers[0].call("join", path, stale_after=1.2)
-            said = peers[0].call("ask_in_child", PROMPTS[0], 1.3)
-            assert said == [f"stale: nothing was taken from the fan-out server at {path} for 1 s"]
+            peers[0].call("join", path)
+            assert_equal(fanout.client, *peers, prompts=PROMPTS)
+            told = peers[0].call("ask_in_child", PROMPTS)
+            (reason,) = told["reasons"].values()
+            assert "join in this process" in reason
+            assert told["errors"] == [reason, reason]
+            found = told["replica"]
+            assert (found["following"], found["trouble"], found["backlog"]) == (False, reason, 0)
+            # What was known at the fork, with the trust that it deserves.
+            assert told["answers"] == [
+                {a.rank: (*answer[a.rank][:3], "closed", *answer[a.rank][4:])}
+                for answer in answers(fanout.client, PROMPTS)
+            ]
             assert_equal(fanout.client, *peers, prompts=PROMPTS)  # the parent's is as it was
+            assert peers[0].call("statistics")["replica"]["joins"] == 1
+
+
+def test_a_path_with_braces_is_said_as_it_is(processes: Nursery, tmp_path: Path) -> None:
+    path = str(tmp_path / "{kv}.sock")
+    with FakeEngine("a") as a, ended([processes.fork()]) as servers:
+        servers[0].call("serve", path, [worker_of(a)])
+        with join(path, PATIENCE) as replica:
+            servers[0].kill()
+            assert replica.wait_for(lambda s: path in s[a.rank].reason, PATIENCE)
 
 
 def test_there_is_nobody_to_join(path: str) -> None:

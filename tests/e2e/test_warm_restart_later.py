@@ -334,13 +334,22 @@ def test_without_replay_nothing_restored_stays(path: Path) -> None:
             assert status.counters["refused_no_replay"] == 1
 
 
-def test_a_file_without_positions_is_of_no_use_and_counted(path: Path) -> None:
+@pytest.mark.parametrize("later", [False, True], ids=["connect", "add"])
+def test_a_file_without_positions_is_of_no_use_and_counted(path: Path, later: bool) -> None:
     with FakeEngine("engine") as engine:
         engine.run(BEFORE)
         with client_of(worker_of(engine)) as client:
             caught_up(client, engine)
             client.index.save(path)  # not `Client.save`
-        with client_of(worker_of(engine), resume=path) as client:
+        with client_of(*[worker_of(engine)] * (not later), resume=path) as client:
+            if later:
+                client.add(worker_of(engine))
             caught_up(client, engine)
             assert resumed(client) == {"aside": 0, "restored": 0, "dropped": {"no_cursor": 1}}
             assert replayed(client) == engine.published
+            assert client.status(RANK).counters["refused_no_cursor"] == 1
+            assert_true(client, engine, prompts=PROMPTS)
+            client.remove("engine")
+            client.add(worker_of(engine))
+            caught_up(client, engine)
+            assert "refused_no_cursor" not in client.status(RANK).counters

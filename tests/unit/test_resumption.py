@@ -27,7 +27,9 @@ def cursor(dp_rank: int, *, named: int | None = None, fingerprints: str = MINE) 
     return saved.encode()
 
 
-def plan(dp_ranks: list[int], cursors: dict[int, bytes]) -> list[tuple[int, int | None, str, bool]]:
+def plan(
+    dp_ranks: list[int], cursors: Mapping[int, bytes | None]
+) -> list[tuple[int, int | None, str, bool]]:
     """For each port: name, the seq of its cursor, why refused, whether something was restored."""
     return [
         (r.dp_rank, r.saved.cursor.seq if r.saved else None, r.refused, r.restored)
@@ -72,6 +74,13 @@ def test_fingerprints_of_another_function_cannot_be_compared() -> None:
     assert plan([0], cursors) == [(0, 0, "other_fingerprints", True)]
 
 
+def test_a_rank_without_a_cursor_begins_anew_and_says_so() -> None:
+    assert plan([0, 1], {0: None, 1: cursor(1)}) == [
+        (0, None, "no_cursor", True),
+        (1, 1, "", True),
+    ]
+
+
 def test_an_unreadable_cursor_gives_way_to_one_that_says_whose_it_is() -> None:
     assert plan([0], {0: b"?"}) == [(0, None, "unreadable_cursor", True)]
     assert plan([0, 1], {0: b"?", 1: cursor(0, named=1)}) == [
@@ -88,12 +97,12 @@ ZERO, ONE, TWO = (Rank("a", dp_rank) for dp_rank in range(3))
 class Saved(SavedRanks):
     """Saved ranks that note what is asked of them."""
 
-    def __init__(self, cursors: dict[int, bytes], failing: Mapping[Rank, str]) -> None:
+    def __init__(self, cursors: Mapping[int, bytes | None], failing: Mapping[Rank, str]) -> None:
         self.saved = cursors
         self.failing = failing
         self.asked: list[tuple[str, Mapping[Rank, str]]] = []
 
-    def cursors(self, worker: str) -> Mapping[int, bytes]:
+    def cursors(self, worker: str) -> Mapping[int, bytes | None]:
         return self.saved
 
     def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:

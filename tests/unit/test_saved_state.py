@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,8 +119,24 @@ def test_its_size_is_that_of_its_sections() -> None:
     assert kept.state.statistics()["aside_bytes"] == len(records[1].section)
 
 
-def test_a_rank_without_a_cursor_is_not_kept() -> None:
-    assert Kept(*records_of(A0, cursor=None)).counts() == (0, 0, {"no_cursor": 1})
+def test_a_rank_without_a_cursor_is_not_kept_but_its_worker_is_told_once() -> None:
+    kept = Kept(*records_of(A0, cursor=None), *records_of(A1))
+    assert kept.counts() == (1, 0, {"no_cursor": 1})
+    assert kept.state.records() == records_of(A1)
+    for _ in range(2):
+        assert kept.state.cursors("a") == {0: None, 1: b"cursor"}
+    assert kept.state.take_up("a", {A0: "no_cursor", A1: ""}) == {A1: ""}
+    assert kept.index.ranks == (A1,)
+    assert kept.state.cursors("a") == {}
+    assert kept.counts() == (0, 1, {"no_cursor": 1})
+
+
+def test_that_there_was_no_cursor_is_forgotten_when_the_time_is_over() -> None:
+    kept = Kept(*records_of(A0, cursor=None))
+    kept.clock.advance(60.0)
+    kept.state.expire()
+    assert kept.state.cursors("a") == {}
+    assert kept.counts() == (0, 0, {"no_cursor": 1})
 
 
 @pytest.mark.parametrize("within", [0.0, -1.0, float("nan")])
@@ -143,6 +161,12 @@ def test_no_file_is_a_first_start(tmp_path: Path) -> None:
     index = Index()
     assert read_saved(tmp_path / "none", index) == (index, [])
     assert read_saved(tmp_path / "none", None) == (None, [])
+
+
+@pytest.mark.parametrize("given", [b"file", 5, {}], ids=str)
+def test_what_is_no_path_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="resume must be the path"):
+        read_saved(given, None)
 
 
 def test_a_new_index_has_the_seed_of_the_file(tmp_path: Path) -> None:
@@ -175,6 +199,32 @@ def test_a_file_that_ends_too_early_is_refused_before_anything_is_restored(tmp_p
     with pytest.raises(SnapshotError):
         read_saved(path, index)
     assert index.ranks == ()
+
+
+def test_a_file_without_cursors_is_warned_of_once_with_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path / "file", *records_of(A0, A1, cursor=None), *records_of(B))
+    read_saved(path, None)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert str(path) in warning
+    assert "2 of the 3 ranks" in warning
+    assert "Client.save" in warning
+
+
+def test_a_whole_file_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    read_saved(written(tmp_path / "file", *records_of(A0, B)), None)
+    read_saved(written(tmp_path / "empty"), None)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("damage", ["noise", "cut off"])
+def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path, damage: str) -> None:
+    path = written(tmp_path / "file", *records_of(A0))
+    path.write_bytes(b"noise" * 20 if damage == "noise" else path.read_bytes()[:-1])
+    with pytest.raises(SnapshotError, match=re.escape(str(path))) as refused:
+        read_saved(path, None)
+    assert refused.value.reason == {"noise": "format", "cut off": "truncated"}[damage]
 
 
 def test_records_survive_being_written_again(tmp_path: Path) -> None:

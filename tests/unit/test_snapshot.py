@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import os
 import stat
+from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -445,6 +447,32 @@ def test_what_is_no_snapshot_is_refused_with_the_reason() -> None:
     for reason, snapshots in reasons.items():
         for some in snapshots:
             assert refused(lambda some=some: read_snapshot(some)) == reason, some  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "given", ["a", None, 5, [1], Path("a"), memoryview(bytes(8))[::2]], ids=str
+)
+def test_what_cannot_be_bytes_is_refused_before_it_is_looked_at(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="bytes"):
+        Index.from_bytes(given)
+    with pytest.raises(ConfigurationError, match="bytes"):
+        Index().restore(A, given)
+
+
+def test_any_buffer_is_as_good_as_bytes() -> None:
+    index = two_ranks()
+    kinds: list[Callable[[bytes], Any]] = [bytes, bytearray, memoryview, partial(array, "B")]
+    for kind in kinds:
+        assert Index.from_bytes(kind(index.to_bytes())).ranks == index.ranks
+        index.restore(A, kind(index.dump(A)))
+
+
+@pytest.mark.parametrize("given", [None, 5, [1]], ids=str)
+def test_what_cannot_be_a_file_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a path"):
+        Index.load(given)
+    with pytest.raises(ConfigurationError, match="a path"):
+        Index().save(given)
 
 
 def test_lengths_are_not_believed() -> None:
