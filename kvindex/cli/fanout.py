@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
         help="subscribe once, for many router processes",
         description=(
             "Subscribe, and let processes on this machine join with kvindex.fanout.join(PATH). "
-            "Runs until SIGTERM or Ctrl-C, which are its normal ends (exit 0), and then prints "
+            "Runs until SIGTERM, SIGHUP or Ctrl-C, its normal ends (exit 0), and then prints "
             "its counters as JSON. Exit 1: it ended by itself, or --state names a file that cannot "
             "be gone on from, or could not be written at the end."
         ),
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     workers = workers_of(arguments)
     if arguments.state:
         _check_writable(Path(arguments.state))
-    with _ended_by_sigterm(), _opened(arguments, workers) as fanout:
+    with _ended_by_signals(), _opened(arguments, workers) as fanout:
         ranks = len(fanout.client.ranks)
         print(f"listening at {arguments.path}, {ranks} ranks", file=sys.stderr, flush=True)
         try:
@@ -119,13 +119,16 @@ def _save(client: Client, path: str) -> bool:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end the command as Ctrl-C does; only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM, or a terminal that goes away, end the command as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # only that one can
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    wanted = [one for one in signals if signal.getsignal(one) is not signal.SIG_IGN]  # by nohup
+    before = {one: signal.signal(one, signal.default_int_handler) for one in wanted}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)

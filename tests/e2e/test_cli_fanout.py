@@ -47,7 +47,7 @@ def ended(process: subprocess.Popen[str], number: signal.Signals) -> dict[str, i
     return counters
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_processes_join_until_it_is_ended_and_it_goes_on_from_its_state(
     number: signal.Signals, tmp_path: Path
 ) -> None:
