@@ -9,6 +9,7 @@ KVIndexError
 ├── DecodeError          (also ValueError)    bytes that are not an event batch
 ├── EncodeError          (also ValueError)    an event batch that the chosen dialect cannot carry
 ├── BusyError            (also TimeoutError)  a thread did not come to a call in time
+├── InUseError           (also RuntimeError)  a second call at what takes one at a time
 ├── ClosedError          (also RuntimeError)  the object was closed
 │   └── QueueClosedError                      the writer closed the queue, and all of it was read
 ├── SnapshotError        (also ValueError)    bytes that cannot be restored as an index
@@ -40,6 +41,7 @@ __all__ = [
     "DecodeError",
     "DuplicatePublisherError",
     "EncodeError",
+    "InUseError",
     "InvariantError",
     "KVIndexError",
     "NotLiveError",
@@ -138,6 +140,10 @@ class BusyError(KVIndexError, TimeoutError):
         )
 
 
+class InUseError(KVIndexError, RuntimeError):
+    """Another call is under way, in another thread or interrupted by this one; nothing was done."""
+
+
 class ClosedError(KVIndexError, RuntimeError):
     """The object was closed and takes no more calls."""
 
@@ -189,7 +195,7 @@ class WriterDiedError(PeerDiedError):
 
 
 class ReaderDiedError(PeerDiedError):
-    """Readers are gone with messages unread.
+    """Readers are gone with messages unread, and were removed; all others were sent the message.
 
     Attributes:
         ranks: the readers' ranks, sorted.

@@ -28,6 +28,9 @@ _BUFFER = 1  # the msgpack extension that stands for an out-of-band buffer, its 
 class Codec(Protocol):
     """What turns objects into bytes. For one thread at a time.
 
+    What hostile bytes can do in `decode` is its author's responsibility: a remote reader's come
+    over a network, and can be changed on the way unless the connection is encrypted.
+
     Attributes:
         name: what a handle says, so that both sides use the same.
     """

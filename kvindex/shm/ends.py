@@ -33,10 +33,8 @@ class WritingEnd(Protocol):
     def sender(self) -> Sender:
         """What sends. The queue keeps it, so that an ordinary message takes no detour."""
 
-    def chunk(
-        self, length: int | None, timeout: float | None
-    ) -> AbstractContextManager[memoryview]:
-        """Give memory for a raw message, a whole chunk by default; sent if the `with` ends well."""
+    def chunk(self, length: int, timeout: float | None) -> AbstractContextManager[memoryview]:
+        """Give memory for a raw message of at most a chunk; sent if the `with` ends well."""
 
     def wait_ready(self, timeout: float | None) -> None:
         """Return once every reader has come, having told all of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvindex.errors import DecodeError
+from kvindex.errors import ConfigurationError, DecodeError
 from kvindex.shm.ring import RingHandle
 
 __all__ = ["Handle"]
@@ -15,7 +15,7 @@ _MAX_BYTES = 1 << 20
 class Handle(msgspec.Struct, frozen=True, kw_only=True):
     """A queue's address, to be handed to its readers; whoever has it can read the queue.
 
-    It pickles; `to_bytes` and `from_bytes` carry it without pickle.
+    It pickles, and can be a dict's key; `to_bytes` and `from_bytes` carry it without pickle.
 
     Attributes:
         n_reader: readers in all.
@@ -47,13 +47,21 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             DecodeError: these bytes are none.
+            ConfigurationError: they are not bytes.
         """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise ConfigurationError(
+                f"data must be the bytes that to_bytes gave, not a {type(data).__name__}"
+            )
         if len(data) > _MAX_BYTES:
             raise DecodeError("no handle is as long as this", size=len(data))
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise DecodeError(f"not a queue's handle: {error}", size=len(data)) from error
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
 
     def __repr__(self) -> str:
         remote = self.n_reader - len(self.local_reader_ranks)

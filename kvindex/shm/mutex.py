@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -35,6 +35,7 @@ CLOSING = 1.0
 
 _MUTEX_AT = 1 << 41  # beyond the parties' bytes
 _ACCESS = 5.0  # seconds until a party inside the lock counts as stopped
+_LEAST = 0.1  # seconds that a call without time waits, too: the holder may just be off its core
 _FIRST_PAUSE, _LONGEST_PAUSE = 10e-6, 1e-3  # seconds between two tries
 
 
@@ -54,8 +55,9 @@ class Mutex:
     The kernel gives it back when its holder dies. Threads of one mapping exclude each other too.
 
     No wait is without end. A party may be stopped inside (SIGSTOP, a debugger): that is a
-    QueueTimeoutError after 5 seconds. And a thread may meet itself, in a signal handler or when the
-    garbage collector closes another end of the same ring: that is refused at once.
+    QueueTimeoutError after 5 seconds, or when the time of the call is over that asks (`within`).
+    And a thread may meet itself, in a signal handler or when the garbage collector closes another
+    end of the same ring: that is refused at once.
 
     fcntl(2) has no time-out, so whoever finds the lock taken asks again, after pauses that grow to
     a millisecond: the lock is held for microseconds, and the deadline bounds the asking.
@@ -74,11 +76,12 @@ class Mutex:
         self._threads = threading.RLock()
         self._pause = threading.Lock()  # never free: to wait for it is to pause, handlers or not
         self._pause.acquire()
+        self._limit: _Limit | None = None
         self._taken = flock(fcntl.F_WRLCK, _MUTEX_AT)
         self._given = flock(fcntl.F_UNLCK, _MUTEX_AT)
 
     def __enter__(self) -> None:
-        if not self._take(_ACCESS, sys._getframe(1)):
+        if not self._take(None, sys._getframe(1)):
             self.refuse()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -104,12 +107,16 @@ class Mutex:
 
     give = __exit__
 
+    def within(self, timeout: float) -> AbstractContextManager[None]:
+        """Let a call's accesses in the `with` wait until `timeout` seconds from now, not longer."""
+        return _Limit(self, timeout)
+
     @contextmanager
     def kept_open(self) -> Iterator[int]:
         """Give the descriptor, which nobody closes meanwhile."""
         # Nor here is anything but C functions between a signal handler and the giving back.
         try:
-            if not self._threads.acquire(timeout=_ACCESS):
+            if not self._acquire_threads(None):
                 self.refuse()
             yield self._opened()
         finally:
@@ -136,26 +143,33 @@ class Mutex:
         if descriptor is not None:
             os.close(descriptor)
 
-    def refuse(self) -> NoReturn:
-        """Raise QueueTimeoutError, saying why the lock is not to be had."""
+    def refuse(self, seconds: float | None = None) -> NoReturn:
+        """Raise QueueTimeoutError, saying why the lock is not to be had.
+
+        Args:
+            seconds: how long it was waited for; by default, as long as an access may.
+        """
         if self._segment in _inside.segments:
             raise QueueTimeoutError(
                 "this thread is inside the queue's lock already: a signal handler or a finalizer "
                 "cannot use a queue that it interrupted; set a flag there, and act on it later",
                 timeout=0.0,
             )
+        if seconds is None:
+            limit = self._limit_here()
+            seconds = _ACCESS if limit is None else limit.timeout
         raise QueueTimeoutError(
-            f"the queue's lock was not free for {_ACCESS:g} s: a party is stopped inside it (by "
-            "SIGSTOP or a debugger?); continue it or end it",
-            timeout=_ACCESS,
+            f"the queue's lock was not to be had in {seconds:g} s: a party seems stopped inside it "
+            "(by SIGSTOP or a debugger?); continue it or end it",
+            timeout=seconds,
         )
 
-    def _take(self, seconds: float, frame: FrameType) -> bool:
+    def _take(self, seconds: float | None, frame: FrameType) -> bool:
         segments = _inside.segments
         if self._segment in segments and not _give_left(segments, self._segment):
             return False
         try:
-            if self._threads.acquire(timeout=seconds):
+            if self._acquire_threads(seconds):
                 segments[self._segment] = self, frame
                 if self._lock(seconds):
                     return True
@@ -165,7 +179,7 @@ class Mutex:
         self._undo()
         return False
 
-    def _lock(self, seconds: float) -> bool:
+    def _lock(self, seconds: float | None) -> bool:
         """Take the kernel's lock, in time."""
         pause, deadline = _FIRST_PAUSE, 0.0
         while True:
@@ -178,12 +192,28 @@ class Mutex:
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
+            deadline = deadline or self._allowed(seconds) + time.monotonic()
             now = time.monotonic()
-            deadline = deadline or now + seconds
             if now >= deadline:
                 return False
             self._pause.acquire(timeout=min(pause, deadline - now))
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _acquire_threads(self, seconds: float | None) -> bool:
+        acquire = self._threads.acquire
+        return acquire(blocking=False) or acquire(timeout=self._allowed(seconds))
+
+    def _allowed(self, seconds: float | None) -> float:
+        """Return how long an access may wait from now on that was given so many seconds, if any."""
+        if seconds is not None:
+            return seconds
+        limit = self._limit_here()
+        return _ACCESS if limit is None else limit.left()
+
+    def _limit_here(self) -> _Limit | None:
+        """Return the limit of the call that this thread is in."""
+        limit = self._limit
+        return limit if limit is not None and limit.is_here() else None
 
     def _undo(self) -> None:
         """Give back what `_take` took, however far it came."""
@@ -200,6 +230,40 @@ class Mutex:
         if self._descriptor is None:
             raise ClosedError("this end of the queue is closed")
         return self._descriptor
+
+
+class _Limit:
+    """How long the accesses in a `with` may wait for the lock, all together.
+
+    It is known by its frame whose limit it is, and whether it is over: another thread's is none
+    here, nor is one that a signal handler's exception left.
+    """
+
+    def __init__(self, mutex: Mutex, timeout: float) -> None:
+        self.timeout = _bounded(timeout)
+        self._mutex = mutex
+        self._deadline = time.monotonic() + timeout
+
+    def __enter__(self) -> None:
+        self._call = sys._getframe(1)
+        if self._mutex._limit_here() is None:  # else it is part of a call that has one
+            self._mutex._limit = self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._mutex._limit is self:
+            self._mutex._limit = None
+
+    def is_here(self) -> bool:
+        """Return whether this thread is in the `with`."""
+        return is_running(self._call)
+
+    def left(self) -> float:
+        """Return the seconds that an access may wait from now on."""
+        return _bounded(self._deadline - time.monotonic())
+
+
+def _bounded(seconds: float) -> float:
+    return min(_ACCESS, max(_LEAST, seconds))
 
 
 def _give_left(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from kvindex.backend import BACKEND
 from kvindex.errors import ClosedError, SegmentError
 from kvindex.shm.layout import Layout, Rule
+from kvindex.shm.mutex import Mutex
 from kvindex.shm.segment import Segment
 
 __all__ = [
@@ -15,8 +17,10 @@ __all__ = [
     "ParentsParty",
     "ReadingParty",
     "WritingParty",
+    "mutex_of",
     "open_reader",
     "open_writer",
+    "within",
 ]
 
 OWN_RULE = Rule.ATOMICS if BACKEND == "native" else Rule.LOCK
@@ -181,6 +185,19 @@ def open_reader(segment: Segment, layout: Layout, rule: Rule, slot: int) -> Read
     from kvindex._native import RingReader as NativeReader
 
     return NativeReader(*arguments)
+
+
+def mutex_of(party: WritingParty | ReadingParty) -> Mutex | None:
+    """Return the lock that a party takes for every access; None of a native one."""
+    return getattr(party, "mutex", None)
+
+
+_UNLIMITED = nullcontext()
+
+
+def within(mutex: Mutex | None, timeout: float | None) -> AbstractContextManager[None]:
+    """Let a call's accesses in the `with` wait for that lock no longer than the call may last."""
+    return _UNLIMITED if mutex is None or timeout is None else mutex.within(timeout)
 
 
 def _check_native(segment: Segment) -> None:

@@ -9,25 +9,24 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from kvindex.errors import EncodeError
-from kvindex.shm.codec import Codec, choose_codec
+from kvindex.errors import EncodeError, InUseError, ReaderDiedError
+from kvindex.shm import arguments
+from kvindex.shm.codec import Codec
 from kvindex.shm.ends import ReadingEnd, Receiver, Sender, WritingEnd, WrongEnd
 from kvindex.shm.groups.settling import reader_options
 from kvindex.shm.groups.sharing import share_one_queue, share_queues_to_one
 from kvindex.shm.handle import Handle
 from kvindex.shm.messages import body_of
-from kvindex.shm.opening import local_ranks, open_reading_end, open_writing_end
+from kvindex.shm.opening import open_reading_end, open_writing_end
 from kvindex.shm.remote.keys import CurveReader, CurveServer
 from kvindex.shm.sender import DeadReaderPolicy
+from kvindex.shm.turn import IN_USE
+from kvindex.shm.unread import open_unread_end
 from kvindex.shm.waiting import Waiting
 
 __all__ = ["MessageQueue"]
 
 _GROUP_TIMEOUT = 300.0  # seconds
-_IN_USE = (
-    "this end of the queue is in use, by another thread or by a call that this one interrupts: "
-    "one at a time"
-)
 
 
 class MessageQueue:
@@ -40,7 +39,7 @@ class MessageQueue:
     as they are.
 
     Args:
-        n_reader: readers in all.
+        n_reader: readers in all. Without any, what is sent goes to nobody.
         n_local_reader: readers on this machine; the others connect by TCP.
         local_reader_ranks: the local readers' ranks; 0, 1, … by default.
         max_chunk_bytes: bytes of a chunk.
@@ -48,10 +47,10 @@ class MessageQueue:
         connect_ip: this machine's address, IPv4 or IPv6, that remote readers connect to; only this
             address is listened on. By default the loopback's, which this machine alone can reach.
         codec: "msgpack", "pickle" (for readers who trust the writer: never to remote readers
-            without `curve`), or a `Codec`.
+            without `curve`), or a `Codec`, whose author answers for what its `decode` does.
         waiting: how to wait.
         on_dead_reader: what to do when a reader is gone with messages unread: "remove" it and go
-            on, or "raise" ReaderDiedError once and then go on without it.
+            on, or "raise" ReaderDiedError once as well, when all others were sent the message.
         max_message_bytes: longest message, in bytes.
         curve: keys that encrypt the connections to remote readers.
         remote_window: messages that a remote reader may be behind before the writer waits.
@@ -60,7 +59,7 @@ class MessageQueue:
         ConfigurationError: a value cannot work.
         SegmentError: the shared memory cannot be had.
 
-    Thread safety: one thread at a time uses an end (a second is refused with RuntimeError);
+    Thread safety: one thread at a time uses an end (a second is refused with InUseError);
         `close` and `statistics` may be called by any.
 
     Examples:
@@ -93,20 +92,24 @@ class MessageQueue:
         curve: CurveServer | None = None,
         remote_window: int = 256,
     ) -> None:
-        chosen = choose_codec(codec)
-        self._writing, handle = open_writing_end(
-            n_reader,
-            local_ranks(n_reader, n_local_reader, local_reader_ranks),
-            max_chunk_bytes=max_chunk_bytes,
-            max_chunks=max_chunks,
-            connect_ip=connect_ip,
-            codec=chosen,
-            waiting=waiting or Waiting(),
-            on_dead_reader=on_dead_reader,
-            max_message_bytes=max_message_bytes,
-            curve=curve,
-            remote_window=remote_window,
+        chosen = arguments.checked_codec(codec)
+        ranks = arguments.local_ranks(n_reader, n_local_reader, local_reader_ranks)
+        options: dict[str, Any] = {
+            "max_chunk_bytes": max_chunk_bytes,
+            "max_chunks": max_chunks,
+            "waiting": Waiting() if waiting is None else waiting,
+            "on_dead_reader": on_dead_reader,
+            "max_message_bytes": max_message_bytes,
+            "curve": curve,
+            "remote_window": remote_window,
+        }
+        arguments.check_writing(**options)
+        self._writing, handle = (
+            open_writing_end(n_reader, ranks, connect_ip=connect_ip, codec=chosen, **options)
+            if n_reader
+            else open_unread_end(chosen, max_message_bytes)
         )
+        self._view_bytes = min(max_chunk_bytes, max_message_bytes)
         self._sender = self._writing.sender
         self._receiver = WrongEnd("this end writes; readers are made by create_from_handle")
         self._set_up(self._writing, handle, chosen)
@@ -133,11 +136,12 @@ class MessageQueue:
             curve: keys of this reader, when the writer has some; new ones by default.
 
         Raises:
-            ConfigurationError: the codec is not the writer's.
+            ConfigurationError: a value cannot work, or the codec is not the writer's.
             SegmentError: the queue is not on this machine, was closed, or has a living reader of
-                this rank.
+                this rank. A remote reader learns that by its first call.
         """
-        chosen = choose_codec(codec)
+        arguments.check_reading(handle, rank, waiting, curve)
+        chosen = arguments.checked_codec(codec)
         queue = MessageQueue.__new__(MessageQueue)
         reading = open_reading_end(handle, rank, chosen, waiting or Waiting(), curve)
         queue._receiver = reading.receiver
@@ -163,7 +167,7 @@ class MessageQueue:
     def _one_user(self) -> Iterator[None]:
         """Refuse a second call while one is under way, of another thread or a signal's handler."""
         if not self._user.acquire(False) and self._in_call:
-            raise RuntimeError(_IN_USE)
+            raise InUseError(IN_USE)
         try:
             self._in_call = True
             yield
@@ -185,25 +189,29 @@ class MessageQueue:
             timeout: longest wait for readers to make room, in seconds; None waits for ever.
 
         Raises:
-            QueueTimeoutError: there was no room in time; no local reader will see the message.
+            QueueTimeoutError: there was no room in time; no reader will see the message.
             EncodeError: the codec cannot carry the object, or it is too long.
-            ReaderDiedError: as `on_dead_reader` says. For a local reader the message is not sent;
-                for a remote one it was, to all others.
+            ReaderDiedError: readers are gone, with `on_dead_reader="raise"`. The message was sent
+                to all others: sent again, it would reach them twice.
             ConfigurationError: this end reads.
-            ClosedError: the queue was closed.
+            ClosedError: this end was closed.
         """
         if not self._user.acquire(False) and self._in_call:
-            raise RuntimeError(_IN_USE)
+            raise InUseError(IN_USE)
         try:
             self._in_call = True
+            send = self._sender.send  # an end that reads is told so, whatever the object
             kind, body, size = body_of(obj, self._codec)
             if size > self._max_message_bytes:
                 raise EncodeError(
                     f"a message of {size} bytes: at most {self._max_message_bytes} "
                     "(max_message_bytes)"
                 )
-            self._sender.send(kind, body, size, timeout)
+            send(kind, body, size, timeout)
             self._messages += 1
+        except ReaderDiedError:
+            self._messages += 1  # the others have it
+            raise
         finally:
             self._in_call = False
             self._user.release()
@@ -218,16 +226,21 @@ class MessageQueue:
 
         Args:
             timeout: longest wait for room, in seconds.
-            length: bytes of the message, at most a chunk; a whole chunk by default.
+            length: bytes of the message, at most a chunk and `max_message_bytes`; by default as
+                many as these allow.
 
-        Raises:
-            ConfigurationError: the length is no chunk's.
-            Others: as `enqueue`.
+        Raises: as `enqueue` (ReaderDiedError when the `with` ends); ConfigurationError, if the
+            length is more.
         """
         with self._one_user():
-            with self._writing.chunk(length, timeout) as view:
-                yield view
-            self._messages += 1
+            chunk = self._writing.chunk
+            try:
+                with chunk(arguments.checked_length(length, self._view_bytes), timeout) as view:
+                    yield view
+                self._messages += 1
+            except ReaderDiedError:
+                self._messages += 1  # as `enqueue`
+                raise
 
     # The readers ------------------------------------------------------------------------------
 
@@ -251,13 +264,16 @@ class MessageQueue:
             ReaderEvictedError: the writer took this reader off.
             WaitCancelledError: `cancel` was set.
             DecodeError: the message is none of this codec; it counts as read.
-            ConfigurationError: this end writes.
+            ConfigurationError: this end writes, `cancel` is no event, or the writer refused this
+                remote reader (its rank, token or version).
             ClosedError: this end was closed.
         """
         if not self._user.acquire(False) and self._in_call:
-            raise RuntimeError(_IN_USE)
+            raise InUseError(IN_USE)
         try:
             self._in_call = True
+            if cancel is not None:
+                arguments.check_cancel(cancel)
             return self._receiver.receive(self._codec, timeout, cancel, quiet=indefinite)
         finally:
             self._in_call = False
@@ -278,6 +294,7 @@ class MessageQueue:
         Raises: as `dequeue`.
         """
         with self._one_user():
+            arguments.check_cancel(cancel)
             with self._receiver.message(timeout, cancel, quiet=indefinite) as view:
                 yield view
 
@@ -291,6 +308,7 @@ class MessageQueue:
         Raises:
             QueueTimeoutError: some did not come in time, and which.
             WriterDiedError, QueueClosedError: the writer is gone.
+            ReaderDiedError: some are gone meanwhile, with `on_dead_reader="raise"`; all are ready.
         """
         with self._one_user():
             self._end.wait_ready(timeout)
@@ -334,7 +352,9 @@ class MessageQueue:
     def close(self) -> None:
         """Close this end. Idempotent.
 
-        Readers that are attached still read what was sent, and are then told that it was all.
+        Readers that are attached still read what was sent, and are then told that it was all. For
+        remote readers that have messages unread the writer waits, for 5 seconds at most;
+        `remove_reader` first to wait for none.
         """
         self._finalizer()
 
@@ -369,7 +389,8 @@ class MessageQueue:
     ) -> MessageQueue:
         """Return this rank's end of one queue from rank `writer_rank` to all others. Collective.
 
-        Ranks that share memory with the writer read through it, the others by TCP.
+        Ranks that share memory with the writer read through it, the others by TCP. In a group of
+        one rank nobody reads.
 
         Args:
             pg: a `ProcessGroup`, or a group of torch.distributed.

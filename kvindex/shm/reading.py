@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from kvindex.errors import DecodeError, QueueTimeoutError
 from kvindex.shm.codec import Buffer, Codec
@@ -16,6 +16,8 @@ from kvindex.shm.turn import Turn
 from kvindex.shm.waiting import Patience, Waiting
 
 __all__ = ["LocalReadingEnd", "RemoteReadingEnd"]
+
+T = TypeVar("T")
 
 
 class LocalReadingEnd:
@@ -80,8 +82,8 @@ class RemoteReadingEnd:
         yield memoryview(_joined(frames)).toreadonly()
 
     def wait_ready(self, timeout: float | None) -> None:
-        with self._turn.taken() as closing:
-            self._reader.wait_ready(timeout, closing)
+        patience = Patience(self._waiting, timeout)
+        self._patiently(self._reader.wait_ready, patience, None, "the queue was not ready")
 
     def statistics(self) -> dict[str, Any]:
         return {"messages": self._messages}
@@ -94,23 +96,34 @@ class RemoteReadingEnd:
     ) -> tuple[int, list[memoryview]]:
         """Return the next message's kind and its frames, of which there is at least one."""
         patience = Patience(self._waiting, timeout, quiet=quiet)
+        head, *frames = self._patiently(self._reader.receive, patience, cancel, "no message came")
+        if len(head) != 1 or not frames:
+            raise DecodeError("a message that does not say its kind", size=len(head))
+        self._messages += 1
+        return head[0], frames
+
+    def _patiently(
+        self,
+        call: Callable[[float | None, threading.Event], T],
+        patience: Patience,
+        cancel: threading.Event | None,
+        failure: str,
+    ) -> T:
+        """Return what a call of the reader returns, having warned whenever that took long."""
         while True:
             remaining = patience.remaining()
             most = self._waiting.warn_after
-            step = most if remaining is None else min(most, remaining)
             try:
                 with self._turn.taken(cancel) as ending:
-                    head, *frames = self._reader.receive(step, ending)
-                if len(head) != 1 or not frames:
-                    raise DecodeError("a message that does not say its kind", size=len(head))
-                self._messages += 1
-                return head[0], frames
+                    return call(most if remaining is None else min(most, remaining), ending)
             except QueueTimeoutError:
                 if patience.exhausted:
-                    raise QueueTimeoutError(
-                        f"no message came in {timeout:g} s", timeout=timeout or 0.0
-                    ) from None
-                patience.warn("a message")
+                    raise self._timed_out(failure, patience.timeout) from None
+                patience.warn(self._reader.awaited)
+
+    def _timed_out(self, failure: str, timeout: float) -> QueueTimeoutError:
+        why = "" if self._reader.is_ready else f": waited for {self._reader.awaited}"
+        return QueueTimeoutError(f"{failure} in {timeout:g} s{why}", timeout=timeout)
 
 
 def _joined(frames: list[memoryview]) -> Buffer:

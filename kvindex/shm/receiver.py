@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from kvindex.errors import (
 from kvindex.shm.codec import Buffer, Codec
 from kvindex.shm.layout import CLOSED, READY
 from kvindex.shm.messages import CONTINUED, MORE, Assembly, decode
-from kvindex.shm.parties import ClosedParty, ParentsParty
+from kvindex.shm.parties import ClosedParty, ParentsParty, mutex_of, within
 from kvindex.shm.ring import ShmRingBuffer
 from kvindex.shm.waiting import Patience, Waiting
 
@@ -50,14 +51,16 @@ class RingReceiver:
         self, ring: ShmRingBuffer, slot: int, *, waiting: Waiting, max_message_bytes: int
     ) -> None:
         self.ring = ring
-        self._slot = slot
         self._waiting = waiting
         self._spin = waiting.spin
         self._look = waiting.look
+        self._glance_at = 0.0  # when a glance is to include the writer's life again
         self._assembly = Assembly(max_message_bytes)
+        self._added: tuple[int, tuple[int, Buffer] | None] | None = None
         self._messages = 0
         self._closed = False
         self._party = ring.reader(slot)
+        self._mutex = mutex_of(self._party)
         ring.segment.on_fork = self._disown
 
     def receive(
@@ -77,7 +80,7 @@ class RingReceiver:
             quiet: never warn of a long wait.
 
         Raises:
-            QueueTimeoutError: none came in time.
+            QueueTimeoutError: none came in time, or the ring's lock was not to be had.
             QueueClosedError: the writer has closed the queue, and all of it was read.
             WriterDiedError: the writer is gone, and all that it published whole was read.
             ReaderEvictedError: the writer took this reader off.
@@ -91,20 +94,23 @@ class RingReceiver:
         patience: Patience | None = None
         got = None
         if timeout is None and cancel is None:  # the usual call, without more ado
-            got = self._read(_COPIED, self._spin, self._look)
+            got = self._read(_COPIED, self._spin, 0.0)
+            if got is None:
+                self._glance(None)
+                got = self._read(_COPIED, self._spin, self._look)
             if got is None:
                 patience = Patience(self._waiting, None, quiet=quiet)
                 self._look_around(patience, None, None)
-            elif type(got[1]) is bytes and got[0] < MORE and not self._assembly.begun:
+            elif got[0] < MORE and not self._assembly.begun:
                 self._messages += 1
-                return decode(got[0], got[1], codec)
+                if type(got[1]) is bytes:
+                    return decode(got[0], got[1], codec)
+                return self._decode_in_place(*got, codec)
         chunks = self._chunks(_COPIED, timeout, cancel, patience, quiet=quiet)
-        while True:
-            with self._body(got or next(chunks)) as message:
-                if message is not None:
-                    self._messages += 1
-                    return self._decoded(message, codec)
-            got = None
+        if self._mutex is None or timeout is None:
+            return self._join(got, chunks, codec, timeout)
+        with self._mutex.within(timeout):
+            return self._join(got, chunks, codec, timeout)
 
     @contextmanager
     def message(
@@ -112,12 +118,16 @@ class RingReceiver:
     ) -> Iterator[memoryview]:
         """Give the next message's bytes, read-only, where they are if they are in one chunk.
 
-        Raises: as `receive`; ReaderEvictedError at the end of the `with`, if the bytes may have
-            been overwritten meanwhile.
+        Raises: as `receive`; at the end of the `with` ReaderEvictedError, if the bytes may have
+            been overwritten meanwhile, and QueueTimeoutError, if the chunk could not be given back:
+            then the message is read again.
         """
         self._check_open()
-        for got in self._chunks(0, timeout, cancel, None, quiet=quiet):
-            with self._body(got) as message:
+        chunks = self._chunks(0, timeout, cancel, None, quiet=quiet)
+        while True:
+            with within(self._mutex, timeout):
+                got = next(chunks)
+            with self._body(got, timeout) as message:
                 if message is not None:
                     self._messages += 1
                     with memoryview(message[1]) as view, view.toreadonly() as body:
@@ -132,18 +142,22 @@ class RingReceiver:
             WriterDiedError, QueueClosedError, ClosedError: it never will.
         """
         self._check_open()
-        while not self._party.wait_state(READY | CLOSED, patience.slice()):
-            self._check_open()
-            if not self.ring.writer_lives():
-                self._bury_writer()
-            if patience.exhausted:
-                raise QueueTimeoutError(
-                    f"the queue was not ready in {timeout:g} s: the writer waits for other readers",
-                    timeout=timeout or 0.0,
-                )
-            patience.warn("the queue to be ready")
-        if not self._party.state & READY and not self._party.ready():
-            raise QueueClosedError("the writer closed the queue before it was ready")
+        with within(self._mutex, timeout):
+            sleep = 0.0  # that the writer is gone may be known already
+            while not self._party.wait_state(READY | CLOSED, sleep):
+                self._check_open()
+                if not self.ring.writer_lives():
+                    self._bury_writer()
+                if patience.exhausted:
+                    raise QueueTimeoutError(
+                        f"the queue was not ready in {timeout:g} s: the writer waits for other "
+                        "readers",
+                        timeout=timeout or 0.0,
+                    )
+                patience.warn("the queue to be ready")
+                sleep = patience.slice()
+            if not self._party.state & READY and not self._party.ready():
+                raise QueueClosedError("the writer closed the queue before it was ready")
 
     @property
     def seq(self) -> int:
@@ -171,7 +185,7 @@ class RingReceiver:
 
     def close(self) -> None:
         """Give the place up; the writer waits for this reader no more. Idempotent."""
-        if self._closed:
+        if self._closed or self.ring.segment.inherited:  # in a forked child it is the parent's
             return
         self._closed = True
         self.ring.segment.on_fork = None
@@ -183,6 +197,21 @@ class RingReceiver:
             party.interrupt()
             del party  # and with it the memory, unless a thread is still inside
         self.ring.close()
+
+    def _join(
+        self,
+        got: tuple[int, Any] | None,
+        chunks: Iterator[tuple[int, Any]],
+        codec: Codec,
+        timeout: float | None,
+    ) -> Any:
+        """Return the object of the message that the next chunks make."""
+        while True:
+            with self._body(got or next(chunks), timeout) as message:
+                if message is not None:
+                    self._messages += 1
+                    return self._decoded(message, codec)
+            got = None
 
     def _chunks(
         self,
@@ -196,12 +225,15 @@ class RingReceiver:
         """Give what `read` of the party does, chunk by chunk, with one patience for all."""
         spin = self._spin if timeout is None else min(self._spin, timeout)
         while True:
-            got = self._read(limit, 0.0, 0.0)
-            if got is None:
-                patience = patience or Patience(self._waiting, timeout, quiet=quiet)
-                while (got := self._read(limit, spin, patience.slice())) is None:
-                    self._look_around(patience, timeout, cancel)
-            yield got
+            got = self._read(limit, spin, patience.slice() if patience else 0.0)
+            if got is not None:
+                yield got
+                continue
+            if patience is None:
+                patience = Patience(self._waiting, timeout, quiet=quiet)
+                self._glance(cancel)
+            else:
+                self._look_around(patience, timeout, cancel)
 
     def _read(self, limit: int, spin: float, sleep: float) -> tuple[int, Any] | None:
         try:
@@ -216,23 +248,39 @@ class RingReceiver:
         self, patience: Patience, timeout: float | None, cancel: threading.Event | None
     ) -> None:
         """Between two waits for a message: see what could keep it from ever coming."""
+        self._check_end(cancel, thoroughly=True)
+        if patience.exhausted:
+            raise QueueTimeoutError(f"no message came in {timeout:g} s", timeout=timeout or 0.0)
+        patience.warn("a message")
+
+    def _glance(self, cancel: threading.Event | None) -> None:
+        """Before the first wait for a message: see whether it is known that it never comes."""
+        # Whether the writer lives costs a system call: not for each message of a quick succession.
+        now = time.monotonic()
+        thoroughly = now >= self._glance_at
+        if thoroughly:
+            self._glance_at = now + self._look
+        try:
+            self._check_end(cancel, thoroughly=thoroughly)
+        except WriterDiedError:
+            self._glance_at = 0.0
+            raise
+
+    def _check_end(self, cancel: threading.Event | None, *, thoroughly: bool) -> None:
         self._check_open()
         if cancel is not None and cancel.is_set():
             raise WaitCancelledError("the wait for a message was cancelled")
         if self._party.evicted:
             raise ReaderEvictedError(
-                f"the writer took the reader at place {self._slot} off: it was too far behind, or "
-                "was taken for dead; attach again"
+                "the writer took this reader off: it was too far behind, or was taken for dead; "
+                "attach again"
             )
         # What the writer published before it closed or died is read first.
         if self._party.state & CLOSED:
             if not self._party.ready():
                 raise QueueClosedError("the writer closed the queue, and all of it was read")
-        elif not self.ring.writer_lives() and not self._party.ready():
+        elif thoroughly and not self.ring.writer_lives() and not self._party.ready():
             self._bury_writer()
-        if patience.exhausted:
-            raise QueueTimeoutError(f"no message came in {timeout:g} s", timeout=timeout or 0.0)
-        patience.warn("a message")
 
     def _bury_writer(self) -> None:
         if self._party.state & CLOSED:  # it closed between two looks
@@ -241,32 +289,64 @@ class RingReceiver:
         raise WriterDiedError("the writer is gone without having closed the queue")
 
     @contextmanager
-    def _body(self, got: tuple[int, Any]) -> Iterator[tuple[int, Buffer] | None]:
+    def _body(
+        self, got: tuple[int, Any], timeout: float | None
+    ) -> Iterator[tuple[int, Buffer] | None]:
         """Give the message that a chunk completes, if it does; the bytes go when it ends."""
         kind, data = got
         if type(data) is bytes:
-            yield self._assembly.add(kind, data)
+            message = self._add(self._party.seq - 1, kind, data)
+            self._added = None
+            yield message
             return
-        taken = True
+        if kind & (MORE | CONTINUED):
+            yield self._join_fragment(kind, data, timeout)
+            return
         try:
-            with self.ring.get_data(self._party.index) as chunk, chunk[:data] as piece:
-                if not kind & (MORE | CONTINUED):
-                    yield kind, piece
-                    return
-                whole = self._assembly.add(kind, piece)
-            evicted = self._give_back()
-            taken = False
-            self._check_whole(evicted)
-            yield whole
+            with self.ring.get_data(self._party.index) as chunk, chunk[:data] as body:
+                yield kind, body
         finally:
-            if taken:
-                self._check_whole(self._give_back())
+            self._check_whole(self._give_back(timeout))
 
-    def _give_back(self) -> bool:
+    def _join_fragment(
+        self, kind: int, length: int, timeout: float | None
+    ) -> tuple[int, Buffer] | None:
+        """Return the message that a fragment completes, if it does; the chunk is given back."""
+        try:
+            with self.ring.get_data(self._party.index) as chunk, chunk[:length] as piece:
+                whole = self._add(self._party.seq, kind, piece)
+        except DecodeError:
+            self._check_whole(self._give_back(timeout))
+            raise
+        evicted = self._give_back(timeout)
+        self._added = None
+        self._check_whole(evicted)
+        return whole
+
+    def _add(self, seq: int, kind: int, piece: Buffer) -> tuple[int, Buffer] | None:
+        """Return the message that a chunk completes, if it does."""
+        # A chunk that could not be given back is read again.
+        if self._added is None or self._added[0] != seq:
+            self._added = seq, self._assembly.add(kind, piece)
+        return self._added[1]
+
+    def _decode_in_place(self, kind: int, length: int, codec: Codec) -> Any:
+        """Decode the chunk that `read` left taken, and give it back."""
+        # As `_body` does it for the unusual cases, in one go: what has slept for long finds each
+        # further line of Python cold.
+        at = self.ring.layout.chunk(self._party.index)
+        try:
+            with memoryview(self.ring.segment.memory) as memory, memory[at : at + length] as body:
+                return self._decoded((kind, body), codec)
+        finally:
+            self._check_whole(self._give_back())
+
+    def _give_back(self, timeout: float | None = None) -> bool:
         """Let the writer have the chunk; return whether it may have had it before."""
         self._check_open()  # closed meanwhile by another thread: the writer waits no more
-        evicted = self._party.evicted
-        self._party.release()
+        with within(self._mutex, timeout):
+            evicted = self._party.evicted
+            self._party.release()
         return evicted
 
     def _check_whole(self, evicted: bool) -> None:
@@ -277,7 +357,8 @@ class RingReceiver:
         try:
             return decode(*message, codec)
         except DecodeError:
-            if self._party.evicted:
+            # Of what was copied that was asked before it counted as read.
+            if type(message[1]) is memoryview and self._party.evicted:
                 raise ReaderEvictedError(
                     "taken off while reading: the message is damaged"
                 ) from None

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvindex.errors import ClosedError, SegmentError
+from kvindex.errors import ClosedError, ConfigurationError, SegmentError
 from kvindex.shm.layout import Layout
 from kvindex.shm.parties import OWN_RULE, ReadingParty, WritingParty, open_reader, open_writer
 from kvindex.shm.segment import MAKER, Segment
@@ -48,7 +48,7 @@ class ShmRingBuffer:
         name: of the ring to attach to.
 
     Raises:
-        ConfigurationError: a size is out of range.
+        ConfigurationError: a size is out of range, or the name is no str.
         SegmentError: there is no room, or no such ring.
 
     Thread safety: the views are plain memory; who may write them when is the protocol's business.
@@ -72,6 +72,8 @@ class ShmRingBuffer:
         self, n_reader: int, max_chunk_bytes: int, max_chunks: int, name: str | None = None
     ) -> None:
         self.layout = Layout(n_reader, max_chunks, max_chunk_bytes)
+        if name is not None and not isinstance(name, str):
+            raise ConfigurationError(f"name must be a ring's, a str, or None, not {name!r}")
         self.is_maker = name is None
         if name is None:
             self.segment = Segment.make(self.layout.total_bytes, self.layout.header(OWN_RULE))

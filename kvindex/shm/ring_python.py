@@ -8,6 +8,9 @@ before the lock under which it sets the written flag, a reader copies out betwee
 which it saw that flag and the lock under which it sets its own. Each lock is taken after the one
 before it was given back, by the kernel, with what that orders. That is all of the argument.
 
+A party may be stopped while it is inside, so every access may raise QueueTimeoutError: within the
+time of the call that it is part of, if that has one (`Mutex.within`). Nothing has changed then.
+
 Waiting parties sleep on the same words as in the native core (futex(2), through ctypes), and do not
 spin: looking once costs two system calls here.
 
@@ -16,10 +19,8 @@ The names are those of `kvindex._native.RingWriter` and `RingReader`.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
-import platform
 import struct
 import sys
 import threading
@@ -28,7 +29,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from kvindex.errors import SegmentError
+from kvindex.errors import InUseError
+from kvindex.shm.futex import Word
 from kvindex.shm.layout import (
     CLOSED,
     KIND,
@@ -55,51 +57,7 @@ _COUNTS = (SlotState.ACTIVE, SlotState.RESERVED)
 _MINE = (SlotState.ACTIVE,)
 _MINE_YET = (SlotState.ACTIVE, SlotState.JOINING)
 
-# futex(2)'s number by machine; asm-generic's for those that came late.
-_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221}
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_EVERYONE = (1 << 31) - 1
-
 _INTERRUPT = 0.1  # seconds
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class _Word:
-    """A word of 32 bits to sleep on: odd while someone may be asleep."""
-
-    def __init__(self, memory: mmap.mmap, offset: int) -> None:
-        number = _FUTEX.get(platform.machine())
-        if number is None:
-            raise SegmentError(f"no futex is known for {platform.machine()}: build the native core")
-        self._number = ctypes.c_long(number)
-        self._word = ctypes.c_uint32.from_buffer(memory, offset)
-        self._address = ctypes.c_void_p(ctypes.addressof(self._word))
-        self._syscall = ctypes.CDLL(None).syscall
-
-    def get_odd(self) -> int:
-        """Announce a sleeper; with the lock held."""
-        self._word.value |= 1
-        return self._word.value
-
-    def make_even(self) -> bool:
-        """Note what sleepers wait for; with the lock held. True if `wake` must follow."""
-        if self._word.value % 2 == 0:
-            return False
-        self._word.value += 1
-        return True
-
-    def wait(self, value: int, seconds: float) -> None:
-        """Sleep while the word has this value; without the lock."""
-        time = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-        self._syscall(
-            self._number, self._address, _FUTEX_WAIT, ctypes.c_uint32(value), ctypes.byref(time)
-        )
-
-    def wake(self) -> None:
-        self._syscall(self._number, self._address, _FUTEX_WAKE, _EVERYONE)
 
 
 class _Party:
@@ -118,9 +76,9 @@ class _Party:
         self._layout = Layout(n_reader, max_chunks, max_chunk_bytes)
         if self._layout.total_bytes > len(memory):
             raise ValueError("the memory does not hold such a ring")
-        self._mutex = mutex
-        self._published = _Word(memory, PUBLISHED)
-        self._space = _Word(memory, SPACE)
+        self.mutex = mutex
+        self._published = Word(memory, PUBLISHED)
+        self._space = Word(memory, SPACE)
         self._mine = self._space if waits_on == SPACE else self._published
         self._turn = threading.RLock()
         self._user: FrameType | None = None
@@ -133,20 +91,20 @@ class _Party:
 
     def interrupt(self) -> None:
         # Without the lock whoever is about to sleep is missed, and looks up by itself later.
-        if self._mutex.take(_INTERRUPT):
+        if self.mutex.take(_INTERRUPT):
             try:
                 self._mine.get_odd()
                 self._mine.make_even()
             finally:
-                self._mutex.give()
+                self.mutex.give()
         self._mine.wake()
 
     def _take_turn(self) -> None:
         if not self._turn.acquire(blocking=False):
-            raise RuntimeError("this end of the queue is in use by another thread: one at a time")
+            raise InUseError("this end of the queue is in use by another thread: one at a time")
         if self._user is not None and is_running(self._user):
             self._turn.release()
-            raise RuntimeError("this end of the queue is in use: a signal handler interrupted it")
+            raise InUseError("this end of the queue is in use: a signal handler interrupted it")
         self._user = sys._getframe(1)
 
     def _give_turn(self) -> None:
@@ -159,7 +117,7 @@ class _Party:
 
     def _wait(self, ready: Callable[[], bool], sleep: float) -> bool:
         """As `Waiter::wait` of the native core, without the spinning."""
-        with self._mutex:
+        with self.mutex:
             if ready():
                 return True
             if sleep <= 0:
@@ -167,10 +125,10 @@ class _Party:
             value = self._mine.get_odd()
         self._counters["sleeps"] += 1
         self._mine.wait(value, sleep)
-        with self._mutex:
+        with self.mutex:
             return ready()
 
-    def _wake(self, word: _Word) -> None:
+    def _wake(self, word: Word) -> None:
         self._counters["wakes"] += 1
         word.wake()
 
@@ -239,14 +197,14 @@ class RingWriter(_Party):
     def publish(self, kind: int, length: int) -> None:
         if length > self._layout.max_chunk_bytes:
             raise ValueError("longer than a chunk")
-        with self._mutex:
+        with self.mutex:
             if not self._ready():
                 raise ValueError("the chunk is not free")
         self._publish(kind, length)
 
     def admit(self) -> int:
         admitted = 0
-        with self._mutex:
+        with self.mutex:
             for reader, state in enumerate(self._slot_states()):
                 if state == SlotState.JOINING:
                     self._admit(reader)
@@ -257,11 +215,11 @@ class RingWriter(_Party):
         return admitted
 
     def awaited(self) -> list[int]:
-        with self._mutex:
+        with self.mutex:
             return list(self._awaited())
 
     def remove(self, reader: int, evict: bool) -> bool:
-        with self._mutex:
+        with self.mutex:
             if self._slot_state(self._checked(reader)) not in _COUNTS:
                 return False
             self._set_slot_state(reader, SlotState.EVICTED if evict else SlotState.FREE)
@@ -271,11 +229,11 @@ class RingWriter(_Party):
         return True
 
     def reserve(self, reader: int) -> None:
-        with self._mutex:
+        with self.mutex:
             self._set_slot_state(self._checked(reader), SlotState.RESERVED)
 
     def slot_state(self, reader: int) -> int:
-        with self._mutex:
+        with self.mutex:
             return self._slot_state(self._checked(reader))
 
     @property
@@ -284,9 +242,9 @@ class RingWriter(_Party):
 
     @state.setter
     def state(self, value: int) -> None:
-        if not self._mutex.take(CLOSING):
+        if not self.mutex.take(CLOSING):
             if not value & CLOSED:
-                self._mutex.refuse()
+                self.mutex.refuse(CLOSING)
             # Its readers see that the writer is gone, but not that it meant to.
             logger.warning("the queue is closed, but its lock is held: its readers are not told")
             return
@@ -295,7 +253,7 @@ class RingWriter(_Party):
             self._set(_U32, STATE, value)
             woken = self._published.make_even()
         finally:
-            self._mutex.give()
+            self.mutex.give()
         if woken:
             self._wake(self._published)
 
@@ -306,7 +264,7 @@ class RingWriter(_Party):
 
     def _publish(self, kind: int, length: int) -> None:
         layout, chunk = self._layout, self.index
-        with self._mutex:
+        with self.mutex:
             record = layout.record(chunk)
             self._set(_U64, record + SEQ, self.seq)
             self._set(_U64, record + LENGTH, length)
@@ -367,7 +325,7 @@ class RingReader(_Party):
         self._attached = False
 
     def attach(self) -> bool:
-        with self._mutex:
+        with self.mutex:
             kept = self._slot_state(self._slot) == SlotState.RESERVED
             # Whoever had the slot is gone, for its lock is ours.
             self._set_slot_state(self._slot, SlotState.ACTIVE if kept else SlotState.JOINING)
@@ -379,7 +337,7 @@ class RingReader(_Party):
 
     def leave(self) -> None:
         self._attached = False
-        if not self._mutex.take(CLOSING):
+        if not self.mutex.take(CLOSING):
             # The writer sees that the reader is gone by the lock that goes with its mapping.
             logger.warning("a reader leaves, but the queue's lock is held: the writer is not told")
             return
@@ -387,7 +345,7 @@ class RingReader(_Party):
             self._set_slot_state(self._slot, SlotState.LEFT)
             woken = self._space.make_even()
         finally:
-            self._mutex.give()
+            self.mutex.give()
         if woken:
             self._wake(self._space)
 
@@ -396,7 +354,7 @@ class RingReader(_Party):
         try:
             if not self._wait(self._ready, sleep):
                 return None
-            with self._mutex:
+            with self.mutex:
                 record = self._layout.record(self.index)
                 seq = self._get(_U64, record + SEQ)
                 length = self._get(_U64, record + LENGTH)
@@ -423,7 +381,7 @@ class RingReader(_Party):
             self._give_turn()
 
     def ready(self) -> bool:
-        with self._mutex:
+        with self.mutex:
             return self._ready()
 
     def wait_state(self, bits: int, sleep: float) -> bool:
@@ -435,28 +393,28 @@ class RingReader(_Party):
 
     @property
     def active(self) -> bool:
-        with self._mutex:
+        with self.mutex:
             return self._slot_state(self._slot) == SlotState.ACTIVE
 
     @property
     def evicted(self) -> bool:
         # Who was taken for dead has its place made free, or another's: it must learn that too.
         kept = _MINE if self._started else _MINE_YET
-        with self._mutex:
+        with self.mutex:
             return self._attached and self._slot_state(self._slot) not in kept
 
     @property
     def behind(self) -> int:
-        with self._mutex:
+        with self.mutex:
             return max(0, self._get(_U64, NEXT_SEQ) - self.seq)
 
     @property
     def state(self) -> int:
-        with self._mutex:
+        with self.mutex:
             return self._get(_U32, STATE)
 
     def _release(self) -> None:
-        with self._mutex:
+        with self.mutex:
             self._memory[self._layout.flags(self.index) + 1 + self._slot] = 1
             self.seq += 1
             self.index = self.seq % self._layout.max_chunks

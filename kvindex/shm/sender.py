@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -17,11 +17,11 @@ from kvindex.errors import (
 from kvindex.shm.codec import Buffer
 from kvindex.shm.layout import CLOSED, READY, SlotState
 from kvindex.shm.messages import LENGTH_BYTES, RAW, fragments
-from kvindex.shm.parties import ClosedParty, ParentsParty
+from kvindex.shm.parties import ClosedParty, ParentsParty, mutex_of, within
 from kvindex.shm.ring import ShmRingBuffer
 from kvindex.shm.waiting import Patience, Waiting
 
-__all__ = ["DeadReaderPolicy", "RingSender", "check_policy"]
+__all__ = ["DeadReaderPolicy", "RingSender", "check_dead", "check_policy"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,16 @@ def check_policy(policy: str) -> None:
         raise ConfigurationError(f'on_dead_reader must be "remove" or "raise", not {policy!r}')
 
 
+def check_dead(ranks: Collection[int]) -> None:
+    """Raise ReaderDiedError if there are any."""
+    if ranks:
+        raise ReaderDiedError(
+            f"the readers {sorted(ranks)} are gone with messages unread; they were removed, and "
+            "all others miss nothing: do not send again",
+            ranks=ranks,
+        )
+
+
 class RingSender:
     """Writes messages into a ring that it made.
 
@@ -42,8 +52,8 @@ class RingSender:
         reserved: places kept for readers that will come: every message waits for them.
         waiting: how to wait.
         on_dead_reader: what to do about a reader that is gone with messages unread: "remove" it and
-            go on, or "raise".
-        ranks: what ReaderDiedError calls the readers, by their places; their places by default.
+            go on, or "raise" as well, when all others have been sent the message.
+        ranks: what errors and warnings call the readers, by their places; the places by default.
 
     Thread safety: one thread at a time, but `evict`, `statistics` and `close` from any.
     """
@@ -69,9 +79,11 @@ class RingSender:
         self._spin = waiting.spin
         self._on_dead_reader = on_dead_reader
         self._ranks = ranks or range(ring.layout.n_reader)
+        self._dead: list[int] = []  # ranks that were removed, and are to be raised
         self._counters: Counter[str] = Counter()
         self._closed = False
         self._party = ring.writer()
+        self._mutex = mutex_of(self._party)
         ring.segment.on_fork = self._disown
         for slot in reserved:
             self._party.reserve(slot)
@@ -93,43 +105,59 @@ class RingSender:
             timeout: longest wait for room in seconds.
 
         Raises:
-            QueueTimeoutError: there was no room in time; no reader will see the message.
-            ReaderDiedError: as `on_dead_reader` says.
+            QueueTimeoutError: there was no room in time, or the ring's lock was not to be had; no
+                reader will see the message.
+            ReaderDiedError: readers were found dead, and `on_dead_reader` is "raise"; the message
+                was sent to all others.
             ClosedError: the queue is closed.
         """
         if self._closed:
             self._check_open()
-        self._party.admit()
-        if size <= self._chunk_bytes:
-            self._put(kind, body, timeout)
-            return
-        parts = [body] if isinstance(body, bytes | bytearray | memoryview) else body
-        patience = Patience(self._waiting, timeout)
-        for piece_kind, piece in fragments(kind, parts, size, self._chunk_bytes):
-            self._put(piece_kind, piece, timeout, patience)
-            self._counters["fragments"] += 1
+        if self._mutex is None or timeout is None:
+            self._send(kind, body, size, timeout)
+        else:
+            with self._mutex.within(timeout):
+                self._send(kind, body, size, timeout)
+        if self._dead:
+            check_dead(self.take_dead())
 
-    def wait_room(self, timeout: float | None) -> None:
-        """Return once the next chunk can be written; raises as `send`."""
+    @contextmanager
+    def begun(
+        self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
+    ) -> Iterator[None]:
+        """Publish a message but for its end when the `with` begins, the end when it ends well.
+
+        There is room for the end when the `with` begins. If that ends by an exception, no reader
+        will see the message.
+
+        Raises: as `send`, but leaves the dead to `take_dead`.
+        """
         self._check_open()
-        self._party.admit()
-        if self._party.wait(0.0, 0.0):
-            return
-        patience = Patience(self._waiting, timeout)
-        spin = self._spin if timeout is None else min(self._spin, timeout)
-        while not self._party.wait(spin, patience.slice()):
-            self._look_around(patience, timeout)
+        with within(self._mutex, timeout):
+            patience = Patience(self._waiting, timeout)
+            self._party.admit()
+            if size > self._chunk_bytes:
+                kind, body = self._put_beginning(kind, body, size, timeout, patience)
+            self._wait_room(timeout, patience)
+        yield
+        with within(self._mutex, timeout):
+            self._put(kind, body, timeout)
+            self._counters["fragments"] += size > self._chunk_bytes
 
     @contextmanager
     def chunk(self, length: int, timeout: float | None) -> Iterator[memoryview]:
         """Give the next chunk's first `length` bytes to write; published when the `with` ends well.
 
-        Raises: as `send`.
+        Raises: as `send`, but leaves the dead to `take_dead`.
         """
-        self.wait_room(timeout)
+        self._check_open()
+        with within(self._mutex, timeout):
+            self._party.admit()
+            self._wait_room(timeout, Patience(self._waiting, timeout))
         with self.ring.get_data(self._party.index) as data, data[:length] as view:
             yield view
-            self._party.publish(RAW, length)
+            with within(self._mutex, timeout):
+                self._party.publish(RAW, length)
 
     def wait_attached(self, patience: Patience, timeout: float | None) -> None:
         """Return once every reserved place has its reader.
@@ -138,16 +166,17 @@ class RingSender:
             QueueTimeoutError: some did not come in time.
         """
         self._check_open()
-        while not self._party.wait_attached(patience.slice()):
-            self._check_open()
-            missing = self._slots(SlotState.RESERVED)
-            if missing and patience.exhausted:
-                raise QueueTimeoutError(
-                    f"readers at places {missing} did not attach in {timeout:g} s",
-                    timeout=timeout or 0.0,
-                )
-            patience.warn(f"readers at places {missing} to attach")
-        self._party.admit()
+        with within(self._mutex, timeout):
+            while not self._party.wait_attached(patience.slice()):
+                self._check_open()
+                missing = self._named(self._slots(SlotState.RESERVED))
+                if missing and patience.exhausted:
+                    raise QueueTimeoutError(
+                        f"the readers {missing} did not attach in {timeout:g} s",
+                        timeout=timeout or 0.0,
+                    )
+                patience.warn(f"the readers {missing} to attach")
+            self._party.admit()
 
     def admit(self) -> int:
         """Let joiners in, from the next message on; return how many."""
@@ -178,6 +207,11 @@ class RingSender:
         """Take off every reader that is gone; return their places. A system call for each."""
         return self._remove(self._slots(SlotState.ACTIVE))
 
+    def take_dead(self) -> Collection[int]:
+        """Return the ranks of the dead that are to be raised, each of them once."""
+        dead, self._dead = self._dead, []
+        return dead
+
     def statistics(self) -> dict[str, int]:
         """Return how many chunks were published, waits were slept, and readers removed."""
         return {
@@ -190,7 +224,7 @@ class RingSender:
 
     def close(self) -> None:
         """Say that nothing more will come, and close the ring. Idempotent."""
-        if self._closed:
+        if self._closed or self.ring.segment.inherited:  # in a forked child it is the parent's
             return
         self._closed = True
         self.ring.segment.on_fork = None
@@ -200,6 +234,45 @@ class RingSender:
             party.interrupt()
             del party  # and with it the memory, unless a thread is still inside
         self.ring.close()
+
+    def _send(
+        self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
+    ) -> None:
+        self._party.admit()
+        if size <= self._chunk_bytes:
+            if not self._party.write(kind, body, 0.0, 0.0):
+                self._put(kind, body, timeout)
+            return
+        patience = Patience(self._waiting, timeout)
+        end = self._put_beginning(kind, body, size, timeout, patience)
+        self._put(*end, timeout, patience)
+        self._counters["fragments"] += 1
+
+    def _put_beginning(
+        self,
+        kind: int,
+        body: Buffer | Sequence[Buffer],
+        size: int,
+        timeout: float | None,
+        patience: Patience,
+    ) -> tuple[int, Sequence[Buffer]]:
+        """Publish a long message's fragments but for the last, which is returned."""
+        parts = [body] if isinstance(body, bytes | bytearray | memoryview) else body
+        pieces = fragments(kind, parts, size, self._chunk_bytes)
+        piece = next(pieces)
+        for following in pieces:
+            self._put(*piece, timeout, patience)
+            self._counters["fragments"] += 1
+            piece = following
+        return piece
+
+    def _wait_room(self, timeout: float | None, patience: Patience) -> None:
+        """Return once the next chunk can be written; it stays so."""
+        if self._party.wait(0.0, 0.0):
+            return
+        spin = self._spin if timeout is None else min(self._spin, timeout)
+        while not self._party.wait(spin, patience.slice()):
+            self._look_around(patience, timeout)
 
     def _put(
         self,
@@ -220,33 +293,38 @@ class RingSender:
         self._check_open()
         awaited = self._party.awaited()
         dead = self._remove(awaited)
-        awaited = [slot for slot in awaited if slot not in dead]
-        if dead and self._on_dead_reader == "raise":
-            ranks = [self._ranks[slot] for slot in dead]
-            raise ReaderDiedError(
-                f"the readers {ranks} are gone with messages unread; they were removed",
-                ranks=ranks,
-            )
+        awaited = self._named(slot for slot in awaited if slot not in dead)
+        if self._on_dead_reader == "raise":
+            self._dead += self._named(dead)
         if awaited and patience.exhausted:
             raise QueueTimeoutError(
-                f"no room in the ring for {timeout:g} s: the readers at places {awaited} are "
+                f"no room in the ring for {timeout:g} s: the readers {awaited} are "
                 f"{self.ring.layout.max_chunks} chunks behind",
                 timeout=timeout or 0.0,
             )
-        patience.warn(f"the readers at places {awaited} to read")
+        patience.warn(f"the readers {awaited} to read")
 
     def _remove(self, slots: Sequence[int]) -> list[int]:
-        dead = [
-            slot
-            for slot in slots
-            if self._party.slot_state(slot) == SlotState.ACTIVE
-            and not self.ring.reader_lives(slot)
-            and self._party.remove(slot, False)
-        ]
+        dead: list[int] = []
+        for slot in slots:
+            try:
+                if (
+                    self._party.slot_state(slot) == SlotState.ACTIVE
+                    and not self.ring.reader_lives(slot)
+                    and self._party.remove(slot, False)
+                ):
+                    dead.append(slot)
+            except QueueTimeoutError:  # the ring's lock was not to be had: the others come later
+                if not dead:
+                    raise
+                break
         if dead:
             self._counters["readers_removed"] += len(dead)
-            logger.warning("the readers at places %s are gone; they were removed", dead)
+            logger.warning("the readers %s are gone; they were removed", self._named(dead))
         return dead
+
+    def _named(self, slots: Iterable[int]) -> list[int]:
+        return [self._ranks[slot] for slot in slots]
 
     def _slots(self, *states: SlotState) -> list[int]:
         places = range(self.ring.layout.n_reader)
@@ -258,4 +336,4 @@ class RingSender:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the queue is closed")
+            raise ClosedError("this end of the queue is closed")

@@ -7,9 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvindex.errors import ClosedError, WaitCancelledError
+from kvindex.errors import ClosedError, InUseError, WaitCancelledError
 
-__all__ = ["Turn"]
+__all__ = ["IN_USE", "Turn"]
+
+IN_USE = (
+    "this end of the queue is in use, by another thread or by a call that this one interrupts: "
+    "one at a time"
+)
+"""What InUseError says."""
 
 
 class Turn:
@@ -29,15 +35,16 @@ class Turn:
         """Give what ends a wait: set with `cancel`, and when another thread closes.
 
         Raises:
-            RuntimeError: another thread has its turn.
+            InUseError: another thread has its turn.
             ClosedError: the end was closed, or is a parent process's.
         """
         if os.getpid() != self._pid:
             raise ClosedError(
-                "this end of the queue belongs to the parent process; attach one by its handle"
+                "this end of the queue belongs to the parent process; attach one by the queue's "
+                "handle"
             )
         if not self._taken.acquire(blocking=False):
-            raise RuntimeError("this end of the queue is in use by another thread: one at a time")
+            raise InUseError(IN_USE)
         try:
             self._check_open()
             yield self._closing if cancel is None else _Either(self._closing, cancel)

@@ -56,6 +56,7 @@ class Patience:
     def __init__(self, waiting: Waiting, timeout: float | None, *, quiet: bool = False) -> None:
         if timeout is not None and timeout != timeout:
             raise ConfigurationError("timeout must be seconds or None, not NaN")
+        self.timeout = timeout or 0.0  # for an error
         self._look = waiting.look
         self._warn_after = waiting.warn_after
         self._started = time.monotonic()
@@ -82,4 +83,9 @@ class Patience:
         now = time.monotonic()
         if now >= self._warn_at:
             self._warn_at = now + self._warn_after
-            logger.warning("waiting for %s for %.0f s", awaited, now - self._started)
+            logger.warning("waiting for %s for %s", awaited, _seconds(now - self._started))
+
+
+def _seconds(waited: float) -> str:
+    """Return a time for people; a short one, too, is never 0."""
+    return f"{waited:.0f} s" if waited >= 10 else f"{waited:.2g} s"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from kvindex.errors import ConfigurationError, ReaderDiedError
 from kvindex.shm.codec import Buffer
 from kvindex.shm.messages import BUFFERS, RAW
 from kvindex.shm.remote.sender import RemoteSender
-from kvindex.shm.sender import DeadReaderPolicy, RingSender
+from kvindex.shm.sender import DeadReaderPolicy, RingSender, check_dead
 from kvindex.shm.turn import Turn
 from kvindex.shm.waiting import Patience, Waiting
 
@@ -34,11 +33,11 @@ class LocalWritingEnd:
         self.ranks = ranks
         self._waiting = waiting
 
-    def chunk(
-        self, length: int | None, timeout: float | None
-    ) -> AbstractContextManager[memoryview]:
-        most = self.sender.ring.layout.max_chunk_bytes
-        return self.sender.chunk(_checked(most if length is None else length, most), timeout)
+    @contextmanager
+    def chunk(self, length: int, timeout: float | None) -> Iterator[memoryview]:
+        with self.sender.chunk(length, timeout) as view:
+            yield view
+        check_dead(self.sender.take_dead())
 
     def wait_ready(self, timeout: float | None) -> None:
         self.sender.wait_attached(Patience(self._waiting, timeout), timeout)
@@ -61,7 +60,6 @@ class RemoteWritingEnd:
         sender: reaches them; the end closes it.
         waiting: how to wait.
         on_dead_reader: what to do about readers that are gone, as for `MessageQueue`.
-        max_message_bytes: longest message, in bytes.
 
     Attributes:
         address: where readers connect.
@@ -73,14 +71,13 @@ class RemoteWritingEnd:
         sender: RemoteSender,
         waiting: Waiting,
         on_dead_reader: DeadReaderPolicy,
-        max_message_bytes: int,
     ) -> None:
         self._remote = sender
         self._waiting = waiting
         self.address = sender.address
         self.token = sender.token
         self._on_dead_reader = on_dead_reader
-        self._max_message_bytes = max_message_bytes
+        self._dead: set[int] = set()  # ranks that were removed, and are to be raised
         self._turn = Turn()
 
     @property
@@ -90,29 +87,33 @@ class RemoteWritingEnd:
     def send(
         self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
     ) -> None:
-        self.note_dead(self.pass_on(kind, body, timeout))
+        self.pass_on(kind, body, timeout)
+        check_dead(self.take_dead())
 
-    def pass_on(
-        self, kind: int, body: Buffer | Sequence[Buffer], timeout: float | None
-    ) -> Collection[int]:
-        """Send a message; return the ranks that were found dead, for `note_dead`."""
+    def pass_on(self, kind: int, body: Buffer | Sequence[Buffer], timeout: float | None) -> None:
+        """Send a message, and leave the dead to `take_dead`."""
         # A body with buffers begins with their lengths, which frames have by themselves.
         parts = body[1:] if kind == BUFFERS else [body]
         with self._turn.taken() as closing:
-            return self._remote.send([bytes([kind]), *parts], timeout, closing)
+            self._note(self._remote.send([bytes([kind]), *parts], timeout, closing))
 
     @contextmanager
-    def chunk(self, length: int | None, timeout: float | None) -> Iterator[memoryview]:
-        memory = bytearray(_checked(length, self._max_message_bytes))
+    def chunk(self, length: int, timeout: float | None) -> Iterator[memoryview]:
+        with self._turn.taken():
+            memory = bytearray(length)
         yield memoryview(memory)
-        self.send(RAW, memory, len(memory), timeout)
+        self.send(RAW, memory, length, timeout)
 
     def wait_ready(self, timeout: float | None) -> None:
+        self.wait_joined(timeout)
+        check_dead(self.take_dead())
+
+    def wait_joined(self, timeout: float | None) -> None:
+        """Wait until all are here and tell them, and leave the dead to `take_dead`."""
         patience = Patience(self._waiting, timeout)
         with self._turn.taken() as closing:
-            dead = self._remote.wait_connected(patience.remaining(), closing)
+            self._note(self._remote.wait_connected(patience.remaining(), closing))
             self._remote.send_ready()
-        self.note_dead(dead)
 
     def evict(self, rank: int) -> bool:
         with self._turn.taken():
@@ -124,22 +125,25 @@ class RemoteWritingEnd:
     def close(self) -> None:
         self._turn.end(self._remote.close)
 
-    def note_dead(self, dead: Collection[int]) -> None:
-        """Log or raise that these ranks were removed, as `on_dead_reader` says."""
+    def take_dead(self) -> Collection[int]:
+        """Return the ranks of the dead that are to be raised, each of them once."""
+        dead, self._dead = self._dead, set()
+        return dead
+
+    def _note(self, dead: Collection[int]) -> None:
         if not dead:
             return
-        if self._on_dead_reader == "raise":
-            raise ReaderDiedError(
-                f"the remote readers {sorted(dead)} are gone; they were removed", ranks=dead
-            )
         logger.warning("the remote readers %s are gone; they were removed", sorted(dead))
+        if self._on_dead_reader == "raise":
+            self._dead.update(dead)
 
 
 class SplitWritingEnd:
     """The `WritingEnd` of a queue with readers here and elsewhere: all of them get a message.
 
-    It is sent when both sides have room. What the remote side tells of its dead comes last, so
-    that an error about them keeps the message from nobody.
+    The local ones see a message when its end is there, which is published when the remote ones
+    were sent all of it: so it is sent when both sides have room, and to nobody before. The dead of
+    both are raised together, and last: that keeps the message from nobody.
     """
 
     def __init__(self, local: LocalWritingEnd, remote: RemoteWritingEnd, waiting: Waiting) -> None:
@@ -155,24 +159,24 @@ class SplitWritingEnd:
         self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
     ) -> None:
         patience = Patience(self._waiting, timeout)
-        self._local.sender.wait_room(timeout)
-        dead = self._remote.pass_on(kind, body, patience.remaining())
-        self._local.sender.send(kind, body, size, timeout)
-        self._remote.note_dead(dead)
+        with self._local.sender.begun(kind, body, size, timeout):
+            self._remote.pass_on(kind, body, patience.remaining())
+        self._check_dead()
 
     @contextmanager
-    def chunk(self, length: int | None, timeout: float | None) -> Iterator[memoryview]:
+    def chunk(self, length: int, timeout: float | None) -> Iterator[memoryview]:
         patience = Patience(self._waiting, timeout)
-        with self._local.chunk(length, timeout) as view:
+        with self._local.sender.chunk(length, timeout) as view:
             yield view
-            dead = self._remote.pass_on(RAW, view, patience.remaining())
-        self._remote.note_dead(dead)
+            self._remote.pass_on(RAW, view, patience.remaining())
+        self._check_dead()
 
     def wait_ready(self, timeout: float | None) -> None:
         patience = Patience(self._waiting, timeout)
         self._local.sender.wait_attached(patience, timeout)
-        self._remote.wait_ready(patience.remaining())
+        self._remote.wait_joined(patience.remaining())
         self._local.sender.mark_ready()
+        self._check_dead()
 
     def evict(self, rank: int) -> bool:
         return (self._local if rank in self._local.ranks else self._remote).evict(rank)
@@ -184,8 +188,5 @@ class SplitWritingEnd:
         self._local.close()
         self._remote.close()
 
-
-def _checked(length: int | None, most: int) -> int:
-    if length is None or not 0 <= length <= most:
-        raise ConfigurationError(f"length must be 0 to {most} bytes, not {length!r}")
-    return length
+    def _check_dead(self) -> None:
+        check_dead([*self._local.sender.take_dead(), *self._remote.take_dead()])

@@ -55,7 +55,8 @@ sender.wait_connected(20.0)
 for number in range(int(sys.argv[1])):
     sender.send([b"%d" % number], 20.0)
 print("sent", flush=True)
-sys.stdin.read()
+for _ in sys.stdin:
+    sender.serve()
 """
 
 
@@ -97,8 +98,11 @@ class Queue:
 
     def stranger(self, sender: RemoteSender) -> zmq.Socket[bytes]:
         """A bare socket that is connected to the sender."""
+        return self.stranger_at(sender.address)
+
+    def stranger_at(self, address: str) -> zmq.Socket[bytes]:
         stranger = self._socket(zmq.DEALER)
-        stranger.connect(sender.address)
+        stranger.connect(address)
         return stranger
 
     def impostor(self) -> Impostor:
@@ -137,6 +141,11 @@ class Process:
     def line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -206,8 +215,13 @@ class Impostor:
         self._identity, said = self._socket.recv_multipart()
         parse_reader(said)
 
-    def welcome(self, next_seq: int = 0) -> None:
-        self.say(welcome(next_seq, 16, 1000, ready=True))
+    def welcome(self, next_seq: int = 0, *, ready: bool = True) -> None:
+        self.say(welcome(next_seq, 16, 1000, ready=ready))
+
+    def hear(self) -> bytes:
+        """Return what the reader says next."""
+        assert self._socket.poll(MILLISECONDS)
+        return self._socket.recv_multipart()[1]
 
     def say(self, *parts: bytes) -> None:
         self._socket.send_multipart([self._identity, *parts])

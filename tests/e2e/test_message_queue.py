@@ -290,8 +290,23 @@ def test_a_message_whose_writing_fails_is_not_sent(party: Party) -> None:
     assert writer.statistics()["messages"] == 1
 
 
-@pytest.mark.parametrize("length", [-1, 10**9])
-def test_a_length_that_no_message_can_have_is_refused(party: Party, length: int) -> None:
+@pytest.mark.parametrize(("most", "given"), [(10_000, CHUNK), (CHUNK, CHUNK), (10, 10), (1, 1)])
+def test_as_much_memory_is_given_as_a_chunk_and_a_message_may_have(
+    party: Party, most: int, given: int
+) -> None:
+    writer, (reader,) = party.ready(max_message_bytes=most)
+    reader.start("read_raw", 1)
+    with writer.acquire_write(DEADLINE) as view:
+        assert len(view) == given
+        view[:] = b"w" * given
+    assert reader.result() == [b"w" * given]
+    with pytest.raises(ConfigurationError, match=f"0 to {given} bytes"):
+        with writer.acquire_write(DEADLINE, length=given + 1):
+            raise AssertionError("refused only when all is written")
+
+
+@pytest.mark.parametrize("length", [-1, 10**9, 1.0, "1"])
+def test_a_length_that_no_message_can_have_is_refused(party: Party, length: Any) -> None:
     writer, _ = party.ready(max_message_bytes=10_000)
     with pytest.raises(ConfigurationError, match="length"):
         with writer.acquire_write(length=length):
@@ -515,6 +530,7 @@ def test_handles_travel_as_bytes_and_by_pickle(party: Party) -> None:
     writer = party.writer(1)
     handle = writer.export_handle()
     assert Handle.from_bytes(handle.to_bytes()) == handle
+    assert {handle: 1}[Handle.from_bytes(handle.to_bytes())] == 1
     assert pickle.loads(pickle.dumps(handle)) == handle
     for secret in (handle.remote_token, handle.buffer_handle and handle.buffer_handle[3]):
         assert secret is None or str(secret) not in repr(handle)
@@ -589,6 +605,30 @@ def test_a_message_for_which_one_reader_has_no_room_reaches_none(
     writer.enqueue("after", DEADLINE)
     for reader in readers:
         assert reader.call("take", 1) == ["after"]
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_long_message_for_which_one_reader_has_room_for_the_beginning_only_reaches_none(
+    mixed: Callable[..., tuple[MessageQueue, list[Peer]]], slow: int
+) -> None:
+    writer, readers = mixed()
+    filled = WINDOW - (slow == 1)  # of a remote reader's room a message takes one, however long
+    for number in range(filled):
+        writer.enqueue(number, DEADLINE)
+    for rank, reader in enumerate(readers):
+        if rank != slow:
+            assert reader.call("take", filled) == list(range(filled))
+    for size in (2 * CHUNK, 10 * CHUNK):
+        with pytest.raises(QueueTimeoutError):
+            writer.enqueue(b"x" * size, timeout=0.05)
+    assert readers[slow].call("take", filled) == list(range(filled))
+    for reader in readers:
+        reader.start("take", 2)
+    for message in (b"y" * 10 * CHUNK, "after"):
+        writer.enqueue(message, DEADLINE)
+    for reader in readers:
+        assert reader.result() == [b"y" * 10 * CHUNK, "after"]
+    assert writer.statistics()["messages"] == filled + 2
 
 
 def test_all_kinds_of_readers_are_told_of_the_end(

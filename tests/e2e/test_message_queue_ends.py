@@ -23,13 +23,23 @@ from kvindex import BACKEND
 from kvindex.errors import (
     ClosedError,
     ConfigurationError,
+    InUseError,
     KVIndexError,
     QueueClosedError,
     QueueTimeoutError,
+    ReaderEvictedError,
     SegmentError,
     WaitCancelledError,
 )
-from kvindex.shm import CurveReader, CurveServer, Handle, MessageQueue, ShmRingBuffer, Waiting
+from kvindex.shm import (
+    CurveReader,
+    CurveServer,
+    Handle,
+    MessageQueue,
+    MsgpackCodec,
+    ShmRingBuffer,
+    Waiting,
+)
 from kvindex.shm.remote import RemoteSender
 from tests.e2e.queue_peers import DEADLINE, is_left
 from tests.ring_rules import by_pythons_rule, follow_way
@@ -163,6 +173,37 @@ def test_a_cancel_that_is_set_does_not_hide_a_message_that_is_there(pair: Pair) 
             pass
 
 
+def test_what_ends_a_wait_and_is_known_is_told_before_any_sleep(pair: Pair) -> None:
+    writer, reader = pair(waiting=Waiting(look=10.0))
+    cancel = threading.Event()
+    cancel.set()
+    writer.enqueue("last")
+    assert reader.dequeue(DEADLINE) == "last"
+    since = time.monotonic()
+    with pytest.raises(WaitCancelledError):
+        reader.dequeue(cancel=cancel)
+    with pytest.raises(WaitCancelledError):
+        reader.dequeue(DEADLINE, cancel)
+    writer.close()
+    for timeout in (None, DEADLINE):
+        with pytest.raises(QueueClosedError):
+            reader.dequeue(timeout)
+        with pytest.raises(QueueClosedError):
+            with reader.acquire_read(timeout):
+                pass
+    assert time.monotonic() - since < 5.0
+
+
+def test_a_reader_that_was_taken_off_is_told_before_any_sleep(pair: Pair) -> None:
+    writer, reader = pair(waiting=Waiting(look=10.0))
+    assert writer.remove_reader(0)
+    since = time.monotonic()
+    for timeout in (None, DEADLINE):
+        with pytest.raises(ReaderEvictedError):
+            reader.dequeue(timeout)
+    assert time.monotonic() - since < 5.0
+
+
 def test_a_reader_that_waits_is_told_when_another_thread_closes_its_end(pair: Pair) -> None:
     _, reader = pair(waiting=Waiting(look=0.05))
     cancel = Noticed()
@@ -229,9 +270,9 @@ def test_a_second_thread_is_refused_while_the_first_uses_an_end(pair: Pair) -> N
         until(lambda: sleeps(reader) > 0)
     else:
         assert cancel.looked.wait(DEADLINE)
-    with pytest.raises(RuntimeError, match="another thread"):
+    with pytest.raises(InUseError, match="another thread"):
         reader.dequeue(timeout=0.0)
-    with pytest.raises(RuntimeError, match="another thread"):
+    with pytest.raises(InUseError, match="another thread"):
         with reader.acquire_read(timeout=0.0):
             pass
     writer.enqueue("for the first")
@@ -247,7 +288,7 @@ def test_a_second_thread_is_refused_while_the_first_waits_for_room(pair: Pair) -
         until(lambda: sleeps(writer) > 0)
     else:
         until(lambda: writer.statistics()["remote"]["waits"] > 1)
-    with pytest.raises(RuntimeError, match="another thread"):
+    with pytest.raises(InUseError, match="another thread"):
         writer.enqueue("second", timeout=0.0)
     got = [reader.dequeue(DEADLINE) for _ in range(5)]
     assert got == [0, 1, 2, 3, "more"]
@@ -270,7 +311,7 @@ def test_long_waits_are_warned_of_unless_they_are_expected(
             fill(writer)
             with pytest.raises(QueueTimeoutError):
                 writer.enqueue("no room", timeout=0.06)
-            assert any("readers at places [0]" in text for text in caplog.messages)
+            assert any("the readers [0]" in text for text in caplog.messages)
 
 
 # Reading in place ----------------------------------------------------------------------------
@@ -325,9 +366,17 @@ def test_only_the_maker_writes() -> None:
 @pytest.mark.parametrize(
     ("args", "knobs"),
     [
-        ((0, 0), {}),
+        ((-1, 0), {}),
+        ((0, 1), {}),
+        ((0, 0, [0]), {}),
         ((1, 2), {}),
         ((2, -1), {}),
+        (("1", 1), {}),
+        ((1.0, 1.0), {}),
+        ((True, True), {}),
+        ((None, None), {}),
+        ((1, 1, 0), {}),
+        ((2, 2, ["a", "b"]), {}),
         ((2, 2, [0]), {}),
         ((2, 2, [1, 1]), {}),
         ((1, 1, None, 0), {}),
@@ -335,8 +384,20 @@ def test_only_the_maker_writes() -> None:
         ((1, 1, None, 64, 0), {}),
         ((1, 1), {"codec": "json"}),
         ((1, 1), {"codec": object()}),
+        ((1, 1), {"codec": MsgpackCodec}),
+        ((1, 1), {"codec": None}),
+        ((1, 1), {"waiting": 0.5}),
+        ((1, 1), {"waiting": Waiting}),
+        ((0, 0), {"max_message_bytes": 0}),
+        ((0, 0), {"on_dead_reader": "ignore"}),
+        ((1, 0, None, 1.5, 2, "127.0.0.1"), {}),
+        ((1, 0, None, 64, 0, "127.0.0.1"), {}),
+        ((1, 0, None, 64, 2, 5), {}),
+        ((1, 0, None, 64, 2, "127.0.0.1"), {"curve": "key"}),
+        ((1, 0, None, 64, 2, "127.0.0.1"), {"remote_window": "4"}),
         ((1, 1), {"on_dead_reader": "ignore"}),
         ((1, 1), {"max_message_bytes": 0}),
+        ((1, 1), {"max_message_bytes": "1"}),
         ((1, 0, None, 64, 2, "0.0.0.0"), {}),
         ((1, 0, None, 64, 2, "::"), {}),
         ((1, 0, None, 64, 2, "*"), {}),
@@ -348,6 +409,27 @@ def test_only_the_maker_writes() -> None:
 def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         MessageQueue(*args, **knobs).close()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"handle": None}, "handle must be the Handle .* not a NoneType"),
+        ({"handle": b"bytes"}, "handle must be the Handle .* not a bytes"),
+        ({"handle": (1, 64, 2, "name")}, "handle must be the Handle .* not a tuple"),
+        ({"rank": "0"}, "rank must be an int, not '0'"),
+        ({"rank": 0.0}, "rank must be an int, not 0.0"),
+        ({"rank": True}, "rank must be an int, not True"),
+        ({"codec": MsgpackCodec}, r"pass MsgpackCodec\(\)"),
+        ({"waiting": 0.5}, "waiting must be a Waiting.* not 0.5"),
+        ({"curve": CurveServer.generate()}, "curve must be a CurveReader"),
+    ],
+)
+def test_a_reader_is_told_at_once_what_it_gave_wrongly(given: dict[str, Any], said: str) -> None:
+    with MessageQueue(1, 1) as writer:
+        arguments: dict[str, Any] = {"handle": writer.export_handle(), "rank": 0} | given
+        with pytest.raises(ConfigurationError, match=said):
+            MessageQueue.create_from_handle(**arguments)
 
 
 def test_a_reader_attaches_to_nothing_when_the_queue_is_closed() -> None:
@@ -537,19 +619,19 @@ writer.enqueue("before")
 told, tell = os.pipe()
 if os.fork() == 0:
     refused = 0
-    for use in (
+    for use in [
         lambda: writer.enqueue("from the child", timeout=0.0),
         lambda: reader.dequeue(timeout=0.0),
         lambda: writer.wait_until_ready(0.0),
         lambda: reader.wait_until_ready(0.0),
         lambda: writer.acquire_write().__enter__(),
         lambda: reader.acquire_read().__enter__(),
-    ):
+        lambda: (writer.close(), reader.close()),
+    ] * 2:
         try:
             use()
-        except ClosedError:
-            refused += 1
-    writer.close(), reader.close()
+        except ClosedError as error:
+            refused += "belongs to the parent process; attach one by the queue" in str(error)
     os.write(tell, bytes([refused]))
     sys.exit(0)  # with all that runs at an interpreter's end
 print("refused", os.read(told, 1)[0], flush=True)
@@ -592,7 +674,7 @@ def test_a_forked_child_has_no_part_in_its_parents_queue(backend: str) -> None:
         text=True,
         timeout=DEADLINE,
     )
-    assert done.stdout == "refused 6\nstill there True before\ntold of the death\n"
+    assert done.stdout == "refused 12\nstill there True before\ntold of the death\n"
     assert done.stderr == ""
 
 

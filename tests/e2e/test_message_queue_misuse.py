@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.errors import ConfigurationError, QueueTimeoutError, ReaderEvictedError
-from kvindex.shm import MessageQueue
+from kvindex.errors import (
+    ClosedError,
+    ConfigurationError,
+    InUseError,
+    KVIndexError,
+    QueueTimeoutError,
+    ReaderEvictedError,
+)
+from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
 
 
 def pair(**options: int) -> tuple[MessageQueue, MessageQueue]:
@@ -20,7 +27,7 @@ def test_a_message_begun_in_place_is_not_overtaken_by_another_call() -> None:
     with writer, reader:
         with writer.acquire_write(length=5) as view:
             view[:] = b"hello"
-            with pytest.raises(RuntimeError, match="one at a time"):
+            with pytest.raises(InUseError, match="one at a time"):
                 writer.enqueue(b"other")
         writer.enqueue(b"after")
         assert [reader.dequeue(1.0), reader.dequeue(1.0)] == [b"hello", b"after"]
@@ -32,7 +39,7 @@ def test_a_message_read_in_place_is_not_given_out_twice() -> None:
         for body in (b"m1", b"m2"):
             writer.enqueue(body)
         with reader.acquire_read(1.0) as view:
-            with pytest.raises(RuntimeError, match="one at a time"):
+            with pytest.raises(InUseError, match="one at a time"):
                 reader.dequeue(1.0)
             assert bytes(view) == b"m1"
         assert reader.dequeue(1.0) == b"m2"
@@ -91,3 +98,69 @@ def test_nonsense_is_refused_at_the_call() -> None:
             reader.remove_reader(0)
     with pytest.raises(ConfigurationError, match="on_dead_reader"):
         MessageQueue(1, 0, on_dead_reader="perhaps")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("message", [b"bytes", object()])
+def test_a_reader_that_writes_is_told_that_it_reads_whatever_it_writes(message: object) -> None:
+    writer, reader = pair()
+    with writer, reader:
+        with pytest.raises(ConfigurationError, match="this end reads"):
+            reader.enqueue(message)
+
+
+def test_what_is_no_event_does_not_cancel_and_takes_no_message() -> None:
+    writer, reader = pair()
+    with writer, reader:
+        writer.enqueue("kept")
+        for cancel in (5, True, "now"):
+            with pytest.raises(ConfigurationError, match="cancel must be a threading"):
+                reader.dequeue(1.0, cancel)  # type: ignore[arg-type]
+            with pytest.raises(ConfigurationError, match="cancel must be a threading"):
+                with reader.acquire_read(1.0, cancel):  # type: ignore[arg-type]
+                    pass
+        assert reader.dequeue(1.0) == "kept"
+
+
+@pytest.mark.parametrize("data", [None, "text", 5, ["list"]])
+def test_what_is_not_bytes_is_no_handle(data: object) -> None:
+    with pytest.raises(ConfigurationError, match="data must be the bytes"):
+        Handle.from_bytes(data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [123, b"name", 1.5])
+def test_what_is_no_name_names_no_ring(name: object) -> None:
+    with pytest.raises(ConfigurationError, match="name must be"):
+        ShmRingBuffer(1, 10, 10, name)  # type: ignore[arg-type]
+
+
+# Nobody reads --------------------------------------------------------------------------------
+
+
+def test_a_queue_without_readers_takes_messages_and_counts_them() -> None:
+    with MessageQueue(0, 0, None, 64, 2) as writer:
+        writer.wait_until_ready(0.0)
+        for message in (b"short", b"x" * 1000, *range(10)):
+            writer.enqueue(message, timeout=0.0)
+        assert writer.broadcast_object({"a": 1}) == {"a": 1}
+        with writer.acquire_write(0.0) as view:
+            assert len(view) == 64
+            view[:] = b"w" * 64
+            with pytest.raises(InUseError):
+                writer.enqueue(1)
+        with pytest.raises(KVIndexError, match="msgpack cannot carry"):
+            writer.enqueue(object())
+        with pytest.raises(ConfigurationError, match="this end writes"):
+            writer.dequeue(0.0)
+        assert not writer.remove_reader(0)
+        assert writer.statistics() == {"messages": 14, "local": None, "remote": None}
+        handle = writer.export_handle()
+        assert Handle.from_bytes(handle.to_bytes()) == handle
+        with pytest.raises(ConfigurationError, match="none of the queue's local ranks"):
+            MessageQueue.create_from_handle(handle, 0)
+    with pytest.raises(ClosedError, match="closed"):
+        writer.enqueue(1)
+    with pytest.raises(ClosedError, match="closed"):
+        writer.wait_until_ready(0.0)
+    with pytest.raises(ClosedError, match="closed"):
+        with writer.acquire_write():
+            pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from kvindex.errors import ConfigurationError
 from kvindex.shm import MessageQueue, TcpProcessGroup
@@ -11,7 +12,7 @@ TOKEN = b"a token of at least 16 bytes"
 RANKS = 3
 
 
-def tries(single_reader: bool, codecs: list[str]) -> list[str]:
+def tries(single_reader: bool, codecs: list[str], **options: Any) -> list[str]:
     """Return what each rank's constructor raised, every rank being a thread."""
     first = TcpProcessGroup(0, RANKS, "127.0.0.1:0", token=TOKEN, timeout=20.0)
     groups = [first] + [
@@ -25,7 +26,7 @@ def tries(single_reader: bool, codecs: list[str]) -> list[str]:
                 if single_reader:
                     MessageQueue.create_from_process_group_single_reader(group, codec=codecs[rank])
                 else:
-                    MessageQueue.create_from_process_group(group, codec=codecs[rank])
+                    MessageQueue.create_from_process_group(group, codec=codecs[rank], **options)
             except ConfigurationError as error:
                 return str(error)
         return "nothing"
@@ -46,3 +47,16 @@ def test_a_writer_that_cannot_make_its_queue_ends_the_making_at_every_rank() -> 
     assert wrong.startswith("codec must be")
     assert first == third
     assert first.startswith("rank 1 could not open its end of the queue: codec must be")
+
+
+def test_an_external_handle_that_is_none_ends_the_making_at_every_rank() -> None:
+    raised = tries(False, ["msgpack"] * RANKS, external_writer_handle=("a", "tuple"))
+    wrong, *others = raised
+    assert wrong == "external_writer_handle must be a Handle or None, not a tuple"
+    assert set(others) == {f"rank 0 could not make the queue: {wrong}"}
+
+
+def test_an_option_of_the_wrong_kind_ends_the_making_at_every_rank() -> None:
+    wrong, *others = tries(False, ["msgpack"] * RANKS, max_message_bytes="1 GiB")
+    assert wrong == "max_message_bytes must be a positive int, not '1 GiB'"
+    assert set(others) == {f"rank 0 could not make the queue: {wrong}"}

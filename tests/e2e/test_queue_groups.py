@@ -49,6 +49,13 @@ def test_each_rank_in_turn_writes_to_all_others(run: Run) -> None:
             assert results == [([1, 2], 2), ([0, 2], 2), ([0, 1], 2)]
 
 
+def test_a_group_of_one_needs_no_other_code(run: Run) -> None:
+    with run(1, from_each_rank_in_turn) as ranks:
+        assert ranks.receive_all() == [[([], 0)]]
+    with run(1, partial(to_a_single_reader, 0, True, set())) as ranks:
+        assert ranks.receive_all() == [1]
+
+
 def test_ranks_need_not_wait_for_each_other(run: Run) -> None:
     with run(2, without_waiting) as ranks:
         assert ranks.receive_all() == [([1], 1)] * 2

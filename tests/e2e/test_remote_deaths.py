@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import struct
@@ -28,7 +29,7 @@ from kvindex.shm.remote.frames import (
     welcome,
 )
 from tests.e2e.publish_peers import wait_until
-from tests.e2e.remote_peers import DEADLINE, MILLISECONDS, Queue, drain
+from tests.e2e.remote_peers import DEADLINE, MILLISECONDS, Process, Queue, drain
 
 QUICK = RemoteLink(heartbeat=0.2, heartbeat_timeout=0.8, linger=0.0)
 
@@ -127,6 +128,7 @@ def test_readers_of_a_killed_writer_read_what_was_sent_and_are_told(queue: Queue
     reader = queue.reader_at(address, bytes.fromhex(token))
     reader.wait_ready(DEADLINE)
     assert process.line() == "sent"
+    _has_left_the_writer(queue, process, address)
     process.kill()
     messages: list[int] = []
     with pytest.raises(WriterDiedError, match="broke before message 200"):
@@ -134,6 +136,18 @@ def test_readers_of_a_killed_writer_read_what_was_sent_and_are_told(queue: Queue
     assert messages == list(range(200))
     with pytest.raises(WriterDiedError):  # and again
         reader.receive(None)
+
+
+def _has_left_the_writer(queue: Queue, process: Process, address: str) -> None:
+    """Wait until what a writer has sent is with the system: its ZeroMQ works in order."""
+    stranger = queue.stranger_at(address)
+    stranger.send(b"kvindexQ" + struct.pack(">H", 99))
+
+    def is_answered() -> bool:
+        process.tell("serve")
+        return bool(stranger.poll(0))
+
+    wait_until(is_answered, "the stranger is refused")
 
 
 def test_a_writer_killed_while_a_reader_waits_wakes_it(queue: Queue) -> None:
@@ -182,17 +196,45 @@ def test_a_writer_that_nobody_is_at_is_dead_at_once(queue: Queue) -> None:
             reader.receive(DEADLINE)
 
 
-def test_a_wrong_token_gets_no_answer(queue: Queue) -> None:
+def test_a_wrong_token_is_told_and_nothing_else(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
     sender, reader = queue.pair()
     stranger = queue.reader(sender, 1, token=bytes(32))
     wait_until(
         lambda: not sender.serve() and sender.statistics()["refused_wrong_token"] == 1, "refused"
     )
     sender.send([b"secret"], DEADLINE)
-    with pytest.raises(QueueTimeoutError, match="the queue's own handle"):
-        stranger.wait_ready(0.2)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"refused: .* the queue's own handle"):
+            stranger.receive(DEADLINE)
     assert reader.receive(DEADLINE) == [b"secret"]
     assert sender.connected == {0}
+    assert "wrong_token, from 127.0.0.1" in caplog.text
+
+
+def test_a_writer_that_is_in_no_call_has_accepted_nobody(queue: Queue) -> None:
+    sender = queue.sender()
+    reader = queue.reader(sender)
+    wait_until(lambda: bool(sender._watched.socket.poll(0)), "it said hello")
+    for wait in (reader.wait_ready, reader.receive):
+        with pytest.raises(QueueTimeoutError, match="connected, and not accepted yet"):
+            wait(0.2)
+
+
+def test_who_dies_with_all_read_is_no_loss(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+    sender = queue.sender(1)
+    process = queue.process(sender, 0)
+    sender.wait_connected(DEADLINE)
+    sender.send_ready()
+    assert process.line() == "ready"
+    sender.send([b"0"], DEADLINE)
+    wait_until(lambda: not sender.serve() and sender.statistics()["unread"] == 0, "it was read")
+    with caplog.at_level(logging.INFO, "kvindex.shm"):
+        process.kill()
+        wait_until(lambda: sender.serve() == {0}, "its death is noticed")
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "had read everything" in caplog.text
 
 
 def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> None:

@@ -22,6 +22,7 @@ from kvindex.errors import (
 )
 from kvindex.shm.remote import CurveReader, CurveServer, RemoteLink, RemoteReader, RemoteSender
 from kvindex.shm.remote.credits import SendWindow
+from kvindex.shm.remote.frames import acknowledgement, closed, message_header, packed_message
 from tests.e2e.publish_peers import wait_until
 from tests.e2e.remote_peers import DEADLINE, MAX_BYTES, Queue, drain
 
@@ -57,7 +58,7 @@ def test_readers_of_different_speed_get_all_in_order(queue: Queue) -> None:
         assert collector.result() == expected
         assert isinstance(collector.ended_by, QueueClosedError)
     statistics = sender.statistics()
-    assert (statistics["sent"], statistics["left"], statistics["died"]) == (10_000, 3, 0)
+    assert (statistics["sent"], statistics["unread"], statistics["died"]) == (10_000, 0, 0)
     assert not any(count for name, count in statistics.items() if name.startswith("refused"))
 
 
@@ -229,16 +230,127 @@ def test_a_reader_that_waits_to_be_ready_is_told_that_the_queue_closed(queue: Qu
 def test_closing_does_not_wait_longer_than_said(
     queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender, reader = queue.pair(link=RemoteLink(linger=0.2))
+    sender = queue.sender(2, link=RemoteLink(linger=0.2))
+    reader, quick = queue.reader(sender, 0), queue.reader(sender, 1)
     sender.send([b"unread"], DEADLINE)
+    assert quick.receive(DEADLINE) == [b"unread"]
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         sender.close()
     assert 0.19 <= time.monotonic() - began < 2.0
-    assert "remote reader 0 had not read 1 messages" in caplog.text
+    assert caplog.messages == ["closed while remote reader 0 had not read 1 messages"]
     # It had come nevertheless, and so had the writer's farewell.
     assert reader.receive(DEADLINE) == [b"unread"]
     with pytest.raises(QueueClosedError):
+        reader.receive(DEADLINE)
+
+
+def test_a_reader_that_comes_for_no_more_has_told_what_it_read(queue: Queue) -> None:
+    sender, reader = queue.pair(window=1000)
+    for number in range(3):
+        sender.send([b"%d" % number, bytes(20_000 * (number % 2))], DEADLINE)
+    for _ in range(3):
+        reader.receive(DEADLINE)
+    wait_until(lambda: not sender.serve() and sender.statistics()["unread"] == 0, "acknowledged")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 300])
+def test_closing_waits_for_nobody_who_has_read_all(
+    queue: Queue, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    sender, reader = queue.pair(window=1000, link=PATIENT)
+    for number in range(count):
+        sender.send([b"%d" % number], DEADLINE)
+    for number in range(count):
+        assert reader.receive(DEADLINE) == [b"%d" % number]
+    began = time.monotonic()
+    with caplog.at_level(logging.INFO, "kvindex.shm"):
+        sender.close()  # while the reader is in no call
+    assert time.monotonic() - began < DEADLINE / 4
+    assert not caplog.messages
+    with pytest.raises(QueueClosedError, match=f"at message {count}"):
+        reader.receive(DEADLINE)
+
+
+def test_who_reads_the_last_message_frees_a_writer_that_closes(queue: Queue) -> None:
+    sender, reader = queue.pair(link=PATIENT)
+    for number in range(3):
+        sender.send([b"%d" % number], DEADLINE)
+    closing = threading.Thread(target=sender.close)
+    closing.start()
+    # Its farewell is behind the messages here already, or comes: either must do.
+    for number in range(3):
+        assert reader.receive(DEADLINE) == [b"%d" % number]
+    closing.join(DEADLINE / 4)
+    assert not closing.is_alive()
+    with pytest.raises(QueueClosedError, match="at message 3"):
+        reader.receive(DEADLINE)
+
+
+def test_the_farewell_behind_the_last_message_keeps_nobody_waiting(queue: Queue) -> None:
+    impostor = queue.impostor()
+    reader = queue.reader_at(impostor.address)
+    impostor.meet()
+    impostor.welcome(ready=False)
+    impostor.say(packed_message(0, [b"last"]))
+    reader.wait_ready(DEADLINE)  # has the message now
+    impostor.say(closed(1))
+    wait_until(lambda: has_come(reader), "the farewell waits")
+    assert reader.receive(DEADLINE) == [b"last"]
+    assert impostor.hear() == acknowledgement(1, 4)
+    with pytest.raises(QueueClosedError):
+        reader.receive(DEADLINE)
+
+
+def test_a_message_that_was_waited_for_is_acknowledged_at_once(queue: Queue) -> None:
+    impostor = queue.impostor()
+    reader = queue.reader_at(impostor.address)
+    impostor.meet()
+    impostor.welcome()
+    sending = threading.Timer(0.1, impostor.say, [packed_message(0, [b"late"])])
+    sending.start()
+    assert reader.receive(DEADLINE) == [b"late"]
+    sending.join(DEADLINE)
+    assert impostor.hear() == acknowledgement(1, 4)
+
+
+def test_what_is_read_is_not_acknowledged_while_more_waits(queue: Queue) -> None:
+    impostor = queue.impostor()
+    reader = queue.reader_at(impostor.address)
+    impostor.meet()
+    impostor.welcome(ready=False)
+    impostor.say(packed_message(0, [b"first"]))
+    reader.wait_ready(DEADLINE)
+    impostor.say(message_header(1, 1), b"last")
+    wait_until(lambda: has_come(reader), "the other waits")
+    assert reader.receive(DEADLINE) == [b"first"]
+    assert reader.receive(DEADLINE) == [b"last"]
+    assert impostor.hear() == acknowledgement(2, 9)
+
+
+def has_come(reader: RemoteReader) -> bool:
+    """Whether something that it has not read waits in a reader's socket."""
+    return bool(reader._socket.poll(0))
+
+
+def test_who_comes_while_the_queue_closes_is_told(queue: Queue) -> None:
+    sender, reader = queue.pair(link=PATIENT)
+    sender.send([b"unread"], DEADLINE)
+    closing = threading.Thread(target=sender.close)
+    closing.start()
+    with pytest.raises(QueueClosedError, match="at message 1"):
+        queue.reader(sender).wait_ready(DEADLINE)
+    assert reader.receive(DEADLINE) == [b"unread"]
+    closing.join(DEADLINE)
+    assert not closing.is_alive()
+
+
+def test_who_was_not_let_in_yet_is_told_that_the_queue_closed(queue: Queue) -> None:
+    sender = queue.sender(link=PATIENT)
+    reader = queue.reader(sender)
+    wait_until(lambda: bool(sender._watched.socket.poll(0)), "it said hello")
+    sender.close()
+    with pytest.raises(QueueClosedError, match="at message 0"):
         reader.receive(DEADLINE)
 
 
@@ -287,6 +399,7 @@ def test_a_reader_in_place_of_one_who_left_begins_with_the_next_message(queue: Q
         sender.send([b"%d" % number], DEADLINE)
     assert first.receive(DEADLINE) == [b"0"]
     first.close()
+    wait_until(lambda: not sender.serve() and sender.statistics()["left"] == 1, "it has left")
     second = queue.reader(sender)
     assert sender.wait_connected(DEADLINE) == frozenset()
     second.wait_ready(DEADLINE)
@@ -315,6 +428,25 @@ def test_a_second_reader_of_a_rank_waits_until_the_first_has_left(queue: Queue) 
 def _until(event: threading.Event) -> Iterator[None]:
     while not event.wait(0.005):
         yield
+
+
+def test_a_second_reader_of_a_rank_is_refused_when_the_first_stays(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvindex.shm.remote.reader._HANDOVER", 0.3)
+    sender, _ = queue.pair()
+    second = queue.reader(sender)
+    serving = threading.Event()
+    server = threading.Thread(target=lambda: [sender.serve() for _ in _until(serving)])
+    server.start()
+    with caplog.at_level(logging.WARNING, "kvindex.shm.remote.reader"):
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="refused: rank 0 has another reader"):
+                second.receive(DEADLINE)
+    serving.set()
+    server.join(DEADLINE)
+    told = [line for line in caplog.messages if "rank 0, which another reader has" in line]
+    assert len(told) == 1
 
 
 def test_a_rank_that_nobody_expects_is_refused_for_good(queue: Queue) -> None:
@@ -407,18 +539,16 @@ def test_addresses_of_ipv6_work(queue: Queue) -> None:
     assert reader.receive(DEADLINE) == [b"six"]
 
 
-@pytest.mark.parametrize("ip", ["*", "0.0.0.0", "::", "", "localhost", "tcp://127.0.0.1"])
-def test_no_address_means_all_interfaces_unless_asked_for(ip: str) -> None:
-    with pytest.raises(ConfigurationError, match="connect_ip"):
+@pytest.mark.parametrize("ip", ["*", "0.0.0.0", "::", "::%lo", "::ffff:0.0.0.0"])
+def test_all_interfaces_are_never_listened_on(ip: str) -> None:
+    with pytest.raises(ConfigurationError, match="give the address of one of them"):
         RemoteSender(1, ip, max_message_bytes=1)
 
 
-def test_all_interfaces_need_an_address_to_tell(queue: Queue) -> None:
-    with pytest.raises(ConfigurationError, match="advertise_ip"):
-        queue.sender(1, "*", allow_all_interfaces=True)
-    sender, reader = queue.pair(ip="*", allow_all_interfaces=True, advertise_ip="127.0.0.1")
-    sender.send([b"here"], DEADLINE)
-    assert reader.receive(DEADLINE) == [b"here"]
+@pytest.mark.parametrize("ip", ["", "localhost", "tcp://127.0.0.1", 5, b"\x7f\0\0\1", None])
+def test_what_is_no_address_is_not_bound_to(ip: Any) -> None:
+    with pytest.raises(ConfigurationError, match="connect_ip must be an IP address"):
+        RemoteSender(1, ip, max_message_bytes=1)
 
 
 def test_an_address_that_is_not_ours_cannot_be_bound_to() -> None:

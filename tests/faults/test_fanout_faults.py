@@ -124,6 +124,7 @@ def test_a_killed_server_makes_replicas_stale_and_a_new_one_makes_them_equal(
                 for peer in peers:
                     reasons = peer.call("stale", "no_server")
                     assert list(reasons) == [a.rank]
+                    assert "server_died" in reasons[a.rank]
                     assert peer.call("answers", PROMPTS[:1])[0][a.rank][3] == "stale"
                 assert Path(path).exists()  # which stops nobody
                 a.run(MEANWHILE)

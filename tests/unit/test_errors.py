@@ -18,6 +18,7 @@ RAISED: list[tuple[errors.KVIndexError, type[Exception]]] = [
     (errors.DecodeError("no batch", size=7), ValueError),
     (errors.EncodeError("no field"), ValueError),
     (errors.BusyError(2.5), TimeoutError),
+    (errors.InUseError("one at a time"), RuntimeError),
     (errors.ClosedError("closed"), RuntimeError),
     (errors.QueueClosedError("all was read"), errors.ClosedError),
     (errors.SnapshotError("cut off", reason="truncated"), ValueError),

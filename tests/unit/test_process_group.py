@@ -119,6 +119,9 @@ def test_a_group_of_one_needs_nobody() -> None:
         for call in (group.broadcast_object, group.gather_object):
             with pytest.raises(ConfigurationError, match="=1 is no rank"):
                 call(None, 1)
+            for nonsense in ("0", None, False, 0.0):
+                with pytest.raises(ConfigurationError, match=f"={nonsense!r} is no rank"):
+                    call(None, nonsense)  # type: ignore[arg-type]
 
 
 # Shared memory

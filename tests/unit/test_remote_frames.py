@@ -75,7 +75,7 @@ def test_what_readers_say_is_understood(part: bytes, said: object) -> None:
     ("part", "said"),
     [
         (welcome(9, 64, 1000, ready=True), Welcome(9, 64, 1000, True)),
-        (refused(Refusal.RANK_TAKEN), Refused(Refusal.RANK_TAKEN)),
+        *((refused(reason), Refused(reason)) for reason in Refusal),
         (ready(), Ready()),
         (probe(), Probe()),
         (evicted(), Evicted()),

@@ -27,6 +27,7 @@ from kvindex.shm.receiver import RingReceiver
 from kvindex.shm.ring_python import RingReader
 from kvindex.shm.sender import RingSender
 from kvindex.shm.waiting import Patience
+from kvindex.shm.writing import LocalWritingEnd, SplitWritingEnd
 from tests.ring_rules import RULES, follow
 
 WAITING = Waiting(spin=0.0, look=0.001)
@@ -126,7 +127,7 @@ def test_a_large_message_that_cannot_be_decoded_counts_as_read(
 
 def test_a_long_message_that_found_no_room_is_never_seen(ends: Callable[..., Ends]) -> None:
     sender, (receiver,) = ends()
-    with pytest.raises(QueueTimeoutError, match=r"places \[0\] are 4 chunks behind"):
+    with pytest.raises(QueueTimeoutError, match=r"readers \[0\] are 4 chunks behind"):
         send(sender, b"x" * 1000)
     with pytest.raises(QueueTimeoutError):
         receiver.receive(CODEC, 0.0)
@@ -143,7 +144,7 @@ def test_an_evicted_reader_is_told_and_may_join_again(ends: Callable[..., Ends])
     assert sender.evict(0)
     assert not sender.evict(0)
     for _ in range(2):
-        with pytest.raises(ReaderEvictedError, match="place 0"):
+        with pytest.raises(ReaderEvictedError, match="took this reader off"):
             slow.receive(CODEC, 0.0)
     slow.close()
     again = RingReceiver(
@@ -178,7 +179,7 @@ def test_only_the_readers_that_are_missing_are_waited_for(ends: Callable[..., En
     ring = ShmRingBuffer(3, 64, 4)
     sender = RingSender(ring, reserved=[0, 2], waiting=WAITING)
     first = RingReceiver(ShmRingBuffer(*ring.handle()), 0, waiting=WAITING, max_message_bytes=9)
-    with pytest.raises(QueueTimeoutError, match=r"places \[2\] did not attach"):
+    with pytest.raises(QueueTimeoutError, match=r"readers \[2\] did not attach"):
         sender.wait_attached(Patience(WAITING, 0.01), 0.01)
     assert sender.readers() == [0, 2]
     third = RingReceiver(ShmRingBuffer(*ring.handle()), 2, waiting=WAITING, max_message_bytes=9)
@@ -324,13 +325,94 @@ def test_of_the_dead_each_is_told_even_if_the_next_cannot_be_removed_yet(
         return lives(slot)
 
     monkeypatch.setattr(sender.ring, "reader_lives", fail_at_second)
+    send(sender, *[b"x"] * 4)
+    with pytest.raises(QueueTimeoutError):
+        send(sender, b"too many")
+    assert receivers[2].receive(CODEC, 0.0) == b"x"
+    with pytest.raises(ReaderDiedError) as raised:
+        send(sender, b"one more")
+    assert raised.value.ranks == (0, 1)
+    assert sender.statistics()["readers_removed"] == 2
+
+
+@pytest.mark.parametrize("size", [1, 64, 150])
+def test_who_died_is_raised_when_the_others_have_the_message(
+    ends: Callable[..., Ends], size: int
+) -> None:
+    sender, (dead, living) = ends(2, on_dead_reader="raise", ranks=[5, 7])
     for _ in range(4):
         send(sender, b"x")
-    for dead in (0, 1):
-        with pytest.raises(ReaderDiedError) as raised:
-            send(sender, b"too many")
-        assert raised.value.ranks == (dead,)
-    assert sender.statistics()["readers_removed"] == 2
+    dead.ring.close()  # as if killed
+    assert [living.receive(CODEC, 0.0) for _ in range(4)] == [b"x"] * 4
+    with pytest.raises(ReaderDiedError, match=r"\[5\] are gone .* do not send again"):
+        send(sender, b"y" * size)
+    send(sender, b"z")
+    assert [living.receive(CODEC, 0.0) for _ in range(2)] == [b"y" * size, b"z"]
+
+
+def test_who_died_before_a_time_out_is_raised_with_the_next_message_that_is_sent(
+    ends: Callable[..., Ends],
+) -> None:
+    sender, (dead, slow) = ends(2, on_dead_reader="raise")
+    for _ in range(4):
+        send(sender, b"x")
+    dead.ring.close()
+    for _ in range(2):
+        with pytest.raises(QueueTimeoutError):
+            send(sender, b"not sent")
+    assert sender.statistics()["readers_removed"] == 1
+    assert [slow.receive(CODEC, 0.0) for _ in range(4)] == [b"x"] * 4
+    with pytest.raises(ReaderDiedError) as raised:
+        send(sender, b"sent")
+    assert raised.value.ranks == (0,)
+    send(sender, b"after")
+    assert [slow.receive(CODEC, 0.0) for _ in range(2)] == [b"sent", b"after"]
+
+
+def test_a_message_that_is_begun_is_read_when_its_end_is_there(ends: Callable[..., Ends]) -> None:
+    sender, (receiver,) = ends()
+    for body in (b"short", b"x" * 64, b"y" * 150):
+        with sender.begun(RAW, body, len(body), 0.0):
+            with pytest.raises(QueueTimeoutError):
+                receiver.receive(CODEC, 0.0)
+        assert receiver.receive(CODEC, 0.0) == body
+    assert sender.statistics()["fragments"] == 3
+
+
+def test_a_message_that_is_begun_and_given_up_is_read_by_nobody(
+    ends: Callable[..., Ends],
+) -> None:
+    sender, (receiver,) = ends()
+    for body in (b"short", b"y" * 150):
+        with pytest.raises(ZeroDivisionError):
+            with sender.begun(RAW, body, len(body), 0.0):
+                raise ZeroDivisionError
+    with pytest.raises(QueueTimeoutError):
+        with sender.begun(RAW, b"z" * 400, 400, 0.0):  # of which the end has no room
+            raise AssertionError("begun without room for its end")
+    with pytest.raises(QueueTimeoutError):
+        receiver.receive(CODEC, 0.0)
+    send(sender, b"after")
+    assert receiver.receive(CODEC, 0.0) == b"after"
+
+
+def test_local_readers_are_ready_even_if_remote_ones_died_meanwhile(
+    ends: Callable[..., Ends],
+) -> None:
+    class Elsewhere:
+        """As much of a `RemoteWritingEnd` as is asked here."""
+
+        def wait_joined(self, timeout: float | None) -> None: ...
+
+        def take_dead(self) -> set[int]:
+            return {4}
+
+    sender, (receiver,) = ends()
+    local = LocalWritingEnd(sender, [0], WAITING)
+    both = SplitWritingEnd(local, Elsewhere(), WAITING)  # type: ignore[arg-type]
+    with pytest.raises(ReaderDiedError, match=r"\[4\]"):
+        both.wait_ready(0.0)
+    receiver.wait_ready(Patience(WAITING, 0.0), 0.0)
 
 
 def test_statistics_can_be_asked_of_closed_ends(ends: Callable[..., Ends]) -> None:

@@ -59,9 +59,9 @@ def check_rank(name: str, rank: int, world_size: int) -> None:
     """Refuse what is no rank of the group.
 
     Raises:
-        ConfigurationError: `rank` is not in [0, world_size).
+        ConfigurationError: `rank` is no int in [0, world_size).
     """
-    if not 0 <= rank < world_size:
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world_size:
         raise ConfigurationError(
-            f"{name}={rank} is no rank of this group: it has {world_size}, from 0"
+            f"{name}={rank!r} is no rank of this group: it has {world_size}, from 0"
         )

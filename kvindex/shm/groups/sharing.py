@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from kvindex.errors import KVIndexError
+from kvindex.errors import ConfigurationError, KVIndexError
 from kvindex.shm.groups.settling import (
     as_process_group,
     check_reachable,
@@ -50,10 +50,13 @@ def share_one_queue(
     group = as_process_group(pg)
     local = group.same_node(writer_rank)
     queue: Queue | None = None
-    made: Handle | KVIndexError | None = external_writer_handle
-    if group.rank == writer_rank and made is None:
-        ranks = [rank for rank, here in enumerate(local) if here and rank != writer_rank]
-        queue, made = _made(make, group.world_size - 1, ranks, connect_ip)
+    made: Handle | KVIndexError | None = None
+    if group.rank == writer_rank:
+        if external_writer_handle is None:
+            ranks = [rank for rank, here in enumerate(local) if here and rank != writer_rank]
+            queue, made = _made(make, group.world_size - 1, ranks, connect_ip)
+        else:
+            made = _checked(external_writer_handle)
     failure: KVIndexError | None = None
     try:
         handle = spread_handle(group, writer_rank, made)
@@ -99,6 +102,15 @@ def share_queues_to_one(
             queue.close()
         raise
     return queue, handles
+
+
+def _checked(handle: Handle) -> Handle | KVIndexError:
+    """Return the handle; or the error, as `_made`."""
+    if isinstance(handle, Handle):
+        return handle
+    return ConfigurationError(
+        f"external_writer_handle must be a Handle or None, not a {type(handle).__name__}"
+    )
 
 
 def _made(

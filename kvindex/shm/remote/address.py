@@ -6,51 +6,43 @@ import ipaddress
 
 from kvindex.errors import ConfigurationError
 
-__all__ = ["endpoint_host", "listening_at"]
+__all__ = ["endpoint_host"]
 
 
-def listening_at(
-    connect_ip: str, *, allow_all_interfaces: bool = False, advertise_ip: str | None = None
-) -> tuple[str, str]:
-    """Return the host to bind to and the host that readers connect to, as endpoints spell them.
+def endpoint_host(connect_ip: str) -> str:
+    """Return an IP address of this machine as an endpoint spells it.
 
     Raises:
-        ConfigurationError: `connect_ip` is no IP address, or means all interfaces and that is not
-            allowed, or readers could not connect to what they would be told.
+        ConfigurationError: it is none, or stands for all interfaces: readers could not connect to
+            that, and nobody should be listened to by accident.
 
     Examples:
-        >>> listening_at("10.0.0.1"), listening_at("::1")
-        (('10.0.0.1', '10.0.0.1'), ('[::1]', '[::1]'))
-        >>> listening_at("*")
+        >>> endpoint_host("10.0.0.1"), endpoint_host("::1")
+        ('10.0.0.1', '[::1]')
+        >>> endpoint_host("0.0.0.0")
         Traceback (most recent call last):
-        kvindex.errors.ConfigurationError: connect_ip '*' means all interfaces of this machine; ...
+        kvindex.errors.ConfigurationError: connect_ip '0.0.0.0' means all interfaces ...
     """
-    bound = endpoint_host("0.0.0.0" if connect_ip == "*" else connect_ip)
-    if _is_everywhere(bound) and not allow_all_interfaces:
-        raise ConfigurationError(
-            f"connect_ip {connect_ip!r} means all interfaces of this machine; give the address of"
-            " one, or allow_all_interfaces=True"
-        )
-    told = bound if advertise_ip is None else endpoint_host(advertise_ip)
-    if _is_everywhere(told):
-        raise ConfigurationError(
-            f"readers cannot connect to {told}: give advertise_ip, an address of this machine"
-        )
-    return bound, told
-
-
-def endpoint_host(ip: str) -> str:
-    """Return an IP address as it is spelled in an endpoint.
-
-    Raises:
-        ConfigurationError: it is no IP address.
-    """
+    if connect_ip == "*":
+        raise ConfigurationError(_everywhere(connect_ip))
+    if not isinstance(connect_ip, str):  # a number or bytes would be taken for an address in binary
+        raise ConfigurationError(f"connect_ip must be an IP address as text, not {connect_ip!r}")
     try:
-        address = ipaddress.ip_address(ip)
+        address = ipaddress.ip_address(connect_ip)
     except ValueError as error:
-        raise ConfigurationError(f"connect_ip must be an IP address: {error}") from error
-    return f"[{address}]" if address.version == 6 else str(address)
+        raise ConfigurationError(f"connect_ip must be an IP address as text: {error}") from error
+    if address.version == 4:
+        if address.is_unspecified:
+            raise ConfigurationError(_everywhere(connect_ip))
+        return str(address)
+    mapped = address.ipv4_mapped
+    if address.is_unspecified or (mapped and mapped.is_unspecified):
+        raise ConfigurationError(_everywhere(connect_ip))
+    return f"[{address}]"
 
 
-def _is_everywhere(host: str) -> bool:
-    return ipaddress.ip_address(host.strip("[]")).is_unspecified
+def _everywhere(connect_ip: str) -> str:
+    return (
+        f"connect_ip {connect_ip!r} means all interfaces of this machine: give the address of one "
+        "of them, which readers connect to and which alone is listened on"
+    )

@@ -84,11 +84,12 @@ MAX_CONTROL_BYTES = _HELLO.size  # the longest that a reader says
 
 
 class Refusal(enum.IntEnum):
-    """Why a reader that knows the token is not let in."""
+    """Why a reader is not let in."""
 
     VERSION = 1
     UNKNOWN_RANK = 2
     RANK_TAKEN = 3
+    WRONG_TOKEN = 4
 
 
 class Malformed(ValueError):  # noqa: N818 - never leaves this part

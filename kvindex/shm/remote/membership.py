@@ -18,6 +18,7 @@ from kvindex.shm.remote.frames import (
     Hello,
     Malformed,
     Refusal,
+    closed,
     parse_reader,
     probe,
     refused,
@@ -51,6 +52,7 @@ class Membership:
     Attributes:
         next_seq: seq of the next message, with which a reader begins that joins now.
         ready: whether a reader that joins now is told at once that all have joined.
+        closing: whether the queue takes its leave: who asks to be let in is told that it closed.
         counters: readers that `joined`, `left`, `died`, were `evicted`, and `probes`.
         refusals: what was ignored.
         any_gone: whether a connection was found gone since the last `settle`.
@@ -71,6 +73,7 @@ class Membership:
         self.roster = roster
         self.next_seq = 0
         self.ready = False
+        self.closing = False
         self.counters: Counter[str] = Counter()
         self.refusals = Refusals()
         self.any_gone = False
@@ -80,7 +83,7 @@ class Membership:
         self._window = window
         self._max_window_bytes = max_window_bytes
         self._dead: set[int] = set()
-        self._hellos: deque[tuple[bytes, Hello, int]] = deque()
+        self._hellos: deque[tuple[bytes, Hello, int, zmq.Frame]] = deque()
         self._former: set[int] = set()  # descriptors of readers who left
 
     def say(self, member: Member, *parts: bytes | zmq.Frame) -> None:
@@ -184,7 +187,7 @@ class Membership:
             if descriptor is None:
                 self.refusals.note("malformed", frame)
             else:
-                self._hellos.append((identity, said, descriptor))
+                self._hellos.append((identity, said, descriptor, frame))
             return
         member = self.roster.find(identity)
         if member is None:
@@ -201,21 +204,25 @@ class Membership:
         self._hellos = deque(hello for hello in self._hellos if hello[0] != identity)
         return len(self._hellos) < waiting
 
-    def _answer(self, identity: bytes, said: Hello, descriptor: int) -> None:
-        """Let a reader in, or say why not; a stranger is told nothing."""
+    def _answer(self, identity: bytes, said: Hello, descriptor: int, frame: zmq.Frame) -> None:
+        """Let a reader in, or say why not."""
         if said.version != VERSION:
-            self.refusals.note("version")
+            self.refusals.note("version", frame)
             self.reply(identity, refused(Refusal.VERSION))
             return
         if not self.roster.knows(said):
-            self.refusals.note("wrong_token")
+            self.refusals.note("wrong_token", frame)
+            self.reply(identity, refused(Refusal.WRONG_TOKEN))
             return
         if self.roster.find(identity) is not None:
-            self.refusals.note("repeated_hello")
+            self.refusals.note("repeated_hello", frame)
+            return
+        if self.closing:
+            self.reply(identity, closed(self.next_seq))
             return
         reason = self.roster.refuses(said.rank)
         if reason is not None:
-            self.refusals.note(reason.name.lower())
+            self.refusals.note(reason.name.lower(), frame)
             self.reply(identity, refused(reason))
             return
         self._let_in(identity, said.rank, descriptor)
@@ -230,6 +237,17 @@ class Membership:
         logger.debug("remote reader %d joined at message %d", rank, self.next_seq)
         self.say(member, welcome(self.next_seq, messages, size, ready=self.ready))
 
+    def take_leave(self) -> None:
+        """Tell who is here, and who comes from now on, that the queue is closed."""
+        self.closing = True
+        for member in self.roster.members:
+            self.say(member, closed(self.next_seq))
+
+    @property
+    def all_read(self) -> bool:
+        """Whether who is here has acknowledged all that was sent."""
+        return not any(member.window.unread for member in self.roster.members)
+
     def settle(self) -> None:
         """Remove the readers that were found gone, as dead unless they had said farewell."""
         self.any_gone = False
@@ -238,11 +256,7 @@ class Membership:
             if member.gone:
                 self._dead.add(member.rank)
                 self.remove(member, "died")
-                logger.warning(
-                    "remote reader %d died with %d messages unread",
-                    member.rank,
-                    member.window.unread,
-                )
+                _log_death(member.rank, member.window.unread)
 
     def remove(self, member: Member, how: str) -> None:
         """Take a reader off, and count `how` it went."""
@@ -258,3 +272,10 @@ class Membership:
         dead = frozenset(self._dead)
         self._dead.clear()
         return dead
+
+
+def _log_death(rank: int, unread: int) -> None:
+    if unread:
+        logger.warning("remote reader %d died with %d messages unread", rank, unread)
+    else:  # no loss; that it is gone is said by who applies the policy
+        logger.info("remote reader %d died; it had read everything", rank)

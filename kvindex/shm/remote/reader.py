@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -43,11 +44,15 @@ from kvindex.shm.remote.waiting import Wait
 
 __all__ = ["RemoteReader"]
 
+logger = logging.getLogger(__name__)
+
 _NOBLOCK = int(zmq.NOBLOCK)
 _PACKED = ord("P")
+_MESSAGES = b"PM"  # how a message begins, and nothing else that a writer says
 _LAST_WORDS = 0.5  # seconds after which a connection that broke brings no more
 _FLUSH = 1.0  # seconds at most until a farewell is with the system
 _ASK_AGAIN = 0.2  # seconds until a reader asks again whose rank was taken
+_HANDOVER = 2.0  # seconds that a rank may be taken still while who had it is leaving
 
 
 class RemoteReader:
@@ -97,7 +102,10 @@ class RemoteReader:
         self._ledger: ReadLedger | None = None  # from the welcome on
         self._ready = False
         self._early: list[memoryview] | None = None  # a message that came before `wait_ready` ended
+        self._ahead: bytes | None = None  # a part that was looked at, and not read yet
         self._ask_at: float | None = None
+        self._taken_since: float | None = None  # when it was first said that the rank is taken
+        self._link = link or RemoteLink()
         self._trouble = "its connection"  # why there is no welcome yet
         self._connected = False
         self._broken_at: float | None = None
@@ -106,7 +114,7 @@ class RemoteReader:
         self._closed = False
         self._watched = WatchedSocket.connect(
             address,
-            link or RemoteLink(),
+            self._link,
             curve,
             context,
             max_part_bytes=max(max_message_bytes, PACKED_BYTES) + MESSAGE_HEADER_BYTES,
@@ -121,6 +129,18 @@ class RemoteReader:
             return None
         return self._ledger.next_seq - (self._early is not None)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the writer has said that all readers have joined, or sent a message."""
+        return self._ready
+
+    @property
+    def awaited(self) -> str:
+        """What would come next, for a message to people: a message, or to be let in by whom."""
+        if self._ready:
+            return "a message"
+        return f"the writer at {self.address}: {self._trouble}"
+
     def wait_ready(
         self, timeout: float | None = None, cancel: threading.Event | None = None
     ) -> None:
@@ -129,8 +149,9 @@ class RemoteReader:
         Raises:
             QueueTimeoutError: it did not in time; the message says what is missing.
             WaitCancelledError: `cancel` was set.
-            ConfigurationError: the writer refuses this reader for good: its rank is none of the
-                queue's, or it is of another version.
+            ConfigurationError: the writer refuses this reader for good: its token is not the
+                queue's, its rank is none of the queue's or another reader's who stays, or it is
+                of another version.
             WriterDiedError: nobody listens at the address, or the connection broke.
             QueueClosedError: the writer closed the queue.
             ClosedError: this reader was closed.
@@ -148,7 +169,8 @@ class RemoteReader:
     ) -> list[memoryview]:
         """Return the frames of the next message.
 
-        The memory is the caller's: it stays as it is for as long as the frames are held.
+        The memory is the caller's: it stays as it is for as long as the frames are held. If
+        nothing more waits to be read, the writer is told that this was: it may close meanwhile.
 
         Raises:
             QueueTimeoutError: none came in time.
@@ -162,13 +184,13 @@ class RemoteReader:
         """
         message = self._read()
         if message is not None:
+            self._look_ahead()
             return message
         wait = Wait(timeout, cancel)
-        while True:
-            message = self._look()
-            if message is not None:
-                return message
+        while (message := self._look()) is None:
             self._pause(wait)
+        self._acknowledge_pending()  # it came just now: hardly is another behind it
+        return message
 
     def __enter__(self) -> RemoteReader:
         return self
@@ -215,10 +237,9 @@ class RemoteReader:
         if self._early is not None:
             message, self._early = self._early, None
             return message
-        receive = self._socket.recv
         try:
             while True:
-                part = receive(_NOBLOCK)
+                part = self._next_part()
                 if part and part[0] == _PACKED:
                     return self._take(*unpack_message(part))
                 said = parse_control(part)
@@ -231,6 +252,26 @@ class RemoteReader:
             raise ClosedError("the ZeroMQ context was terminated") from error
         except (Malformed, WriterDiedError) as error:
             raise self._finish(WriterDiedError(f"{self.address}: {error}")) from None
+
+    def _next_part(self) -> bytes:
+        if self._ahead is None:
+            return self._socket.recv(_NOBLOCK)
+        part, self._ahead = self._ahead, None
+        return part
+
+    def _look_ahead(self) -> None:
+        """Acknowledge if no message waits, having all: who is at work does not come to do it.
+
+        In a flood this costs nothing, as what is received here the next call need not receive.
+        """
+        try:
+            if self._ahead is None:
+                self._ahead = self._socket.recv(_NOBLOCK)
+            if self._ahead[:1] in _MESSAGES:
+                return
+        except (zmq.Again, zmq.ContextTerminated):  # the next call says so, this one has a message
+            pass
+        self._acknowledge_pending()
 
     def _frames(self, count: int) -> list[memoryview]:
         """Return the frames that follow a header."""
@@ -276,14 +317,33 @@ class RemoteReader:
             self._take_closed(said.next_seq)
 
     def _take_refusal(self, reason: Refusal) -> None:
-        if reason is Refusal.RANK_TAKEN:
-            self._trouble = f"rank {self.rank}, which another reader has"
+        if reason is Refusal.RANK_TAKEN and self._may_be_handed_over():
             self._ask_at = time.monotonic() + _ASK_AGAIN
             return
-        why = f"rank {self.rank} is none of its remote readers'"
+        raise self._finish(
+            ConfigurationError(f"the writer at {self.address} refused: {self._why(reason)}")
+        )
+
+    def _may_be_handed_over(self) -> bool:
+        """Return whether who has our rank may be about to leave, or to be found dead."""
+        now = time.monotonic()
+        if self._taken_since is None:
+            self._taken_since = now
+            self._trouble = f"rank {self.rank}, which another reader has"
+            logger.warning("waiting for %s", self.awaited)
+        return now < self._taken_since + _HANDOVER
+
+    def _why(self, reason: Refusal) -> str:
         if reason is Refusal.VERSION:
-            why = f"it does not speak this reader's version ({VERSION}) of the protocol"
-        raise self._finish(ConfigurationError(f"the writer at {self.address} refused: {why}"))
+            return f"it does not speak this reader's version ({VERSION}) of the protocol"
+        if reason is Refusal.WRONG_TOKEN:
+            return "the token is another queue's: is this the queue's own handle?"
+        if reason is Refusal.UNKNOWN_RANK:
+            return f"rank {self.rank} is none of its remote readers': all places are other ranks'"
+        return (
+            f"rank {self.rank} has another reader (attach anew when that has left; one whose "
+            f"machine vanished is found dead after {self._link.heartbeat_timeout:g} s)"
+        )
 
     def _take_closed(self, next_seq: int) -> None:
         if self._ledger is not None and self._ledger.next_seq != next_seq:
@@ -298,17 +358,15 @@ class RemoteReader:
 
     def _pause(self, wait: Wait) -> None:
         """Say what is owed, then wait a little for the writer."""
-        if self._ledger is not None and self._ledger.pending:
-            self._acknowledge(self._ledger)
+        self._acknowledge_pending()
         if self._ask_at is not None and time.monotonic() >= self._ask_at:
             self._ask_at = None
             self._say(hello(self.rank, self._token))
-        self._watched.wait(wait.slice(self._awaited))
+        self._watched.wait(wait.slice(lambda: self.awaited))
 
-    def _awaited(self) -> str:
-        if self._ready:
-            return "a message"
-        return f"the writer at {self.address}: {self._trouble}"
+    def _acknowledge_pending(self) -> None:
+        if self._ledger is not None and self._ledger.pending:
+            self._acknowledge(self._ledger)
 
     def _acknowledge(self, ledger: ReadLedger) -> None:
         self._say(acknowledgement(*ledger.acknowledge()))
@@ -335,7 +393,10 @@ class RemoteReader:
             self._broken_at = time.monotonic()
         elif event == zmq.EVENT_CONNECTED:
             self._connected = True
-            self._trouble = "its answer: is this the queue's own handle?"
+            self._trouble = (
+                "connected, and not accepted yet: it lets readers in only inside its own calls "
+                "(enqueue, wait_until_ready)"
+            )
         else:
             self._lost = True
 

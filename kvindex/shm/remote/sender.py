@@ -10,13 +10,12 @@ from collections.abc import Callable, Collection, Sequence
 import zmq
 
 from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
-from kvindex.shm.remote.address import listening_at
+from kvindex.shm.remote.address import endpoint_host
 from kvindex.shm.remote.frames import (
     MAX_FRAMES,
     PACKED_BYTES,
     TOKEN_BYTES,
     Buffer,
-    closed,
     evicted,
     message_header,
     packed_message,
@@ -55,17 +54,15 @@ class RemoteSender:
 
     Args:
         n_remote: how many readers are expected; `send` waits until each has joined once.
-        connect_ip: the IP address of this machine to bind to, and that readers connect to.
-        ranks: the readers' ranks; None takes any `n_remote` ranks.
+        connect_ip: the IP address of this machine to bind to, and that readers connect to; never
+            one that means all interfaces.
+        ranks: the readers' ranks; None takes any `n_remote` ranks, those that come first.
         window: messages that each reader may have unacknowledged, 1 to 4096.
         max_window_bytes: the same in bytes; a larger message goes when all else is acknowledged.
         max_message_bytes: a larger message is refused by `send`.
         curve: the writer's keys, for encrypted connections; see `remote/keys.py`. Without them the
             token and all messages travel in the clear.
         link: heartbeats, and how long `close` waits.
-        allow_all_interfaces: allow a `connect_ip` that means all of this machine's interfaces
-            ("0.0.0.0", "::" or "*"); `advertise_ip` is needed then.
-        advertise_ip: what readers connect to, if not `connect_ip`.
         context: the ZeroMQ context to use; None makes a private one.
 
     Raises:
@@ -89,17 +86,13 @@ class RemoteSender:
         max_message_bytes: int,
         curve: CurveServer | None = None,
         link: RemoteLink | None = None,
-        allow_all_interfaces: bool = False,
-        advertise_ip: str | None = None,
         context: Context | None = None,
     ) -> None:
         if not 1 <= window <= MAX_WINDOW:
             raise ConfigurationError(f"window must be 1 to {MAX_WINDOW} messages, not {window!r}")
         if max_window_bytes < 1 or max_message_bytes < 1:
             raise ConfigurationError("max_window_bytes and max_message_bytes must be positive")
-        bound, told = listening_at(
-            connect_ip, allow_all_interfaces=allow_all_interfaces, advertise_ip=advertise_ip
-        )
+        host = endpoint_host(connect_ip)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._roster = Roster(n_remote, ranks, self.token)
         self._link = link or RemoteLink()
@@ -109,11 +102,11 @@ class RemoteSender:
         self._sent_bytes = 0
         self._closed = False
         self._interrupted = False
-        self._watched = WatchedSocket.bind(bound, self._link, curve, context)
+        self._watched = WatchedSocket.bind(host, self._link, curve, context)
         self._membership = Membership(
             self._watched, self._roster, window=window, max_window_bytes=max_window_bytes
         )
-        self.address = f"tcp://{told}:{self._watched.port}"
+        self.address = f"tcp://{host}:{self._watched.port}"
 
     # -- for the writer
 
@@ -226,8 +219,10 @@ class RemoteSender:
     def close(self) -> None:
         """Tell the readers that this was all, and wait until they have read it (idempotent).
 
-        Waits at most `link.linger` seconds. A reader that is slower still reads the rest, if all
-        of it has reached its machine by then; it is told otherwise (WriterDiedError).
+        Readers acknowledge what they read before they go to work on it, so this does not wait for
+        who has read all. It waits at most `link.linger` seconds for the others. A reader that is
+        slower still reads the rest, if all of it has reached its machine by then; it is told
+        otherwise (WriterDiedError). One that was evicted is not waited for.
         """
         if self._closed:
             return
@@ -308,18 +303,18 @@ class RemoteSender:
     # -- the end
 
     def _farewell(self) -> None:
-        for member in self._roster.members:
-            self._membership.say(member, closed(self._membership.next_seq))
+        self._membership.take_leave()
         try:
             wait = Wait(self._link.linger, None)
-            self._wait_until(lambda: not self._roster.members, wait, self._owing)
+            self._wait_until(lambda: self._membership.all_read, wait, self._owing)
         except QueueTimeoutError:
             for member in self._roster.members:
-                logger.warning(
-                    "closed while remote reader %d had not read %d messages",
-                    member.rank,
-                    member.window.unread,
-                )
+                if member.window.unread:
+                    logger.warning(
+                        "closed while remote reader %d had not read %d messages",
+                        member.rank,
+                        member.window.unread,
+                    )
 
     def _check_usable(self) -> None:
         if self._closed:

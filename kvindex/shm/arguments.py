@@ -1,0 +1,124 @@
+"""What a queue's ends are made of and called with, checked before anything is done with it.
+
+What a caller mistook is said where he did it: what was expected, and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvindex.errors import ConfigurationError
+from kvindex.shm.codec import Codec, choose_codec
+from kvindex.shm.handle import Handle
+from kvindex.shm.layout import Layout
+from kvindex.shm.remote.keys import CurveReader, CurveServer
+from kvindex.shm.sender import check_policy
+from kvindex.shm.waiting import Waiting
+
+__all__ = [
+    "check_cancel",
+    "check_reading",
+    "check_writing",
+    "checked_codec",
+    "checked_length",
+    "local_ranks",
+]
+
+
+def local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> list[int]:
+    """Return the local readers' ranks, 0, 1, … by default.
+
+    Raises:
+        ConfigurationError: they cannot be.
+    """
+    if not (_is_int(n_reader) and _is_int(n_local) and 0 <= n_local <= n_reader):
+        raise ConfigurationError(
+            "n_reader must be an int of at least 0 and n_local_reader one from 0 to n_reader, not "
+            f"{n_reader!r} and {n_local!r}"
+        )
+    if ranks is None:
+        return list(range(n_local))
+    found = list(ranks) if isinstance(ranks, Iterable) else None
+    if (
+        found is None
+        or not all(map(_is_int, found))
+        or not len(set(found)) == len(found) == n_local
+    ):
+        raise ConfigurationError(
+            f"local_reader_ranks must be {n_local} different ranks, which are ints, not {ranks!r}"
+        )
+    return found
+
+
+def check_writing(
+    *,
+    max_chunk_bytes: int,
+    max_chunks: int,
+    waiting: Waiting,
+    on_dead_reader: str,
+    max_message_bytes: int,
+    curve: CurveServer | None,
+    remote_window: int,
+) -> None:
+    """Raise ConfigurationError if no queue can be made so, whichever readers it has."""
+    Layout(1, max_chunks, max_chunk_bytes)
+    check_policy(on_dead_reader)
+    if not _is_int(max_message_bytes) or max_message_bytes < 1:
+        raise ConfigurationError(
+            f"max_message_bytes must be a positive int, not {max_message_bytes!r}"
+        )
+    _check_optional("waiting", waiting, Waiting, "a Waiting, as in Waiting(spin=0.0)")
+    _check_optional("curve", curve, CurveServer, "a CurveServer")
+    if not _is_int(remote_window):
+        raise ConfigurationError(f"remote_window must be an int, not {remote_window!r}")
+
+
+def check_reading(
+    handle: Handle, rank: int, waiting: Waiting | None, curve: CurveReader | None
+) -> None:
+    """Raise ConfigurationError if no reader can be made so, of whatever queue."""
+    if not isinstance(handle, Handle):  # which is not shown: it opens the queue
+        raise ConfigurationError(
+            "handle must be the Handle that export_handle gave (Handle.from_bytes makes one of "
+            f"bytes), not a {type(handle).__name__}"
+        )
+    if not _is_int(rank):
+        raise ConfigurationError(f"rank must be an int, not {rank!r}")
+    _check_optional("waiting", waiting, Waiting, "a Waiting, as in Waiting(spin=0.0)")
+    _check_optional("curve", curve, CurveReader, "a CurveReader")
+
+
+def checked_codec(codec: str | Codec) -> Codec:
+    """Return the codec of that name, or the one given; ConfigurationError if there is none."""
+    if isinstance(codec, type):
+        raise ConfigurationError(
+            f"codec must be a Codec, not the class of one: pass {codec.__name__}()"
+        )
+    return choose_codec(codec)
+
+
+def checked_length(length: int | None, most: int) -> int:
+    """Return the length of a message that is written in place, `most` bytes by default."""
+    if length is None:
+        return most
+    if not _is_int(length) or not 0 <= length <= most:
+        raise ConfigurationError(
+            f"length must be 0 to {most} bytes (max_chunk_bytes, max_message_bytes), not {length!r}"
+        )
+    return length
+
+
+def check_cancel(cancel: Any) -> None:
+    """Raise ConfigurationError if it is neither None nor an event."""
+    if cancel is not None and not hasattr(cancel, "is_set"):
+        raise ConfigurationError(f"cancel must be a threading.Event or None, not {cancel!r}")
+
+
+def _check_optional(name: str, value: object, kind: type, expected: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigurationError(f"{name} must be {expected}, or None, not {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

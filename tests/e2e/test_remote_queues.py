@@ -1,0 +1,188 @@
+"""What a MessageQueue says to its users about readers on other machines."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvindex.errors import (
+    ConfigurationError,
+    QueueClosedError,
+    QueueTimeoutError,
+    ReaderEvictedError,
+)
+from kvindex.shm import CurveServer, Handle, MessageQueue, PickleCodec, Waiting
+from tests.e2e.remote_peers import DEADLINE
+
+UNANSWERED = r"tcp://127\.0\.0\.1:\d+: connected, and not accepted yet"
+
+
+class Parties:
+    """A queue's ends, closed with the test."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def writer(self, n_reader: int = 1, **knobs: Any) -> MessageQueue:
+        knobs.setdefault("connect_ip", "127.0.0.1")
+        return self._stack.enter_context(MessageQueue(n_reader, 0, **knobs))
+
+    def reader(self, handle: Handle, rank: int = 0, **knobs: Any) -> MessageQueue:
+        return self._stack.enter_context(MessageQueue.create_from_handle(handle, rank, **knobs))
+
+    def ready(self, *ranks: int, **knobs: Any) -> tuple[MessageQueue, list[MessageQueue]]:
+        """A writer and the readers of these ranks, which have joined."""
+        writer = self.writer(len(ranks), **knobs)
+        readers = [self.reader(writer.export_handle(), rank) for rank in ranks]
+        writer.wait_until_ready(DEADLINE)
+        return writer, readers
+
+    def serving(self, writer: MessageQueue) -> None:
+        """Have the writer call `wait_until_ready` again and again, as one at work would."""
+        ended = threading.Event()
+
+        def serve() -> None:
+            while not ended.is_set():
+                writer.wait_until_ready(DEADLINE)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        self._stack.callback(thread.join, DEADLINE)
+        self._stack.callback(ended.set)
+
+
+@pytest.fixture
+def parties() -> Iterator[Parties]:
+    with ExitStack() as stack:
+        yield Parties(stack)
+
+
+def test_a_writer_that_is_in_no_call_is_named_when_time_is_up(
+    parties: Parties, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = parties.writer()
+    reader = parties.reader(writer.export_handle(), waiting=Waiting(warn_after=0.05))
+    for call, failure in (
+        (reader.dequeue, "no message came in 0.5 s"),
+        (reader.wait_until_ready, "the queue was not ready in 0.5 s"),
+    ):
+        with pytest.raises(QueueTimeoutError, match=f"^{failure}: waited for .*{UNANSWERED}"):
+            call(0.5)
+        assert "not accepted yet" in caplog.messages[-1]
+        caplog.clear()
+    writer.wait_until_ready(DEADLINE)
+    reader.wait_until_ready(DEADLINE)
+    with pytest.raises(QueueTimeoutError, match=r"^no message came in 0\.01 s$"):
+        reader.dequeue(0.01)
+
+
+def test_a_warning_tells_a_short_wait_as_it_is(
+    parties: Parties, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, (reader,) = parties.ready(0)
+    impatient = parties.reader(reader.export_handle(), 1, waiting=Waiting(warn_after=0.02))
+    with pytest.raises(QueueTimeoutError):
+        impatient.dequeue(0.1)
+    waited = [float(line.rsplit(" for ")[-1].removesuffix(" s")) for line in caplog.messages]
+    assert waited
+    assert all(seconds >= 0.02 for seconds in waited)
+
+
+def test_a_stranger_to_the_queue_is_told_at_its_next_call(parties: Parties) -> None:
+    writer, _ = parties.ready(0)
+    handle = writer.export_handle()
+    parties.serving(writer)
+    for rank, token, why in (
+        (1, handle.remote_token, "rank 1 is none of its remote readers'"),
+        (0, bytes(32), "the token is another queue's"),
+        (0, handle.remote_token, "rank 0 has another reader"),
+    ):
+        stranger = parties.reader(msgspec.structs.replace(handle, remote_token=token), rank)
+        for call in (stranger.dequeue, stranger.wait_until_ready, stranger.dequeue):
+            with pytest.raises(ConfigurationError, match=f"refused: {why}"):
+                call(DEADLINE)
+
+
+def test_ranks_of_remote_readers_are_those_that_come(parties: Parties) -> None:
+    writer, readers = parties.ready(7, 100)
+    writer.enqueue("for both", DEADLINE)
+    assert [reader.dequeue(DEADLINE) for reader in readers] == ["for both"] * 2
+
+
+# Closing -------------------------------------------------------------------------------------
+
+
+def took(call: Callable[[], object]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
+def test_closing_waits_for_no_reader_that_is_at_work(
+    parties: Parties, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, (reader,) = parties.ready(0)
+    for number in range(3):
+        writer.enqueue(number, DEADLINE)
+    assert [reader.dequeue(DEADLINE) for _ in range(3)] == [0, 1, 2]
+    with caplog.at_level(logging.INFO, "kvindex.shm"):
+        assert took(writer.close) < 2.0
+    assert not caplog.messages
+    with pytest.raises(QueueClosedError):
+        reader.dequeue(DEADLINE)
+
+
+def test_a_reader_that_was_removed_is_not_waited_for_either(
+    parties: Parties, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, (reader,) = parties.ready(0)
+    writer.enqueue("unread", DEADLINE)
+    assert writer.remove_reader(0)
+    with caplog.at_level(logging.WARNING, "kvindex.shm"):
+        assert took(writer.close) < 2.0
+    assert not caplog.messages
+    assert reader.dequeue(DEADLINE) == "unread"
+    with pytest.raises(ReaderEvictedError):
+        reader.dequeue(DEADLINE)
+
+
+# What is not safe ----------------------------------------------------------------------------
+
+
+class Disguised(PickleCodec):
+    """Pickle by another name."""
+
+    name = "mine"
+
+
+def test_pickle_by_another_name_is_refused_without_curve(parties: Parties) -> None:
+    with pytest.raises(ConfigurationError, match="pickle runs whatever"):
+        parties.writer(codec=Disguised())
+    writer = parties.writer(codec=Disguised(), curve=CurveServer.generate())
+    bare = msgspec.structs.replace(writer.export_handle(), remote_curve_key=None)
+    with pytest.raises(ConfigurationError, match="pickle runs whatever"):
+        parties.reader(bare, codec=Disguised())
+
+
+@pytest.mark.parametrize(
+    ("connect_ip", "message"),
+    [
+        ("0.0.0.0", "give the address of one of them"),
+        ("::", "give the address of one of them"),
+        ("", "must be an IP address"),
+        (5, "must be an IP address"),
+        (0, "must be an IP address"),
+    ],
+)
+def test_an_address_that_readers_cannot_connect_to_is_refused(
+    parties: Parties, connect_ip: Any, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parties.writer(connect_ip=connect_ip)
