@@ -5,7 +5,7 @@ What a caller mistook is said where he did it: what was expected, and what came.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from kvindex.errors import ConfigurationError
@@ -18,12 +18,22 @@ from kvindex.shm.waiting import Waiting
 
 __all__ = [
     "check_cancel",
+    "check_options",
     "check_reading",
     "check_writing",
     "checked_codec",
     "checked_length",
     "local_ranks",
 ]
+
+_OPTIONS = {
+    "codec",
+    "waiting",
+    "on_dead_reader",
+    "max_message_bytes",
+    "curve",
+    "remote_window",
+}
 
 
 def local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> list[int]:
@@ -107,6 +117,15 @@ def checked_length(length: int | None, most: int) -> int:
             f"length must be 0 to {most} bytes (max_chunk_bytes, max_message_bytes), not {length!r}"
         )
     return length
+
+
+def check_options(options: Collection[str]) -> None:
+    """Raise ConfigurationError if these are no options of a queue; at every rank of a group."""
+    unknown = sorted(set(options) - _OPTIONS)
+    if unknown:
+        raise ConfigurationError(
+            f"{', '.join(unknown)}: no such options; there are {', '.join(sorted(_OPTIONS))}"
+        )
 
 
 def check_cancel(cancel: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from kvindex.errors import EncodeError, InUseError, ReaderDiedError
 from kvindex.shm import arguments
@@ -156,24 +156,30 @@ class MessageQueue:
         self._codec = codec
         self._max_message_bytes = handle.max_message_bytes
         self._messages = 0  # sent
-        # A signal's handler that raises just after the lock was taken leaves it so, with nobody in
-        # a call: whoever comes next then has it. For the same reason `enqueue` and `dequeue` take
-        # it in their own lines: a handler may raise at the first one of an `__exit__`, too.
-        self._user = threading.Lock()
+        # Other threads are kept out by the lock, and a signal's handler, which runs in the thread
+        # that it interrupts, by the flag. One that raises just after the lock was taken leaves it
+        # so, and its thread goes on with it. For the same reason `enqueue` and `dequeue` take it
+        # in their own lines: a handler may raise at the first one of an `__exit__`, too.
+        self._user = threading.RLock()
         self._in_call = False
         self._finalizer = weakref.finalize(self, end.close)
 
     @contextmanager
     def _one_user(self) -> Iterator[None]:
         """Refuse a second call while one is under way, of another thread or a signal's handler."""
-        if not self._user.acquire(False) and self._in_call:
-            raise InUseError(IN_USE)
+        if not self._user.acquire(False) or self._in_call:
+            self._refuse()
         try:
             self._in_call = True
             yield
         finally:
             self._in_call = False
             self._user.release()
+
+    def _refuse(self) -> NoReturn:
+        with suppress(RuntimeError):  # it is another thread's
+            self._user.release()
+        raise InUseError(IN_USE)
 
     # The writer -------------------------------------------------------------------------------
 
@@ -196,8 +202,8 @@ class MessageQueue:
             ConfigurationError: this end reads.
             ClosedError: this end was closed.
         """
-        if not self._user.acquire(False) and self._in_call:
-            raise InUseError(IN_USE)
+        if not self._user.acquire(False) or self._in_call:
+            self._refuse()
         try:
             self._in_call = True
             send = self._sender.send  # an end that reads is told so, whatever the object
@@ -268,8 +274,8 @@ class MessageQueue:
                 remote reader (its rank, token or version).
             ClosedError: this end was closed.
         """
-        if not self._user.acquire(False) and self._in_call:
-            raise InUseError(IN_USE)
+        if not self._user.acquire(False) or self._in_call:
+            self._refuse()
         try:
             self._in_call = True
             if cancel is not None:
@@ -408,6 +414,7 @@ class MessageQueue:
             ConfigurationError: a value cannot work, here or at another rank.
             QueueTimeoutError, PeerDiedError: a rank did not come, or is gone.
         """
+        arguments.check_options(options)
         options |= {"max_chunk_bytes": max_chunk_bytes, "max_chunks": max_chunks}
         return share_one_queue(
             pg,
@@ -440,6 +447,7 @@ class MessageQueue:
         Args: as `create_from_process_group`; with `blocking`, return when the reader is attached,
             which the reader cannot do at its own queue: it returns at once.
         """
+        arguments.check_options(options)
         options |= {"max_chunk_bytes": max_chunk_bytes, "max_chunks": max_chunks}
         return share_queues_to_one(
             pg,

@@ -102,8 +102,8 @@ class RingReceiver:
                 patience = Patience(self._waiting, None, quiet=quiet)
                 self._look_around(patience, None, None)
             elif got[0] < MORE and not self._assembly.begun:
-                self._messages += 1
                 if type(got[1]) is bytes:
+                    self._messages += 1
                     return decode(got[0], got[1], codec)
                 return self._decode_in_place(*got, codec)
         chunks = self._chunks(_COPIED, timeout, cancel, patience, quiet=quiet)
@@ -129,7 +129,6 @@ class RingReceiver:
                 got = next(chunks)
             with self._body(got, timeout) as message:
                 if message is not None:
-                    self._messages += 1
                     with memoryview(message[1]) as view, view.toreadonly() as body:
                         yield body
                     return
@@ -209,7 +208,6 @@ class RingReceiver:
         while True:
             with self._body(got or next(chunks), timeout) as message:
                 if message is not None:
-                    self._messages += 1
                     return self._decoded(message, codec)
             got = None
 
@@ -297,16 +295,20 @@ class RingReceiver:
         if type(data) is bytes:
             message = self._add(self._party.seq - 1, kind, data)
             self._added = None
+            self._messages += message is not None
             yield message
             return
         if kind & (MORE | CONTINUED):
-            yield self._join_fragment(kind, data, timeout)
+            message = self._join_fragment(kind, data, timeout)
+            self._messages += message is not None
+            yield message
             return
+        self._assembly.give_up()
         try:
             with self.ring.get_data(self._party.index) as chunk, chunk[:data] as body:
                 yield kind, body
         finally:
-            self._check_whole(self._give_back(timeout))
+            self._end_in_place(timeout)
 
     def _join_fragment(
         self, kind: int, length: int, timeout: float | None
@@ -339,9 +341,15 @@ class RingReceiver:
             with memoryview(self.ring.segment.memory) as memory, memory[at : at + length] as body:
                 return self._decoded((kind, body), codec)
         finally:
-            self._check_whole(self._give_back())
+            self._end_in_place(None)
 
-    def _give_back(self, timeout: float | None = None) -> bool:
+    def _end_in_place(self, timeout: float | None) -> None:
+        """Give back the chunk of a whole message, which then counts as read."""
+        evicted = self._give_back(timeout)
+        self._messages += 1
+        self._check_whole(evicted)
+
+    def _give_back(self, timeout: float | None) -> bool:
         """Let the writer have the chunk; return whether it may have had it before."""
         self._check_open()  # closed meanwhile by another thread: the writer waits no more
         with within(self._mutex, timeout):

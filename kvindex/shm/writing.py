@@ -185,8 +185,10 @@ class SplitWritingEnd:
         return self._local.statistics() | self._remote.statistics()
 
     def close(self) -> None:
-        self._local.close()
-        self._remote.close()
+        try:
+            self._local.close()
+        finally:
+            self._remote.close()
 
     def _check_dead(self) -> None:
         check_dead([*self._local.sender.take_dead(), *self._remote.take_dead()])

@@ -108,6 +108,7 @@ class Feed:
             self._note_refused,
             bind=self.bind,
             hwm=link.hwm,
+            pause=link.max_reconnect,
             counters=self.counters,
         )
 

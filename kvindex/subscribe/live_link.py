@@ -4,13 +4,15 @@ ZeroMQ connects anew by itself under the same socket, and what an earlier connec
 still unread. If the publisher was an engine that has been restarted, those messages are a dead
 one's, and nothing in them tells. So a connection that broke is read to its end, and a new socket
 takes its place. Where that comes too late, what is unread is dropped: replay brings those of it
-that count.
+that count. So it is for a connection that did not last, too: a new socket connects at once, and a
+peer that hangs up each time is to be left to ZeroMQ's pauses.
 
 Owned by the subscriber's thread.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -30,6 +32,7 @@ class LiveLink:
         refused: told why no new socket is to be had, and when.
         bind: whether the sockets bind: one port, which cannot be given up in between.
         hwm: messages that a socket holds at most.
+        pause: seconds that a socket must have been there to be replaced.
         counters: where it counts, by name.
 
     Raises:
@@ -48,6 +51,7 @@ class LiveLink:
         *,
         bind: bool,
         hwm: int,
+        pause: float,
         counters: Counter[str],
     ) -> None:
         self._open = open_
@@ -56,9 +60,11 @@ class LiveLink:
         self._refused = refused
         self._bind = bind
         self._hwm = hwm
+        self._pause = pause
         self._counters = counters
         self._parting = False  # the connection broke; what it brought is not all read
         self._closed = False
+        self._opened_at = -math.inf  # the first one is replaced whenever it breaks
         self.connection = open_()
 
     def take(self, now: float) -> Iterator[bool | list[list[bytes]]]:
@@ -75,7 +81,7 @@ class LiveLink:
             else:
                 # There is another connection under this socket already, and nothing tells which
                 # messages came before it.
-                self._counters["unread_dropped"] += len(messages)
+                self._note_dropped(len(messages))
                 messages = []
                 yield from self._part(now)
                 break
@@ -96,6 +102,8 @@ class LiveLink:
             self._refused(error, now)
             return False
         self._counters["reopened"] += 1
+        self._opened_at = now
+        self._parting = False
         self._close(given_up)
         return True
 
@@ -114,7 +122,8 @@ class LiveLink:
     def _part(self, now: float) -> Iterator[bool]:
         self._parting = False
         yield False
-        if self._closed or (not self._bind and self.reopen(now)):
+        stays = self._bind or now < self._opened_at + self._pause
+        if self._closed or (not stays and self.reopen(now)):
             return
         self._drop_unread()
         if self.connection.connected:
@@ -126,6 +135,10 @@ class LiveLink:
         self.connection.drained = False
         while left > 0 and not self.connection.drained:
             dropped = len(self.connection.receive())
-            self._counters["unread_dropped"] += dropped
+            self._note_dropped(dropped)
             left -= dropped
         self._look_again()
+
+    def _note_dropped(self, count: int) -> None:
+        if count:
+            self._counters["unread_dropped"] += count

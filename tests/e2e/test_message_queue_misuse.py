@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from kvindex.errors import (
     ReaderEvictedError,
 )
 from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
+from kvindex.shm.receiver import RingReceiver
 
 
 def pair(**options: int) -> tuple[MessageQueue, MessageQueue]:
@@ -164,3 +168,96 @@ def test_a_queue_without_readers_takes_messages_and_counts_them() -> None:
     with pytest.raises(ClosedError, match="closed"):
         with writer.acquire_write():
             pass
+
+
+class Watched:
+    """A lock that does something just when it has been taken, once."""
+
+    def __init__(self, lock: Any, then: Callable[[], object]) -> None:
+        self._lock = lock
+        self._then: Callable[[], object] | None = then
+
+    def acquire(self, blocking: bool) -> bool:
+        taken = bool(self._lock.acquire(blocking))
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return taken
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def test_another_thread_is_refused_from_the_first_moment_of_a_call_on() -> None:
+    writer, reader = pair()
+    refused: list[str] = []
+
+    def send() -> None:
+        try:
+            writer.enqueue(b"other")
+        except InUseError as error:
+            refused.append(str(error))
+
+    def send_elsewhere() -> None:
+        thread = threading.Thread(target=send)
+        thread.start()
+        thread.join()
+
+    with writer, reader:
+        writer._user = Watched(writer._user, send_elsewhere)  # type: ignore[assignment]
+        writer.enqueue(b"mine")
+        assert len(refused) == 1
+        assert reader.dequeue(1.0) == b"mine"
+        with pytest.raises(QueueTimeoutError):
+            reader.dequeue(0.0)
+
+
+def test_what_a_signals_handler_sends_before_a_call_has_begun_comes_before_it() -> None:
+    writer, reader = pair()
+    with writer, reader:
+        writer._user = Watched(writer._user, lambda: writer.enqueue(b"handler"))  # type: ignore[assignment]
+        writer.enqueue(b"mine")
+        writer.enqueue(b"next")
+        assert [reader.dequeue(1.0) for _ in range(3)] == [b"handler", b"mine", b"next"]
+
+
+def test_a_message_in_place_gives_one_up_that_has_no_end() -> None:
+    writer, reader = pair(max_chunk_bytes=1 << 16, max_chunks=2)
+    with writer, reader:
+        with pytest.raises(QueueTimeoutError):
+            writer.enqueue(bytes(1 << 18), timeout=0.01)
+        with pytest.raises(QueueTimeoutError):
+            reader.dequeue(0.01)
+        writer.enqueue(bytes(1 << 16))
+        with reader.acquire_read(1.0) as view:
+            assert len(view) == 1 << 16
+        local = reader.statistics()["local"]
+        assert (local["messages"], local["messages_given_up"]) == (1, 1)
+
+
+def test_a_message_whose_chunk_could_not_be_given_back_is_counted_when_it_could(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer, reader = pair()
+    with writer, reader:
+        writer.enqueue(bytes(1 << 16))
+        with monkeypatch.context() as patch:
+            patch.setattr(RingReceiver, "_give_back", stopped)
+            with pytest.raises(QueueTimeoutError, match="stopped"):
+                reader.dequeue()
+        assert reader.statistics()["messages"] == 0
+        assert len(reader.dequeue(1.0)) == 1 << 16
+        assert reader.statistics()["messages"] == 1
+
+
+def stopped(receiver: RingReceiver, timeout: float | None) -> bool:
+    raise QueueTimeoutError("a party is stopped inside the lock", timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [MessageQueue.create_from_process_group, MessageQueue.create_from_process_group_single_reader],
+)
+def test_a_misspelt_option_is_refused_at_every_rank_before_any_waits(make: Any) -> None:
+    with pytest.raises(ConfigurationError, match="max_chunkbytes: no such option"):
+        make(object(), max_chunkbytes=1 << 16)

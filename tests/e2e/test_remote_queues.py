@@ -19,6 +19,7 @@ from kvindex.errors import (
     ReaderEvictedError,
 )
 from kvindex.shm import CurveServer, Handle, MessageQueue, PickleCodec, Waiting
+from kvindex.shm.writing import LocalWritingEnd
 from tests.e2e.remote_peers import DEADLINE
 
 UNANSWERED = r"tcp://127\.0\.0\.1:\d+: connected, and not accepted yet"
@@ -151,6 +152,29 @@ def test_a_reader_that_was_removed_is_not_waited_for_either(
     assert reader.dequeue(DEADLINE) == "unread"
     with pytest.raises(ReaderEvictedError):
         reader.dequeue(DEADLINE)
+
+
+def test_a_close_that_is_interrupted_at_the_local_readers_still_tells_the_remote_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer = MessageQueue(2, 1, connect_ip="127.0.0.1")
+    handle = writer.export_handle()
+    close = LocalWritingEnd.close
+
+    def interrupted(end: LocalWritingEnd) -> None:
+        close(end)
+        raise KeyboardInterrupt
+
+    with (
+        MessageQueue.create_from_handle(handle, 0),
+        MessageQueue.create_from_handle(handle, 1) as remote,
+    ):
+        writer.wait_until_ready(DEADLINE)
+        monkeypatch.setattr(LocalWritingEnd, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.close()
+        with pytest.raises(QueueClosedError):
+            remote.dequeue(DEADLINE)
 
 
 # What is not safe ----------------------------------------------------------------------------

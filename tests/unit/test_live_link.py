@@ -55,12 +55,13 @@ class Link:
             lambda error, now: self.refused.append(str(error)),
             bind=bind,
             hwm=hwm,
+            pause=2.0,
             counters=self.counters,
         )
 
-    def take(self) -> list[bool | str]:
+    def take(self, now: float = 1.0) -> list[bool | str]:
         found: list[bool | str] = []
-        for what in self.live.take(1.0):
+        for what in self.live.take(now):
             found += [what] if isinstance(what, bool) else [frames[0].decode() for frames in what]
         return found
 
@@ -158,3 +159,34 @@ def test_a_link_closed_while_it_is_taken_from_opens_no_new_socket() -> None:
         if found is False:
             link.live.close()
     assert (old.closed, link.connections) == (True, [new])
+
+
+def test_after_a_connection_that_did_not_last_the_socket_stays_and_zeromq_makes_its_pauses() -> (
+    None
+):
+    first = Scripted(([], True, [True, False]), (["a"], True, []))
+    second = Scripted(
+        ([], True, [True, False]), (["b"], True, []), (["c"], True, []), (["n"], True, [True])
+    )
+    third = Scripted((["n"], True, [True]))
+    link = Link(first, second, third)
+    assert link.take(10.0) == [True]
+    assert link.take(10.0) == ["a", False]
+    assert link.take(10.1) == [True]
+    assert link.take(10.1) == ["b", False]
+    assert (second.closed, link.counters["unread_dropped"]) == (False, 1), "c came meanwhile"
+    assert link.take(11.0) == [True, "n"]
+    second.looks = [([], True, [False]), ([], True, [])]
+    link.take(12.1)
+    assert link.take(12.1) == [False]
+    assert second.closed, "it has been there for long enough"
+    assert link.take(12.2) == [True, "n"]
+    assert link.counters["reopened"] == 2
+
+
+def test_a_socket_that_is_replaced_for_giving_up_takes_the_parting_along() -> None:
+    old = Scripted((["a"], False, [False]))
+    link = Link(old, Scripted((["n"], True, [True])))
+    assert link.take() == ["a"]
+    assert link.live.reopen(1.5)
+    assert link.take() == [True, "n"]
