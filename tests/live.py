@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvindex import Client, Match, Rank, RankStatus, Replay, State, Worker, connect
-from kvindex.testing import FakeEngine, FaultyLink
+from kvindex.testing import FakeEngine, FaultyLink, Workload
 
 PATIENCE = 20.0  # seconds: far more than anything takes, so that a slow machine is no failure
 QUICK = Replay(timeout=0.5, attempts=3, backoff=0.02, max_backoff=0.1)
+
+# Of warm restarts: before the save, until the next process, and under it.
+BEFORE = Workload(40, seed=1)
+MEANWHILE = Workload(10, seed=2)
+LATER = Workload(10, seed=3)
+PROMPTS = [request.token_ids for workload in (BEFORE, MEANWHILE) for request in workload][::4]
 
 
 def worker_of(engine: FakeEngine, via: FaultyLink | None = None, **options: Any) -> Worker:
@@ -47,6 +54,13 @@ def caught_up(client: Client, *engines: FakeEngine, timeout: float = PATIENCE) -
         )
 
     assert client.wait_for(reached, timeout), explain(client, last)
+
+
+def save_of(*engines: FakeEngine, path: Path, **options: Any) -> None:
+    """Have a first process catch up with the engines, save, and end."""
+    with client_of(*(worker_of(engine) for engine in engines), **options) as client:
+        caught_up(client, *engines)
+        assert client.save(path) == client.ranks
 
 
 def wait_status(client: Client, rank: Rank, timeout: float = PATIENCE, **fields: Any) -> RankStatus:

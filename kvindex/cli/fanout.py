@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,13 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     workers = workers_of(arguments)
     if arguments.state:
         _check_writable(Path(arguments.state))
-    with _ended_by_signals(), _opened(arguments, workers) as fanout:
-        ranks = len(fanout.client.ranks)
-        print(f"listening at {arguments.path}, {ranks} ranks", file=sys.stderr, flush=True)
+    with _ended_by_signals() as ignore_signals, _opened(arguments, workers) as fanout:
         try:
+            ranks = len(fanout.client.ranks)
+            print(f"listening at {arguments.path}, {ranks} ranks", file=sys.stderr, flush=True)
             fanout.wait()
         except KeyboardInterrupt:
-            pass  # the normal end
+            ignore_signals()  # the normal end; systemd, or a shell, may send another one
         saved = _save(fanout.client, arguments.state) if arguments.state else True
         print(json.dumps(fanout.statistics()))
     return 0 if saved else 1
@@ -119,16 +119,35 @@ def _save(client: Client, path: str) -> bool:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM, or a terminal that goes away, end the command as Ctrl-C does."""
+def _ended_by_signals() -> Iterator[Callable[[], None]]:
+    """Have SIGTERM, or a terminal that goes away, end the command as Ctrl-C does.
+
+    The first one does; later ones are ignored, so that they break no saving off. Ctrl-C can. What
+    is given ignores them from now on.
+    """
     if threading.current_thread() is not threading.main_thread():  # only that one can
-        yield
+        yield lambda: None
         return
+    came: list[int] = []
+
+    def end_once(number: int, _: object) -> None:
+        came.append(number)
+        if len(came) == 1:
+            raise KeyboardInterrupt
+
     signals = (signal.SIGTERM, signal.SIGHUP)
     wanted = [one for one in signals if signal.getsignal(one) is not signal.SIG_IGN]  # by nohup
-    before = {one: signal.signal(one, signal.default_int_handler) for one in wanted}
+    before = {one: signal.signal(one, end_once) for one in wanted}
+
+    def ignore() -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
+
     try:
-        yield
+        yield ignore
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        if came:
+            ignore()  # until the process ends, which it was told to: it is to exit with our code
+        else:
+            for one, handler in before.items():
+                signal.signal(one, handler)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import queue
 import random
 import threading
 import time
+import weakref
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -64,7 +69,7 @@ class Follower:
         failed: why there will never be one, or None.
         trouble: why it is not following at present, or "".
 
-    Thread safety: `close` and `statistics` from any thread; the rest is its own.
+    Thread safety: `close`, `tell_to_end` and `statistics` from any thread; the rest is its own.
     """
 
     def __init__(self, path: str | os.PathLike[str], stale_after: float, buffer_bytes: int) -> None:
@@ -82,7 +87,10 @@ class Follower:
         self._lost = ""  # why it follows no longer: said as well while it cannot join again
         self._stale_after = stale_after
         self._buffer_bytes = buffer_bytes
+        # Not waited for, which would take its lock: the collector may run in there, and set it.
         self._stop = threading.Event()
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._at_exit = partial(_close, weakref.ref(self), os.getpid())
         self._link: Link | None = None
         self._membership: Membership | None = None
         self._counters: Counter[str] = Counter()
@@ -111,12 +119,25 @@ class Follower:
 
     def close(self) -> None:
         """End the thread and give the place up. Idempotent."""
+        self.tell_to_end()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def close_at_exit(self) -> None:
+        """Close when the process ends, unless that was done before.
+
+        Not by `weakref.finalize`: that ends the latest first, and after a rejoining it would take
+        the ring's memory before the thread has left. Its own hook must have been there before this.
+        """
+        atexit.register(self._at_exit)
+
+    def tell_to_end(self) -> None:
+        """Have the thread end by itself; waits for no lock, so that finalizers may call it."""
         self._stop.set()
+        self._woken.put(None)
         link = self._link
         if link is not None and self._membership is None:
             link.interrupt()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
 
     def _run(self) -> None:
         reason = "the replica was closed"
@@ -127,7 +148,8 @@ class Follower:
                 self._live_once()
                 attempts = 0 if self._counters["joins"] > joins else attempts + 1
                 pause = min(_MAX_BACKOFF, _BACKOFF * 2 ** min(attempts, 10))
-                self._stop.wait(pause * random.uniform(0.5, 1.0))
+                with suppress(queue.Empty):
+                    self._woken.get(timeout=pause * random.uniform(0.5, 1.0))
         except BaseException as error:
             logger.exception("the replica's thread failed; it is closed")
             self._counters["thread_failures"] += 1
@@ -137,6 +159,7 @@ class Follower:
             self.trouble = reason
             self.board.end(reason)
             self.joined.set()
+            atexit.unregister(self._at_exit)
 
     def _live_once(self) -> None:
         """Join and follow until that ends; note why."""
@@ -176,7 +199,7 @@ class Follower:
     def _follow(self, membership: Membership) -> None:
         """Apply messages until there are no more."""
         codec = MsgpackCodec()
-        while True:
+        while not self._stop.is_set():  # looked at here, too: a time-out may be the ring's lock's
             try:
                 body = membership.receiver.receive(codec, self._stale_after, self._stop, quiet=True)
             except QueueTimeoutError:
@@ -232,3 +255,9 @@ class Follower:
                 for status in self.copy.statuses.values()
             ]
         )
+
+
+def _close(follower: weakref.ref[Follower], pid: int) -> None:
+    alive = follower()
+    if alive is not None and os.getpid() == pid:  # a forked child has the parent's
+        alive.close()

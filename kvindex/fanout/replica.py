@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from kvindex.answering import Answering
 from kvindex.errors import ConfigurationError, QueueTimeoutError
 from kvindex.fanout.copy import Copy
 from kvindex.fanout.follower import Follower
-from kvindex.fanout.forks import Afterwards, prepare_forks
+from kvindex.fanout.forks import Fork, prepare_forks
 from kvindex.fanout.joining import RefusedError
 from kvindex.fanout.meeting_point import check_platform
 from kvindex.index import Index
@@ -26,7 +27,7 @@ from kvindex.subscribe.status_board import StatusBoard
 __all__ = ["Replica", "join"]
 
 _BUFFER_BYTES = 256 << 20
-_FORK_PATIENCE = 5.0  # seconds for which a fork waits for the message that is being applied
+_FORK_PATIENCE = 5.0  # seconds for which a fork waits for a message or a query under way
 
 
 def join(
@@ -94,9 +95,12 @@ class Replica(Answering):
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self._board = follower.board
+        self._pid = os.getpid()
         self._disowned = ""  # why it follows nobody, if this is a forked child's
-        # Also at the end of the process: one that merely died would be counted and logged there.
-        self._finish = weakref.finalize(self, _leave, follower, os.getpid())
+        # It waits for nothing: the collector may run inside a lock that the thread is to take.
+        weakref.finalize(self, _drop, follower, os.getpid()).atexit = False
+        # One that merely died would be counted and logged at the server.
+        follower.close_at_exit()
         prepare_forks(self, Replica._prepare_fork)
 
     @property
@@ -160,21 +164,17 @@ class Replica(Answering):
 
         Done by itself when the replica is dropped, or the process ends.
         """
-        self._finish()
+        if self._pid == os.getpid():  # a forked child has the parent's
+            self._follower.close()
 
-    def _prepare_fork(self) -> Afterwards:
-        """Have no message half applied in a child, whose thread for that would be missing."""
+    def _prepare_fork(self, fork: Fork) -> None:
+        """Have no message half applied, and no query half answered, by threads a child lacks."""
         copy = self._follower.copy
+        fork.do_in_child(partial(self._disown, copy))
         # Not for ever: a handler that forks may have come in a query that the message waits for.
-        held = copy.applying.acquire(timeout=_FORK_PATIENCE)
-
-        def afterwards(in_child: bool) -> None:
-            if held:
-                copy.applying.release()
-            if in_child:
-                self._disown(copy)
-
-        return afterwards
+        until = time.monotonic() + _FORK_PATIENCE
+        for lock in (copy.applying, *copy.index._locks):
+            fork.hold(lock, max(0.0, until - time.monotonic()))
 
     def _disown(self, copy: Copy) -> None:
         """In a forked child: go on with a copy that nobody keeps, and a board that says so."""
@@ -206,6 +206,6 @@ class Replica(Answering):
         return f"<Replica of {len(statuses)} ranks, {live} live, {len(self.index)} blocks>"
 
 
-def _leave(follower: Follower, pid: int) -> None:
+def _drop(follower: Follower, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has the parent's
-        follower.close()
+        follower.tell_to_end()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
 import threading
-import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -100,11 +100,9 @@ class FanOut:
                 listener, self.client, self._tap, self._outflow, max_replicas, self._fail
             )
             opened.pop_all()
-        # At the end of the process, before the ring's own: its memory must not go while the
-        # subscriber's thread sends. What comes last is ended first.
-        self._finish = weakref.finalize(
-            self, _end, self._reception, self.client, self._outflow, self._pid
-        )
+        # Before the finalizers of the ring, whose hook is older: its memory must not go while the
+        # subscriber's thread sends. Not before the end: its threads keep this alive.
+        atexit.register(self.close)
 
     @property
     def failure(self) -> str | None:
@@ -132,8 +130,10 @@ class FanOut:
         that came, went, were gone without a word, and were taken off for being slow. `turned_away`:
         connections that did not become replicas, by reason. `messages`, `bytes`, `chunks`: sent, to
         all at once; `entries`, `heartbeats`: in them. `blocked_seconds`: for which the subscriber's
-        thread waited for slow replicas. `sections_taken`: copies of ranks that were made for those
-        who join; who join together share them. `snapshots_begun_again`: because ranks were renamed.
+        thread waited for slow replicas. `lock_waits`: how often the ring's lock was not to be had
+        in time and was asked for again, without the native core. `sections_taken`: copies of ranks
+        that were made for those who join; who join together share them. `snapshots_begun_again`:
+        because ranks were renamed.
         """
         return {
             **self._reception.statistics(),
@@ -152,9 +152,13 @@ class FanOut:
         if self._pid != os.getpid():
             return  # it is the parent's
         self._closing = True
-        _end(self._reception, self.client, self._outflow, self._pid)
+        # Those that use others first; may be interrupted and called again.
+        self._outflow.stop_waiting()
+        self._reception.close()
+        self.client.close()
+        self._outflow.close()
         self._ended.set()
-        self._finish.detach()
+        atexit.unregister(self.close)
 
     def _stopped(self) -> None:
         self._tap.stop()
@@ -176,15 +180,6 @@ class FanOut:
     def __repr__(self) -> str:
         replicas = self._reception.statistics()["replicas"]
         return f"<FanOut at {self.path} to {replicas} replicas of {self.client!r}>"
-
-
-def _end(reception: Reception, client: Client, outflow: Outflow, pid: int) -> None:
-    """Close the parts, those that use others first; may be interrupted and called again."""
-    if os.getpid() != pid:
-        return  # a forked child has the parent's
-    reception.close()
-    client.close()
-    outflow.close()
 
 
 def _check(patience: float, options: dict[str, Any]) -> None:

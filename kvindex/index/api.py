@@ -7,6 +7,7 @@ Two classes fill it in: `kvindex.index.reference.Index`, the readable specificat
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
@@ -319,6 +320,13 @@ class BaseIndex(ABC):
     @abstractmethod
     def _restore(self, rank: Rank, body: memoryview) -> None:
         """Restore a rank from the body of a section; raises SnapshotError."""
+
+    # Forks -----------------------------------------------------------------------------------
+
+    @property
+    def _locks(self) -> tuple[threading.Lock, ...]:
+        """What must be held during a fork: the child lacks the thread that would give it back."""
+        return ()
 
     # Insight ---------------------------------------------------------------------------------
 

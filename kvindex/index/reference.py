@@ -148,6 +148,12 @@ class Index(BaseIndex):
                 del self._ranks[rank]
             self._rank(rank).restore(image)
 
+    # Forks -----------------------------------------------------------------------------------
+
+    @property
+    def _locks(self) -> tuple[threading.Lock, ...]:
+        return (self._lock,)
+
     # Insight ---------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:

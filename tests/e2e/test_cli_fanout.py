@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,12 +20,13 @@ from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, caught_up
 
 ROOT = Path(__file__).parents[2]
+WORKER = ["--worker", "a=tcp://127.0.0.1:1"]
 
 
 @contextmanager
-def sidecar(*argv: str) -> Iterator[subprocess.Popen[str]]:
+def sidecar(*argv: str, code: Sequence[str] = ("-m", "kvindex")) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvindex", "fanout", *argv],
+        [sys.executable, *code, "fanout", *argv],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -72,9 +73,53 @@ def test_processes_join_until_it_is_ended_and_it_goes_on_from_its_state(
                 ended(process, number)
 
 
-# --state, before anything is served --------------------------------------------------------------
+SIGNALLED = """
+import os, signal, sys
+from kvindex import Client
+from kvindex.cli import main
+def signalled():
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+save = Client.save
+def saving(client, path):
+    signalled()
+    return save(client, path)
+Client.save = saving
+code = main(sys.argv[1:])
+signalled()
+sys.exit(code)
+"""
 
-WORKER = ["--worker", "a=tcp://127.0.0.1:1"]
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_further_signals_break_off_neither_the_saving_nor_the_end(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    argv = [str(tmp_path / "kvindex.sock"), *WORKER, "--state", str(state)]
+    with sidecar(*argv, code=["-c", SIGNALLED]) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("listening at")
+        assert ended(process, number)["replicas"] == 0
+    assert state.exists()
+
+
+def test_a_command_that_no_signal_ended_leaves_the_handlers_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = [signal.getsignal(one) for one in signals]
+
+    def wait(_: FanOut) -> bool:
+        assert [signal.getsignal(one) for one in signals] != before
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FanOut, "wait", wait)
+    assert main(["fanout", str(tmp_path / "kvindex.sock"), *WORKER]) == 0
+    assert [signal.getsignal(one) for one in signals] == before
+
+
+# --state, before anything is served --------------------------------------------------------------
 
 
 @pytest.fixture

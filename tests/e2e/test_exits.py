@@ -48,6 +48,84 @@ def test_a_process_that_does_not_close_its_replica_ends_well(ending: str, tmp_pa
         assert server.statistics()["died"] == 0
 
 
+AGAIN = """
+print("joined", flush=True)
+replica.wait_for(lambda _: replica.statistics()["replica"]["joins"] == 2, 20.0)
+print("again", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_replica_that_joined_anew_leaves_when_its_process_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "fanout")
+    server = FanOut((), path)
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", JOIN + AGAIN, path],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "joined\n"
+            server.close()
+            server = FanOut((), path)
+            assert process.stdout.readline() == "again\n"
+            wait_until(lambda: server.statistics()["joined"] == 1, "the replica has joined anew")
+            process.communicate("\n", timeout=PATIENCE)
+        wait_until(lambda: server.statistics()["left"] == 1, "the replica has left")
+        assert server.statistics()["died"] == 0
+        server._outflow.send(b"to whom it may concern")
+        assert server._outflow._sender.statistics()["readers_removed"] == 0
+    finally:
+        server.close()
+
+
+COLLECTED = """
+import faulthandler, gc, threading
+faulthandler.dump_traceback_later(15, exit=True)
+gc.disable()
+lock, waits = threading.Lock(), threading.Event()
+follower = replica._follower
+show = follower._show_stale
+def log(reason):  # as a handler of the log, whose lock the thread wants
+    waits.set()
+    with lock:
+        show(reason)
+follower._show_stale = log
+class Router: pass
+router = Router()
+router.itself, router.replica = router, replica
+del router, replica
+with lock:
+    print("joined", flush=True)
+    waits.wait()
+    gc.collect()  # may run at any allocation, this one too
+follower._thread.join()
+print("fine")
+"""
+
+
+def test_a_replica_is_collected_inside_a_lock_that_its_thread_wants(tmp_path: Path) -> None:
+    path = str(tmp_path / "fanout")
+    with FanOut((), path) as server:
+        with subprocess.Popen(
+            [sys.executable, "-c", JOIN + COLLECTED, path],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "joined\n"
+            server.close()
+            out, err = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, out) == (0, "fine\n"), err
+
+
 def test_the_interpreter_ends_while_a_thread_waits_in_a_ring() -> None:
     ended = run(
         "import threading\n"

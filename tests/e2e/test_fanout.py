@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from kvindex import (
 )
 from kvindex.errors import ClosedError, QueueTimeoutError, UnknownRankError
 from kvindex.fanout import FanOut, Replica, join
+from kvindex.fanout.forks import prepare_forks
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire import GroupSpec
 from tests.e2e.fanout_peers import (
@@ -352,6 +354,44 @@ def test_a_replica_from_before_a_fork_says_in_the_child_at_once_that_it_is_the_p
             ]
             assert_equal(fanout.client, *peers, prompts=PROMPTS)  # the parent's is as it was
             assert peers[0].call("statistics")["replica"]["joins"] == 1
+
+
+class Begun:
+    """Is told when a fork has begun."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        prepare_forks(self, lambda begun, _: begun.begun.set())
+
+
+def test_a_child_can_ask_though_another_thread_was_asking_at_the_fork(path: str) -> None:
+    fork, within = Begun(), threading.Event()  # it is told before the replica, which comes later
+
+    def slow_keys() -> Iterator[None]:
+        within.set()
+        assert fork.begun.wait(PATIENCE)
+        yield None
+
+    with FakeEngine("a") as a, fan_out(path, worker_of(a)) as fanout, join(path) as replica:
+        a.run(BEFORE)
+        caught_up(fanout.client, a)
+        asking = threading.Thread(
+            target=replica.match, args=(PROMPTS[0],), kwargs={"extra_keys": slow_keys()}
+        )
+        asking.start()
+        assert within.wait(PATIENCE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+            pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # it hangs
+            replica.match(PROMPTS[0])
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        asking.join(PATIENCE)
+        assert not asking.is_alive()
+        assert replica.match(PROMPTS[0])
 
 
 def test_a_path_with_braces_is_said_as_it_is(processes: Nursery, tmp_path: Path) -> None:

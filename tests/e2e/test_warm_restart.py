@@ -30,34 +30,28 @@ from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
 from kvindex.subscribe import Subscriber
 from kvindex.testing import FakeEngine, Workload
 from tests.live import (
+    BEFORE,
+    LATER,
+    MEANWHILE,
     PATIENCE,
+    PROMPTS,
     assert_true,
     caught_up,
     client_of,
     link_to,
     resident,
+    save_of,
     wait_status,
     worker_of,
 )
 
 RANK = Rank("engine", 0)
 ROOT = Path(__file__).parents[2]
-BEFORE = Workload(40, seed=1)
-MEANWHILE = Workload(10, seed=2)
-LATER = Workload(10, seed=3)
-PROMPTS = [request.token_ids for workload in (BEFORE, MEANWHILE) for request in workload][::4]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "router.kvindex"
-
-
-def save_of(*engines: FakeEngine, path: Path, **options: Any) -> None:
-    """Have a first process catch up with the engines, save, and end."""
-    with client_of(*(worker_of(engine) for engine in engines), **options) as client:
-        caught_up(client, *engines)
-        assert client.save(path) == client.ranks
 
 
 def replayed(client: Any, rank: Rank = RANK) -> int:

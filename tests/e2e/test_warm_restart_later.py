@@ -13,24 +13,24 @@ from kvindex import Client, ConfigurationError, Index, Rank, RankStatus, State, 
 from kvindex.index.snapshot import SnapshotReader, SnapshotRecord
 from kvindex.subscribe import StreamItem, Tap
 from kvindex.testing import FakeEngine, ManualClock, Workload
-from tests.live import assert_true, caught_up, client_of, wait_status, worker_of
+from tests.live import (
+    BEFORE,
+    MEANWHILE,
+    PROMPTS,
+    assert_true,
+    caught_up,
+    client_of,
+    save_of,
+    wait_status,
+    worker_of,
+)
 
 RANK = Rank("engine", 0)
-BEFORE = Workload(40, seed=1)
-MEANWHILE = Workload(10, seed=2)
-PROMPTS = [request.token_ids for workload in (BEFORE, MEANWHILE) for request in workload][::4]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "router.kvindex"
-
-
-def save_of(*engines: FakeEngine, path: Path, **options: Any) -> None:
-    """Have a first process catch up with the engines, save, and end."""
-    with client_of(*(worker_of(engine) for engine in engines), **options) as client:
-        caught_up(client, *engines)
-        assert client.save(path) == client.ranks
 
 
 def ranks_in(path: Path) -> list[Rank]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 from kvindex.fanout import forks
 from kvindex.fanout.copy import Copy
 from kvindex.fanout.entries import Applied, Message
-from kvindex.fanout.forks import Afterwards, prepare_forks
+from kvindex.fanout.forks import Fork, prepare_forks
 from kvindex.rank import Rank
 from kvindex.wire import BlockStored, EventBatch, encode_batch
 
@@ -28,10 +29,10 @@ class Noted:
         self.told = told
         prepare_forks(self, Noted.prepare)
 
-    def prepare(self) -> Afterwards:
+    def prepare(self, fork: Fork) -> None:
         self.told.append("before")
         told = self.told
-        return lambda in_child: told.append("child" if in_child else "parent")
+        fork.do_in_child(lambda: told.append("child"))
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +59,11 @@ def forked(child: Callable[[], bool]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_each_side_is_told_once_and_the_child_of_the_child_nothing() -> None:
+def test_a_child_is_told_once_and_the_child_of_the_child_nothing() -> None:
     told: list[str] = []
     noted = Noted(told)
     assert forked(lambda: told == ["before", "child"] and forked(lambda: len(told) == 2))
-    assert noted.told == ["before", "parent"]
+    assert noted.told == ["before"]
 
 
 def test_what_is_gone_is_not_told() -> None:
@@ -71,6 +72,69 @@ def test_what_is_gone_is_not_told() -> None:
     gc.collect()
     assert forked(lambda: True)
     assert told == []
+
+
+def test_who_comes_while_a_fork_is_prepared_keeps_nobody_from_being_told() -> None:
+    told: list[str] = []
+    noted = [Noted(told) for _ in range(50)]
+    done = threading.Event()
+
+    def join() -> None:
+        while not done.is_set():
+            Noted([])
+
+    joining = threading.Thread(target=join)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    joining.start()
+    try:
+        for _ in range(200):
+            told.clear()
+            forks._before()
+            forks._after(False)
+            assert len(told) == len(noted)
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        joining.join()
+
+
+class Interrupted:
+    """Is interrupted while it waits for a second lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        prepare_forks(self, Interrupted.prepare)
+
+    def prepare(self, fork: Fork) -> None:
+        fork.hold(self.lock, PATIENCE)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_no_lock_taken_and_the_others_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda args: said.append(args.exc_type))
+    told: list[str] = []
+    interrupted, noted = Interrupted(), Noted(told)
+    assert forked(lambda: told == ["before", "child"] and not interrupted.lock.locked())
+    assert not interrupted.lock.locked()
+    assert (noted.told, said) == (["before"], [KeyboardInterrupt])
+
+
+def test_a_lock_that_is_not_to_be_had_stays_its_holders() -> None:
+    class Impatient:
+        lock = threading.Lock()
+
+        def prepare(self, fork: Fork) -> None:
+            fork.hold(self.lock, 0.0)
+
+    impatient = Impatient()
+    prepare_forks(impatient, Impatient.prepare)
+    with impatient.lock:
+        assert forked(impatient.lock.locked)
+        assert impatient.lock.locked()
 
 
 def message(number: int, block: int) -> Message:
@@ -89,10 +153,9 @@ class Held:
         self.asked = threading.Event()
         prepare_forks(self, Held.prepare)
 
-    def prepare(self) -> Afterwards:
+    def prepare(self, fork: Fork) -> None:
         self.asked.set()
-        assert self.copy.applying.acquire(timeout=PATIENCE)
-        return lambda _: self.copy.applying.release()
+        fork.hold(self.copy.applying, PATIENCE)
 
 
 def test_who_holds_a_copy_finds_whole_messages_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
