@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -23,7 +23,8 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
         blocks: leading blocks of the prompt that are resident on any allowed medium; for hybrid
             models the blocks that the engine itself would hit.
         tokens: the same in tokens.
-        block_size: tokens per block of the rank, 0 while it is unknown.
+        block_size: tokens per block of the rank, whether it holds anything of the prompt or not; 0
+            while the rank has stored nothing yet.
         by_medium: of those blocks, how many are on each medium (one on two media counts for both).
         state: stream state when asked through a client, else None.
         complete: whether all of the rank's history was seen; None without a client.
@@ -46,6 +47,9 @@ class Found(Protocol):
     def get(self, rank: Rank) -> RankMatch | None:
         """Return a rank's match, if the rank holds anything."""
 
+    def block_size(self, rank: Rank) -> int:
+        """Return a rank's tokens per block, 0 if they are not known."""
+
     def values(self) -> Iterable[RankMatch]:
         """Return all of them, in no order."""
 
@@ -53,13 +57,31 @@ class Found(Protocol):
         """Return the one with most tokens, of equal ones the smallest rank's; None if empty."""
 
 
-class FoundMatches(dict[Rank, RankMatch]):
-    """What the Python index found, by rank."""
+class FoundMatches:
+    """What the Python index found.
 
-    __slots__ = ()
+    Args:
+        found: the matches of the ranks that hold anything.
+        sizes: tokens per block of every rank that was asked for, 0 where they are not known.
+    """
 
-    def __init__(self, found: Iterable[RankMatch]) -> None:
-        super().__init__((rank_match.rank, rank_match) for rank_match in found)
+    __slots__ = ("_found", "_sizes")
+
+    def __init__(self, found: Iterable[RankMatch], sizes: Mapping[Rank, int]) -> None:
+        self._found = {rank_match.rank: rank_match for rank_match in found}
+        self._sizes = sizes
+
+    def get(self, rank: Rank) -> RankMatch | None:
+        """Return a rank's match; see `Found`."""
+        return self._found.get(rank)
+
+    def block_size(self, rank: Rank) -> int:
+        """Return a rank's tokens per block; see `Found`."""
+        return self._sizes[rank]
+
+    def values(self) -> Iterable[RankMatch]:
+        """Return all matches; see `Found`."""
+        return self._found.values()
 
     def first(self) -> RankMatch | None:
         """Return the match to prefer; see `Found`."""
@@ -69,8 +91,9 @@ class FoundMatches(dict[Rank, RankMatch]):
 class Match:
     """One answer for all ranks: iterates longest first, `len()` is the number of ranks.
 
-    Ranks that are known but hold nothing of the prompt are part of it, with 0 blocks. `RankMatch`es
-    are made when they are looked at.
+    Ranks that are known but hold nothing of the prompt are part of it, with 0 blocks. `bool()` says
+    whether there is a `best`. `in` takes a rank, or a `RankMatch` as iterating gives it.
+    `RankMatch`es are made when they are looked at.
     Thread safety: immutable.
 
     Examples:
@@ -97,19 +120,27 @@ class Match:
 
     @property
     def best(self) -> RankMatch | None:
-        """The rank to prefer, or None when no rank holds a block of the prompt.
+        """The live rank that holds most of the prompt; None if no live rank holds a block of it.
 
-        Live ranks come before others (without a client all count alike), then most tokens, then
-        the smallest rank.
+        A rank that is not live is named only while no rank of the answer is live: its `state` says
+        so. Without a client all ranks count alike. Of ranks that hold equally much the smallest is
+        named. Iterate to see what every rank holds, live or not.
         """
         first = self._found.first()
         if first is None or self._trust is None:
             return first
         trusted = self._trusted(first)
-        if trusted.state in (None, _LIVE):
+        if _is_live(trusted):
             return trusted
-        held = (self._trusted(found) for found in self._found.values() if found.blocks)
-        return min(held, key=_preference)
+        held = [self._trusted(found) for found in self._found.values() if found.blocks]
+        live = [found for found in held if _is_live(found)]
+        if not live and any(_is_live(self._trusted(RankMatch(rank=rank))) for rank in self._ranks):
+            return None
+        return min(live or held, key=_longest)
+
+    def __bool__(self) -> bool:
+        """Return whether there is a `best`: a rank to prefer, since it holds something."""
+        return self.best is not None
 
     def __getitem__(self, rank: Rank) -> RankMatch:
         """Return a rank's match; 0 blocks for a known rank that holds nothing of the prompt.
@@ -119,10 +150,13 @@ class Match:
         """
         if rank not in self._ranks:
             raise UnknownRankError(rank, self._ranks)
-        return self._trusted(self._found.get(rank) or RankMatch(rank=rank))
+        return self._trusted(self._found.get(rank) or self._nothing(rank))
 
-    def __contains__(self, rank: object) -> bool:
-        return rank in self._ranks
+    def __contains__(self, item: object) -> bool:
+        """Return whether a rank is part of the answer, or a `RankMatch` is what it says of one."""
+        if isinstance(item, RankMatch):
+            return item.rank in self._ranks and self[item.rank] == item
+        return item in self._ranks
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -130,7 +164,7 @@ class Match:
     def __iter__(self) -> Iterator[RankMatch]:
         """Iterate over all ranks, most tokens first, ties by rank."""
         found = {rank_match.rank: rank_match for rank_match in self._found.values()}
-        everyone = (found.get(rank) or RankMatch(rank=rank) for rank in self._ranks)
+        everyone = (found.get(rank) or self._nothing(rank) for rank in self._ranks)
         return iter(sorted(map(self._trusted, everyone), key=_longest))
 
     def __repr__(self) -> str:
@@ -150,6 +184,9 @@ class Match:
         """
         return Match(self._found, self._ranks, trust)
 
+    def _nothing(self, rank: Rank) -> RankMatch:
+        return RankMatch(rank=rank, block_size=self._found.block_size(rank))
+
     def _trusted(self, rank_match: RankMatch) -> RankMatch:
         found = None if self._trust is None else self._trust(rank_match.rank)
         if found is None:
@@ -157,12 +194,12 @@ class Match:
         return msgspec.structs.replace(rank_match, **found._asdict())
 
 
+def _is_live(rank_match: RankMatch) -> bool:
+    return rank_match.state in (None, _LIVE)
+
+
 def _longest(rank_match: RankMatch) -> tuple[int, bool, Rank]:
-    return (-rank_match.tokens, rank_match.state not in (None, _LIVE), rank_match.rank)
-
-
-def _preference(rank_match: RankMatch) -> tuple[bool, int, Rank]:
-    return (rank_match.state not in (None, _LIVE), -rank_match.tokens, rank_match.rank)
+    return (-rank_match.tokens, not _is_live(rank_match), rank_match.rank)
 
 
 def _plain(rank_match: RankMatch) -> dict[str, Any]:

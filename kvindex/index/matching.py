@@ -9,7 +9,7 @@ from kvindex.index.groups import GroupCoverage, Spans, engine_hit, extend_spans
 from kvindex.index.keys import Namespace, PromptKeys
 from kvindex.index.match import RankMatch
 from kvindex.index.rank_blocks import RankBlocks
-from kvindex.index.rank_groups import Group
+from kvindex.index.rank_groups import Group, RankGroups
 from kvindex.index.tree import Owner, RadixTree
 from kvindex.rank import Rank
 
@@ -59,35 +59,33 @@ def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks]) -> Iterator[RankM
     for rank, rank_held in by_rank.items():
         blocks = ranks.get(rank)
         if blocks is not None:
-            yield _rank_match(rank, blocks.groups.known(), rank_held)
+            yield _rank_match(rank, blocks.groups, rank_held)
 
 
-def _rank_match(rank: Rank, groups: Mapping[int, Group], held: Held) -> RankMatch:
+def _rank_match(rank: Rank, groups: RankGroups, held: Held) -> RankMatch:
     """Return the best answer over the rank's ways of hashing (with and without lookahead)."""
     lookaheads = sorted({namespace.lookahead for namespace in held})
     answers = (_match_one_way(rank, groups, held, lookahead) for lookahead in lookaheads)
     return max(answers, key=lambda answer: answer.tokens)
 
 
-def _match_one_way(
-    rank: Rank, groups: Mapping[int, Group], held: Held, lookahead: int
-) -> RankMatch:
+def _match_one_way(rank: Rank, groups: RankGroups, held: Held, lookahead: int) -> RankMatch:
+    known = groups.known()
     coverage = {
         group_idx: GroupCoverage(
             group.spec,
             group.block_size or 1,  # nothing stored yet: no spans either
             _union(spans for _, spans in _group_spans(held, lookahead, group_idx, group)),
         )
-        for group_idx, group in groups.items()
+        for group_idx, group in known.items()
         if group.spec.takes_part
     }
     tokens = engine_hit(list(coverage.values()))
-    if not tokens:
-        return RankMatch(rank=rank)
-    main = min(coverage, key=lambda idx: (coverage[idx].spec.needed_blocks(1) is not None, idx))
-    size = groups[main].block_size
+    size, main = groups.main_block_size(), groups.main()
+    if not tokens or main is None:
+        return RankMatch(rank=rank, block_size=size)
     by_medium = {}
-    for medium, spans in _group_spans(held, lookahead, main, groups[main]):
+    for medium, spans in _group_spans(held, lookahead, main, known[main]):
         count = sum(max(0, min(stop, tokens // size) - start) for start, stop in spans)
         if count:
             by_medium[medium] = count

@@ -70,6 +70,10 @@ class _Found:
         found = None if rank_id is None else self._answer.get(rank_id)
         return None if found is None else _rank_match(rank, found)
 
+    def block_size(self, rank: Rank) -> int:
+        rank_id = self._directory.ids.get(rank)
+        return 0 if rank_id is None else self._answer.block_size(rank_id)
+
     def values(self) -> Iterator[RankMatch]:
         for found in self._answer.all():
             rank = self._directory.ranks.get(found[0])

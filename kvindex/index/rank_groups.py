@@ -38,6 +38,23 @@ class RankGroups:
         """Return the groups by their index."""
         return self._groups
 
+    def main(self) -> int | None:
+        """Return the group whose blocks an answer counts, None before there is any.
+
+        The first that needs all blocks before the cut, else the first that takes part at all.
+        """
+        taking_part = [idx for idx, group in self._groups.items() if group.spec.takes_part]
+        return min(
+            taking_part,
+            key=lambda idx: (self._groups[idx].spec.needed_blocks(1) is not None, idx),
+            default=None,
+        )
+
+    def main_block_size(self) -> int:
+        """Return the block size of the main group, 0 while it is not known."""
+        main = self.main()
+        return 0 if main is None else self._groups[main].block_size
+
     def window_only(self, block_size: int) -> bool:
         """Whether no group of this block size needs all blocks before the cut.
 

@@ -126,7 +126,8 @@ class Index(BaseIndex):
                 held[namespace] = held_blocks(
                     self._tree, namespace, keys, wanted_media, window_only
                 )
-            return Match(FoundMatches(rank_matches(held, wanted)), frozenset(wanted))
+            sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
+            return Match(FoundMatches(rank_matches(held, wanted), sizes), sizes.keys())
 
     # Snapshots -------------------------------------------------------------------------------
 

@@ -295,6 +295,12 @@ void bind_index(nb::module_& module) {
         if (found == nullptr) return std::nullopt;
         return self.plain(*found);
       })
+      .def("block_size", [](const PyAnswer& self, uint32_t rank) {
+        for (const RankSize& size : self.answer.sizes) {
+          if (size.rank == rank) return size.block_size;
+        }
+        return uint32_t{0};
+      })
       .def("all", [](const PyAnswer& self) {
         nb::list all;
         for (const FoundRank& found : self.answer.ranks) all.append(self.plain(found));

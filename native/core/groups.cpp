@@ -31,6 +31,16 @@ std::optional<uint64_t> GroupSpec::needed_blocks(uint32_t block_size) const {
   return std::nullopt;
 }
 
+std::optional<std::pair<uint32_t, const Group*>> RankGroups::main() const {
+  std::optional<std::pair<uint32_t, const Group*>> main;
+  for (const auto& [group_idx, group] : groups_) {
+    if (!group.spec.takes_part()) continue;
+    if (!main) main.emplace(group_idx, &group);
+    if (!group.spec.needed_blocks(1)) return std::pair{group_idx, &group};
+  }
+  return main;
+}
+
 void RankGroups::configure(const std::map<uint32_t, GroupSpec>& specs) {
   for (const auto& [group_idx, spec] : specs) {
     Group& group = groups_[group_idx];

@@ -46,6 +46,10 @@ class RankGroups {
 
   const std::map<uint32_t, Group>& known() const { return groups_; }
 
+  // The group whose blocks an answer counts, and its index: the first that needs all blocks before
+  // the cut, else the first that takes part at all.
+  std::optional<std::pair<uint32_t, const Group*>> main() const;
+
   // The block sizes of which no group needs all blocks before the cut: in a walk over blocks of
   // such a size, a match may skip a hole.
   const std::set<uint32_t>& window_only() const { return window_only_; }

@@ -67,6 +67,7 @@ class Matcher {
   void run() {
     answer_.ranks.clear();
     answer_.media.clear();
+    answer_.sizes.clear();
     answer_.best = -1;
     answer_.starved = false;
     prepare();
@@ -77,6 +78,11 @@ class Matcher {
       walk(root);
     }
     if (answer_.starved) return;
+    answer_.sizes.reserve(ranks_.size());
+    for (uint32_t slot = 0; slot < ranks_.size(); ++slot) {
+      if (ranks_[slot].blocks == nullptr) continue;
+      answer_.sizes.push_back({ranks_[slot].id, shared_.summaries[slot].block_size});
+    }
     answer_.ranks.reserve(scratch_.touched.size());
     answer_.media.reserve(scratch_.touched.size());
     for (const uint32_t slot : scratch_.touched) answer(slot);
@@ -260,7 +266,7 @@ class Matcher {
       }
     }
     if (most == 0) return;
-    const auto [main_idx, main] = main_group(rank);
+    const auto [main_idx, main] = *rank.blocks->groups().main();
     const auto blocks = static_cast<uint32_t>(most / main->block_size);
     add(rank, main->block_size, blocks, most);
     each_held(first, best, main_idx, *main, [&](const Held& held) {
@@ -307,17 +313,6 @@ class Matcher {
       all.push_back(std::move(covered));
     }
     return all;
-  }
-
-  // The group whose blocks the answer counts: the first that needs all blocks, else the first.
-  static std::pair<uint32_t, const Group*> main_group(const RankSlot& rank) {
-    std::pair<uint32_t, const Group*> main{0, nullptr};
-    for (const auto& [group_idx, group] : rank.blocks->groups().known()) {
-      if (!group.spec.takes_part()) continue;
-      if (main.second == nullptr) main = {group_idx, &group};
-      if (!group.spec.needed_blocks(1)) return {group_idx, &group};
-    }
-    return main;
   }
 
   void add(const RankSlot& rank, uint32_t block_size, uint32_t blocks, uint64_t tokens) {

@@ -95,7 +95,9 @@ void RankBlocks::configure(const std::map<uint32_t, GroupSpec>& specs) {
 }
 
 void RankBlocks::summarize() {
-  shared_.summaries[slot_] = {groups_.only_full(), !groups_.window_only().empty()};
+  const auto main = groups_.main();
+  shared_.summaries[slot_] = {groups_.only_full(), !groups_.window_only().empty(),
+                              main ? main->second->block_size : 0};
 }
 
 void RankBlocks::apply(const Batch& batch) {

@@ -40,6 +40,7 @@ extern const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgno
 struct RankSummary {
   RankGroups::Only only_full;
   bool skips_holes = false;  // `RankGroups::window_only` is not empty
+  uint32_t block_size = 0;   // of `RankGroups::main`; 0 while it is not known
 };
 
 // What all ranks of an index share.

@@ -104,10 +104,62 @@ def test_live_ranks_come_before_stale_ones_that_hold_more() -> None:
     assert [found.rank for found in match] == [B, A, C], "iteration stays longest first"
 
 
-def test_a_stale_rank_is_best_when_no_live_one_holds_anything() -> None:
+def test_a_dead_rank_is_not_best_while_a_live_one_that_holds_nothing_could_be_chosen() -> None:
+    states = {A: "connecting", B: "connecting", C: "live"}
+    match = three_ranks().match(prompt(9)).with_trust(lambda rank: Trust(states[rank], True, 0))
+    assert match.best is None
+    assert not match
+    assert next(iter(match)).rank == B, "whoever asks for it by iterating sees what the dead hold"
+
+
+def test_a_stale_rank_is_best_when_no_rank_is_live() -> None:
     match = three_ranks().match(prompt(9)).with_trust(lambda _: Trust("stale", True, 0))
     assert match.best is not None
-    assert match.best.rank == B
+    assert (match.best.rank, match.best.state) == (B, "stale")
+    assert match
+
+
+def test_only_the_ranks_that_were_asked_for_keep_others_from_being_best() -> None:
+    states = {A: "connecting", B: "connecting", C: "live"}
+    match = three_ranks().match(prompt(9), ranks=[A, B])
+    best = match.with_trust(lambda rank: Trust(states[rank], True, 0)).best
+    assert best is not None
+    assert best.rank == B
+
+
+def test_a_match_is_true_when_somebody_holds_something() -> None:
+    assert three_ranks().match(prompt(9))
+    assert not three_ranks().match(tokens(30)), "it has ranks, and none of them holds a block"
+    assert not Index().match(prompt(9))
+
+
+def test_what_iteration_gives_is_contained_and_found_by_its_rank() -> None:
+    match = three_ranks().match(prompt(9)).with_trust(lambda _: Trust("live", True, 0))
+    for found in match:
+        assert found in match
+        assert found.rank in match
+        assert match[found.rank] == found
+    assert three_ranks().match(prompt(1))[B] not in match, "another answer of the same rank"
+
+
+def test_a_rank_without_a_hit_has_its_block_size_too() -> None:
+    index = three_ranks()
+    index.add(Rank("d"))
+    match = index.match(tokens(30))
+    assert {str(found.rank): found.block_size for found in match} == {
+        "a/0": SIZE, "b/0": SIZE, "c/3": SIZE, "d/0": 0,
+    }  # fmt: skip
+    assert match[C].block_size == SIZE
+    assert index.match([], ranks=[C])[C].block_size == SIZE
+    assert three_ranks().match(prompt(9), media="CPU")[A].block_size == SIZE
+
+
+def test_the_block_size_is_the_one_of_the_group_that_is_counted() -> None:
+    index = Index()
+    index.describe_groups(A, {0: GroupSpec("sliding_window", 8), 1: GroupSpec()})
+    assert index.match(prompt(2))[A].block_size == 0
+    apply(index, A, stored(0, 1))
+    assert index.match(prompt(2))[A].block_size == 0, "the group that counts has stored nothing"
 
 
 def test_an_answer_does_not_change_when_the_index_does() -> None:
