@@ -209,7 +209,7 @@ class Index(BaseIndex):
         ):
             answer = self._core.match(token_ids)
             if answer is None:
-                answer = self._core.match(_readable(token_ids))
+                answer = self._core.match(self._readable(token_ids))
             assert answer is not None
             return Match(_Found(answer, directory), directory.ids.keys())
         return self._match_with(
@@ -248,7 +248,7 @@ class Index(BaseIndex):
         )
         answer = self._core.match_with(token_ids, *options)
         if answer is None:
-            answer = self._core.match_with(_readable(token_ids), *options)
+            answer = self._core.match_with(self._readable(token_ids), *options)
         assert answer is not None
         return Match(_Found(answer, directory), known)
 
@@ -312,6 +312,17 @@ class Index(BaseIndex):
         self._directory = _Directory(ids, {rank_id: rank for rank, rank_id in ids.items()})
         self._core.set_order([ids[rank] for rank in sorted(ids)])
 
+    def _readable(self, token_ids: TokenIds) -> array[int]:
+        """Return tokens that the core does not read itself as a buffer that it does.
+
+        Raises:
+            TokenError: they are no tokens.
+        """
+        prompt = Prompt(token_ids, text=self._core.stored_text)
+        tokens = array("q")
+        tokens.frombytes(prompt.packed(0, prompt.length))
+        return tokens
+
     @staticmethod
     def _known(rank: Rank, directory: _Directory) -> int:
         rank_id = directory.ids.get(rank)
@@ -367,15 +378,3 @@ def _secrets(seed: int) -> bytes:
         blake2b(bytes([part]), key=key, person=b"kvindex keys").digest() for part in range(parts)
     )
     return b"".join(stream)[:SECRET_BYTES]
-
-
-def _readable(token_ids: TokenIds) -> array[int]:
-    """Return tokens that the core does not read itself as a buffer that it does.
-
-    Raises:
-        TokenError: they are no tokens.
-    """
-    prompt = Prompt(token_ids)
-    tokens = array("q")
-    tokens.frombytes(prompt.packed(0, prompt.length))
-    return tokens

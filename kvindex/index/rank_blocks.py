@@ -13,6 +13,7 @@ from kvindex.index.labels import Budget, Label, Labels
 from kvindex.index.orphans import Orphan, Orphans
 from kvindex.index.rank_groups import RankGroups
 from kvindex.index.rank_image import MAX_PLACES, MAX_TORN, RankImage
+from kvindex.index.tokens import holds_text
 from kvindex.index.tree import Block, Owner, RadixTree
 from kvindex.rank import Rank
 from kvindex.wire import (
@@ -28,7 +29,7 @@ from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash, is_root
 __all__ = ["RankBlocks"]
 
 _COUNTERS = (
-    *("stored", "reannounced", "orphaned", "orphans_attached", "unplaced"),
+    *("stored", "stored_text", "reannounced", "orphaned", "orphans_attached", "unplaced"),
     *("removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"),
 )
 _MAX_TAGS = 64  # distinct unknown event tags counted by name
@@ -192,6 +193,8 @@ class RankBlocks:
         if fault is not None:
             self.ignored[fault] += max(1, len(hashes))
             return
+        if holds_text(event.token_ids):
+            self.counters["stored_text"] += len(hashes)
         parent_hash = event.parent_block_hash
         parent = None if parent_hash is None else self.labels.get(fold_hash(parent_hash))
         at_root = parent is None and is_root_parent(parent_hash)

@@ -110,7 +110,7 @@ class Index(BaseIndex):
         ranks: Iterable[Rank] | None = None,
         block_size: int | None = None,
     ) -> Match:
-        prompt = Prompt(token_ids)
+        prompt = Prompt(token_ids, text=self._stored_text)
         wanted_media = folded_media(media)
         check_options(lora, salt, block_size)
         with self._lock:
@@ -193,6 +193,9 @@ class Index(BaseIndex):
         if blocks is None:
             raise UnknownRankError(rank, self._ranks)
         return blocks
+
+    def _stored_text(self) -> bool:
+        return any(blocks.counters["stored_text"] for blocks in list(self._ranks.values()))
 
     def _wanted(self, ranks: Iterable[Rank] | None) -> dict[Rank, RankBlocks]:
         if ranks is None:

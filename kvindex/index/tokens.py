@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from kvindex.errors import TokenError
 from kvindex.wire import text_token
 
-__all__ = ["Prompt", "TokenIds", "pack_tokens"]
+__all__ = ["TEXT_TOKENS", "Prompt", "TokenIds", "holds_text", "pack_tokens"]
 
 TokenIds: TypeAlias = Any
 """Token ids: a sequence of ints, or a flat contiguous buffer of 4- or 8-byte integers."""
+
+TEXT_TOKENS = range(2**62, 2**63)
+"""What `text_token` makes of text; no vocabulary reaches there."""
 
 TOKEN_BYTES = 8
 _CHUNK = 1024  # tokens converted at a time: small enough to be lazy, large enough to be quick
@@ -27,26 +30,53 @@ _Code: TypeAlias = Literal["i", "I", "q", "Q"]
 _CODES: dict[int, tuple[_Code, _Code]] = {4: ("i", "I"), 8: ("q", "Q")}
 
 
-def pack_tokens(token_ids: Iterable[Any]) -> bytes:
+def _yes() -> bool:
+    return True
+
+
+def pack_tokens(token_ids: Iterable[Any], *, text: Callable[[], bool] = _yes) -> bytes:
     """Return the tokens as packed 8-byte integers.
 
+    Args:
+        token_ids: the tokens.
+        text: asked whether a string can be a token, when there is one.
+
     Raises:
-        TokenError: a token is not an int (or a string of TensorRT-LLM), or leaves 64 bits.
+        TokenError: a token is no int that fits 64 bits, nor a string where one can be a token.
     """
     try:
         return array("q", token_ids).tobytes()
     except (OverflowError, TypeError):
-        return array("q", [_signed(token) for token in token_ids]).tobytes()
+        return array("q", [_signed(token, text) for token in token_ids]).tobytes()
 
 
-def _signed(token: Any) -> int:
+def holds_text(token_ids: Sequence[Any]) -> bool:
+    """Return whether an event's tokens include text, as TensorRT-LLM's do.
+
+    Decoding has made ints of it already (`text_token`); a program may also give strings.
+    """
+    try:
+        most = max(token_ids, default=0)
+        return most >= TEXT_TOKENS.start and any(token in TEXT_TOKENS for token in token_ids)
+    except TypeError:
+        return any(isinstance(token, str) for token in token_ids)
+
+
+def _signed(token: Any, text: Callable[[], bool]) -> int:
     if isinstance(token, str):
-        return text_token(token)
+        if text():
+            return text_token(token)
+        raise TokenError(
+            f"token ids must be ints, not str ({token!r:.40}): no rank has stored text tokens. "
+            "Pass the tokenizer's ids; for TensorRT-LLM's image digests, pass "
+            "kvindex.wire.text_token(digest)"
+        )
     try:
         value = int(token.__index__())
-    except AttributeError:
+    except (AttributeError, TypeError):
+        row = ": pass one prompt, e.g. row 0" if isinstance(token, Sequence) else ""
         raise TokenError(
-            f"token ids must be ints, not {type(token).__name__} ({token!r:.40})"
+            f"token ids must be ints, not {type(token).__name__} ({token!r:.40}){row}"
         ) from None
     if not -(1 << 63) <= value < 1 << 64:
         raise TokenError(f"token id {value} does not fit into 64 bits")
@@ -58,23 +88,27 @@ class Prompt:
 
     Args:
         token_ids: list, tuple, `array`, or any contiguous one-dimensional buffer of 4- or 8-byte
-            integers (numpy arrays without a copy). Plain `bytes` are native-endian 32-bit tokens.
+            integers (numpy arrays without a copy).
+        text: asked whether a string can be a token, when there is one.
 
     Raises:
-        TokenError: the type, the item size or the layout cannot be read as token ids.
+        TokenError: the type, the item size or the layout cannot be read as token ids. Plain
+            `bytes` are refused: they may be text, and nothing says how wide their tokens are.
     """
 
-    __slots__ = ("_packed", "_source", "length")
+    __slots__ = ("_packed", "_source", "_text", "length")
 
-    def __init__(self, token_ids: TokenIds) -> None:
+    def __init__(self, token_ids: TokenIds, *, text: Callable[[], bool] = _yes) -> None:
         self._source = source = _readable(token_ids)
+        self._text = text
         self.length = len(source)
         self._packed: bytearray | memoryview = bytearray()
-        if self.length and not isinstance(source, memoryview):
+        if isinstance(source, memoryview):
+            if self.length and source.itemsize == TOKEN_BYTES:
+                self._packed = source.cast("B")
+        else:
             # So that a prompt of floats or words is refused, however little of it is looked at.
-            self._packed = bytearray(pack_tokens(source[:1]))
-        if self.length and isinstance(source, memoryview) and source.itemsize == TOKEN_BYTES:
-            self._packed = source.cast("B")
+            self._packed = bytearray(pack_tokens(source[:_CHUNK], text=text))
 
     def packed(self, start: int, stop: int) -> bytes:
         """Return tokens `start` … `stop - 1` packed; both must lie within the prompt."""
@@ -83,13 +117,19 @@ class Prompt:
             assert isinstance(self._packed, bytearray)
             done = len(self._packed) // TOKEN_BYTES
             chunk_end = (done // _CHUNK + 1) * _CHUNK
-            self._packed += pack_tokens(self._source[done : max(stop, chunk_end)])
+            self._packed += pack_tokens(self._source[done : max(stop, chunk_end)], text=self._text)
         return bytes(self._packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
 
 
 def _readable(token_ids: TokenIds) -> Sequence[int] | memoryview[int]:
     if isinstance(token_ids, (list, tuple, range)):
         return token_ids
+    if isinstance(token_ids, (bytes, bytearray)):
+        raise TokenError(
+            f"token_ids must not be plain {type(token_ids).__name__}: it may be text. Pass the "
+            "tokenizer's ids; for 32-bit tokens in native byte order, pass "
+            'memoryview(data).cast("I")'
+        )
     try:
         view = memoryview(token_ids)
     except TypeError:
@@ -97,23 +137,29 @@ def _readable(token_ids: TokenIds) -> Sequence[int] | memoryview[int]:
             return token_ids
         raise TokenError(
             "token_ids must be a sequence of ints or a buffer of 4- or 8-byte integers, "
-            f"not {type(token_ids).__name__}"
+            f"not {type(token_ids).__name__}{_advice(token_ids)}"
         ) from None
-    if not isinstance(token_ids, (bytes, bytearray)):
-        return _checked_view(view)
-    if len(view) % 4:
-        raise TokenError(
-            f"{len(view)} bytes are no whole number of 32-bit tokens; "
-            "pass 4 bytes per token, native byte order"
-        )
-    return _cast(view, "I")
+    return _checked_view(view)
+
+
+def _advice(token_ids: Any) -> str:
+    """Say how to get a list of tokens out of a tensor."""
+    if not hasattr(token_ids, "tolist"):
+        return ""
+    rows = getattr(token_ids, "ndim", 1) == 2
+    return "; pass token_ids[0].tolist() (row 0)" if rows else "; pass token_ids.tolist()"
 
 
 def _checked_view(view: memoryview) -> memoryview[int]:
-    if view.ndim != 1 or not view.c_contiguous:
+    if view.ndim != 1:
         raise TokenError(
-            f"token_ids must be one-dimensional and contiguous, not of shape {view.shape} with "
-            f"strides {view.strides}; pass a contiguous copy"
+            f"token_ids must be one-dimensional, not of shape {view.shape}: "
+            "pass one prompt, e.g. row 0 (token_ids[0])"
+        )
+    if not view.c_contiguous:
+        raise TokenError(
+            f"token_ids must be contiguous, not of shape {view.shape} with strides "
+            f"{view.strides}: pass a contiguous copy"
         )
     kind = view.format.lstrip(_NATIVE)
     if kind not in _INTEGERS or view.itemsize not in _CODES:

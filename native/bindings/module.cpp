@@ -279,6 +279,10 @@ void bind_index(nb::module_& module) {
       .def("size", [](const PyIndex& self, uint32_t rank) { return self.index.size(rank); })
       .def("statistics", &tree_statistics)
       .def("rank_statistics", &rank_statistics)
+      .def("stored_text", [](const PyIndex& self) {
+        const GilReleased released;
+        return self.index.stored_text();
+      })
       .def("block_sizes", [](const PyIndex& self, nb::bytes lora) {
         return self.index.block_sizes(text(lora));
       })

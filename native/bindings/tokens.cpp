@@ -77,14 +77,8 @@ void PromptTokens::open_buffer(nb::handle token_ids) {
     return;
   }
   if (buffer_.ndim != 1 || !PyBuffer_IsContiguous(&buffer_, 'C')) return;
-  if (PyBytes_Check(token_ids.ptr()) || PyByteArray_Check(token_ids.ptr())) {
-    if (buffer_.len % 4 != 0) return;
-    view_.kind = TokenView::Kind::u32;
-    view_.length = static_cast<size_t>(buffer_.len) / 4;
-  } else {
-    if (!item_kind(buffer_, view_.kind)) return;
-    view_.length = static_cast<size_t>(buffer_.len / buffer_.itemsize);
-  }
+  if (!item_kind(buffer_, view_.kind)) return;  // plain bytes too: they may be text
+  view_.length = static_cast<size_t>(buffer_.len / buffer_.itemsize);
   const size_t item = view_.kind == TokenView::Kind::u64 ? 8 : 4;
   const bool aligned = reinterpret_cast<uintptr_t>(buffer_.buf) % item == 0;
   if (!aligned && view_.length != 0) return;  // kvindex.index.tokens copies it

@@ -215,6 +215,13 @@ std::vector<uint32_t> Index::block_sizes(std::string_view lora) const {
   return sizes;
 }
 
+bool Index::stored_text() const {
+  const auto held = together();
+  return std::any_of(slots_.begin(), slots_.end(), [](const RankSlot& slot) {
+    return slot.blocks != nullptr && slot.blocks->counter(Counter::stored_text) != 0;
+  });
+}
+
 TreeStatistics Index::statistics() const {
   const auto held = together();
   TreeStatistics statistics;

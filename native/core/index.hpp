@@ -103,6 +103,8 @@ class Index {
   std::optional<uint64_t> size(RankId rank) const;
   // The block sizes of what is held of one LoRA, ascending.
   std::vector<uint32_t> block_sizes(std::string_view lora) const;
+  // Whether any rank has stored text among its tokens.
+  bool stored_text() const;
   TreeStatistics statistics() const;
   std::optional<RankStatistics> statistics(RankId rank) const;
   std::optional<std::vector<ResidentBlock>> walk(RankId rank) const;

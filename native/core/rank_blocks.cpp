@@ -8,7 +8,7 @@
 namespace kvindex {
 
 const std::array<const char*, static_cast<size_t>(Counter::kCount)> kCounterNames = {
-    "stored",  "reannounced",     "orphaned",        "orphans_attached",  "unplaced",
+    "stored",  "stored_text", "reannounced", "orphaned", "orphans_attached", "unplaced",
     "removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"};
 
 const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredNames = {
@@ -27,6 +27,15 @@ constexpr uint64_t kEmptyTupleHash = 5740354900026072187u;
 bool is_root_parent(const Event& event) {
   return !event.has_parent || (!event.parent.is_bytes() && (event.parent.value == 0 ||
                                                             event.parent.value == kEmptyTupleHash));
+}
+
+// Whether there is text among an event's tokens: decoding has made it ints that no vocabulary has
+// (kvindex.wire.text_token).
+bool holds_text(const Batch& batch, const Event& event) {
+  if (!event.wide_tokens) return false;
+  const auto* const begin = batch.wide.data() + event.tokens_begin;
+  return std::any_of(begin, begin + event.tokens_count,
+                     [](uint64_t token) { return token >> 62 == 1; });
 }
 
 // Whether the engine's labels leave out the prefix, as those of SGLang 0.4.8-0.5.5 do.
@@ -191,6 +200,7 @@ void RankBlocks::store(const Batch& batch, const Event& event) {
   } else if (const Ignored fault = learn(batch, event); fault != Ignored::kCount) {
     ignore(fault, at_least_one);
   } else {
+    if (holds_text(batch, event)) count(Counter::stored_text, event.hashes_count);
     std::vector<Digest>& contents = shared_.contents;
     contents.clear();
     for (uint32_t block = 0; block < event.hashes_count; ++block) {

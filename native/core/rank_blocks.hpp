@@ -21,7 +21,7 @@
 namespace kvindex {
 
 enum class Counter : uint8_t {
-  stored, reannounced, orphaned, orphans_attached, unplaced,
+  stored, stored_text, reannounced, orphaned, orphans_attached, unplaced,
   removed, removed_unknown, removed_orphans, removed_ambiguous, cleared,
   kCount
 };

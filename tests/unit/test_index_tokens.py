@@ -7,23 +7,40 @@ from array import array
 from collections import UserList
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvindex import EventBatch, Index
+from kvindex import AllBlocksCleared, EventBatch, Index
 from kvindex.errors import TokenError
 from kvindex.index.keys import KeyMaker
 from kvindex.index.tokens import Prompt, pack_tokens
 from kvindex.wire import text_token
-from tests.unit.index_events import A, index_of, matched, prompt, removed, stored
+from tests.unit.index_events import A, B, index_of, matched, prompt, removed, stored, told
 
 TOKENS = prompt(4)
+
+
+
+def encode(events: list[Any]) -> bytes:
+    return msgspec.msgpack.encode([0.0, events, 0])
+
+
+class Tensor:
+    """What torch gives: no sequence and no buffer, but it can make a list of itself."""
+
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
+
+    def tolist(self) -> list[int]:
+        return TOKENS
+
 
 FORMS: dict[str, Any] = {
     "list": TOKENS,
     "tuple": tuple(TOKENS),
     "sequence": UserList(TOKENS),
-    "bytes": array("I", TOKENS).tobytes(),
-    "bytearray": bytearray(array("I", TOKENS).tobytes()),
+    "memoryview of bytes": memoryview(array("I", TOKENS).tobytes()).cast("I"),
+    "memoryview of a bytearray": memoryview(bytearray(array("I", TOKENS).tobytes())).cast("I"),
     **{f"array {code}": array(code, TOKENS) for code in "iIlLqQ"},
     **{f"memoryview {code}": memoryview(array(code, TOKENS)) for code in "iq"},
     "memoryview read-only": memoryview(array("i", TOKENS)).toreadonly(),
@@ -50,7 +67,7 @@ def test_an_empty_buffer_matches_nothing(code: str) -> None:
     assert index_of(stored(0)).match(array(code))[A].blocks == 0
 
 
-@pytest.mark.parametrize("empty", [[], (), b"", bytearray(), range(0)], ids=repr)
+@pytest.mark.parametrize("empty", [[], (), range(0)], ids=repr)
 def test_an_empty_prompt_matches_nothing(empty: Any) -> None:
     assert index_of(stored(0)).match(empty)[A].blocks == 0
 
@@ -80,9 +97,17 @@ def test_signed_and_unsigned_buffers_of_one_value_agree(signed: str) -> None:
         (array("h", [1, 2]), "format 'h' with 2 bytes"),
         (array("d", [1.0]), "format 'd'"),
         (memoryview(b"12345678"), "format 'B'"),
-        (b"12345", "5 bytes are no whole number"),
+        *[
+            (data, rf"plain {type(data).__name__}.*may be text.*memoryview\(data\)\.cast")
+            for data in (b"You are a helpful assistant!", b"12345", b"", bytearray(8))
+        ],
+        (Tensor(1), r"not Tensor; pass token_ids\.tolist\(\)"),
+        (Tensor(2), r"pass token_ids\[0\]\.tolist\(\) \(row 0\)"),
+        (["You", " are"], r"not str \('You'\): no rank has stored text tokens"),
+        ([1, 2, "x"], r"not str \('x'\)"),
+        ([[1, 2, 3, 4]], r"not list .*row 0"),
         (memoryview(array("i", [1, 2, 3, 4]))[::2], "contiguous"),
-        (memoryview(bytes(16)).cast("i", (2, 2)), r"shape \(2, 2\)"),
+        (memoryview(bytes(16)).cast("i", (2, 2)), r"shape \(2, 2\).*row 0"),
         ((ctypes.c_int32.__ctype_be__ * 4)(1, 2, 3, 4), "format '>"),
         ([1, 2, 3, 2**64], "64 bits"),
         ([1, 2, 3, 4.0], "float"),
@@ -93,6 +118,49 @@ def test_signed_and_unsigned_buffers_of_one_value_agree(signed: str) -> None:
 def test_what_is_no_prompt_is_refused_with_a_reason(refused: Any, why: str) -> None:
     with pytest.raises(TokenError, match=why):
         index_of(stored(0)).match(refused)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_words_are_refused_even_where_nothing_is_held(empty: bool) -> None:
+    index = Index() if empty else index_of(stored(1, parent=None))
+    with pytest.raises(TokenError, match="text_token"):
+        index.match([1, 2, 3, "word"])
+
+
+TEXT = ["sha256:ab", 2, 3, 4]
+
+
+def test_text_is_a_token_once_a_rank_has_stored_such() -> None:
+    index = index_of(stored(0))
+    payload = encode([["BlockStored", [7], None, TEXT, 4, None]])
+    index.apply(B, payload)
+    assert told(index, B)["stored_text"] == 1
+    assert told(index, A)["stored_text"] == 0
+    assert index.match(TEXT)[B].blocks == 1
+    index.apply(B, EventBatch(ts=0.0, events=[AllBlocksCleared()]))
+    assert index.match(TEXT)[B].blocks == 0, "it still is an engine that tells text"
+    index.remove(B)
+    with pytest.raises(TokenError, match="not str"):
+        index.match(TEXT)
+
+
+def test_text_in_a_typed_event_and_after_a_restart_from_a_snapshot() -> None:
+    index = index_of(stored(0, token_ids=TEXT))
+    assert index.match(TEXT)[A].blocks == 1
+    restored = Index(seed=index.seed)
+    restored.restore(A, index.dump(A))
+    assert restored.match(TEXT)[A].blocks == 1
+
+
+def test_text_can_always_be_asked_as_the_int_that_stands_for_it() -> None:
+    asked = [text_token("sha256:ab"), 2, 3, 4]
+    assert index_of(stored(0)).match(asked)[A].blocks == 0
+    assert index_of(stored(0, token_ids=TEXT)).match(asked)[A].blocks == 1
+
+
+def test_large_tokens_that_stand_for_no_text_are_not_taken_for_it() -> None:
+    index = index_of(stored(0, token_ids=[2**63, 2**62 - 1, 2**32, 1]))
+    assert told(index)["stored_text"] == 0
 
 
 class Counted(list[int]):
