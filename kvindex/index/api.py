@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from kvindex.backend import Backend
 from kvindex.errors import ConfigurationError
-from kvindex.index.keys import ExtraKeys, Lora, pack_extra
+from kvindex.index.keys import ExtraKeys, Lora, lora_tag, pack_extra
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match
 from kvindex.index.snapshot import SnapshotReader, SnapshotSource, write_snapshot
@@ -39,9 +39,11 @@ __all__ = [
     "check_options",
     "folded_media",
     "packed_extras",
+    "shown_loras",
     "wanted_ranks",
 ]
 
+_MAX_LORAS = 64  # distinct LoRAs of a rank that statistics name
 _SomeIndex = TypeVar("_SomeIndex", bound="BaseIndex")
 
 
@@ -177,7 +179,9 @@ class BaseIndex(ABC):
 
         Args:
             token_ids: list or tuple of ints, `array`, or a contiguous buffer of 4- or 8-byte
-                integers; plain bytes are native-endian 32-bit tokens.
+                integers. Plain `bytes` are refused, since they may be text; pass
+                `memoryview(data).cast("I")` for 32-bit tokens. Strings count as tokens once a
+                rank has stored text tokens (TensorRT-LLM).
             lora: LoRA adapter name (or numeric id, for engines that send no name).
             salt: cache salt of the request.
             extra_keys: for each block, what its identity covers besides tokens, in the engine's
@@ -335,8 +339,10 @@ class BaseIndex(ABC):
         """Return counters as plain JSON-ready values.
 
         `blocks`, `orphans`: held now, over all ranks. `runs`, `unique_blocks`: size of the shared
-        tree. `ranks`: for each `str(rank)` the blocks and orphans held now, its groups, and since
-        the rank became known, in blocks: `stored`, `duplicates` (further physical copies),
+        tree. `ranks`: for each `str(rank)` the blocks and orphans held now, its groups,
+        `loras`, the blocks by LoRA ("" for none, "id 7" for a numeric id; the 64 with most, and
+        the "(other)"); `salted`, those whose prompts start under a salt or other extra keys; since
+        the rank became known, in blocks: `stored`, `stored_text` (with text among the tokens), `duplicates` (further physical copies),
         `reannounced`, `removed`, `removed_unknown`, `removed_orphans`, `orphaned`,
         `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by reason;
         `skipped` events by tag; `cleared` events.
@@ -453,6 +459,19 @@ def packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) ->
         pack_extra(item, lora=lora, salt=salt if position == 0 else None)
         for position, item in enumerate(items or [None])
     ]
+
+
+def shown_loras(counts: Mapping[Lora, int]) -> dict[str, int]:
+    """Return the blocks of each LoRA by what statistics call it: those with most, and the rest."""
+    most = sorted(counts.items(), key=lambda item: (-item[1], lora_tag(item[0])))
+    shown = {_shown_lora(lora): count for lora, count in most[:_MAX_LORAS]}
+    rest = sum(count for _, count in most[_MAX_LORAS:])
+    return {**shown, "(other)": rest} if rest else shown
+
+
+def _shown_lora(lora: Lora) -> str:
+    """Return a LoRA's name, or its id as "id 7", or "" for none."""
+    return f"id {lora}" if isinstance(lora, int) else lora or ""
 
 
 def ambiguous_extras(sizes: Iterable[int]) -> ConfigurationError:

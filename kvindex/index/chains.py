@@ -5,7 +5,7 @@ A rank needs the blocks that it holds and all blocks before them, whoever holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from kvindex.index.keys import Namespace
@@ -48,16 +48,19 @@ def chain_images(
 
 
 def restored_blocks(
-    tree: RadixTree, chains: Iterable[ChainImage], namespaces: Sequence[Namespace]
+    tree: RadixTree,
+    chains: Iterable[ChainImage],
+    salted: Collection[int],
+    namespaces: Sequence[Namespace],
 ) -> list[Block]:
     """Put chains into a tree where they are missing; return their blocks by position.
 
     Whoever needs the blocks must own them, and then `settle` the tree.
     """
     blocks: list[Block] = []
-    for before, packed in chains:
+    for number, (before, packed) in enumerate(chains):
         keys = [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]
         parent = blocks[before] if before >= 0 else None
         namespace = namespaces[-1 - before] if parent is None else parent.run.namespace
-        blocks += tree.extend_keys(parent, namespace, keys)
+        blocks += tree.extend_keys(parent, namespace, keys, salted=number in salted)
     return blocks

@@ -26,8 +26,11 @@ __all__ = [
     "Namespace",
     "PromptKeys",
     "block_contents",
+    "first_extra",
+    "lora_tag",
     "pack_extra",
     "stored_namespace",
+    "tagged_lora",
 ]
 
 Key: TypeAlias = bytes
@@ -134,6 +137,31 @@ def stored_namespace(event: BlockStored) -> Namespace:
 def _lora(event: BlockStored) -> Lora:
     """The adapter's name, else its id; an empty name and id 0 mean none, as in a query."""
     return event.lora_name or event.lora_id or None
+
+
+def first_extra(event: BlockStored) -> bytes:
+    """Return the canonical extra keys, salt included, of a stored event's first block."""
+    items = event.extra_keys[0] if event.extra_keys else None
+    return pack_extra(items, lora=_lora(event), salt=event.cache_salt)
+
+
+def lora_tag(lora: Lora) -> bytes:
+    """Return the native name of a LoRA: apart for names, for numeric ids and for none.
+
+    Examples:
+        >>> lora_tag("sql"), lora_tag(7), lora_tag(None)
+        (b'ssql', b'i7', b'')
+    """
+    if not lora:
+        return b""
+    return b"s" + lora.encode("utf-8", "surrogatepass") if isinstance(lora, str) else b"i%d" % lora
+
+
+def tagged_lora(tag: bytes) -> Lora:
+    """Return the LoRA that a native name means."""
+    if not tag:
+        return None
+    return tag[1:].decode("utf-8", "surrogatepass") if tag[:1] == b"s" else int(tag[1:])
 
 
 def block_contents(event: BlockStored, *, at_root: bool) -> list[bytes]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from kvindex.errors import InvariantError, SnapshotError
+from kvindex.index.keys import Lora
 from kvindex.index.rank_image import LabelImage, PlacementImage
 from kvindex.index.tree import Block, Owner
 from kvindex.wire import BlockHash
@@ -101,7 +102,7 @@ class Labels:
         duplicates: how many further physical copies of resident blocks were counted.
     """
 
-    __slots__ = ("_budget", "_newest", "_shared", "_size", "ambiguous", "duplicates")
+    __slots__ = ("_budget", "_newest", "_prompts", "_shared", "_size", "ambiguous", "duplicates")
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -109,6 +110,8 @@ class Labels:
         # Further labels of one owner on a block that it already holds under another label.
         self._shared: Counter[tuple[Block, Owner]] = Counter()
         self._size = 0
+        # The same by LoRA, and by whether the prompts start under a salt or other extra keys.
+        self._prompts: Counter[tuple[Lora, bool]] = Counter()
         self.ambiguous = 0
         self.duplicates = 0
 
@@ -145,7 +148,7 @@ class Labels:
         """
         newest = self._newest.get(block_hash)
         label = newest if newest is None or newest.block is block else self._find(newest, block)
-        if (label is None or not label.in_group(owner.group_idx)) and not self._grow():
+        if (label is None or not label.in_group(owner.group_idx)) and not self._grow(block):
             return False
         if label is None:
             label = self._newest[block_hash] = Label(block, newest)
@@ -166,6 +169,10 @@ class Labels:
         if not label.in_group(owner.group_idx):
             self._size -= 1
             self._budget.used -= 1
+            prompts = _prompts_of(label.block)
+            self._prompts[prompts] -= 1
+            if not self._prompts[prompts]:
+                del self._prompts[prompts]
         if not label.copies:
             self._forget(block_hash, label)
         shared = self._shared.get((label.block, owner))
@@ -186,6 +193,7 @@ class Labels:
         self._shared.clear()
         self._budget.used -= self._size
         self._size = 0
+        self._prompts.clear()
         return {owner: list(blocks) for owner, blocks in held.items()}
 
     def image(
@@ -211,7 +219,9 @@ class Labels:
                 label = Label(blocks[position], self._newest.get(block_hash))
                 label.copies = {owners[place]: count for place, count in copies}
                 self._newest[block_hash] = label
-                self._size += len({owner.group_idx for owner in label.copies})
+                groups = len({owner.group_idx for owner in label.copies})
+                self._size += groups
+                self._prompts[_prompts_of(label.block)] += groups
                 for owner in label.copies:
                     held[owner][position] += 1
         self._budget.used += self._size
@@ -219,6 +229,17 @@ class Labels:
             further = {(blocks[p], owner): n - 1 for p, n in labels.items() if n > 1}
             self._shared.update(further)
         return {owner: [blocks[p] for p in sorted(labels)] for owner, labels in held.items()}
+
+    def by_lora(self) -> dict[Lora, int]:
+        """Return how many resident blocks each LoRA has."""
+        counts: Counter[Lora] = Counter()
+        for (lora, _), count in self._prompts.items():
+            counts[lora] += count
+        return counts
+
+    def salted(self) -> int:
+        """Return how many resident blocks are of prompts that start under extra keys."""
+        return sum(count for (_, salted), count in self._prompts.items() if salted)
 
     def walk(self) -> Iterator[ResidentBlock]:
         """Yield every resident block, once for each medium and group it is in."""
@@ -247,16 +268,18 @@ class Labels:
                 raise InvariantError(f"{owner!r} does not own block {block.depth} of a label")
             if count - 1 != self._shared.get((block, owner), 0):
                 raise InvariantError(f"{count} labels of {owner!r} on block {block.depth}")
-        groups = ({owner.group_idx for owner in label.copies} for _, label in self.placements())
-        size = sum(map(len, groups))
-        if size != self._size:
-            raise InvariantError(f"{size} blocks resident, counted {self._size}")
+        prompts: Counter[tuple[Lora, bool]] = Counter()
+        for _, label in self.placements():
+            prompts[_prompts_of(label.block)] += len({owner.group_idx for owner in label.copies})
+        if prompts != self._prompts or prompts.total() != self._size:
+            raise InvariantError(f"{prompts} blocks resident, counted {self._prompts}, {self._size}")
         return Counter(owner for _, owner in holdings)
 
-    def _grow(self) -> bool:
+    def _grow(self, block: Block) -> bool:
         if self._budget.spent():
             return False
         self._size += 1
+        self._prompts[_prompts_of(block)] += 1
         self._budget.used += 1
         return True
 
@@ -278,6 +301,10 @@ class Labels:
             self._newest[block_hash] = label.other
         else:
             del self._newest[block_hash]
+
+
+def _prompts_of(block: Block) -> tuple[Lora, bool]:
+    return block.run.namespace.lora, block.run.salted
 
 
 def _placement(

@@ -23,12 +23,13 @@ from kvindex.index.api import (
     check_options,
     folded_media,
     packed_extras,
+    shown_loras,
     wanted_ranks,
 )
-from kvindex.index.keys import ExtraKeys, KeyMaker, Lora
+from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, lora_tag, tagged_lora
 from kvindex.index.labels import ResidentBlock, no_room
 from kvindex.index.match import Match, RankMatch
-from kvindex.index.packing import group_number, lora_tag, pack_batch, pack_text, tagged_lora
+from kvindex.index.packing import group_number, pack_batch, pack_text
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
@@ -284,7 +285,7 @@ class Index(BaseIndex):
         for rank, rank_id in sorted(self._directory.ids.items()):
             statistics = self._core.rank_statistics(rank_id)
             if statistics is not None:  # None: removed just now
-                ranks[str(rank)] = statistics
+                ranks[str(rank)] = _named_loras(statistics)
         orphans = sum(rank["orphans"] for rank in ranks.values())
         return {**self._core.statistics(), "orphans": orphans, "ranks": ranks}
 
@@ -347,7 +348,7 @@ class Index(BaseIndex):
         statistics = self._core.rank_statistics(self._known(rank, directory))
         if statistics is None:
             raise UnknownRankError(rank, directory.ids)
-        return statistics
+        return _named_loras(statistics)
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
         directory = self._directory
@@ -355,6 +356,11 @@ class Index(BaseIndex):
         if resident is None:
             raise UnknownRankError(rank, directory.ids)
         return map(_resident_block, resident)
+
+
+def _named_loras(statistics: dict[str, Any]) -> dict[str, Any]:
+    loras = {tagged_lora(tag): count for tag, count in statistics["loras"].items()}
+    return {**statistics, "loras": shown_loras(loras)}
 
 
 def _resident_block(found: tuple[Any, int, str, int, int, int, bytes]) -> ResidentBlock:

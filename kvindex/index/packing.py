@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from kvindex._native import PackedBatch
 from kvindex.errors import ConfigurationError
-from kvindex.index.keys import Lora, pack_extra
+from kvindex.index.keys import Lora, lora_tag, pack_extra
 from kvindex.index.tokens import pack_tokens
 from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash
 
-__all__ = ["group_number", "lora_tag", "pack_batch", "pack_text", "tagged_lora"]
+__all__ = ["group_number", "pack_batch", "pack_text"]
 
 _MAX_UNSIGNED = 2**32 - 1
 _MAX_SIGNED = 2**63 - 1
@@ -104,22 +104,3 @@ def group_number(group_idx: int | None) -> int:
 def pack_text(text: str) -> bytes:
     """Return the bytes of a text, whatever code points it holds."""
     return text.encode("utf-8", "surrogatepass")
-
-
-def lora_tag(lora: Lora) -> bytes:
-    """Return the native name of a LoRA: apart for names, for numeric ids and for none.
-
-    Examples:
-        >>> lora_tag("sql"), lora_tag(7), lora_tag(None)
-        (b'ssql', b'i7', b'')
-    """
-    if not lora:
-        return b""
-    return b"s" + pack_text(lora) if isinstance(lora, str) else b"i%d" % lora
-
-
-def tagged_lora(tag: bytes) -> Lora:
-    """Return the LoRA that a native name means."""
-    if not tag:
-        return None
-    return tag[1:].decode("utf-8", "surrogatepass") if tag[:1] == b"s" else int(tag[1:])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvindex.errors import InvariantError
 from kvindex.index.chains import chain_images, needed_runs, restored_blocks
-from kvindex.index.keys import Namespace, block_contents, stored_namespace
+from kvindex.index.keys import Lora, Namespace, block_contents, first_extra, stored_namespace
 from kvindex.index.labels import Budget, Label, Labels
 from kvindex.index.orphans import Orphan, Orphans
 from kvindex.index.rank_groups import RankGroups
@@ -33,6 +33,8 @@ _COUNTERS = (
     *("removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"),
 )
 _MAX_TAGS = 64  # distinct unknown event tags counted by name
+_MAX_SALTS = 64  # distinct first extra keys remembered
+_MAX_SALT_BYTES = 256  # longer ones are not: a publisher chooses their length
 
 
 class _Chain(NamedTuple):
@@ -42,6 +44,7 @@ class _Chain(NamedTuple):
     hashes: Sequence[BlockHash]
     contents: Sequence[bytes]
     owner: Owner
+    salted: bool = False  # of a chain that starts its prompts
 
     def cut(self, start: int, stop: int | None = None) -> _Chain:
         """Return blocks `start` … `stop - 1` of the chain."""
@@ -76,9 +79,15 @@ class RankBlocks:
         self._positions_unknown = False
         # Labels of several blocks of which one went away: those that are left cannot be told.
         self._torn: set[BlockHash] = set()
+        # Extra keys that prompts started under, the newest last: for `explain` to try.
+        self._salts: dict[tuple[Lora, bytes], None] = {}
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def salts(self) -> list[tuple[Lora, bytes]]:
+        """Return the last LoRAs and extra keys that prompts started under, where they had some."""
+        return list(self._salts)
 
     def rename(self, rank: Rank) -> None:
         """Belong to another rank from now on."""
@@ -109,6 +118,7 @@ class RankBlocks:
             namespaces=[(size, lora, lookahead) for size, lora, lookahead in namespaces],
             places=[(_packed(owner.medium), owner.group_idx) for owner in places],
             chains=chains,
+            salted=[i for i, run in enumerate(runs) if chains[i][0] < 0 and run.salted],
             labels=self.labels.image(positions, places),
             orphans=orphans,
             waiting=waiting,
@@ -130,7 +140,7 @@ class RankBlocks:
         namespaces = [Namespace(*namespace) for namespace in image.namespaces]
         owners = [Owner(self.rank, _unpacked(medium), group) for medium, group in image.places]
         self._owners = {(owner.medium, owner.group_idx): owner for owner in owners}
-        blocks = restored_blocks(self._tree, image.chains, namespaces)
+        blocks = restored_blocks(self._tree, image.chains, frozenset(image.salted), namespaces)
         for owner, held in self.labels.restore(image.labels, blocks, owners).items():
             self._tree.own(held, owner)
         self._tree.settle(blocks)
@@ -176,6 +186,7 @@ class RankBlocks:
         self._reports_full = False
         self._positions_unknown = False
         self._torn.clear()
+        self._salts.clear()
 
     # Storing ---------------------------------------------------------------------------------
 
@@ -200,11 +211,22 @@ class RankBlocks:
         at_root = parent is None and is_root_parent(parent_hash)
         chain = _Chain(namespace, hashes, block_contents(event, at_root=at_root), owner)
         if at_root:
+            chain = chain._replace(salted=self._learn_salt(event, namespace))
             self._store_at_root(event, chain)
         elif parent is not None and parent_hash is not None:
             self._store_after(parent, fold_hash(parent_hash), chain)
         else:
             self._store_detached(event, chain)
+
+    def _learn_salt(self, event: BlockStored, namespace: Namespace) -> bool:
+        """Remember under which extra keys prompts start; say if these have some."""
+        extra = first_extra(event)
+        if extra and len(extra) <= _MAX_SALT_BYTES:
+            self._salts.pop((namespace.lora, extra), None)
+            self._salts[namespace.lora, extra] = None
+            if len(self._salts) > _MAX_SALTS:
+                del self._salts[next(iter(self._salts))]
+        return bool(extra)
 
     def _owner(self, medium: str | None, group_idx: int | None) -> Owner | None:
         """Return the place that an event names, or None if the rank has too many."""
@@ -281,7 +303,9 @@ class RankBlocks:
         """Put a chain of blocks into the tree, then all held blocks that waited for them."""
         if not chain.hashes:
             return
-        blocks = self._tree.extend(parent, chain.namespace, chain.contents)
+        blocks = self._tree.extend(
+            parent, chain.namespace, chain.contents, salted=chain.salted
+        )
         count = 0
         for block_hash, block in zip(chain.hashes, blocks, strict=True):
             if not self.labels.add(block_hash, block, chain.owner):

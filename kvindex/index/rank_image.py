@@ -58,6 +58,7 @@ class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_
         places: (medium, group) of each owner.
         chains: for each chain of blocks the position of the block before it, or -1 - the number
             of its namespace, and its keys; parents come first.
+        salted: the numbers of the chains that start their prompts under a salt, or other extra keys.
         labels: in any order.
         orphans: the oldest first.
         waiting: those of them that know their parent, in the order in which they wait.
@@ -69,6 +70,7 @@ class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_
     namespaces: list[tuple[int, str | int | None, int]]
     places: list[tuple[bytes, int]]
     chains: list[tuple[int, bytes]]
+    salted: list[int]
     labels: list[tuple[int | bytes, list[tuple[int, list[tuple[int, int]]]]]]
     orphans: list[tuple[int | bytes, list[tuple[int, int]]]]
     waiting: list[tuple[int, int | bytes, int, bytes]]
@@ -151,6 +153,10 @@ def _check_blocks(image: RankImage) -> None:
             seen.add((parent, keys[start : start + KEY_BYTES]))
             parent, count = count, count + 1
     _require(len(seen) == count, "a block repeats")
+    _require(_distinct(image.salted), "a chain is salted twice")
+    for number in image.salted:
+        _require(0 <= number < len(image.chains), "no chain is salted")
+        _require(image.chains[number][0] < 0, "a salt amid a prompt")
 
 
 def _check_held(image: RankImage) -> None:

@@ -14,6 +14,7 @@ from kvindex.index.api import (
     check_options,
     folded_media,
     packed_extras,
+    shown_loras,
     wanted_ranks,
 )
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
@@ -110,9 +111,9 @@ class Index(BaseIndex):
         ranks: Iterable[Rank] | None = None,
         block_size: int | None = None,
     ) -> Match:
-        prompt = Prompt(token_ids, text=self._stored_text)
         wanted_media = folded_media(media)
         check_options(lora, salt, block_size)
+        prompt = Prompt(token_ids, text=self._stored_text)
         with self._lock:
             wanted = self._wanted(ranks)
             namespaces = self._namespaces(lora or None, block_size, extra_keys)
@@ -239,6 +240,8 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
         "orphans_dropped": blocks.orphans.dropped,
         "ambiguous": blocks.labels.ambiguous,
         "duplicates": blocks.labels.duplicates,
+        "salted": blocks.labels.salted(),
+        "loras": shown_loras(blocks.labels.by_lora()),
         **{name: blocks.counters[name] for name in sorted(blocks.counters)},
         "ignored": dict(blocks.ignored),
         "skipped": dict(blocks.skipped),

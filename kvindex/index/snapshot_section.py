@@ -5,7 +5,7 @@ A section is a head, a body that only its backend understands, and two digests:
 ```
  offset  bytes  what
       0      4  magic b"KVIR"
-      4      2  version of the format, little-endian as all numbers: 1
+      4      2  version of the format, little-endian as all numbers: 2
       6      1  backend: 1 native, 2 python
       7      1  0
       8      8  length of the body
@@ -38,7 +38,7 @@ __all__ = [
     "wrong_backend",
 ]
 
-SECTION_VERSION = 1
+SECTION_VERSION = 2
 BACKEND_NUMBERS: dict[Backend, int] = {"native": 1, "python": 2}
 
 _MAGIC = b"KVIR"

@@ -70,9 +70,12 @@ class Block:
 
 
 class Run:
-    """A chain of blocks with one set of owners; a root has no blocks and no parent."""
+    """A chain of blocks with one set of owners; a root has no blocks and no parent.
 
-    __slots__ = ("blocks", "children", "namespace", "owners", "parent")
+    `salted` says whether its prompts begin under a salt, or other extra keys.
+    """
+
+    __slots__ = ("blocks", "children", "namespace", "owners", "parent", "salted")
 
     def __init__(
         self,
@@ -80,12 +83,15 @@ class Run:
         parent: Run | None,
         blocks: list[Block],
         owners: frozenset[Owner] = frozenset(),
+        *,
+        salted: bool = False,
     ) -> None:
         self.namespace = namespace
         self.parent = parent
         self.blocks = blocks
         self.children: dict[Key, Run] = {}
         self.owners = owners
+        self.salted = salted
 
 
 class Segment(NamedTuple):
@@ -110,19 +116,29 @@ class RadixTree:
         return self._roots.get(lora, {})
 
     def extend(
-        self, parent: Block | None, namespace: Namespace, contents: Sequence[bytes]
+        self,
+        parent: Block | None,
+        namespace: Namespace,
+        contents: Sequence[bytes],
+        *,
+        salted: bool = False,
     ) -> list[Block]:
         """Return the chain of blocks with these contents after a parent, made where missing.
 
-        New blocks have no owner yet: the caller must `own` the last of them, or `prune`
+        `salted` is said of a chain without a parent, and is inherited. New blocks have no owner yet: the caller must `own` the last of them, or `prune`
         it, before anything else.
         """
         key = self._keys.root(namespace) if parent is None else parent.key
         keys = [key := self._keys.child(key, content) for content in contents]
-        return self.extend_keys(parent, namespace, keys)
+        return self.extend_keys(parent, namespace, keys, salted=salted)
 
     def extend_keys(
-        self, parent: Block | None, namespace: Namespace, keys: Sequence[Key]
+        self,
+        parent: Block | None,
+        namespace: Namespace,
+        keys: Sequence[Key],
+        *,
+        salted: bool = False,
     ) -> list[Block]:
         """As `extend`, given the blocks' keys."""
         if parent is None:
@@ -139,7 +155,7 @@ class RadixTree:
                 run, _ = self._split(run, used)
             child = run.children.get(key)
             if child is None:
-                return chain + self._append(run, keys[position:])
+                return chain + self._append(run, keys[position:], salted)
             run, used = child, 1
             chain.append(run.blocks[0])
         return chain
@@ -201,9 +217,10 @@ class RadixTree:
             root = roots[namespace] = Run(namespace, None, [])
         return root
 
-    def _append(self, parent: Run, keys: Sequence[Key]) -> list[Block]:
+    def _append(self, parent: Run, keys: Sequence[Key], salted: bool) -> list[Block]:
         first = parent.blocks[-1].depth + 1 if parent.blocks else 0
-        run = Run(parent.namespace, parent, [])
+        salted = parent.salted if parent.blocks else salted
+        run = Run(parent.namespace, parent, [], salted=salted)
         parent.children[keys[0]] = run
         run.blocks += [Block(key, depth, run) for depth, key in enumerate(keys, first)]
         self.run_count += 1
@@ -227,12 +244,12 @@ class RadixTree:
         parent = run.parent
         assert parent is not None
         if offset * 2 >= len(run.blocks):
-            tail = Run(run.namespace, run, run.blocks[offset:], run.owners)
+            tail = Run(run.namespace, run, run.blocks[offset:], run.owners, salted=run.salted)
             tail.children, run.children = run.children, {tail.blocks[0].key: tail}
             del run.blocks[offset:]
             _adopt(tail)
             return run, tail
-        head = Run(run.namespace, parent, run.blocks[:offset], run.owners)
+        head = Run(run.namespace, parent, run.blocks[:offset], run.owners, salted=run.salted)
         del run.blocks[:offset]
         head.children[run.blocks[0].key] = run
         run.parent = head
@@ -350,6 +367,7 @@ def _check_run(run: Run) -> None:
         _require(block.depth == depth, f"block {block.depth} stands at depth {depth}")
         depth += 1
     _require(bool(run.owners or run.children), "a leaf without owners was kept")
+    _require(not parent.blocks or run.salted == parent.salted, "a salt amid a prompt")
     if parent.blocks and len(parent.children) == 1:
         _require(parent.owners != run.owners, "two runs that could be one")
 

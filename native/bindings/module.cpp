@@ -170,6 +170,12 @@ std::optional<nb::dict> rank_statistics(const PyIndex& self, uint32_t rank) {
   all["orphans_dropped"] = statistics->orphans_dropped;
   all["ambiguous"] = statistics->ambiguous;
   all["duplicates"] = statistics->duplicates;
+  all["salted"] = statistics->salted;
+  nb::dict loras;  // by tag: kvindex/index/native.py names them
+  for (const auto& [tag, count] : statistics->loras) {
+    loras[nb::bytes(tag.data(), tag.size())] = count;
+  }
+  all["loras"] = loras;
   all["ignored"] = named_counts(kIgnoredNames, statistics->ignored, false);
   nb::dict skipped;
   for (const auto& [tag, count] : statistics->skipped) {

@@ -241,6 +241,10 @@ std::optional<RankStatistics> Index::statistics(RankId rank) const {
   statistics.orphans_dropped = blocks->orphans().dropped();
   statistics.ambiguous = blocks->labels().ambiguous();
   statistics.duplicates = blocks->labels().duplicates();
+  blocks->labels().each_prompts([&](const Prompts& prompts, uint64_t count) {
+    statistics.loras[shared_.tree.root(prompts.root).name.lora] += count;
+    if (prompts.salted) statistics.salted += count;
+  });
   for (size_t i = 0; i < statistics.counters.size(); ++i) {
     statistics.counters[i] = blocks->counter(static_cast<Counter>(i));
   }

@@ -28,6 +28,8 @@ struct RankStatistics {
   uint64_t orphans_dropped = 0;
   uint64_t ambiguous = 0;
   uint64_t duplicates = 0;
+  uint64_t salted = 0;
+  std::map<std::string, uint64_t> loras;  // blocks by LoRA
   std::array<uint64_t, static_cast<size_t>(Counter::kCount)> counters{};
   std::array<uint64_t, static_cast<size_t>(Ignored::kCount)> ignored{};
   std::map<std::string, uint64_t> skipped;

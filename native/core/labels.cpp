@@ -90,6 +90,15 @@ bool Labels::grow() {
   return true;
 }
 
+void Labels::tally(BlockRef block, uint64_t more) {
+  if (more != 0) prompts_[prompts_of(block)] += more;
+}
+
+void Labels::untally(BlockRef block) {
+  const auto prompts = prompts_.find(prompts_of(block));
+  if (--prompts->second == 0) prompts_.erase(prompts);
+}
+
 void Labels::put(const Label& label, BlockRef block) {
   const BlockRef before = table(label).add(label.value, block);
   names_.acquire(label);
@@ -101,11 +110,10 @@ void Labels::put(const Label& label, BlockRef block) {
 
 size_t Labels::add_new(const Label* labels, const Stretch& blocks) {
   const BlockRef first = block_ref(blocks.strand, blocks.offset);
-  for (uint32_t i = 0; i < blocks.count; ++i) {
-    if (!grow()) return i;
-    put(labels[i], first + i);
-  }
-  return blocks.count;
+  uint32_t added = 0;
+  for (; added < blocks.count && grow(); ++added) put(labels[added], first + added);
+  tally(first, added);
+  return added;
 }
 
 bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t count) {
@@ -113,7 +121,10 @@ bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t cou
   const bool known_label = placed(label, block, newest(label));
   const uint64_t known = known_label ? copies(label, block, owner) : 0;
   const bool counts = known_label && in_group(label, block, owners_[owner].group_idx);
-  if (!counts && !grow()) return false;
+  if (!counts) {
+    if (!grow()) return false;
+    tally(block, 1);
+  }
   if (!known_label) put(label, block);
   duplicates_ += known != 0 ? count : count - 1;
   if (!written_down()) {
@@ -162,6 +173,7 @@ bool Labels::drop(const Label& label, BlockRef block, OwnerId owner) {
   if (!any_in_group) {
     --size_;
     --budget_.used;
+    untally(block);
   }
   if (!any) forget(label, block);
   return last_label;
@@ -195,6 +207,7 @@ bool Labels::is_plain(const Label& label, BlockRef block) const {
 void Labels::restore(const Label& label, BlockRef block, uint64_t groups) {
   size_ += groups;
   budget_.used += groups;
+  tally(block, groups);
   put(label, block);
 }
 
@@ -250,6 +263,7 @@ void Labels::clear() {
   shared_.clear();
   budget_.used -= size_;
   size_ = 0;
+  prompts_.clear();
   // Backwards: ends of strands first, so that most of what is dropped is only cut off.
   std::sort(blocks.begin(), blocks.end(), std::greater<>());
   blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
@@ -274,6 +288,7 @@ void Labels::clear() {
 void Labels::check(std::vector<uint64_t>& resident) const {
   uint64_t size = 0;
   std::unordered_map<uint64_t, uint64_t> labels;
+  std::unordered_map<uint64_t, uint64_t> prompts;
   placements([&](const Label& label, BlockRef block) {
     const std::vector<Copies> all = held(label, block);
     require(!all.empty(), "a label without copies");
@@ -285,9 +300,13 @@ void Labels::check(std::vector<uint64_t>& resident) const {
       groups.push_back(owners_[copies.owner].group_idx);
     }
     std::sort(groups.begin(), groups.end());
-    size += static_cast<uint64_t>(std::unique(groups.begin(), groups.end()) - groups.begin());
+    const auto count =
+        static_cast<uint64_t>(std::unique(groups.begin(), groups.end()) - groups.begin());
+    size += count;
+    prompts[prompts_of(block)] += count;
   });
   require(size == size_, std::to_string(size) + " blocks resident, counted " + std::to_string(size_));
+  require(prompts == prompts_, "blocks by LoRA and salt are miscounted");
   for (const auto& [place, count] : labels) {
     const auto shared = shared_.find(place);
     const uint64_t known = shared == shared_.end() ? 0 : shared->second;

@@ -32,6 +32,13 @@ struct Budget {
   bool spent() const { return limit && used >= *limit; }
 };
 
+// What is counted together: the prompts of a namespace that do, or do not, start under a salt or
+// other extra keys.
+struct Prompts {
+  RootId root = 0;
+  bool salted = false;
+};
+
 // Copies of a block in one place.
 struct Copies {
   OwnerId owner = 0;
@@ -46,6 +53,14 @@ class Labels {
   uint64_t size() const { return size_; }  // resident (block, group) pairs
   uint64_t ambiguous() const { return ambiguous_; }    // how often a label named a further block
   uint64_t duplicates() const { return duplicates_; }  // further physical copies counted
+
+  // The same by prompts: `visit(Prompts, blocks)`.
+  template <class Visit>
+  void each_prompts(Visit&& visit) const {
+    for (const auto& [key, blocks] : prompts_) {
+      visit(Prompts{static_cast<RootId>(key >> 1), (key & 1) != 0}, blocks);
+    }
+  }
 
   // The places of the rank; `add` wants to know them all.
   std::vector<OwnerId>& places() { return places_; }
@@ -134,6 +149,13 @@ class Labels {
   bool placed(const Label& label, BlockRef block, BlockRef newest) const;
   bool in_group(const Label& label, BlockRef block, uint32_t group_idx) const;
   bool grow();
+  // Count resident blocks, of the prompts that this one is of.
+  void tally(BlockRef block, uint64_t more);
+  void untally(BlockRef block);
+  uint64_t prompts_of(BlockRef block) const {
+    const Strand& strand = tree_.strand(strand_of(block));
+    return uint64_t{strand.root} << 1 | (strand.salted ? 1u : 0u);
+  }
   void put(const Label& label, BlockRef block);
   void forget(const Label& label, BlockRef block);
   LabelTable& table(const Label& label) { return label.named ? named_ : ints_; }
@@ -151,6 +173,7 @@ class Labels {
   std::unique_ptr<Counted> counted_;
   std::unordered_map<uint64_t, uint64_t> shared_;  // by residence: labels beyond the first
   uint64_t size_ = 0;
+  std::unordered_map<uint64_t, uint64_t> prompts_;  // blocks by `prompts_of`; never 0
   uint64_t ambiguous_ = 0;
   uint64_t duplicates_ = 0;
 };

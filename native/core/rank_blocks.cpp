@@ -149,6 +149,7 @@ void RankBlocks::drop_all() {
   positions_unknown_ = false;
   for (const Label& label : torn_) shared_.names.release(label);
   torn_.clear();
+  salts_.clear();
 }
 
 // Places and labels --------------------------------------------------------------------------
@@ -253,18 +254,36 @@ void RankBlocks::store_chain(const Batch& batch, const Event& event, Chain chain
   if (block != kNoBlock) {
     store_after(block, *parent, chain);
   } else if (is_root_parent(event)) {
+    const std::string_view extra =
+        event.has_salt ? batch.text(event.salted_first) : extra_of(batch, event, 0);
+    chain.salted = learn_salt(batch.text(event.lora), extra);
     if (!event.has_salt) {
       store_at_root(batch, event, chain);
       return;
     }
     // The salt is part of a prompt's first block only.
     std::vector<Digest> salted(chain.contents, chain.contents + chain.count);
-    salted[0] = block_digest(batch, event, 0, batch.text(event.salted_first), shared_.keys);
+    salted[0] = block_digest(batch, event, 0, extra, shared_.keys);
     chain.contents = salted.data();
     store_at_root(batch, event, chain);
   } else {
     store_detached(batch, event, *parent, chain);
   }
+}
+
+// Remember under which extra keys prompts start; say if these have some.
+bool RankBlocks::learn_salt(std::string_view lora, std::string_view extra) {
+  if (extra.empty() || extra.size() > kMostSaltBytes) return !extra.empty();
+  const auto known = std::find_if(salts_.begin(), salts_.end(), [&](const Salt& salt) {
+    return salt.first == lora && salt.second == extra;
+  });
+  if (known != salts_.end()) {
+    std::rotate(known, known + 1, salts_.end());
+    return true;
+  }
+  if (salts_.size() == kMostSalts) salts_.erase(salts_.begin());
+  salts_.emplace_back(lora, extra);
+  return true;
 }
 
 void RankBlocks::store_at_root(const Batch& batch, const Event& event, const Chain& chain) {
@@ -351,7 +370,7 @@ void RankBlocks::place(BlockRef parent, const Chain& chain) {
   if (chain.count == 0) return;
   std::vector<Stretch>& stretches = shared_.chain;
   stretches.clear();
-  shared_.tree.extend(parent, chain.root, chain.contents, chain.count, stretches);
+  shared_.tree.extend(parent, chain.root, chain.contents, chain.count, stretches, chain.salted);
   const size_t added = add_labels(chain);
   own_chain(added, chain.owner);
   if (added < chain.count) {

@@ -76,6 +76,8 @@ class RankBlocks {
   static constexpr size_t kMostPlaces = 64;  // distinct (medium, group) places of one rank
   // Labels remembered as ambiguous; beyond it all count as such.
   static constexpr size_t kMostTorn = 65'536;
+  static constexpr size_t kMostSalts = 64;        // distinct first extra keys remembered
+  static constexpr size_t kMostSaltBytes = 256;  // longer ones are not
 
   RankBlocks(Shared& shared, uint32_t slot);
   RankBlocks(const RankBlocks&) = delete;
@@ -100,6 +102,9 @@ class RankBlocks {
   uint64_t counter(Counter counter) const { return counters_[static_cast<size_t>(counter)]; }
   uint64_t ignored(Ignored reason) const { return ignored_[static_cast<size_t>(reason)]; }
   const std::map<std::string, uint64_t>& skipped() const { return skipped_; }
+  // The last LoRAs and extra keys that prompts started under, where they had some.
+  using Salt = std::pair<std::string, std::string>;
+  const std::vector<Salt>& salts() const { return salts_; }
 
  private:
   struct Place {
@@ -114,9 +119,10 @@ class RankBlocks {
     const Digest* contents = nullptr;
     size_t count = 0;
     OwnerId owner = 0;
+    bool salted = false;  // of a chain that starts its prompts
 
     Chain after(size_t start) const {
-      return {root, labels + start, contents + start, count - start, owner};
+      return {root, labels + start, contents + start, count - start, owner, salted};
     }
   };
 
@@ -134,6 +140,7 @@ class RankBlocks {
   void gather_labels(const Batch& batch, const Event& event);
   Ignored learn(const Batch& batch, const Event& event);
   void store_chain(const Batch& batch, const Event& event, Chain chain, const Label* parent);
+  bool learn_salt(std::string_view lora, std::string_view extra);
   void store_at_root(const Batch& batch, const Event& event, const Chain& chain);
   void store_after(BlockRef parent, const Label& parent_label, const Chain& chain);
   void store_detached(const Batch& batch, const Event& event, const Label& parent,
@@ -170,6 +177,7 @@ class RankBlocks {
   std::map<std::string, uint64_t> skipped_;
   bool reports_full_ = false;
   bool positions_unknown_ = false;
+  std::vector<Salt> salts_;  // the newest last: for explanations to try
   // Labels of several blocks of which one went away: those that are left cannot be told.
   std::unordered_set<Label, LabelHash> torn_;
 };

@@ -67,6 +67,7 @@ class ChainCopy {
     chain.root = root(strand.root);
     chain.first = image_.positions();
     chain.count = needed_[id];
+    chain.salted = strand.parent == kNoBlock && strand.salted;
     if (strand.parent != kNoBlock) {
       chain.parent = chains_[strand_of(strand.parent)];
       chain.offset = offset_of(strand.parent);
@@ -240,7 +241,8 @@ std::vector<BlockRef> RankBlocks::restore_blocks(const RankImage& image,
     const bool starts = chain.parent == ChainImage::kStart;
     stretches.clear();
     shared_.tree.extend_keys(starts ? kNoBlock : blocks[image.position(chain)], roots[chain.root],
-                             image.keys.data() + chain.first, chain.count, stretches);
+                             image.keys.data() + chain.first, chain.count, stretches,
+                             chain.salted);
     for (const Stretch& stretch : stretches) {
       const BlockRef first = block_ref(stretch.strand, stretch.offset);
       for (uint32_t i = 0; i < stretch.count; ++i) blocks.push_back(first + i);

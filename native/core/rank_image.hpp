@@ -47,6 +47,7 @@ struct ChainImage {
   uint32_t parent = kStart;  // the chain that it follows; kStart: none, it starts its prompts
   uint32_t offset = 0;       // the block in there
   uint32_t root = 0;         // its namespace
+  bool salted = false;       // its prompts start under a salt; said where it starts them
   uint32_t first = 0;        // position of its first block
   uint32_t count = 0;
   uint32_t holdings_end = 0;  // its holdings are in `RankImage::holdings`, from where those before end

@@ -75,7 +75,7 @@ class ImageWriter {
       const ChainImage& chain = image_.chains[i];
       const bool starts = chain.parent == ChainImage::kStart;
       number(starts ? 0 : i - chain.parent);
-      number(starts ? chain.root : chain.offset);
+      number(starts ? 2 * uint64_t{chain.root} + (chain.salted ? 1 : 0) : chain.offset);
       number(chain.count);
       number(chain.holdings_end - holding);
       uint64_t held = 0;
@@ -228,7 +228,9 @@ class ImageReader {
     ChainImage chain;
     const uint32_t back = below(uint64_t{number_of_it} + 1);
     if (back == 0) {
-      chain.root = below(image_.roots.size());
+      const uint32_t told = below(2 * image_.roots.size());
+      chain.root = told / 2;
+      chain.salted = told % 2 != 0;
     } else {
       chain.parent = number_of_it - back;
       chain.offset = below(image_.chains[chain.parent].count);

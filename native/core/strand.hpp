@@ -53,6 +53,7 @@ struct Strand {
   uint32_t depth = 0;  // blocks before the first
   uint8_t count = 0;   // 0: not in use
   uint8_t capacity = 0;
+  bool salted = false;  // its prompts start under a salt, or other extra keys
 
   // Make room for that many keys.
   void reserve(unsigned blocks);

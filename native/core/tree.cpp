@@ -76,15 +76,15 @@ StrandId Tree::child(BlockRef parent, RootId root, Key key) const {
 }
 
 void Tree::extend(BlockRef parent, RootId root, const Digest* contents, size_t count,
-                  std::vector<Stretch>& chain) {
+                  std::vector<Stretch>& chain, bool salted) {
   Key key = parent == kNoBlock ? roots_[root].key : strands_[strand_of(parent)].keys[offset_of(parent)];
   made_.resize(count);
   for (size_t i = 0; i < count; ++i) made_[i] = key = keys_.child(key, contents[i]);
-  extend_keys(parent, root, made_.data(), count, chain);
+  extend_keys(parent, root, made_.data(), count, chain, salted);
 }
 
 void Tree::extend_keys(BlockRef parent, RootId root, const Key* keys, size_t count,
-                       std::vector<Stretch>& chain) {
+                       std::vector<Stretch>& chain, bool salted) {
   StrandId id = kNoStrand;
   unsigned used = 0;
   uint32_t depth = 0;
@@ -118,7 +118,7 @@ void Tree::extend_keys(BlockRef parent, RootId root, const Key* keys, size_t cou
   while (done < count) {
     const BlockRef last = id == kNoStrand ? kNoBlock : block_ref(id, used - 1);
     if (id == kNoStrand || used < strands_[id].count || used == kStrandBlocks) {
-      const StrandId made = append_strand(last, root, depth, keys[done]);
+      const StrandId made = append_strand(last, root, depth, keys[done], salted);
       if (made == kNoStrand) return;
       id = made;
       used = 0;
@@ -134,13 +134,15 @@ void Tree::extend_keys(BlockRef parent, RootId root, const Key* keys, size_t cou
 }
 
 // A new strand without blocks yet, known by the key of the one that it will begin with.
-StrandId Tree::append_strand(BlockRef parent, RootId root, uint32_t depth, Key first) {
+StrandId Tree::append_strand(BlockRef parent, RootId root, uint32_t depth, Key first,
+                             bool salted) {
   const StrandId id = strands_.make();
   if (id == kNoStrand) return id;
   Strand& strand = strands_[id];
   strand.parent = parent;
   strand.root = root;
   strand.depth = depth;
+  strand.salted = parent == kNoBlock ? salted : strands_[strand_of(parent)].salted;
   heads_.insert(first, id);
   if (parent != kNoBlock) branch(parent, true);
   enter(root);

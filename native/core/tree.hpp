@@ -70,13 +70,14 @@ class Tree {
   // Append to `chain` the blocks with these contents after a parent (kNoBlock: at the start of the
   // namespace), made where they are missing. New blocks have no owner yet: the caller must `own`
   // the last of them, or `prune` it, before anything else. Fewer than `count` blocks come back
-  // only if the tree can hold no more strands.
+  // only if the tree can hold no more strands. `salted` is said of a chain without a parent, and is
+  // inherited.
   void extend(BlockRef parent, RootId root, const Digest* contents, size_t count,
-              std::vector<Stretch>& chain);
+              std::vector<Stretch>& chain, bool salted = false);
 
   // Likewise, given the blocks' keys.
   void extend_keys(BlockRef parent, RootId root, const Key* keys, size_t count,
-                   std::vector<Stretch>& chain);
+                   std::vector<Stretch>& chain, bool salted = false);
 
   // Whether so many chains of up to kStrandBlocks blocks surely fit.
   bool has_room(size_t chains) const { return strands_.size() + chains < kMostStrands - 512; }
@@ -126,7 +127,7 @@ class Tree {
 
  private:
   StrandId child(BlockRef parent, RootId root, Key key) const;
-  StrandId append_strand(BlockRef parent, RootId root, uint32_t depth, Key first);
+  StrandId append_strand(BlockRef parent, RootId root, uint32_t depth, Key first, bool salted);
   void append(Strand& strand, const Key* keys, unsigned count);
   void change(const Stretch& blocks, OwnerId owner, bool add);
   bool extend_last(Few<Segment>& segments, const Stretch& blocks, OwnerId owner);

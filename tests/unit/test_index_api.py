@@ -169,6 +169,50 @@ def test_an_answer_does_not_change_when_the_index_does() -> None:
     assert match[B].blocks == 3
 
 
+# Statistics
+
+
+def test_blocks_are_counted_by_lora_and_by_whether_they_are_salted() -> None:
+    index = index_of(
+        stored(0, 1, 2),
+        stored(0, 1, base=200, lora_name="sql"),
+        stored(0, base=300, lora_id=7),
+        stored(0, 1, base=400, cache_salt="s"),
+        stored(2, 3, base=400),  # goes on after the salt, which is told of the first block only
+        stored(0, 1, base=500, extra_keys=[("salt",), None]),
+        stored(0, base=600, lora_name="sql", extra_keys=[("sql",)]),  # only the LoRA's own name
+    )
+    assert told(index)["loras"] == {"": 9, "sql": 3, "id 7": 1}
+    assert told(index)["salted"] == 6
+    apply(index, A, removed(2, base=400), removed(0, base=300), removed(0, base=600))
+    assert told(index)["loras"] == {"": 8, "sql": 2}
+    assert told(index)["salted"] == 5
+    restored = Index(seed=index.seed)
+    restored.restore(B, index.dump(A))
+    restored.check()
+    assert (told(restored, B)["loras"], told(restored, B)["salted"]) == ({"": 8, "sql": 2}, 5)
+    index.tree(A).clear()
+    assert (told(index)["loras"], told(index)["salted"]) == ({}, 0)
+
+
+def test_an_orphan_of_a_salted_prompt_is_counted_when_it_is_placed() -> None:
+    index = index_of(stored(1), stored(2))
+    assert (told(index)["loras"], told(index)["salted"]) == ({}, 0)
+    apply(index, A, stored(0, cache_salt="s"))
+    assert (told(index)["loras"], told(index)["salted"]) == ({"": 3}, 3)
+
+
+def test_statistics_name_the_64_largest_loras_and_sum_up_the_others() -> None:
+    index = Index()
+    for n in range(70):
+        blocks = range(2) if n < 60 else range(1)
+        apply(index, A, stored(*blocks, base=1000 * n + 100, lora_name=f"lora-{n:02}"))
+    loras = told(index)["loras"]
+    assert list(loras) == [f"lora-{n:02}" for n in range(64)] + ["(other)"]
+    assert (loras["lora-00"], loras["lora-63"], loras["(other)"]) == (2, 1, 6)
+    assert json.dumps(loras)
+
+
 # Filters
 
 

@@ -89,7 +89,7 @@ def test_long_payloads_and_prompts_of_many_threads_do_not_meet() -> None:
         whole = EventBatch(0.0, [stored(*range(length), token_ids=mine, base=base)])
         half = EventBatch(0.0, [removed(*range(length // 2, length), base=base)])
         payloads = [encode_batch(whole), encode_batch(half)]
-        forms = [mine, tuple(mine), array("q", mine), array("I", mine).tobytes()]
+        forms = [mine, tuple(mine), array("q", mine), array("I", mine)]
         start.wait()
         seen = []
         for turn in range(40):

@@ -256,7 +256,7 @@ def test_damaged_sections_are_refused_with_the_reason() -> None:
     reasons = {
         "format": [b"", b"KVIX", b"no section at all", section + b"."],
         "truncated": [section[:-1], section[:20], section[:3]],
-        "version": [changed(section, 4, b"\x02")],
+        "version": [changed(section, 4, b"\x01"), changed(section, 4, b"\x03")],
         "checksum": [
             changed(section, 30, bytes([section[30] ^ 1])),
             changed(section, 6, b"\x07"),
