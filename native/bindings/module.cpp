@@ -306,8 +306,8 @@ void bind_index(nb::module_& module) {
         return self.plain(*found);
       })
       .def("block_size", [](const PyAnswer& self, uint32_t rank) {
-        for (const RankSize& size : self.answer.sizes) {
-          if (size.rank == rank) return size.block_size;
+        for (const auto& [id, block_size] : *self.answer.sizes) {
+          if (id == rank) return block_size;
         }
         return uint32_t{0};
       })

@@ -24,6 +24,7 @@ Index::Index(const KeyMaker::Secrets& secrets, const Scramble& scramble,
     : shared_(KeyMaker(secrets), scramble) {
   shared_.budget.limit = max_blocks;
   shared_.max_orphans = max_orphans;
+  renew_sizes();
 }
 
 // Locking ------------------------------------------------------------------------------------
@@ -51,6 +52,7 @@ Index::RankId Index::add() {
   const auto held = alone();
   half_done_ = true;
   const RankId rank = make_rank();
+  renew_sizes();
   half_done_ = false;
   return rank;
 }
@@ -65,7 +67,18 @@ Index::RankId Index::make_rank() {
   const auto rank = static_cast<RankId>(slot_of_.size());
   slots_[slot] = {std::make_unique<RankBlocks>(shared_, slot), rank, kLastInOrder};
   slot_of_.push_back(slot);
+  shared_.sizes.reset();
   return rank;
+}
+
+void Index::renew_sizes() {
+  if (shared_.sizes != nullptr) return;
+  auto sizes = std::make_shared<RankSizes>();
+  for (uint32_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot].blocks == nullptr) continue;
+    sizes->emplace_back(slots_[slot].id, shared_.summaries[slot].block_size);
+  }
+  shared_.sizes = std::move(sizes);
 }
 
 template <class Change>
@@ -77,6 +90,7 @@ bool Index::change(RankId rank, Change&& change) {
     if (blocks == nullptr) return false;
     half_done_ = true;  // if `change` throws, it stays so
     change(*blocks);
+    renew_sizes();
     half_done_ = false;
     const uint64_t used = shared_.budget.used;
     if (used > most_used_) {
@@ -96,6 +110,7 @@ bool Index::remove(RankId rank) {
     const uint32_t slot = slot_of_[rank];
     blocks.clear();
     slots_[slot] = RankSlot{};
+    shared_.sizes.reset();
     slot_of_[rank] = kGone;
     free_slots_.push_back(slot);
   });
@@ -158,6 +173,7 @@ Index::RankId Index::restore(std::optional<RankId> rank, const RankImage& image)
   slots_[slot].blocks = std::make_unique<RankBlocks>(shared_, slot);
   slots_[slot].blocks->restore(image, media);
   most_used_ = std::max(most_used_, budget.used);
+  renew_sizes();
   half_done_ = false;
   return id;
 }

@@ -124,6 +124,8 @@ class Index {
   uint32_t slot_of(RankId rank) const { return rank < slot_of_.size() ? slot_of_[rank] : kGone; }
   RankBlocks* find(RankId rank) const;
   RankId make_rank();
+  // Make `Shared::sizes` anew if something in it has changed.
+  void renew_sizes();
   // Give memory back to the system once much less is held than before; called without the lock.
   void trim_if_shrunk();
   template <class Change>

@@ -90,15 +90,6 @@ bool Labels::grow() {
   return true;
 }
 
-void Labels::tally(BlockRef block, uint64_t more) {
-  if (more != 0) prompts_[prompts_of(block)] += more;
-}
-
-void Labels::untally(BlockRef block) {
-  const auto prompts = prompts_.find(prompts_of(block));
-  if (--prompts->second == 0) prompts_.erase(prompts);
-}
-
 void Labels::put(const Label& label, BlockRef block) {
   const BlockRef before = table(label).add(label.value, block);
   names_.acquire(label);
@@ -112,7 +103,7 @@ size_t Labels::add_new(const Label* labels, const Stretch& blocks) {
   const BlockRef first = block_ref(blocks.strand, blocks.offset);
   uint32_t added = 0;
   for (; added < blocks.count && grow(); ++added) put(labels[added], first + added);
-  tally(first, added);
+  tally(first) += added;
   return added;
 }
 
@@ -123,7 +114,7 @@ bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t cou
   const bool counts = known_label && in_group(label, block, owners_[owner].group_idx);
   if (!counts) {
     if (!grow()) return false;
-    tally(block, 1);
+    ++tally(block);
   }
   if (!known_label) put(label, block);
   duplicates_ += known != 0 ? count : count - 1;
@@ -173,7 +164,7 @@ bool Labels::drop(const Label& label, BlockRef block, OwnerId owner) {
   if (!any_in_group) {
     --size_;
     --budget_.used;
-    untally(block);
+    --tally(block);
   }
   if (!any) forget(label, block);
   return last_label;
@@ -207,7 +198,7 @@ bool Labels::is_plain(const Label& label, BlockRef block) const {
 void Labels::restore(const Label& label, BlockRef block, uint64_t groups) {
   size_ += groups;
   budget_.used += groups;
-  tally(block, groups);
+  tally(block) += groups;
   put(label, block);
 }
 
@@ -264,6 +255,7 @@ void Labels::clear() {
   budget_.used -= size_;
   size_ = 0;
   prompts_.clear();
+  tally_ = nullptr;
   // Backwards: ends of strands first, so that most of what is dropped is only cut off.
   std::sort(blocks.begin(), blocks.end(), std::greater<>());
   blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
@@ -306,7 +298,11 @@ void Labels::check(std::vector<uint64_t>& resident) const {
     prompts[prompts_of(block)] += count;
   });
   require(size == size_, std::to_string(size) + " blocks resident, counted " + std::to_string(size_));
-  require(prompts == prompts_, "blocks by LoRA and salt are miscounted");
+  for (const auto& [some, count] : prompts_) {
+    const auto found = prompts.find(some);
+    require(count == (found == prompts.end() ? 0 : found->second),
+            "blocks by LoRA and salt are miscounted");
+  }
   for (const auto& [place, count] : labels) {
     const auto shared = shared_.find(place);
     const uint64_t known = shared == shared_.end() ? 0 : shared->second;

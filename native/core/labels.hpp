@@ -58,7 +58,7 @@ class Labels {
   template <class Visit>
   void each_prompts(Visit&& visit) const {
     for (const auto& [key, blocks] : prompts_) {
-      visit(Prompts{static_cast<RootId>(key >> 1), (key & 1) != 0}, blocks);
+      if (blocks != 0) visit(Prompts{static_cast<RootId>(key >> 1), (key & 1) != 0}, blocks);
     }
   }
 
@@ -149,9 +149,15 @@ class Labels {
   bool placed(const Label& label, BlockRef block, BlockRef newest) const;
   bool in_group(const Label& label, BlockRef block, uint32_t group_idx) const;
   bool grow();
-  // Count resident blocks, of the prompts that this one is of.
-  void tally(BlockRef block, uint64_t more);
-  void untally(BlockRef block);
+  // How many resident blocks there are of the prompts that this one is of.
+  uint64_t& tally(BlockRef block) {
+    const uint64_t prompts = prompts_of(block);
+    if (tally_ == nullptr || prompts != tallied_) {
+      tallied_ = prompts;
+      tally_ = &prompts_[prompts];
+    }
+    return *tally_;
+  }
   uint64_t prompts_of(BlockRef block) const {
     const Strand& strand = tree_.strand(strand_of(block));
     return uint64_t{strand.root} << 1 | (strand.salted ? 1u : 0u);
@@ -173,7 +179,9 @@ class Labels {
   std::unique_ptr<Counted> counted_;
   std::unordered_map<uint64_t, uint64_t> shared_;  // by residence: labels beyond the first
   uint64_t size_ = 0;
-  std::unordered_map<uint64_t, uint64_t> prompts_;  // blocks by `prompts_of`; never 0
+  std::unordered_map<uint64_t, uint64_t> prompts_;  // blocks by `prompts_of`, or 0
+  uint64_t tallied_ = 0;  // the prompts that `tally` was asked for last, and their blocks
+  uint64_t* tally_ = nullptr;
   uint64_t ambiguous_ = 0;
   uint64_t duplicates_ = 0;
 };

@@ -67,7 +67,6 @@ class Matcher {
   void run() {
     answer_.ranks.clear();
     answer_.media.clear();
-    answer_.sizes.clear();
     answer_.best = -1;
     answer_.starved = false;
     prepare();
@@ -78,11 +77,7 @@ class Matcher {
       walk(root);
     }
     if (answer_.starved) return;
-    answer_.sizes.reserve(ranks_.size());
-    for (uint32_t slot = 0; slot < ranks_.size(); ++slot) {
-      if (ranks_[slot].blocks == nullptr) continue;
-      answer_.sizes.push_back({ranks_[slot].id, shared_.summaries[slot].block_size});
-    }
+    answer_.sizes = shared_.sizes;
     answer_.ranks.reserve(scratch_.touched.size());
     answer_.media.reserve(scratch_.touched.size());
     for (const uint32_t slot : scratch_.touched) answer(slot);

@@ -39,15 +39,10 @@ struct FoundRank {
   uint32_t media_count = 0;
 };
 
-struct RankSize {
-  uint32_t rank = 0;  // its id
-  uint32_t block_size = 0;
-};
-
 // What the ranks that hold anything of a prompt hold of it.
 struct Answer {
   std::vector<FoundRank> ranks;  // in no order
-  std::vector<RankSize> sizes;   // of every rank, asked for or not
+  std::shared_ptr<const RankSizes> sizes;  // of every rank, asked for or not
   std::vector<MediumBlocks> media;
   int64_t best = -1;  // of `ranks`: most tokens, then the first in the index's order of ranks
   bool starved = false;  // more ready tokens might give a longer match

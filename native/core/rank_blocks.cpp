@@ -104,9 +104,11 @@ void RankBlocks::configure(const std::map<uint32_t, GroupSpec>& specs) {
 }
 
 void RankBlocks::summarize() {
+  RankSummary& summary = shared_.summaries[slot_];
   const auto main = groups_.main();
-  shared_.summaries[slot_] = {groups_.only_full(), !groups_.window_only().empty(),
-                              main ? main->second->block_size : 0};
+  const uint32_t block_size = main ? main->second->block_size : 0;
+  if (block_size != summary.block_size) shared_.sizes.reset();
+  summary = {groups_.only_full(), !groups_.window_only().empty(), block_size};
 }
 
 void RankBlocks::apply(const Batch& batch) {

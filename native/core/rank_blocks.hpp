@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -43,6 +44,9 @@ struct RankSummary {
   uint32_t block_size = 0;   // of `RankGroups::main`; 0 while it is not known
 };
 
+// Each rank's id, and the block size of its `RankGroups::main`; 0 while that is not known.
+using RankSizes = std::vector<std::pair<uint32_t, uint32_t>>;
+
 // What all ranks of an index share.
 struct Shared {
   explicit Shared(const KeyMaker& key_maker, const Scramble& label_scramble)
@@ -57,6 +61,8 @@ struct Shared {
   Budget budget;
   size_t max_orphans = 0;
   std::vector<RankSummary> summaries;  // by slot
+  // Replaced as a whole, so that answers can keep it; null from a change of it to the end of that.
+  std::shared_ptr<const RankSizes> sizes;
   std::vector<Stretch> chain;   // scratch of `place`
   std::vector<Label> labels;      // scratch of the event that is applied
   std::vector<Digest> contents;  // likewise
