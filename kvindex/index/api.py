@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import BytesIO
 from typing import Any, ClassVar, TypeVar
 
@@ -36,6 +36,7 @@ __all__ = [
     "TreeView",
     "ambiguous_extras",
     "check_limits",
+    "check_block_size",
     "check_options",
     "folded_media",
     "packed_extras",
@@ -188,13 +189,15 @@ class BaseIndex(ABC):
                 form (e.g. `[None, [("image-digest", 3)]]`); missing blocks have none.
             media: count only blocks on these media, e.g. "GPU"; any medium by default.
             ranks: answer for these ranks only; all by default.
-            block_size: look at ranks with this block size only.
+            block_size: look at ranks with this block size only. While the size of some rank is not
+                known yet, one that no rank has is answered with nothing.
 
         Raises:
             TokenError: the tokens have a type, layout or range that cannot be read.
             UnknownRankError: one of `ranks` is not known.
-            ConfigurationError: `media` is empty, or `extra_keys` were given while the index holds
-                several block sizes and none was chosen.
+            ConfigurationError: `media` is empty; every rank's block size is known, and none is
+                `block_size`; or `extra_keys` were given while the index holds several block sizes
+                and none was chosen.
 
         Complexity: O(matched blocks × block size + runs × owners).
         """
@@ -435,6 +438,14 @@ def check_options(lora: object, salt: object, block_size: object) -> None:
         raise ConfigurationError(f"salt must be a string, not {salt!r}")
     if block_size is not None and not (isinstance(block_size, int) and block_size > 0):
         raise ConfigurationError(f"block_size must be 1 token or more, not {block_size!r}")
+
+
+def check_block_size(asked: int | None, sizes: Collection[int]) -> None:
+    """Refuse a block size that no rank has, once every rank's is known (0: it is not)."""
+    if asked is None or not sizes or 0 in sizes or asked in sizes:
+        return
+    known = ", ".join(map(str, sorted(set(sizes))))
+    raise ConfigurationError(f"no rank has block_size={asked}; the ranks' block sizes: {known}")
 
 
 def folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:

@@ -19,6 +19,7 @@ from kvindex.errors import InvariantError, SnapshotError, UnknownRankError
 from kvindex.index.api import (
     BaseIndex,
     ambiguous_extras,
+    check_block_size,
     check_limits,
     check_options,
     folded_media,
@@ -251,6 +252,10 @@ class Index(BaseIndex):
         if answer is None:
             answer = self._core.match_with(self._readable(token_ids), *options)
         assert answer is not None
+        if block_size is not None and answer.best is None:
+            sizes = answer.block_sizes()
+            asked = directory.ids.values() if wanted_ids is None else wanted_ids
+            check_block_size(block_size, [sizes.get(rank_id, 0) for rank_id in asked])
         return Match(_Found(answer, directory), known)
 
     # Snapshots -------------------------------------------------------------------------------

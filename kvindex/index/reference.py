@@ -10,6 +10,7 @@ from kvindex.errors import InvariantError, UnknownRankError
 from kvindex.index.api import (
     BaseIndex,
     ambiguous_extras,
+    check_block_size,
     check_limits,
     check_options,
     folded_media,
@@ -127,8 +128,11 @@ class Index(BaseIndex):
                 held[namespace] = held_blocks(
                     self._tree, namespace, keys, wanted_media, window_only
                 )
+            matches = list(rank_matches(held, wanted))
             sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
-            return Match(FoundMatches(rank_matches(held, wanted), sizes), sizes.keys())
+        if not any(found.blocks for found in matches):
+            check_block_size(block_size, sizes.values())
+        return Match(FoundMatches(matches, sizes), sizes.keys())
 
     # Snapshots -------------------------------------------------------------------------------
 

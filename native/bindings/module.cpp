@@ -311,6 +311,11 @@ void bind_index(nb::module_& module) {
         }
         return uint32_t{0};
       })
+      .def("block_sizes", [](const PyAnswer& self) {
+        nb::dict all;
+        for (const auto& [id, block_size] : *self.answer.sizes) all[nb::int_(id)] = block_size;
+        return all;
+      })
       .def("all", [](const PyAnswer& self) {
         nb::list all;
         for (const FoundRank& found : self.answer.ranks) all.append(self.plain(found));

@@ -269,7 +269,8 @@ class IndexMachine(RuleBasedStateMachine):
     def answers(self, prompt: Prompt, media: set[str] | None) -> dict[Rank, tuple[int, Any]]:
         """Ask for all ranks at once; extra keys are per block, so each block size apart."""
         best: dict[Rank, tuple[int, Any]] = {}
-        for size in (2, 3) if prompt.image else (None,):
+        known = sorted({found.block_size for found in self.index.match([])} - {0})
+        for size in known if known and prompt.image else (None,):
             match = self.index.match(
                 prompt.tokens,
                 lora=prompt.lora,

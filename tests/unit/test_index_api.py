@@ -169,6 +169,21 @@ def test_an_answer_does_not_change_when_the_index_does() -> None:
     assert match[B].blocks == 3
 
 
+def test_a_block_size_that_no_rank_has_is_told_once_all_are_known() -> None:
+    index = three_ranks()
+    with pytest.raises(ConfigurationError, match=rf"no rank has block_size=32.*sizes: {SIZE}$"):
+        index.match(prompt(9), block_size=32)
+    assert not index.match(tokens(30), block_size=SIZE), "a size that is known may hit nothing"
+    assert not index.match(prompt(9), block_size=32, ranks=[])
+    index.add(Rank("d"))  # as after a restart: nobody knows yet which size it has
+    assert not index.match(prompt(9), block_size=32)
+    with pytest.raises(ValueError, match="no rank has block_size=32"):
+        index.match(prompt(9), block_size=32, ranks=[A, B])
+    apply(index, Rank("d"), stored(0, token_ids=list(range(32)), block_size=32))
+    assert index.match(range(32), block_size=32)[Rank("d")].blocks == 1
+    assert not Index().match(prompt(9), block_size=32)
+
+
 # Statistics
 
 
