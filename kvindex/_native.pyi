@@ -80,6 +80,20 @@ class Index:
         ranks: list[int] | None,
         block_size: int,
     ) -> Answer | None: ...
+    def look(
+        self,
+        token_ids: Any,
+        lora: bytes,
+        extras: list[bytes],
+        media: list[bytes] | None,
+        ranks: list[int] | None,
+        block_size: int,
+    ) -> tuple[Answer, list[tuple[int, int, str, int, int, list[tuple[int, int]]]]]:
+        """Return the answer, and what each rank holds of the prompt.
+
+        For each rank, group, medium, block size and lookahead: stretches of blocks.
+        """
+    def salts(self, rank: int) -> list[tuple[bytes, bytes]] | None: ...
     def dump(self, rank: int) -> bytes | None: ...
     def restore(self, rank: int | None, body: memoryview) -> int | str | tuple[int, int]:
         """Return the rank's number, what is wrong with the body, or (blocks, room for blocks)."""

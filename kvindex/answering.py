@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from kvindex.errors import UnknownRankError
-from kvindex.index import ExtraKeys, Index, Match
+from kvindex.index import Explanation, ExtraKeys, Index, Match
 from kvindex.rank import Rank, Trust
 from kvindex.subscribe import RankStatus, State
 
@@ -72,6 +72,56 @@ class Answering(ABC):
         """Return one `Match` for each prompt; options are those of `match`, for all of them."""
         return [self.match(token_ids, **options) for token_ids in prompts]
 
+    def explain(
+        self,
+        token_ids: Any,
+        *,
+        lora: str | int | None = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        media: Iterable[str] | str | None = None,
+        ranks: Iterable[Rank] | None = None,
+        block_size: int | None = None,
+    ) -> Explanation:
+        """Return, for each rank, where its match ends and why, and what its stream says to that.
+
+        For people, and slow: `print` it.
+
+        Args and Raises: as `Index.explain`.
+        """
+        trusts = self._trusts()
+        explanation = self.index.explain(
+            token_ids,
+            lora=lora,
+            salt=salt,
+            extra_keys=extra_keys,
+            media=media,
+            ranks=ranks,
+            block_size=block_size,
+        )
+        return explanation.with_trust(
+            lambda rank: trusts.get(rank, _JUST_ADDED), self._stream_notes
+        )
+
+    def _stream_notes(self, rank: Rank) -> Iterator[str]:
+        """Yield what a rank's stream says to a missing block."""
+        try:
+            status = self._status(rank)
+        except UnknownRankError:
+            yield "nobody follows its stream"
+            return
+        if status.state != State.LIVE:
+            reason = f": {status.reason}" if status.reason else ""
+            yield f"not live ({status.state}), so this may be out of date{reason}"
+        if not status.complete:
+            yield "not all of its history was seen: blocks stored in what was missed are unknown"
+        if status.losses:
+            losses = _times(status.losses, "loss", "losses")
+            yield f"{losses}: blocks may have been dropped, or missed"
+        if status.restarts:
+            times = _times(status.restarts, "time", "times")
+            yield f"restarted {times}: what it held before was dropped"
+
     def status(self, rank: Rank) -> RankStatus:
         """Return how a rank's stream stands, with its orphans and ignored blocks.
 
@@ -84,3 +134,7 @@ class Answering(ABC):
         except UnknownRankError:
             return status  # its worker is being removed
         return msgspec.structs.replace(status, orphans=held["orphans"], ignored=held["ignored"])
+
+
+def _times(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"

@@ -4,6 +4,13 @@ from typing import TYPE_CHECKING
 
 from kvindex.backend import BACKEND
 from kvindex.index.api import TreeView
+from kvindex.index.explanation import (
+    Ending,
+    Explanation,
+    GroupHeld,
+    OtherPrompts,
+    RankExplanation,
+)
 from kvindex.index.keys import ExtraKeys
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match, RankMatch
@@ -27,10 +34,15 @@ else:
     from kvindex.wire import decode_batch as read_batch
 
 __all__ = [
+    "Ending",
+    "Explanation",
     "ExtraKeys",
     "Fingerprints",
+    "GroupHeld",
     "Index",
     "Match",
+    "OtherPrompts",
+    "RankExplanation",
     "RankMatch",
     "ResidentBlock",
     "Snapshot",

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import BytesIO
 from typing import Any, ClassVar, TypeVar
 
 from kvindex.backend import Backend
 from kvindex.errors import ConfigurationError
+from kvindex.index.explanation import Asked, Explanation, Holding, explain
 from kvindex.index.keys import ExtraKeys, Lora, lora_tag, pack_extra
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match
@@ -26,7 +28,7 @@ from kvindex.index.snapshot_section import (
     seal_section,
     wrong_backend,
 )
-from kvindex.index.tokens import TokenIds
+from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.wire import EventBatch, GroupSpec
 from kvindex.wire.quirks import fold_medium
@@ -35,10 +37,11 @@ __all__ = [
     "BaseIndex",
     "TreeView",
     "ambiguous_extras",
-    "check_limits",
     "check_block_size",
+    "check_limits",
     "check_options",
     "folded_media",
+    "largest_loras",
     "packed_extras",
     "shown_loras",
     "wanted_ranks",
@@ -209,6 +212,51 @@ class BaseIndex(ABC):
         """
         return [self.match(token_ids, **options) for token_ids in prompts]
 
+    def explain(
+        self,
+        token_ids: TokenIds,
+        *,
+        lora: Lora = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        media: Iterable[str] | str | None = None,
+        ranks: Iterable[Rank] | None = None,
+        block_size: int | None = None,
+    ) -> Explanation:
+        """Return, for each rank, where its match ends and why; `print` it.
+
+        It asks again with every LoRA that the ranks hold blocks of (the 64 with most of each
+        rank), and with the last 64 salts (or other first extra keys, up to 256 bytes long) that
+        each rank stored blocks under since it is known to this process. The index is locked for
+        one question at a time, so events may come in between.
+
+        Args and Raises: as `match`, except that any `block_size` may be asked for.
+
+        Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
+        """
+        check_options(lora, salt, block_size)
+        if extra_keys is not None and block_size is None:
+            self.match([], lora=lora, extra_keys=extra_keys)  # refuses keys of unclear blocks
+        asked = Asked(
+            lora or None,
+            packed_extras(extra_keys, lora, salt),
+            folded_media(media),
+            None if ranks is None else wanted_ranks(ranks),
+            block_size,
+        )
+        prompt = Prompt(token_ids, text=self._stored_text)
+        tokens = array("q")
+        tokens.frombytes(prompt.packed(0, prompt.length))
+        return explain(self, tokens, asked)
+
+    @abstractmethod
+    def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
+        """Return an answer, and all that the ranks hold of the prompt at that moment."""
+
+    @abstractmethod
+    def _stored_text(self) -> bool:
+        """Return whether any rank has stored text among its tokens."""
+
     # Snapshots -------------------------------------------------------------------------------
 
     def dump(self, rank: Rank) -> bytes:
@@ -342,13 +390,13 @@ class BaseIndex(ABC):
         """Return counters as plain JSON-ready values.
 
         `blocks`, `orphans`: held now, over all ranks. `runs`, `unique_blocks`: size of the shared
-        tree. `ranks`: for each `str(rank)` the blocks and orphans held now, its groups,
-        `loras`, the blocks by LoRA ("" for none, "id 7" for a numeric id; the 64 with most, and
-        the "(other)"); `salted`, those whose prompts start under a salt or other extra keys; since
-        the rank became known, in blocks: `stored`, `stored_text` (with text among the tokens), `duplicates` (further physical copies),
-        `reannounced`, `removed`, `removed_unknown`, `removed_orphans`, `orphaned`,
-        `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by reason;
-        `skipped` events by tag; `cleared` events.
+        tree. `ranks`: for each `str(rank)` the blocks and orphans held now and its groups; `loras`,
+        its blocks by LoRA ("" for none, "id 7" for a numeric id; the 64 with most, and "(other)");
+        `salted`, its blocks of prompts that start under a salt or other extra keys. Since the rank
+        became known, in blocks: `stored`, `stored_text` (with text among the tokens), `duplicates`
+        (further physical copies), `reannounced`, `removed`, `removed_unknown`, `removed_orphans`,
+        `orphaned`, `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by
+        reason; `skipped` events by tag; `cleared` events.
         """
 
     @abstractmethod
@@ -369,6 +417,10 @@ class BaseIndex(ABC):
 
     @abstractmethod
     def _view_statistics(self, rank: Rank) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
+        """Return the LoRAs of resident blocks, and the last salted starts of prompts."""
 
     @abstractmethod
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]: ...
@@ -474,10 +526,14 @@ def packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) ->
 
 def shown_loras(counts: Mapping[Lora, int]) -> dict[str, int]:
     """Return the blocks of each LoRA by what statistics call it: those with most, and the rest."""
-    most = sorted(counts.items(), key=lambda item: (-item[1], lora_tag(item[0])))
-    shown = {_shown_lora(lora): count for lora, count in most[:_MAX_LORAS]}
-    rest = sum(count for _, count in most[_MAX_LORAS:])
+    shown = {_shown_lora(lora): counts[lora] for lora in largest_loras(counts)}
+    rest = sum(counts.values()) - sum(shown.values())
     return {**shown, "(other)": rest} if rest else shown
+
+
+def largest_loras(counts: Mapping[Lora, int]) -> list[Lora]:
+    """Return the LoRAs with most blocks."""
+    return sorted(counts, key=lambda lora: (-counts[lora], lora_tag(lora)))[:_MAX_LORAS]
 
 
 def _shown_lora(lora: Lora) -> str:

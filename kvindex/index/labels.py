@@ -272,7 +272,7 @@ class Labels:
         for _, label in self.placements():
             prompts[_prompts_of(label.block)] += len({owner.group_idx for owner in label.copies})
         if prompts != self._prompts or prompts.total() != self._size:
-            raise InvariantError(f"{prompts} blocks resident, counted {self._prompts}, {self._size}")
+            raise InvariantError(f"{prompts} resident, counted {self._prompts}: {self._size}")
         return Counter(owner for _, owner in holdings)
 
     def _grow(self, block: Block) -> bool:

@@ -23,10 +23,12 @@ from kvindex.index.api import (
     check_limits,
     check_options,
     folded_media,
+    largest_loras,
     packed_extras,
     shown_loras,
     wanted_ranks,
 )
+from kvindex.index.explanation import Asked, Holding
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, lora_tag, tagged_lora
 from kvindex.index.labels import ResidentBlock, no_room
 from kvindex.index.match import Match, RankMatch
@@ -253,10 +255,35 @@ class Index(BaseIndex):
             answer = self._core.match_with(self._readable(token_ids), *options)
         assert answer is not None
         if block_size is not None and answer.best is None:
-            sizes = answer.block_sizes()
+            known_sizes = answer.block_sizes()
             asked = directory.ids.values() if wanted_ids is None else wanted_ids
-            check_block_size(block_size, [sizes.get(rank_id, 0) for rank_id in asked])
+            check_block_size(block_size, [known_sizes.get(rank_id, 0) for rank_id in asked])
         return Match(_Found(answer, directory), known)
+
+    def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
+        directory = self._directory
+        known: Collection[Rank] = directory.ids.keys()
+        wanted_ids = None
+        if asked.ranks is not None:
+            wanted = {rank: self._known(rank, directory) for rank in asked.ranks}
+            known, wanted_ids = wanted.keys(), list(wanted.values())
+        answer, found = self._core.look(
+            token_ids,
+            lora_tag(asked.lora),
+            asked.extras,
+            None if asked.media is None else [pack_text(medium) for medium in asked.media],
+            wanted_ids,
+            min(asked.block_size or 0, 2**32 - 1),
+        )
+        holdings = [
+            Holding(directory.ranks[held[0]], *held[1:])
+            for held in found
+            if held[0] in directory.ranks
+        ]
+        return Match(_Found(answer, directory), known), holdings
+
+    def _stored_text(self) -> bool:
+        return self._core.stored_text()
 
     # Snapshots -------------------------------------------------------------------------------
 
@@ -324,7 +351,7 @@ class Index(BaseIndex):
         Raises:
             TokenError: they are no tokens.
         """
-        prompt = Prompt(token_ids, text=self._core.stored_text)
+        prompt = Prompt(token_ids, text=self._stored_text)
         tokens = array("q")
         tokens.frombytes(prompt.packed(0, prompt.length))
         return tokens
@@ -354,6 +381,15 @@ class Index(BaseIndex):
         if statistics is None:
             raise UnknownRankError(rank, directory.ids)
         return _named_loras(statistics)
+
+    def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
+        directory = self._directory
+        rank_id = self._known(rank, directory)
+        statistics, salts = self._core.rank_statistics(rank_id), self._core.salts(rank_id)
+        if statistics is None or salts is None:
+            raise UnknownRankError(rank, directory.ids)
+        loras = {tagged_lora(tag): count for tag, count in statistics["loras"].items()}
+        return largest_loras(loras), [(tagged_lora(tag), extra) for tag, extra in salts]
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
         directory = self._directory

@@ -303,9 +303,7 @@ class RankBlocks:
         """Put a chain of blocks into the tree, then all held blocks that waited for them."""
         if not chain.hashes:
             return
-        blocks = self._tree.extend(
-            parent, chain.namespace, chain.contents, salted=chain.salted
-        )
+        blocks = self._tree.extend(parent, chain.namespace, chain.contents, salted=chain.salted)
         count = 0
         for block_hash, block in zip(chain.hashes, blocks, strict=True):
             if not self.labels.add(block_hash, block, chain.owner):

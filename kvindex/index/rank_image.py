@@ -58,7 +58,7 @@ class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_
         places: (medium, group) of each owner.
         chains: for each chain of blocks the position of the block before it, or -1 - the number
             of its namespace, and its keys; parents come first.
-        salted: the numbers of the chains that start their prompts under a salt, or other extra keys.
+        salted: the numbers of the chains that start prompts under a salt, or other extra keys.
         labels: in any order.
         orphans: the oldest first.
         waiting: those of them that know their parent, in the order in which they wait.

@@ -14,10 +14,12 @@ from kvindex.index.api import (
     check_limits,
     check_options,
     folded_media,
+    largest_loras,
     packed_extras,
     shown_loras,
     wanted_ranks,
 )
+from kvindex.index.explanation import Asked, Holding
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.index.labels import Budget, ResidentBlock
 from kvindex.index.match import FoundMatches, Match
@@ -134,6 +136,39 @@ class Index(BaseIndex):
             check_block_size(block_size, sizes.values())
         return Match(FoundMatches(matches, sizes), sizes.keys())
 
+    def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
+        prompt = Prompt(token_ids)
+        with self._lock:
+            wanted = self._wanted(asked.ranks)
+            held: Held = {}
+            for namespace in self._namespaces(asked.lora, asked.block_size, None):
+                keys = PromptKeys(self._keys, namespace, prompt, asked.extras)
+                held[namespace] = held_blocks(self._tree, namespace, keys, None, True)
+            holdings = [
+                Holding(
+                    owner.rank,
+                    owner.group_idx,
+                    owner.medium,
+                    namespace.block_size,
+                    namespace.lookahead,
+                    spans,
+                )
+                for namespace, spans_of in held.items()
+                for owner, spans in spans_of.items()
+                if owner.rank in wanted
+            ]
+            counted = {
+                namespace: {
+                    owner: spans
+                    for owner, spans in spans_of.items()
+                    if asked.media is None or owner.medium in asked.media
+                }
+                for namespace, spans_of in held.items()
+            }
+            sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
+            matches = FoundMatches(rank_matches(counted, wanted), sizes)
+        return Match(matches, sizes.keys()), holdings
+
     # Snapshots -------------------------------------------------------------------------------
 
     def _key_check(self) -> bytes:
@@ -231,6 +266,11 @@ class Index(BaseIndex):
     def _view_statistics(self, rank: Rank) -> dict[str, Any]:
         with self._lock:
             return _rank_statistics(self._known(rank))
+
+    def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
+        with self._lock:
+            blocks = self._known(rank)
+            return largest_loras(blocks.labels.by_lora()), blocks.salts()
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
         with self._lock:

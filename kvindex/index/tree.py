@@ -125,8 +125,8 @@ class RadixTree:
     ) -> list[Block]:
         """Return the chain of blocks with these contents after a parent, made where missing.
 
-        `salted` is said of a chain without a parent, and is inherited. New blocks have no owner yet: the caller must `own` the last of them, or `prune`
-        it, before anything else.
+        `salted` is said of a chain without a parent, and is inherited. New blocks have no owner
+        yet: the caller must `own` the last of them, or `prune` it, before anything else.
         """
         key = self._keys.root(namespace) if parent is None else parent.key
         keys = [key := self._keys.child(key, content) for content in contents]

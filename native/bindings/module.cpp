@@ -132,6 +132,53 @@ std::vector<std::string> texts(nb::list values) {
   return all;
 }
 
+Query make_query(nb::bytes lora, nb::list extras, std::optional<nb::list> media,
+                 std::optional<std::vector<uint32_t>> ranks, uint32_t block_size) {
+  Query query;
+  query.lora = text(lora);
+  query.extras = texts(extras);
+  if (media) query.media = texts(*media);
+  query.ranks = std::move(ranks);
+  if (query.ranks) std::sort(query.ranks->begin(), query.ranks->end());
+  query.block_size = block_size;
+  return query;
+}
+
+// The answer to a query, and (rank id, group, medium, block size, lookahead, spans) of all that is
+// held of the prompt, which is a buffer.
+nb::tuple look(nb::handle self, nb::handle token_ids, Query query) {
+  PromptTokens tokens(token_ids);
+  if (!tokens.read() || !tokens.convert(tokens.view().length)) throw nb::type_error("no tokens");
+  query.tokens = tokens.view();
+  PyAnswer answer;
+  std::vector<Holding> holdings;
+  {
+    const PyIndex& index = nb::cast<PyIndex&>(self);
+    const GilReleased released;
+    index.index.look(query, answer.answer, holdings);
+  }
+  answer.index = nb::borrow(self);
+  nb::list all;
+  for (const Holding& holding : holdings) {
+    nb::list spans;
+    for (const auto& [start, stop] : holding.spans) spans.append(nb::make_tuple(start, stop));
+    all.append(nb::make_tuple(holding.rank, holding.group_idx, unicode(holding.medium),
+                              holding.block_size, holding.lookahead, spans));
+  }
+  return nb::make_tuple(nb::cast(std::move(answer)), all);
+}
+
+std::optional<nb::list> salts(const PyIndex& self, uint32_t rank) {
+  const auto found = self.index.salts(rank);
+  if (!found) return std::nullopt;
+  nb::list all;
+  for (const auto& [lora, extra] : *found) {
+    all.append(nb::make_tuple(nb::bytes(lora.data(), lora.size()),
+                              nb::bytes(extra.data(), extra.size())));
+  }
+  return all;
+}
+
 // The answer to a query, or None if the tokens cannot be read here.
 nb::object match_one(nb::handle self, nb::handle token_ids, Query& query) {
   PyAnswer answer;
@@ -272,15 +319,16 @@ void bind_index(nb::module_& module) {
       .def("match_with", [](nb::handle self, nb::handle token_ids, nb::bytes lora, nb::list extras,
                             std::optional<nb::list> media,
                             std::optional<std::vector<uint32_t>> ranks, uint32_t block_size) {
-        Query query;
-        query.lora = text(lora);
-        query.extras = texts(extras);
-        if (media) query.media = texts(*media);
-        query.ranks = std::move(ranks);
-        if (query.ranks) std::sort(query.ranks->begin(), query.ranks->end());
-        query.block_size = block_size;
+        Query query = make_query(lora, extras, std::move(media), std::move(ranks), block_size);
         return match_one(self, token_ids, query);
       }, "token_ids"_a.none(), "lora"_a, "extras"_a, "media"_a.none(), "ranks"_a.none(), "block_size"_a)
+      .def("look", [](nb::handle self, nb::handle token_ids, nb::bytes lora, nb::list extras,
+                      std::optional<nb::list> media, std::optional<std::vector<uint32_t>> ranks,
+                      uint32_t block_size) {
+        return look(self, token_ids,
+                    make_query(lora, extras, std::move(media), std::move(ranks), block_size));
+      }, "token_ids"_a, "lora"_a, "extras"_a, "media"_a.none(), "ranks"_a.none(), "block_size"_a)
+      .def("salts", &salts)
       .def("__len__", [](const PyIndex& self) { return self.index.size(); })
       .def("size", [](const PyIndex& self, uint32_t rank) { return self.index.size(rank); })
       .def("statistics", &tree_statistics)

@@ -204,6 +204,12 @@ bool Index::try_match(const Query& query, Answer& answer) const {
   return true;
 }
 
+void Index::look(const Query& query, Answer& answer, std::vector<Holding>& holdings) const {
+  const auto held = together();
+  find_matches(shared_, slots_, query, answer);
+  holdings = find_holdings(shared_, slots_, query);
+}
+
 // Insight ------------------------------------------------------------------------------------
 
 uint64_t Index::size() const {
@@ -216,6 +222,13 @@ std::optional<uint64_t> Index::size(RankId rank) const {
   const RankBlocks* blocks = find(rank);
   if (blocks == nullptr) return std::nullopt;
   return blocks->labels().size();
+}
+
+std::optional<std::vector<RankBlocks::Salt>> Index::salts(RankId rank) const {
+  const auto held = together();
+  const RankBlocks* blocks = find(rank);
+  if (blocks == nullptr) return std::nullopt;
+  return blocks->salts();
 }
 
 std::vector<uint32_t> Index::block_sizes(std::string_view lora) const {

@@ -101,8 +101,12 @@ class Index {
   // Likewise, unless that had to wait: then false.
   bool try_match(const Query& query, Answer& answer) const;
 
+  // Likewise, with all that the ranks hold of the prompt at that moment.
+  void look(const Query& query, Answer& answer, std::vector<Holding>& holdings) const;
+
   uint64_t size() const;
   std::optional<uint64_t> size(RankId rank) const;
+  std::optional<std::vector<RankBlocks::Salt>> salts(RankId rank) const;
   // The block sizes of what is held of one LoRA, ascending.
   std::vector<uint32_t> block_sizes(std::string_view lora) const;
   // Whether any rank has stored text among its tokens.

@@ -59,4 +59,19 @@ struct RankSlot {
 void find_matches(const Shared& shared, const std::vector<RankSlot>& ranks, const Query& query,
                   Answer& answer);
 
+// Which of a prompt's blocks a rank holds in one group on one medium.
+struct Holding {
+  uint32_t rank = 0;  // its id
+  uint32_t group_idx = 0;
+  std::string medium;
+  uint32_t block_size = 0;
+  uint32_t lookahead = 0;
+  Spans spans;
+};
+
+// All that the ranks hold of a prompt, on any medium, after holes too. All its tokens must be ready.
+// For explanations: O(blocks of the prompt × owners).
+std::vector<Holding> find_holdings(const Shared& shared, const std::vector<RankSlot>& ranks,
+                                   const Query& query);
+
 }  // namespace kvindex

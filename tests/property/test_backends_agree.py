@@ -69,6 +69,18 @@ def answer(index: BaseIndex, query: Query) -> Any:
     return list(match), match.best, {rank: match[rank] for rank in RANKS if rank in match}
 
 
+def explained(index: BaseIndex, query: Query) -> Any:
+    explanation = index.explain(query.tokens(), **query.options)
+    if "ranks" not in query.options and "block_size" not in query.options:
+        match = index.match(query.tokens(), **query.options)
+        assert [some.match for some in explanation] == list(match)
+    for some in explanation:
+        whole = some.match.tokens + max(1, some.match.block_size) > len(query.tokens())
+        assert (some.ending in ("whole", "short")) <= whole
+        assert some.other is None or some.other.tokens > some.match.tokens
+    return explanation.to_dict(), str(explanation)
+
+
 class Twins:
     """The Python index, and two native ones: one fed with payloads, one with typed batches."""
 
@@ -110,8 +122,10 @@ class Twins:
 
     def ask(self, query: Query) -> None:
         expected = outcome(partial(answer, self.reference, query))
+        reasons = outcome(partial(explained, self.reference, query))
         for twin in (self.by_payload, self.by_batch):
             assert outcome(partial(answer, twin, query)) == expected
+            assert outcome(partial(explained, twin, query)) == reasons
 
 
 limits = st.fixed_dictionaries(

@@ -67,3 +67,21 @@ def test_a_status_has_what_the_index_knows() -> None:
     assert asked.status(A).orphans == 0, "of a rank that is being removed: what the stream says"
     with pytest.raises(UnknownRankError):
         asked.status(B)
+
+
+def test_an_explanation_says_what_the_stream_says_to_it() -> None:
+    asked = Asked()
+    explained = asked.explain(PROMPT)
+    assert explained[A].match.state == State.LIVE
+    assert explained[A].notes == ()
+    assert explained[B].match.state == State.CONNECTING
+    assert explained[B].notes == ("nobody follows its stream",)
+    troubled = status(
+        A, state=State.STALE, reason="no proof of life", complete=False, losses=2, restarts=1
+    )
+    asked._status = lambda rank: troubled  # type: ignore[method-assign]
+    text = str(asked.explain(PROMPT, ranks=[A]))
+    assert "not live (stale), so this may be out of date: no proof of life" in text
+    assert "not all of its history was seen" in text
+    assert "2 losses" in text
+    assert "restarted 1 time" in text

@@ -20,7 +20,6 @@ from tests.unit.index_events import A, B, index_of, matched, prompt, removed, st
 TOKENS = prompt(4)
 
 
-
 def encode(events: list[Any]) -> bytes:
     return msgspec.msgpack.encode([0.0, events, 0])
 

@@ -1,0 +1,440 @@
+"""Why a rank's match of a prompt ends where it does: a diagnosis for people, not for routing."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from kvindex.errors import UnknownRankError
+from kvindex.index.groups import Spans, extend_spans
+from kvindex.index.keys import Lora
+from kvindex.index.match import Match, RankMatch
+from kvindex.index.tokens import TokenIds
+from kvindex.rank import Rank, Trust
+from kvindex.wire import GroupSpec
+
+__all__ = [
+    "Asked",
+    "Ending",
+    "Explanation",
+    "GroupHeld",
+    "Holding",
+    "OtherPrompts",
+    "RankExplanation",
+    "explain",
+]
+
+
+class Asked(NamedTuple):
+    """A question to an index, checked; `extras` are the canonical extra keys by block."""
+
+    lora: Lora
+    extras: list[bytes]
+    media: frozenset[str] | None
+    ranks: list[Rank] | None
+    block_size: int | None
+
+
+class Holding(NamedTuple):
+    """Which of a prompt's blocks, of one size, a rank holds in one group on one medium."""
+
+    rank: Rank
+    group_idx: int
+    medium: str
+    block_size: int
+    lookahead: int
+    spans: Spans
+
+
+class Ending(str, enum.Enum):
+    """Why a match ends.
+
+    Attributes:
+        WHOLE: it does not: every whole block of the prompt is a hit.
+        SHORT: the prompt is shorter than one block.
+        EMPTY: the rank holds nothing at all.
+        BLOCK_SIZE: the question was for another block size than the rank's.
+        PROMPTS: the same tokens are a longer hit under another LoRA or salt.
+        MEDIA: more is resident on media that do not count.
+        GROUP: another KV cache group of a hybrid model lacks blocks that a longer hit needs.
+        HOLE: one or more blocks are missing; later ones are resident.
+        END: nothing of the prompt is resident from there on.
+        ENGINE: more is resident, but the engine's own rule cuts its hits shorter.
+    """
+
+    WHOLE = "whole"
+    SHORT = "short"
+    EMPTY = "empty"
+    BLOCK_SIZE = "block_size"
+    PROMPTS = "prompts"
+    MEDIA = "media"
+    GROUP = "group"
+    HOLE = "hole"
+    END = "end"
+    ENGINE = "engine"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class OtherPrompts(msgspec.Struct, frozen=True, kw_only=True):
+    """A longer hit of the same tokens. A salt itself is not shown: it is a secret of its user.
+
+    Attributes:
+        lora: LoRA of the prompts that were stored.
+        salted: whether they start under a salt, or other extra keys of the first block.
+        tokens: how long the hit would be.
+    """
+
+    lora: str | int | None
+    salted: bool
+    tokens: int
+
+
+class GroupHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """What a KV cache group holds of a prompt.
+
+    Attributes:
+        group_idx: which group.
+        kind: its kind of attention.
+        sliding_window: its window in tokens, if it has one.
+        spans: the stretches of the prompt's tokens, [start, stop), that it holds.
+    """
+
+    group_idx: int
+    kind: str
+    sliding_window: int | None
+    spans: tuple[tuple[int, int], ...]
+
+
+class RankExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Why one rank's match ends where it does.
+
+    Attributes:
+        match: what `match` answers for the rank.
+        ending: why it ends there.
+        text: the same in words.
+        held: what the group whose blocks are counted holds, on the media that count; None if the
+            rank has stored nothing yet.
+        limits: groups that lack blocks of what `held` holds, for the ending "group".
+        other: the longest hit under another LoRA or salt, if that is longer.
+        notes: what else may matter: orphans, ignored blocks, a stream that is not live.
+    """
+
+    match: RankMatch
+    ending: Ending
+    text: str
+    held: GroupHeld | None = None
+    limits: tuple[GroupHeld, ...] = ()
+    other: OtherPrompts | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.match.rank}: " + "; ".join((self.text, *self.notes))
+
+
+class Explanation:
+    """One `RankExplanation` for each rank: iterates longest match first, `str()` is to be read.
+
+    Attributes:
+        match: the `Match` that is explained.
+
+    Thread safety: immutable.
+    """
+
+    __slots__ = ("_ranks", "match")
+
+    def __init__(self, match: Match, ranks: Iterable[RankExplanation]) -> None:
+        self.match = match
+        self._ranks = {explained.match.rank: explained for explained in ranks}
+
+    def __getitem__(self, rank: Rank) -> RankExplanation:
+        """Return a rank's explanation.
+
+        Raises:
+            UnknownRankError: the rank is not known, or was not asked for.
+        """
+        found = self._ranks.get(rank)
+        if found is None:
+            raise UnknownRankError(rank, self._ranks)
+        return found
+
+    def __iter__(self) -> Iterator[RankExplanation]:
+        return iter(self._ranks.values())
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no ranks are known"
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return plain JSON-ready values: each rank's explanation by `str(rank)`."""
+        plain = self.match.to_dict()
+        return {
+            str(rank): {**msgspec.to_builtins(explained), "match": plain[str(rank)]}
+            for rank, explained in self._ranks.items()
+        }
+
+    def with_trust(
+        self, trust: Callable[[Rank], Trust | None], notes: Callable[[Rank], Iterable[str]]
+    ) -> Explanation:
+        """Return the same with each rank's trust, and further notes."""
+        match = self.match.with_trust(trust)
+        return Explanation(
+            match,
+            (
+                msgspec.structs.replace(
+                    explained, match=match[rank], notes=(*notes(rank), *explained.notes)
+                )
+                for rank, explained in self._ranks.items()
+            ),
+        )
+
+
+class Explained(Protocol):
+    """What an index tells besides its answers."""
+
+    def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]: ...
+
+    def _view_statistics(self, rank: Rank) -> dict[str, Any]: ...
+
+    def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]: ...
+
+
+def explain(index: Explained, tokens: array[int], asked: Asked) -> Explanation:
+    """Return why each rank's match of a prompt ends; see `BaseIndex.explain`."""
+    match, holdings = index._look(tokens, asked)
+    seen = {found.rank: _Seen(index, found, asked, len(tokens)) for found in match}
+    for holding in holdings:
+        if holding.rank in seen:
+            seen[holding.rank].holdings.append(holding)
+    _try_other_prompts(index, tokens, asked, seen)
+    return Explanation(match, [some.explain() for some in seen.values()])
+
+
+def _try_other_prompts(
+    index: Explained, tokens: array[int], asked: Asked, seen: Mapping[Rank, _Seen]
+) -> None:
+    """Ask again as if for each LoRA and salt that a rank is known to have."""
+    own = asked.extras[0] if asked.extras else b""
+    tries: dict[tuple[Lora, bytes], list[Rank]] = {}
+    for rank, some in seen.items():
+        if some.whole:
+            continue
+        starts = {*some.salts, *((lora, extra) for lora in some.loras for extra in (b"", own))}
+        for start in starts - {(asked.lora, own)}:
+            tries.setdefault(start, []).append(rank)
+    for (lora, extra), ranks in tries.items():
+        extras = [extra, *asked.extras[1:]]
+        found, _ = index._look(tokens, asked._replace(lora=lora, extras=extras, ranks=None))
+        for rank in ranks:
+            if rank in found:
+                seen[rank].tried(lora, extra, found[rank].tokens)
+
+
+class _Seen:
+    """What is known of one rank and a prompt."""
+
+    def __init__(self, index: Explained, match: RankMatch, asked: Asked, length: int) -> None:
+        self.match = match
+        self.asked = asked
+        self.length = length
+        self.holdings: list[Holding] = []
+        self.other: OtherPrompts | None = None
+        self.known: dict[str, Any] = {}
+        self.loras: list[Lora] = []
+        self.salts: list[tuple[Lora, bytes]] = []
+        try:
+            self.known = index._view_statistics(match.rank)
+            self.loras, self.salts = index._view_origins(match.rank)
+        except UnknownRankError:
+            pass  # it was removed just now
+
+    @property
+    def whole(self) -> bool:
+        size = self.match.block_size
+        return bool(size) and self.match.tokens > self.length - size
+
+    def tried(self, lora: Lora, extra: bytes, tokens: int) -> None:
+        """Take in what another question would have been answered."""
+        if tokens > max(self.match.tokens, self.other.tokens if self.other else 0):
+            self.other = OtherPrompts(lora=lora, salted=bool(extra), tokens=tokens)
+
+    def explain(self) -> RankExplanation:
+        groups = self._groups(self.asked.media)
+        main = self._main()
+        held = groups.get(main) if main is not None else None
+        leading = _leading(held)
+        limits: tuple[GroupHeld, ...] = ()
+        if self.whole and self.match.tokens:
+            ending, text = Ending.WHOLE, "every whole block of the prompt is resident"
+        elif not self.known.get("blocks"):
+            ending, text = Ending.EMPTY, "it holds nothing at all"
+        elif self.asked.block_size not in (None, self.match.block_size):
+            ending = Ending.BLOCK_SIZE
+            text = (
+                f"its blocks have {self.match.block_size} tokens, not the {self.asked.block_size} "
+                "that were asked for"
+            )
+        elif self.length < self.match.block_size:
+            ending = Ending.SHORT
+            text = f"the prompt of {self.length} tokens is shorter than one block"
+            text += f" of {self.match.block_size}"
+        elif self.other is not None:
+            ending, text = Ending.PROMPTS, self._other_prompts()
+        elif leading - self.match.tokens >= self.match.block_size and held is not None:
+            limits = _lacking(groups, held, leading)
+            ending = Ending.GROUP if limits else Ending.ENGINE
+            text = f"{_described(held)} holds the first {leading} tokens"
+            for group in limits:
+                text += f", but {_described(group)} only {_stretches(group)}"
+            text += "" if limits else ", but the engine's own rule allows a shorter hit only"
+        elif self._on_other_media(main) > leading:
+            ending = Ending.MEDIA
+            text = f"on all media the first {self._on_other_media(main)} tokens are resident"
+        else:
+            ending, text = self._end(held)
+        return RankExplanation(
+            match=self.match,
+            ending=ending,
+            text=f"{self._hit()}: {text}",
+            held=held,
+            limits=limits,
+            other=self.other,
+            notes=tuple(self._notes()),
+        )
+
+    def _hit(self) -> str:
+        return f"{self.match.tokens} of {self.length} tokens"
+
+    def _other_prompts(self) -> str:
+        assert self.other is not None
+        asked = f"LoRA {self.asked.lora!r}" if self.asked.lora else "no LoRA"
+        lora = f"LoRA {self.other.lora!r}" if self.other.lora else "no LoRA"
+        own = bool(self.asked.extras and self.asked.extras[0])
+        salt = " and another salt (or other extra keys of the first block)"
+        if not self.other.salted:
+            salt = " and no salt" if own else ""
+        elif self.other.lora == self.asked.lora and not own:
+            salt = " and a salt (or other extra keys of the first block)"
+        return f"asked with {asked}; with {lora}{salt} it would be {self.other.tokens}"
+
+    def _end(self, held: GroupHeld | None) -> tuple[Ending, str]:
+        size, tokens = self.match.block_size, self.match.tokens
+        block = tokens // size if size else 0
+        later = [span for span in (held.spans if held else ()) if span[0] > tokens]
+        missing = f"block {block} (tokens {tokens} to {tokens + size - 1}) is not resident"
+        if later:
+            return Ending.HOLE, f"{missing}, later tokens are: {_spelled(later)}"
+        if not tokens:
+            return Ending.END, "nothing of the prompt is resident, from its first block on"
+        return Ending.END, f"{missing}, nor is what follows"
+
+    def _notes(self) -> Iterator[str]:
+        if self.known.get("orphans"):
+            yield f"{self.known['orphans']} blocks wait for a parent that was not told"
+        if self.known.get("ignored"):
+            reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.known["ignored"].items()))
+            yield f"blocks were ignored: {reasons}"
+        if self.other is None and not self.whole and self.known.get("salted"):
+            yield (
+                f"{self.known['salted']} of its blocks are under salts (or other first extra "
+                f"keys); the last {len(self.salts)} of these were tried"
+            )
+
+    def _main(self) -> int | None:
+        """Return the group whose blocks the match counts."""
+        specs = self._specs()
+        return min(specs, key=lambda idx: (not _needs_all(specs[idx]), idx), default=None)
+
+    def _specs(self) -> dict[int, dict[str, Any]]:
+        return {
+            int(idx): told
+            for idx, told in self.known.get("groups", {}).items()
+            if GroupSpec(told["kind"], told["sliding_window"]).takes_part
+        }
+
+    def _groups(self, media: Collection[str] | None) -> dict[int, GroupHeld]:
+        """Return what each group that takes part holds on these media."""
+        groups = {}
+        for idx, told in self._specs().items():
+            by_lookahead: dict[int, list[tuple[int, int]]] = {0: []}
+            for holding in self.holdings:
+                if holding.group_idx == idx and (media is None or holding.medium in media):
+                    spans = by_lookahead.setdefault(holding.lookahead, [])
+                    spans += _in_tokens(holding, told["block_size"])
+            unions = [tuple(_union(spans)) for spans in by_lookahead.values()]
+            groups[idx] = GroupHeld(
+                group_idx=idx,
+                kind=told["kind"],
+                sliding_window=told["sliding_window"],
+                spans=max(unions, key=lambda union: sum(stop - start for start, stop in union)),
+            )
+        return groups
+
+    def _on_other_media(self, main: int | None) -> int:
+        if self.asked.media is None or main is None:
+            return 0
+        return _leading(self._groups(None)[main])
+
+
+def _needs_all(told: Mapping[str, Any]) -> bool:
+    return told["sliding_window"] is None and told["kind"] != "mamba"
+
+
+def _in_tokens(holding: Holding, block_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the tokens that the blocks of a holding cover.
+
+    Where a group's blocks are larger than those that the prompt was walked in, each stands at
+    its end.
+    """
+    size = holding.block_size
+    for start, stop in holding.spans:
+        yield max(0, (start + 1) * size - max(size, block_size)), stop * size
+
+
+def _union(parts: Iterable[tuple[int, int]]) -> Spans:
+    union: Spans = []
+    for start, stop in sorted(parts):
+        extend_spans(union, start, stop)
+    return union
+
+
+def _leading(held: GroupHeld | None) -> int:
+    """Return how many tokens are resident from the prompt's start."""
+    return held.spans[0][1] if held is not None and held.spans and not held.spans[0][0] else 0
+
+
+def _lacking(
+    groups: Mapping[int, GroupHeld], main: GroupHeld, leading: int
+) -> tuple[GroupHeld, ...]:
+    """Return the groups that do not hold what they need for a hit of so many tokens."""
+    lacking = []
+    for group in groups.values():
+        window = None if group.kind == "mamba" else group.sliding_window
+        start = 0 if window is None else max(0, leading - window + 1)
+        if group.kind == "mamba":
+            start = leading - 1
+        if not any(span[0] <= start and leading <= span[1] for span in group.spans):
+            lacking.append(group)
+    return tuple(group for group in lacking if group is not main)
+
+
+def _described(group: GroupHeld) -> str:
+    window = f", window of {group.sliding_window} tokens" if group.sliding_window else ""
+    return f"group {group.group_idx} ({group.kind}{window})"
+
+
+def _stretches(group: GroupHeld) -> str:
+    return f"tokens {_spelled(group.spans)}" if group.spans else "nothing"
+
+
+def _spelled(spans: Collection[tuple[int, int]]) -> str:
+    words = [f"{start} to {stop - 1}" for start, stop in list(spans)[:8]]
+    more = [f"and {len(spans) - 8} further stretches"] if len(spans) > 8 else []
+    return ", ".join(words + more)
