@@ -44,6 +44,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--require-live", action="store_true", help="fail (exit 3) if a rank is not live by then"
     )
+    parser.add_argument(
+        "--explain", action="store_true", help="say where each rank's match ends, and why"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_worker_arguments(parser)
     parser.set_defaults(run=run)
@@ -62,13 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.require_live:
                 return _NOT_LIVE
             late = {str(rank): reason for rank, reason in error.reasons.items()}
-        match = client.match(token_ids, lora=arguments.lora, salt=arguments.salt)
+        options = {"lora": arguments.lora, "salt": arguments.salt}
+        why = client.explain(token_ids, **options) if arguments.explain else None
+        match = client.match(token_ids, **options) if why is None else why.match
     if arguments.json:
         best = match.best and match.best.rank
         answer = {"tokens": len(token_ids), "best": best, "ranks": match.to_dict()}
-        print(json_line({**answer, "not_live": late}))
+        reasons = {} if why is None else {"explanation": why.to_dict()}
+        print(json_line({**answer, **reasons, "not_live": late}))
     else:
         print(match_table(match, len(token_ids)))
+        if why is not None:
+            print(f"\n{why}")
     return 0 if match.best else _NOTHING_MATCHED
 
 
@@ -88,7 +96,8 @@ def match_table(match: Match, prompt_tokens: int) -> str:
     header = ("rank", "tokens", "blocks", "on", "state", "complete")
     best = match.best
     if best is None:
-        verdict = f"no rank holds a block of these {prompt_tokens} tokens"
+        some = any(found.blocks for found in match)
+        verdict = f"no {'live ' if some else ''}rank holds a block of these {prompt_tokens} tokens"
     else:
         verdict = f"best: {best.rank} holds {best.tokens} of {prompt_tokens} tokens"
     return f"{table(header, rows)}\n{verdict}"

@@ -317,11 +317,10 @@ class _Seen:
         asked = f"LoRA {self.asked.lora!r}" if self.asked.lora else "no LoRA"
         lora = f"LoRA {self.other.lora!r}" if self.other.lora else "no LoRA"
         own = bool(self.asked.extras and self.asked.extras[0])
-        salt = " and another salt (or other extra keys of the first block)"
-        if not self.other.salted:
-            salt = " and no salt" if own else ""
-        elif self.other.lora == self.asked.lora and not own:
-            salt = " and a salt (or other extra keys of the first block)"
+        salt = " and no salt" if own else ""
+        if self.other.salted:
+            which = "another salt" if own else "a salt"
+            salt = f" and {which} (or other extra keys of the first block)"
         return f"asked with {asked}; with {lora}{salt} it would be {self.other.tokens}"
 
     def _end(self, held: GroupHeld | None) -> tuple[Ending, str]:

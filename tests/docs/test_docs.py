@@ -49,6 +49,10 @@ def test_the_readme_example_finds_the_rank_that_holds_the_prompt(
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "vllm-0/0 96 True"
     assert printed[1].endswith("6 {'GPU': 6} live")
+    assert printed[3:] == [
+        "vllm-0/0: 96 of 100 tokens: every whole block of the prompt is resident",
+        "vllm-0/1: 0 of 100 tokens: it holds nothing at all",
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -183,6 +183,14 @@ def test_match_keeps_loras_and_salts_apart(
     assert main([*argv, "--lora", "french"]) == 1
     assert main([*argv, "--salt", "x"]) == 1
     assert "no rank holds a block of these 100 tokens" in capsys.readouterr().out
+    assert main([*argv, "--explain"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "vllm-0/0: 0 of 100 tokens: asked with no LoRA; with LoRA 'french' and a salt (or other "
+        "extra keys of the first block) it would be 96"
+    )
+    assert main([*argv, "--explain", "--json"]) == 1
+    explained = json.loads(capsys.readouterr().out)["explanation"]["vllm-0/0"]
+    assert (explained["ending"], explained["match"]["state"]) == ("prompts", "live")
 
 
 def test_match_goes_on_without_the_ranks_that_are_not_live(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_another_block_size_than_asked_for() -> None:
     ids=str,
 )
 def test_another_lora_or_salt_would_have_matched(
-    fields: dict[str, object], lora: object, salted: bool
+    fields: dict[str, Any], lora: object, salted: bool
 ) -> None:
     index = index_of(stored(0, 1, 2, **fields))
     explained = index.explain(prompt(3))[A]
@@ -94,7 +95,7 @@ def test_another_lora_or_salt_would_have_matched(
 def test_asked_with_a_lora_or_salt_where_there_is_none() -> None:
     index = index_of(stored(0, 1, 2))
     for options in ({"lora": "sql"}, {"salt": "s"}, {"lora": 7, "salt": "s"}):
-        explained = index.explain(prompt(3), **options)[A]  # type: ignore[arg-type]
+        explained = index.explain(prompt(3), **options)[A]
         assert explained.other is not None
         assert (explained.other.lora, explained.other.salted) == (None, False)
     assert "and no salt it would be 12" in str(index.explain(prompt(3), salt="s"))
