@@ -258,7 +258,13 @@ class _Seen:
     @property
     def whole(self) -> bool:
         size = self.match.block_size
-        return bool(size) and self.match.tokens > self.length - size
+        return bool(size) and self.match.tokens + size > self._countable
+
+    @property
+    def _countable(self) -> int:
+        """How many tokens of the prompt can be in a block that has its lookahead tokens."""
+        lookahead = min((holding.lookahead for holding in self.holdings), default=0)
+        return max(0, self.length - lookahead)
 
     def tried(self, lora: Lora, extra: bytes, tokens: int) -> None:
         """Take in what another question would have been answered."""
@@ -273,7 +279,9 @@ class _Seen:
         limits: tuple[GroupHeld, ...] = ()
         if self.whole and self.match.tokens:
             ending, text = Ending.WHOLE, "every whole block of the prompt is resident"
-        elif not self.known.get("blocks"):
+        elif not self.known:
+            ending, text = Ending.EMPTY, "the rank was removed just now"
+        elif not self.known["blocks"]:
             ending, text = Ending.EMPTY, "it holds nothing at all"
         elif self.asked.block_size not in (None, self.match.block_size):
             ending = Ending.BLOCK_SIZE
@@ -281,7 +289,7 @@ class _Seen:
                 f"its blocks have {self.match.block_size} tokens, not the {self.asked.block_size} "
                 "that were asked for"
             )
-        elif self.length < self.match.block_size:
+        elif self._countable < self.match.block_size:
             ending = Ending.SHORT
             text = f"the prompt of {self.length} tokens is shorter than one block"
             text += f" of {self.match.block_size}"

@@ -142,6 +142,8 @@ def _lora(event: BlockStored) -> Lora:
 def first_extra(event: BlockStored) -> bytes:
     """Return the canonical extra keys, salt included, of a stored event's first block."""
     items = event.extra_keys[0] if event.extra_keys else None
+    if not items and not event.cache_salt:
+        return b""
     return pack_extra(items, lora=_lora(event), salt=event.cache_salt)
 
 

@@ -169,10 +169,10 @@ class Labels:
         if not label.in_group(owner.group_idx):
             self._size -= 1
             self._budget.used -= 1
-            prompts = _prompts_of(label.block)
+            prompts = label.block.run.prompts
             self._prompts[prompts] -= 1
             if not self._prompts[prompts]:
-                del self._prompts[prompts]
+                del self._prompts[prompts]  # names that a publisher invents must not pile up
         if not label.copies:
             self._forget(block_hash, label)
         shared = self._shared.get((label.block, owner))
@@ -221,7 +221,7 @@ class Labels:
                 self._newest[block_hash] = label
                 groups = len({owner.group_idx for owner in label.copies})
                 self._size += groups
-                self._prompts[_prompts_of(label.block)] += groups
+                self._prompts[label.block.run.prompts] += groups
                 for owner in label.copies:
                     held[owner][position] += 1
         self._budget.used += self._size
@@ -270,7 +270,7 @@ class Labels:
                 raise InvariantError(f"{count} labels of {owner!r} on block {block.depth}")
         prompts: Counter[tuple[Lora, bool]] = Counter()
         for _, label in self.placements():
-            prompts[_prompts_of(label.block)] += len({owner.group_idx for owner in label.copies})
+            prompts[label.block.run.prompts] += len({owner.group_idx for owner in label.copies})
         if prompts != self._prompts or prompts.total() != self._size:
             raise InvariantError(f"{prompts} resident, counted {self._prompts}: {self._size}")
         return Counter(owner for _, owner in holdings)
@@ -279,7 +279,7 @@ class Labels:
         if self._budget.spent():
             return False
         self._size += 1
-        self._prompts[_prompts_of(block)] += 1
+        self._prompts[block.run.prompts] += 1
         self._budget.used += 1
         return True
 
@@ -301,10 +301,6 @@ class Labels:
             self._newest[block_hash] = label.other
         else:
             del self._newest[block_hash]
-
-
-def _prompts_of(block: Block) -> tuple[Lora, bool]:
-    return block.run.namespace.lora, block.run.salted
 
 
 def _placement(

@@ -28,11 +28,12 @@ class Group:
 class RankGroups:
     """The groups of one rank, learned from its stores or told by the user."""
 
-    __slots__ = ("_groups", "_shapes")
+    __slots__ = ("_groups", "_main", "_shapes")
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
         self._shapes: set[tuple[int, int]] = set()
+        self._main: int | None = None
 
     def known(self) -> Mapping[int, Group]:
         """Return the groups by their index."""
@@ -43,17 +44,19 @@ class RankGroups:
 
         The first that needs all blocks before the cut, else the first that takes part at all.
         """
-        taking_part = [idx for idx, group in self._groups.items() if group.spec.takes_part]
-        return min(
-            taking_part,
-            key=lambda idx: (self._groups[idx].spec.needed_blocks(1) is not None, idx),
-            default=None,
-        )
+        return self._main
 
     def main_block_size(self) -> int:
         """Return the block size of the main group, 0 while it is not known."""
-        main = self.main()
-        return 0 if main is None else self._groups[main].block_size
+        return 0 if self._main is None else self._groups[self._main].block_size
+
+    def _choose_main(self) -> None:
+        """Choose the main group anew: groups or their kinds have changed."""
+        self._main = min(
+            (idx for idx, group in self._groups.items() if group.spec.takes_part),
+            key=lambda idx: (self._groups[idx].spec.needed_blocks(1) is not None, idx),
+            default=None,
+        )
 
     def window_only(self, block_size: int) -> bool:
         """Whether no group of this block size needs all blocks before the cut.
@@ -71,6 +74,7 @@ class RankGroups:
             before = self._groups.get(group_idx)
             told.block_size = before.block_size if before is not None else 0
             self._groups[group_idx] = told
+        self._choose_main()
 
     def forget(self) -> None:
         """Forget what was learned, since another engine may follow; keep what the user told."""
@@ -94,6 +98,7 @@ class RankGroups:
             group = Group(GroupSpec(kind.decode("utf-8", "surrogatepass"), window))
             group.configured, group.block_size = configured, block_size
             self._groups[group_idx] = group
+        self._choose_main()
         self._shapes.update(image.shapes)
 
     def learn(self, event: BlockStored, namespace: Namespace, group_idx: int) -> str | None:
@@ -103,8 +108,10 @@ class RankGroups:
             if len(self._groups) >= _MAX_GROUPS:
                 return "too_many_groups"
             group = self._groups[group_idx] = Group()
+            self._choose_main()
         if event.kv_cache_spec_kind is not None and not group.configured:
             fault = _learn_kind(group, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+            self._choose_main()
             if fault is not None:
                 return fault
         if event.block_size < group.block_size:

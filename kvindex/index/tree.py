@@ -72,10 +72,11 @@ class Block:
 class Run:
     """A chain of blocks with one set of owners; a root has no blocks and no parent.
 
-    `salted` says whether its prompts begin under a salt, or other extra keys.
+    `prompts` is what its blocks are counted under: their LoRA, and whether their prompts start
+    under a salt or other extra keys.
     """
 
-    __slots__ = ("blocks", "children", "namespace", "owners", "parent", "salted")
+    __slots__ = ("blocks", "children", "namespace", "owners", "parent", "prompts")
 
     def __init__(
         self,
@@ -91,7 +92,12 @@ class Run:
         self.blocks = blocks
         self.children: dict[Key, Run] = {}
         self.owners = owners
-        self.salted = salted
+        self.prompts = (namespace.lora, salted)
+
+    @property
+    def salted(self) -> bool:
+        """Whether its prompts start under a salt, or other extra keys."""
+        return self.prompts[1]
 
 
 class Segment(NamedTuple):

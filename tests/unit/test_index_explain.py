@@ -26,6 +26,13 @@ def test_a_whole_prompt() -> None:
     assert "every whole block" in str(index.explain(prompt(2)))
 
 
+def test_a_prompt_that_is_whole_but_for_lookahead_tokens() -> None:
+    index = index_of(stored(0, 1, lookahead_token_ids=[[1000], [2000]]))
+    assert ending(index.explain(prompt(3))) == (Ending.WHOLE, 2 * SIZE)
+    assert ending(index.explain(prompt(2))) == (Ending.WHOLE, SIZE), "the second one lacks a token"
+    assert ending(index.explain([*prompt(2), 7])) == (Ending.END, SIZE)
+
+
 def test_a_rank_that_holds_nothing_at_all() -> None:
     index = Index()
     index.add(A)
