@@ -78,8 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"cannot read {path}: {error}") from error
         finally:
             progress.clear()
-        for rank in recorded.ranks:
-            index.describe_groups(rank, dict(arguments.group))
     _print(arguments, index, recordings, prompt)
     for recorded in recordings:
         if recorded.error:
