@@ -50,9 +50,7 @@ def held_blocks(
     return held
 
 
-def rank_matches(
-    held: Held, ranks: Mapping[Rank, RankBlocks], length: int
-) -> Iterator[RankMatch]:
+def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks], length: int) -> Iterator[RankMatch]:
     """Yield the match of each of these ranks that holds anything of a prompt of so many tokens."""
     by_rank: dict[Rank, Held] = {}
     for namespace, spans_of in held.items():

@@ -185,13 +185,13 @@ class RankBlocks:
     def _learn_sizes(self, batch: EventBatch) -> None:
         """Learn the unit from all of a batch first: its groups' sizes come one after the other."""
         unit = self.groups.unit
-        alone = len(self.groups.known()) == 1
         for event in batch.events:
             if isinstance(event, BlockStored):
-                self.groups.learn_size(event, event.group_idx or 0)
-        if unit and self.groups.unit != unit and not (alone and len(self.groups.known()) == 1):
+                self.groups.learn_size(event)
+        if unit and self.groups.unit != unit:
             # What is held lies in the tree by the old unit, where nothing new would meet it.
-            self.ignored["unit_changed"] += len(self.labels)
+            if len(self.labels):
+                self.ignored["unit_changed"] += len(self.labels)
             self._drop_all()
 
     def _drop_all(self) -> None:
@@ -238,9 +238,7 @@ class RankBlocks:
             return False
         return any(has_own_extras(event, block) for block in range(len(hashes)))
 
-    def _store_chain(
-        self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner
-    ) -> None:
+    def _store_chain(self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner) -> None:
         unit = self.groups.unit
         namespace = stored_namespace(event, unit)
         parent_hash = event.parent_block_hash

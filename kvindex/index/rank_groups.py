@@ -14,6 +14,7 @@ from math import gcd, lcm
 from kvindex.index.keys import stored_namespace
 from kvindex.index.rank_image import MAX_SHAPES, GroupImage, RankImage
 from kvindex.wire import BlockStored, CacheSettings, GroupSpec
+from kvindex.wire.quirks import fold_medium, medium_tier
 
 __all__ = ["Group", "RankGroups"]
 
@@ -149,11 +150,17 @@ class RankGroups:
             upper_bound=image.upper_bound,
         )
 
-    def learn_size(self, event: BlockStored, group_idx: int) -> None:
-        """Learn a group's block size, and what it makes of the unit."""
-        size = event.block_size
+    def learn_size(self, event: BlockStored) -> None:
+        """Learn a group's block size, and what it makes of the unit.
+
+        A store of offloaded blocks, which may be larger, teaches nothing of a known group.
+        """
+        size, group_idx = event.block_size, event.group_idx or 0
         group = self._groups.get(group_idx)
-        if size <= 0 or not event.token_ids or (group is not None and group.block_size == size):
+        known = group.block_size if group is not None else 0
+        if size <= 0 or not event.token_ids or known == size:
+            return
+        if known and medium_tier(fold_medium(event.medium)):
             return
         if group is None:
             if len(self._groups) >= _MAX_GROUPS:

@@ -238,7 +238,8 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
         "skipped": dict(blocks.skipped),
         "groups": {
             str(group_idx): {
-                "kind": group.spec.kind if group.told else None,
+                "kind": group.spec.kind,
+                "told": group.told,
                 "sliding_window": group.spec.sliding_window,
                 "block_size": group.block_size,
             }

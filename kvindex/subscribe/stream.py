@@ -9,7 +9,7 @@ import msgspec
 
 from kvindex.rank import Rank
 from kvindex.subscribe.status import RankStatus
-from kvindex.wire import EventBatch, CacheSettings
+from kvindex.wire import CacheSettings, EventBatch
 
 __all__ = [
     "BatchSink",

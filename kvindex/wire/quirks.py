@@ -17,9 +17,9 @@ __all__ = [
     "content_hash",
     "fold_hash",
     "fold_medium",
-    "medium_tier",
     "is_content_hash",
     "is_root_parent",
+    "medium_tier",
     "text_token",
 ]
 

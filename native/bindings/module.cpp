@@ -146,7 +146,8 @@ nb::dict groups_dict(const std::map<uint32_t, Group>& groups) {
   nb::dict all;
   for (const auto& [group_idx, group] : groups) {
     nb::dict entry;
-    entry["kind"] = group.told ? nb::object(unicode(group.spec.kind)) : nb::none();
+    entry["kind"] = unicode(group.spec.kind);
+    entry["told"] = group.told;
     entry["sliding_window"] = group.spec.sliding_window;
     entry["block_size"] = group.block_size;
     all[nb::str(std::to_string(group_idx).c_str())] = entry;

@@ -41,14 +41,14 @@ void RankGroups::restore(const std::map<uint32_t, Group>& groups,
   changed();
 }
 
-void RankGroups::learn_size(uint32_t group_idx, uint32_t block_size) {
+void RankGroups::learn_size(uint32_t group_idx, uint32_t block_size, bool on_device) {
   auto found = groups_.find(group_idx);
   if (found == groups_.end()) {
     if (groups_.size() >= kMostGroups) return;
     found = groups_.emplace(group_idx, Group{}).first;
   }
   Group& group = found->second;
-  if (group.block_size == block_size) return;
+  if (group.block_size == block_size || (group.block_size != 0 && !on_device)) return;
   const bool alone = std::all_of(groups_.begin(), groups_.end(), [&](const auto& entry) {
     return &entry.second == &group || entry.second.block_size == 0;
   });

@@ -58,8 +58,9 @@ class RankGroups {
                const CacheSettings& settings);
   const std::set<std::pair<uint32_t, uint32_t>>& shapes() const { return shapes_; }
 
-  // Learn a group's block size, and what it makes of the unit.
-  void learn_size(uint32_t group_idx, uint32_t block_size);
+  // Learn a group's block size, and what it makes of the unit. A store of offloaded blocks, which
+  // may be larger, teaches nothing of a known group.
+  void learn_size(uint32_t group_idx, uint32_t block_size, bool on_device);
   // Whether a store of the group would teach nothing.
   bool knows(uint32_t group_idx, uint32_t block_size, uint32_t lookahead) const {
     return last_shape_ == Shape{group_idx, block_size, lookahead};

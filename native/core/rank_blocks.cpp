@@ -240,15 +240,15 @@ void RankBlocks::gather_labels(const Batch& batch, const Event& event) {
 // Learn the unit from all of a batch first: its groups' sizes come one after the other.
 void RankBlocks::learn_sizes(const Batch& batch) {
   const uint32_t unit = groups_.unit();
-  const bool alone = groups_.known().size() == 1;
   for (const Event& event : batch.events) {
     if (event.kind != EventKind::stored || event.tokens_count == 0 || event.block_size == 0 ||
         groups_.knows(event.group_idx, event.block_size, event.lookahead)) {
       continue;
     }
-    groups_.learn_size(event.group_idx, event.block_size);
+    const bool on_device = medium_tier(batch.text(event.medium)) == 0;
+    groups_.learn_size(event.group_idx, event.block_size, on_device);
   }
-  if (unit == 0 || groups_.unit() == unit || (alone && groups_.known().size() == 1)) return;
+  if (unit == 0 || groups_.unit() == unit) return;
   // What is held lies in the tree by the old unit, where nothing new would meet it.
   ignore(Ignored::unit_changed, labels_.size());
   drop_all();
