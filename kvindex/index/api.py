@@ -30,7 +30,7 @@ from kvindex.index.snapshot_section import (
 )
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
-from kvindex.wire import EventBatch, GroupSpec
+from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.quirks import fold_medium
 
 __all__ = [
@@ -123,14 +123,13 @@ class BaseIndex(ABC):
         """
 
     @abstractmethod
-    def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
-        """Say what kinds of KV cache groups a hybrid model's rank has.
+    def configure(self, rank: Rank, settings: CacheSettings) -> None:
+        """Say of a rank's cache what its events leave unsaid; it becomes known if it was not.
 
-        vLLM tells this itself from 0.22 on; before that, without this call, every group counts as
-        full attention, which may underestimate the hit but never overestimates it.
+        Call it before the rank's first event. Settings stay when the rank's tree is cleared.
 
         Raises:
-            ConfigurationError: a group index or a spec is not valid.
+            ConfigurationError: a group index does not fit 32 bits.
         """
 
     def tree(self, rank: Rank) -> TreeView:
@@ -448,7 +447,7 @@ class TreeView:
     def clear(self) -> None:
         """Drop everything the rank holds and what its events taught; it stays known.
 
-        Kinds of groups told by `Index.describe_groups` stay. Complexity: O(blocks of the rank).
+        Settings of `Index.configure` stay. Complexity: O(blocks of the rank).
         """
         self._index._view_clear(self.rank)
 

@@ -266,6 +266,11 @@ class _Seen:
         lookahead = min((holding.lookahead for holding in self.holdings), default=0)
         return max(0, self.length - lookahead)
 
+    @property
+    def _other_block_size(self) -> bool:
+        asked = self.asked.block_size
+        return asked not in (None, self.match.block_size) and not self.holdings
+
     def tried(self, lora: Lora, extra: bytes, tokens: int) -> None:
         """Take in what another question would have been answered."""
         if tokens > max(self.match.tokens, self.other.tokens if self.other else 0):
@@ -283,7 +288,7 @@ class _Seen:
             ending, text = Ending.EMPTY, "the rank was removed just now"
         elif not self.known["blocks"]:
             ending, text = Ending.EMPTY, "it holds nothing at all"
-        elif self.asked.block_size not in (None, self.match.block_size):
+        elif self._other_block_size:
             ending = Ending.BLOCK_SIZE
             text = (
                 f"its blocks have {self.match.block_size} tokens, not the {self.asked.block_size} "
@@ -363,7 +368,7 @@ class _Seen:
         return {
             int(idx): told
             for idx, told in self.known.get("groups", {}).items()
-            if GroupSpec(told["kind"], told["sliding_window"]).takes_part
+            if told["block_size"] and GroupSpec(told["kind"], told["sliding_window"]).takes_part
         }
 
     def _groups(self, media: Collection[str] | None) -> dict[int, GroupHeld]:

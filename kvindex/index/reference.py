@@ -29,7 +29,7 @@ from kvindex.index.rank_image import read_image, write_image
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.tree import RadixTree
 from kvindex.rank import Rank
-from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
+from kvindex.wire import CacheSettings, EventBatch, decode_batch
 
 __all__ = ["Index"]
 
@@ -85,10 +85,9 @@ class Index(BaseIndex):
                 blocks.rename(rank)
                 self._ranks[rank] = blocks
 
-    def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
-        checked = group_specs(groups)
+    def configure(self, rank: Rank, settings: CacheSettings) -> None:
         with self._lock:
-            self._rank(rank).configure(checked)
+            self._rank(rank).configure(settings)
 
     def __len__(self) -> int:
         with self._lock:
@@ -124,16 +123,15 @@ class Index(BaseIndex):
             held: Held = {}
             for namespace in namespaces:
                 keys = PromptKeys(self._keys, namespace, prompt, extras)
-                window_only = any(
-                    blocks.groups.window_only(namespace.block_size) for blocks in wanted.values()
+                may_skip = any(
+                    blocks.groups.may_skip_holes(namespace.block_size) for blocks in wanted.values()
                 )
-                held[namespace] = held_blocks(
-                    self._tree, namespace, keys, wanted_media, window_only
-                )
-            matches = list(rank_matches(held, wanted))
+                held[namespace] = held_blocks(self._tree, namespace, keys, wanted_media, may_skip)
+            matches = list(rank_matches(held, wanted, prompt.length))
+            units = [blocks.groups.unit for blocks in wanted.values()]
             sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
         if not any(found.blocks for found in matches):
-            check_block_size(block_size, sizes.values())
+            check_block_size(block_size, units)
         return Match(FoundMatches(matches, sizes), sizes.keys())
 
     def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
@@ -166,7 +164,7 @@ class Index(BaseIndex):
                 for namespace, spans_of in held.items()
             }
             sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
-            matches = FoundMatches(rank_matches(counted, wanted), sizes)
+            matches = FoundMatches(rank_matches(counted, wanted, prompt.length), sizes)
         return Match(matches, sizes.keys()), holdings
 
     # Snapshots -------------------------------------------------------------------------------
@@ -292,6 +290,7 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
         "groups": {
             str(group_idx): {
                 "kind": group.spec.kind,
+                "told": group.told,
                 "sliding_window": group.spec.sliding_window,
                 "block_size": group.block_size,
             }

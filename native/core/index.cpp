@@ -76,7 +76,8 @@ void Index::renew_sizes() {
   auto sizes = std::make_shared<RankSizes>();
   for (uint32_t slot = 0; slot < slots_.size(); ++slot) {
     if (slots_[slot].blocks == nullptr) continue;
-    sizes->emplace_back(slots_[slot].id, shared_.summaries[slot].block_size);
+    const RankSummary& summary = shared_.summaries[slot];
+    sizes->push_back({slots_[slot].id, summary.block_size, summary.unit});
   }
   shared_.sizes = std::move(sizes);
 }
@@ -120,8 +121,8 @@ bool Index::clear(RankId rank) {
   return change(rank, [](RankBlocks& blocks) { blocks.clear(); });
 }
 
-bool Index::configure(RankId rank, const std::map<uint32_t, GroupSpec>& specs) {
-  return change(rank, [&](RankBlocks& blocks) { blocks.configure(specs); });
+bool Index::configure(RankId rank, const CacheSettings& settings) {
+  return change(rank, [&](RankBlocks& blocks) { blocks.configure(settings); });
 }
 
 bool Index::apply(RankId rank, const Batch& batch) {

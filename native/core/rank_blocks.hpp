@@ -28,8 +28,8 @@ enum class Counter : uint8_t {
 };
 
 enum class Ignored : uint8_t {
-  too_many_media, no_blocks, block_size, token_count, extra_keys_count, lookahead_count,
-  too_many_groups, group_kind, partial_block, too_many_block_sizes,
+  too_many_media, block_size, token_count, extra_keys_count, lookahead_count,
+  too_many_groups, group_kind, partial_block, too_many_block_sizes, unit_changed,
   position_unknown, parent_namespace, parent_ambiguous, max_blocks,
   kCount
 };
@@ -39,13 +39,21 @@ extern const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgno
 
 // What a query wants to know of a rank's groups, side by side for all ranks.
 struct RankSummary {
-  RankGroups::Only only_full;
-  bool skips_holes = false;  // `RankGroups::window_only` is not empty
-  uint32_t block_size = 0;   // of `RankGroups::main`; 0 while it is not known
+  uint32_t only_group = 0;  // as in `RankGroups::Summary`
+  uint32_t only_size = 0;
+  uint32_t skips_holes = 0;  // the unit in whose walks the rank's match may skip holes, or 0
+  bool upper_bound = false;
+  uint32_t block_size = 0;  // of the group whose blocks an answer counts; 0 while it is not known
+  uint32_t unit = 0;        // `RankGroups::unit`
 };
 
-// Each rank's id, and the block size of its `RankGroups::main`; 0 while that is not known.
-using RankSizes = std::vector<std::pair<uint32_t, uint32_t>>;
+// The block size and the unit of each rank; 0 while they are not known.
+struct RankSize {
+  uint32_t rank = 0;  // its id
+  uint32_t block_size = 0;
+  uint32_t unit = 0;
+};
+using RankSizes = std::vector<RankSize>;
 
 // What all ranks of an index share.
 struct Shared {
@@ -91,8 +99,8 @@ class RankBlocks {
 
   void apply(const Batch& batch);
 
-  // Take the user's word for the kinds of groups.
-  void configure(const std::map<uint32_t, GroupSpec>& specs);
+  // Take the user's word for what the events leave unsaid.
+  void configure(const CacheSettings& settings);
 
   // Forget everything held and learned: what comes next may be another engine's.
   void clear();
@@ -122,13 +130,14 @@ class RankBlocks {
   struct Chain {
     RootId root = 0;
     const Label* labels = nullptr;
-    const Digest* contents = nullptr;
-    size_t count = 0;
+    const Digest* contents = nullptr;  // of each unit
+    size_t count = 0;                  // of labels
+    size_t scale = 1;                  // units to a block
     OwnerId owner = 0;
     bool salted = false;  // of a chain that starts its prompts
 
     Chain after(size_t start) const {
-      return {root, labels + start, contents + start, count - start, owner, salted};
+      return {root, labels + start, contents + start * scale, count - start, scale, owner, salted};
     }
   };
 
@@ -144,20 +153,26 @@ class RankBlocks {
 
   void store(const Batch& batch, const Event& event);
   void gather_labels(const Batch& batch, const Event& event);
+  void learn_sizes(const Batch& batch);
   Ignored learn(const Batch& batch, const Event& event);
+  bool names_only(const Batch& batch, const Event& event) const;
+  void store_whole(const Batch& batch, const Event& event, OwnerId owner, const Label* parent);
   void store_chain(const Batch& batch, const Event& event, Chain chain, const Label* parent);
   bool learn_salt(std::string_view lora, std::string_view extra);
   void store_at_root(const Batch& batch, const Event& event, const Chain& chain);
   void store_after(BlockRef parent, const Label& parent_label, const Chain& chain);
   void store_detached(const Batch& batch, const Event& event, const Label& parent,
                       const Chain& chain);
-  bool is_reannouncement(const Chain& chain);
+  bool is_announced_again(const Event& event, const Chain& chain);
+  bool would_be_found(const Event& event, const Chain& chain) const;
   bool is_torn(const Label& label) const;
   void relocate(const Label* labels, size_t count, OwnerId owner);
   void place(BlockRef parent, const Chain& chain);
+  void place_scaled(const Chain& chain);
   size_t add_labels(const Chain& chain);
   void attach(std::vector<std::pair<Label, BlockRef>> placed);
   BlockRef attach_one(const Label& label, const Orphan& orphan, BlockRef parent);
+  bool add_copy(const Label& label, BlockRef block, OwnerId owner, uint64_t copies = 1);
   bool add_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies);
   void own_chain(size_t blocks, OwnerId owner);
 
@@ -181,7 +196,9 @@ class RankBlocks {
   std::array<uint64_t, static_cast<size_t>(Counter::kCount)> counters_{};
   std::array<uint64_t, static_cast<size_t>(Ignored::kCount)> ignored_{};
   std::map<std::string, uint64_t> skipped_;
-  bool reports_full_ = false;
+  // Whether the engine announced blocks again whose last label is this one, as far as the batch
+  // has told.
+  std::optional<std::pair<Label, bool>> announced_;
   bool positions_unknown_ = false;
   std::vector<Salt> salts_;  // the newest last: for explanations to try
   // Labels of several blocks of which one went away: those that are left cannot be told.

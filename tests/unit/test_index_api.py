@@ -16,7 +16,7 @@ from kvindex.errors import (
     UnknownRankError,
 )
 from kvindex.index import Trust, reference
-from kvindex.wire import encode_batch
+from kvindex.wire import CacheSettings, encode_batch
 from tests.unit.index_events import (
     SIZE,
     A,
@@ -156,10 +156,13 @@ def test_a_rank_without_a_hit_has_its_block_size_too() -> None:
 
 def test_the_block_size_is_the_one_of_the_group_that_is_counted() -> None:
     index = Index()
-    index.describe_groups(A, {0: GroupSpec("sliding_window", 8), 1: GroupSpec()})
+    groups = {0: GroupSpec("sliding_window", 8), 1: GroupSpec()}
+    index.configure(A, CacheSettings(groups=groups))
     assert index.match(prompt(2))[A].block_size == 0
     apply(index, A, stored(0, 1))
-    assert index.match(prompt(2))[A].block_size == 0, "the group that counts has stored nothing"
+    assert index.match(tokens(9))[A].block_size == SIZE
+    apply(index, A, stored(0, block_size=2 * SIZE, token_ids=prompt(2), group_idx=1, base=500))
+    assert index.match(tokens(9))[A].block_size == 2 * SIZE
 
 
 def test_an_answer_does_not_change_when_the_index_does() -> None:
@@ -365,7 +368,7 @@ def test_statistics_count_by_reason() -> None:
     }
     counted = ("stored", "duplicates", "removed", "removed_unknown", "orphaned", "unplaced")
     assert [statistics["ranks"]["a/0"][name] for name in counted] == [3, 1, 1, 1, 1, 1]
-    group = {"kind": "full_attention", "sliding_window": None, "block_size": SIZE}
+    group = {"kind": "full_attention", "told": False, "sliding_window": None, "block_size": SIZE}
     assert statistics["ranks"]["a/0"]["groups"] == {"0": group}
 
 
@@ -406,15 +409,6 @@ def test_two_indexes_of_one_seed_and_two_of_their_own_agree() -> None:
     for index in (Index(seed=7), Index(seed=7), Index(), Index()):
         apply(index, A, stored(0, 1))
         assert matched(index, prompt(2)) == 2
-
-
-def test_groups_that_make_no_sense_are_refused() -> None:
-    index = Index()
-    for groups in ({-1: GroupSpec()}, {0: "full"}):
-        with pytest.raises(ConfigurationError, match="GroupSpec"):
-            index.describe_groups(A, groups)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="sliding_window >= 1"):
-        GroupSpec("sliding_window")
 
 
 def test_tokens_that_cannot_be_read_are_refused_at_the_call() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvindex import EventBatch, GroupSpec, Index, Rank
 from kvindex.errors import TokenError, UnknownRankError
 from kvindex.index import Ending, Explanation, Trust
+from kvindex.wire import CacheSettings
 from tests.unit.index_events import SIZE, A, B, apply, index_of, prompt, removed, stored, tokens
 
 
@@ -141,7 +142,8 @@ def test_media_that_do_not_count() -> None:
 )
 def test_a_group_that_lacks_what_a_hit_needs_is_named(kind: str, window: int | None) -> None:
     index = Index()
-    index.describe_groups(A, {0: GroupSpec(), 1: GroupSpec(kind, window), 2: GroupSpec()})
+    kinds = {0: GroupSpec(), 1: GroupSpec(kind, window), 2: GroupSpec()}
+    index.configure(A, CacheSettings(groups=kinds))
     apply(index, A, *(stored(*range(6), group_idx=group) for group in range(3)))
     assert ending(index.explain(prompt(6))) == (Ending.WHOLE, 6 * SIZE)
     apply(index, A, removed(*range(3), group_idx=1))
