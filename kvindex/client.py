@@ -87,6 +87,11 @@ class Client(Answering):
     Attributes:
         subscriber: what receives the events.
 
+    A client that is dropped without `close` ends its thread, with a ResourceWarning. A process that
+    is forked from one with a client has to connect by itself: the copy that it inherits receives
+    nothing, and says so at once. Every rank is closed in it, with the reason, and queries are
+    answered from what was known at the fork.
+
     Thread safety: every method may be called from any thread.
     """
 
@@ -112,7 +117,7 @@ class Client(Answering):
             _ignore if tap is None else tap.restored,
         )
         self.subscriber = Subscriber(
-            [workers] if isinstance(workers, Worker) else workers,
+            workers,
             fingerprints=Fingerprints(self._index.seed),
             resume=self._saved,
             **_settings(self._index, self._saved, tap),
@@ -249,6 +254,7 @@ class Client(Answering):
         return f"<Client of {len(statuses)} ranks, {live} live, {len(self.index)} blocks>"
 
     def __enter__(self) -> Client:
+        self.subscriber.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -16,9 +16,9 @@ from kvindex.answering import Answering
 from kvindex.errors import ConfigurationError, QueueTimeoutError
 from kvindex.fanout.copy import Copy
 from kvindex.fanout.follower import Follower
-from kvindex.fanout.forks import Fork, prepare_forks
 from kvindex.fanout.joining import RefusedError
 from kvindex.fanout.meeting_point import check_platform
+from kvindex.forks import Fork, prepare_forks
 from kvindex.index import Index
 from kvindex.rank import Rank, Trust
 from kvindex.subscribe import RankStatus, State

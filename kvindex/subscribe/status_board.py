@@ -81,16 +81,21 @@ class StatusBoard:
             self._names.update(names)
             self._trusts = None
 
-    def end(self, reason: str) -> None:
-        """Show every rank as closed, and end all waiting."""
+    def end(self, reason: str, *, shown: str = "closed") -> None:
+        """Show every rank as closed for the reason `shown`, and end all waiting."""
         with self._changed:
             self._ended = reason
             self._trusts = None
             for rank, status in self._statuses.items():
                 self._statuses[rank] = msgspec.structs.replace(
-                    status, state=State.CLOSED, connected=False, reason="closed"
+                    status, state=State.CLOSED, connected=False, reason=shown
                 )
             self._changed.notify_all()
+
+    def disown(self, reason: str) -> None:
+        """In a forked child, which lacks the writing thread and whoever held the lock: end."""
+        self._changed = threading.Condition()
+        self.end(reason, shown=reason)
 
     # By any thread ----------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from kvindex import (
 )
 from kvindex.errors import ClosedError, QueueTimeoutError, UnknownRankError
 from kvindex.fanout import FanOut, Replica, join
-from kvindex.fanout.forks import prepare_forks
+from kvindex.forks import prepare_forks
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire import GroupSpec
 from tests.e2e.fanout_peers import (
