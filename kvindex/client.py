@@ -15,6 +15,7 @@ from kvindex.errors import UnknownRankError
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
 from kvindex.rank import Rank, Trust
+from kvindex.rank_lookup import RankName
 from kvindex.saved_state import SavedState, read_saved
 from kvindex.subscribe import (
     RankAdded,
@@ -132,7 +133,7 @@ class Client(Answering):
     def _trusts(self) -> Mapping[Rank, Trust]:
         return self.subscriber.trusts()
 
-    def _status(self, rank: Rank) -> RankStatus:
+    def _status(self, rank: RankName) -> RankStatus:
         return self.subscriber.status(rank)
 
     # Workers and their streams ----------------------------------------------------------------
@@ -161,7 +162,9 @@ class Client(Answering):
         """
         self.subscriber.remove(worker)
 
-    def wait_live(self, timeout: float = 5.0, *, ranks: Iterable[Rank] | None = None) -> None:
+    def wait_live(
+        self, timeout: float = 5.0, *, ranks: Iterable[RankName] | str | None = None
+    ) -> None:
         """Return once every rank (or each of those given) is live.
 
         Args:

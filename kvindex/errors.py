@@ -87,22 +87,31 @@ class DuplicatePublisherError(ConfigurationError, KeyError):
 
 
 class UnknownRankError(KVIndexError, KeyError):
-    """A rank (or worker) that is not known here.
+    """A rank (or worker) that is not known here, or a name that several ranks have.
 
     Attributes:
         name: what was asked for.
-        known: what is known, sorted.
+        known: what is known, or has that name, sorted.
+        ambiguous: whether several have it.
     """
 
-    def __init__(self, name: object, known: Iterable[object] = ()) -> None:
+    def __init__(
+        self, name: object, known: Iterable[object] = (), *, ambiguous: bool = False
+    ) -> None:
         self.name = name
         self.known = tuple(sorted(known, key=str))
+        self.ambiguous = ambiguous
         super().__init__(name)
 
     def __str__(self) -> str:
         listed = ", ".join(str(item) for item in self.known[:8]) or "none"
         more = f" and {len(self.known) - 8} more" if len(self.known) > 8 else ""
-        return f"{self.name!s} is not known; known: {listed}{more}"
+        if isinstance(self.name, Rank):
+            return f"{self.name} is not known; known: {listed}{more}"
+        name = f"{self.name!r} ({type(self.name).__name__})"
+        if self.ambiguous:
+            return f"{name} stands for several: {listed}{more}; give one as Rank(WORKER, DP_RANK)"
+        return f"{name} is not known; known: {listed}{more}"
 
 
 class TokenError(KVIndexError, ValueError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import BytesIO
 from typing import Any, ClassVar, TypeVar
 
@@ -28,6 +28,7 @@ from kvindex.index.snapshot_section import (
 )
 from kvindex.index.tokens import TokenIds
 from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName, find_rank, find_ranks
 from kvindex.wire import EventBatch, GroupSpec
 from kvindex.wire.quirks import fold_medium
 
@@ -127,12 +128,14 @@ class BaseIndex(ABC):
             ConfigurationError: a group index or a spec is not valid.
         """
 
-    def tree(self, rank: Rank) -> TreeView:
+    def tree(self, rank: RankName) -> TreeView:
         """Return a live view of what one rank holds.
 
         Raises:
             UnknownRankError: the rank is not known (a KeyError).
         """
+        if isinstance(rank, str):
+            rank = find_rank(rank, self.ranks)
         self._view_size(rank)
         return TreeView(self, rank)
 
@@ -167,7 +170,7 @@ class BaseIndex(ABC):
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
+        ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
     ) -> Match:
         """Return how much of a prompt each rank holds, from its start.
@@ -183,7 +186,8 @@ class BaseIndex(ABC):
             extra_keys: for each block, what its identity covers besides tokens, in the engine's
                 form (e.g. `[None, [("image-digest", 3)]]`); missing blocks have none.
             media: count only blocks on these media, e.g. "GPU"; any medium by default.
-            ranks: answer for these ranks only; all by default.
+            ranks: answer for these ranks only; all by default. "a/0" stands for `Rank("a", 0)`, "a"
+                for all ranks of worker a.
             block_size: look at ranks with this block size only.
 
         Raises:
@@ -414,11 +418,14 @@ def check_limits(seed: object, max_blocks: int | None, max_orphans: int) -> None
         raise ConfigurationError(f"max_orphans must be at least 0 blocks, not {max_orphans}")
 
 
-def wanted_ranks(ranks: Iterable[Rank]) -> list[Rank]:
-    """Return the ranks that a query asks for."""
-    if isinstance(ranks, tuple) and ranks and not isinstance(ranks[0], tuple):
+def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> list[Rank]:
+    """Return the ranks that a query asks for; raises UnknownRankError for a text that is none's."""
+    if isinstance(ranks, tuple) and any(isinstance(rank, int) for rank in ranks):
         raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
-    return list(ranks)
+    wanted: list[Rank] = []
+    for rank in [ranks] if isinstance(ranks, str) else ranks:
+        wanted += find_ranks(rank, known) if isinstance(rank, str) else [rank]
+    return wanted
 
 
 def check_options(lora: object, salt: object, block_size: object) -> None:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvindex.errors import UnknownRankError
 from kvindex.rank import Rank, Trust
+from kvindex.rank_lookup import RankName, find_rank
 
 __all__ = ["Found", "FoundMatches", "Match", "RankMatch"]
 
@@ -111,17 +111,18 @@ class Match:
         held = (self._trusted(found) for found in self._found.values() if found.blocks)
         return min(held, key=_preference)
 
-    def __getitem__(self, rank: Rank) -> RankMatch:
+    def __getitem__(self, rank: RankName) -> RankMatch:
         """Return a rank's match; 0 blocks for a known rank that holds nothing of the prompt.
 
         Raises:
             UnknownRankError: the rank is not known, or was not asked for.
         """
-        if rank not in self._ranks:
-            raise UnknownRankError(rank, self._ranks)
-        return self._trusted(self._found.get(rank) or RankMatch(rank=rank))
+        one = find_rank(rank, self._ranks)
+        return self._trusted(self._found.get(one) or RankMatch(rank=one))
 
     def __contains__(self, rank: object) -> bool:
+        if isinstance(rank, str):
+            return any(rank in (str(known), known.worker) for known in self._ranks)
         return rank in self._ranks
 
     def __len__(self) -> int:
@@ -132,6 +133,9 @@ class Match:
         found = {rank_match.rank: rank_match for rank_match in self._found.values()}
         everyone = (found.get(rank) or RankMatch(rank=rank) for rank in self._ranks)
         return iter(sorted(map(self._trusted, everyone), key=_longest))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Match cannot be pickled or copied: send match.to_dict()")
 
     def __repr__(self) -> str:
         best = self.best

@@ -31,6 +31,7 @@ from kvindex.index.match import Match, RankMatch
 from kvindex.index.packing import group_number, lora_tag, pack_batch, pack_text, tagged_lora
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName
 from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
 
 __all__ = ["Index", "read_batch"]
@@ -191,7 +192,7 @@ class Index(BaseIndex):
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
+        ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
     ) -> Match:
         directory = self._directory
@@ -220,7 +221,7 @@ class Index(BaseIndex):
         salt: str | None,
         extra_keys: ExtraKeys | None,
         media: Iterable[str] | str | None,
-        ranks: Iterable[Rank] | None,
+        ranks: Iterable[RankName] | str | None,
         block_size: int | None,
     ) -> Match:
         wanted_media = folded_media(media)
@@ -228,7 +229,7 @@ class Index(BaseIndex):
         known: Collection[Rank] = directory.ids.keys()
         wanted_ids = None
         if ranks is not None:
-            wanted = {rank: self._known(rank, directory) for rank in wanted_ranks(ranks)}
+            wanted = {rank: self._known(rank, directory) for rank in wanted_ranks(ranks, known)}
             known, wanted_ids = wanted.keys(), list(wanted.values())
         tag = lora_tag(lora)
         if extra_keys is not None and block_size is None:

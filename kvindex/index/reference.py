@@ -25,6 +25,7 @@ from kvindex.index.rank_image import read_image, write_image
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.tree import RadixTree
 from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName
 from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
 
 __all__ = ["Index"]
@@ -107,7 +108,7 @@ class Index(BaseIndex):
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
+        ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
     ) -> Match:
         prompt = Prompt(token_ids)
@@ -193,10 +194,10 @@ class Index(BaseIndex):
             raise UnknownRankError(rank, self._ranks)
         return blocks
 
-    def _wanted(self, ranks: Iterable[Rank] | None) -> dict[Rank, RankBlocks]:
+    def _wanted(self, ranks: Iterable[RankName] | str | None) -> dict[Rank, RankBlocks]:
         if ranks is None:
             return dict(self._ranks)
-        return {rank: self._known(rank) for rank in wanted_ranks(ranks)}
+        return {rank: self._known(rank) for rank in wanted_ranks(ranks, self._ranks)}
 
     def _namespaces(
         self, lora: Lora, block_size: int | None, extra_keys: ExtraKeys | None

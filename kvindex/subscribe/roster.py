@@ -15,6 +15,7 @@ import zmq
 
 from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName, find_rank
 from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import Link
 from kvindex.subscribe.deadlines import Deadlines
@@ -103,15 +104,13 @@ class Roster:
         self._board.show(statuses)
         self._outlet.put_statuses(statuses)
 
-    def cursor(self, rank: Rank) -> bytes | None:
+    def cursor(self, rank: RankName) -> bytes | None:
         """Return a rank's cursor, encoded, or None where there is nothing to go on from.
 
         Raises:
             UnknownRankError: no such rank.
         """
-        feed = self.feeds.get(rank)
-        if feed is None:
-            raise UnknownRankError(rank, self.feeds)
+        feed = self.feeds[find_rank(rank, self.feeds)]
         saved = feed.cursor(self._fingerprints.identity)
         return None if saved is None else saved.encode()
 

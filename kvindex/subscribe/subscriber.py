@@ -16,6 +16,7 @@ import zmq
 from kvindex.errors import BusyError, ConfigurationError
 from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank, Trust
+from kvindex.rank_lookup import RankName
 from kvindex.subscribe.config import Replay, SequencerConfig
 from kvindex.subscribe.connection import Link
 from kvindex.subscribe.outlet import Outlet
@@ -188,7 +189,7 @@ class Subscriber:
             raise BusyError(0.0)
         return function()
 
-    def cursor(self, rank: Rank) -> bytes | None:
+    def cursor(self, rank: RankName) -> bytes | None:
         """Return how far a rank's items were given to the sink, for `resume` in another process.
 
         Within `call` it stands exactly where the sink does. It names the rank's publisher by its
@@ -204,7 +205,7 @@ class Subscriber:
         """
         return self.call(lambda: self._thread.roster.cursor(rank))
 
-    def status(self, rank: Rank) -> RankStatus:
+    def status(self, rank: RankName) -> RankStatus:
         """Return how a rank's stream stands.
 
         A rank whose batches name another dp_rank than its port is found under both.
@@ -235,7 +236,9 @@ class Subscriber:
         ranks = {str(rank): status.to_dict() for rank, status in self.statuses().items()}
         return {"ranks": ranks, "thread": dict(self._counters)}
 
-    def wait_live(self, timeout: float = 5.0, *, ranks: Iterable[Rank] | None = None) -> None:
+    def wait_live(
+        self, timeout: float = 5.0, *, ranks: Iterable[RankName] | str | None = None
+    ) -> None:
         """Return once every rank (or each of those given) is live.
 
         Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import ConfigurationError, Curve, Worker
+from kvindex import ConfigurationError, Curve, GroupSpec, Worker, connect
 
 
 def addresses(worker: Worker) -> list[tuple[int, str, str | None]]:
@@ -101,3 +101,31 @@ def test_curve_keys_have_forty_bytes() -> None:
     Curve(server_key=key, public_key=key, secret_key=key)
     with pytest.raises(ConfigurationError, match="public_key"):
         Curve(server_key=key, public_key=b"short", secret_key=key)
+
+
+def test_equal_workers_are_one_in_a_set_whatever_their_endpoints_are_kept_in() -> None:
+    def told() -> set[Worker]:
+        groups = {0: GroupSpec("full_attention")}
+        one = Worker("a", ["tcp://h:1", "tcp://h:2"], replay={0: "tcp://h:3", 1: "tcp://h:4"})
+        return {one, Worker("b", {0: "tcp://h:5"}, groups=groups), Worker("c", "tcp://h:6")}
+
+    assert told() - told() == set()
+    assert {Worker("c", "tcp://h:7")} - told() == {Worker("c", "tcp://h:7")}
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("tcp://h:5557", r"'tcp://h:5557' \(str\)"),
+        (b"tcp://h:5557", r"\(bytes\)"),
+        ([{"name": "a", "port": 5557}], r"\{'name': 'a', 'port': 5557\} \(dict\)"),
+        ({"a": "tcp://h:5557"}, r"\{'a': 'tcp://h:5557'\} \(dict\)"),
+        (["tcp://h:5557"], r"'tcp://h:5557' \(str\)"),
+        (5557, r"5557 \(int\)"),
+        (None, r"None \(NoneType\)"),
+    ],
+)
+def test_what_is_no_worker_is_shown_whole_with_what_to_write(given: Any, shown: str) -> None:
+    wanted = rf'{shown} is no Worker: write Worker\("NAME", "tcp://HOST:PORT"'
+    with pytest.raises(ConfigurationError, match=wanted):
+        connect(given)
