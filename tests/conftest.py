@@ -34,9 +34,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_configure() -> None:
     """Refuse a run that would not test what it seems to; let children be interrupted."""
     _check_backend()
-    # A shell starts its background jobs with Ctrl-C ignored, and their children ignore it as well.
+    # A shell starts its background jobs with Ctrl-C ignored, and nohup starts its program with
+    # SIGHUP ignored; children would ignore them as well. A handler is not handed down to programs
+    # that are started, so they have the default, and this run goes on without its terminal.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

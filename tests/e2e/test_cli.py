@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 
+from kvindex import EventStream
 from kvindex.cli import main
+from kvindex.subscribe import RankBatch
 from kvindex.testing import FakeEngine
+from tests.live import worker_of
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 20.0
@@ -222,7 +225,11 @@ def in_thread(argv: list[str]) -> tuple[threading.Thread, list[int]]:
 def test_what_is_recorded_replays_into_what_the_engine_holds(
     engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.serve(PROMPT)  # before anybody listens: only the replay has it
+    engine.serve(PROMPT)
+    with EventStream([worker_of(engine)]) as stream:
+        while not isinstance(stream.get(DEADLINE), RankBatch):
+            pass
+    # It was sent before anybody records: only the replay has it.
     name = str(tmp_path / "vllm-0")
     argv = ["record", name, "--limit", "5", "--replay", "--worker", address(engine)]
     thread, codes = in_thread(argv)
