@@ -231,7 +231,8 @@ class NotLiveError(KVIndexError, TimeoutError):
         self.timeout = timeout
         self.reasons = dict(reasons)
         lines = "".join(f"\n  {rank}: {reason}" for rank, reason in sorted(self.reasons.items()))
-        super().__init__(f"{len(self.reasons)} rank(s) not live after {timeout:g} s:{lines}")
+        ranks = "1 rank is" if len(self.reasons) == 1 else f"{len(self.reasons)} ranks are"
+        super().__init__(f"{ranks} not live after {timeout:g} s:{lines}")
 
 
 class InvariantError(KVIndexError, AssertionError):

@@ -64,7 +64,21 @@ def workers_of(arguments: argparse.Namespace) -> list[Worker]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(f"two workers are called {twice[0]!r}: give each its own name")
+    _refuse_shared(workers)
     return workers
+
+
+def _refuse_shared(workers: list[Worker]) -> None:
+    """Refuse an engine that is named twice; topics can tell engines behind one endpoint apart."""
+    owners: dict[tuple[str, str], Worker] = {}
+    for worker in workers:
+        for address in worker.publishers():
+            other = owners.setdefault((address.endpoint, worker.topic), worker)
+            if other is not worker:
+                raise ConfigurationError(
+                    f"the workers {other.worker!r} and {worker.worker!r} are both at "
+                    f"{address.endpoint}: name each engine once"
+                )
 
 
 def _refuse_strays(arguments: argparse.Namespace) -> None:

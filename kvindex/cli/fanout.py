@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import logging
+import math
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +20,13 @@ from pathlib import Path
 from kvindex import Client, ConfigurationError, SnapshotError, Worker
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.output import counted
+from kvindex.cli.states import StateChanges, state_table
 from kvindex.fanout import FanOut
 
 __all__ = ["add_parser"]
+
+_LOOK = 0.5  # seconds between looks at the ranks' states
 
 
 def add_parser(commands: Commands) -> None:
@@ -29,9 +36,11 @@ def add_parser(commands: Commands) -> None:
         help="subscribe once, for many router processes",
         description=(
             "Subscribe, and let processes on this machine join with kvindex.fanout.join(PATH). "
+            "Says on stderr which ranks become live or cease to be; SIGUSR1 has it show them all, "
+            "as `kvindex status PATH` does. "
             "Runs until SIGTERM, SIGHUP or Ctrl-C, its normal ends (exit 0), and then prints "
-            "its counters as JSON. Exit 1: it ended by itself, or --state names a file that cannot "
-            "be gone on from, or could not be written at the end."
+            "its counters as JSON, with those of each rank. Exit 1: it ended by itself, or --state "
+            "names a file that cannot be gone on from, or could not be written at the end."
         ),
     )
     parser.add_argument(
@@ -52,8 +61,14 @@ def add_parser(commands: Commands) -> None:
         metavar="S",
         help="seconds for which a slow process may hold the subscriber up (default: 1)",
     )
+    parser.add_argument(
+        "--stats-every",
+        type=seconds,
+        metavar="S",
+        help="print the counters every S seconds, too, each time as a line of JSON",
+    )
     add_worker_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, log_from=logging.WARNING)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,14 +78,30 @@ def run(arguments: argparse.Namespace) -> int:
         _check_writable(Path(arguments.state))
     with _ended_by_signals() as ignore_signals, _opened(arguments, workers) as fanout:
         try:
-            ranks = len(fanout.client.ranks)
-            print(f"listening at {arguments.path}, {ranks} ranks", file=sys.stderr, flush=True)
-            fanout.wait()
+            ranks = counted(len(fanout.client.ranks), "rank")
+            print(f"listening at {arguments.path}, {ranks}", file=sys.stderr, flush=True)
+            _serve(fanout, arguments.stats_every or math.inf)
         except KeyboardInterrupt:
             ignore_signals()  # the normal end; systemd, or a shell, may send another one
         saved = _save(fanout.client, arguments.state) if arguments.state else True
-        print(json.dumps(fanout.statistics()))
+        print(json.dumps(fanout.report()))
     return 0 if saved else 1
+
+
+def _serve(fanout: FanOut, stats_every: float) -> None:
+    """Serve until it ends; tell what happens to the ranks, and the counters when they are due."""
+    changes = StateChanges(fanout.client.subscriber.statuses, first_live=True)
+    due = time.monotonic() + stats_every
+    with _shown_by_signal() as asked:
+        while not fanout.wait(_LOOK):
+            changes.tell()
+            if asked:
+                asked.clear()
+                table = state_table(fanout.client.statistics()["ranks"])
+                print(table, file=sys.stderr, flush=True)
+            if time.monotonic() >= due:
+                due += stats_every
+                print(json.dumps(fanout.report()), flush=True)
 
 
 def _opened(arguments: argparse.Namespace, workers: list[Worker]) -> FanOut:
@@ -114,8 +145,22 @@ def _save(client: Client, path: str) -> bool:
             file=sys.stderr,
         )
         return False
-    print(f"{path}: {len(saved)} ranks", file=sys.stderr)
+    print(f"{path}: {counted(len(saved), 'rank')}", file=sys.stderr)
     return True
+
+
+@contextmanager
+def _shown_by_signal() -> Iterator[list[int]]:
+    """Have SIGUSR1 ask for the ranks' states: a handler itself must wait for no lock."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only that one can
+        yield asked
+        return
+    before = signal.signal(signal.SIGUSR1, lambda number, _: asked.append(number))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @contextmanager

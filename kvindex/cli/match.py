@@ -8,7 +8,7 @@ import sys
 from kvindex import Match, NotLiveError, connect
 from kvindex.cli.arguments import Commands, add_prompt_arguments, read_tokens, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
-from kvindex.cli.output import json_line, table
+from kvindex.cli.output import counted, in_options, json_line, table
 
 __all__ = ["add_parser", "match_table"]
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             client.wait_live(arguments.wait)
         except NotLiveError as error:
-            print(f"kvindex match: {error}", file=sys.stderr)
+            print(f"kvindex match: {in_options(str(error))}", file=sys.stderr)
             if arguments.require_live:
                 return _NOT_LIVE
             late = {str(rank): reason for rank, reason in error.reasons.items()}
@@ -88,7 +88,7 @@ def match_table(match: Match, prompt_tokens: int) -> str:
     header = ("rank", "tokens", "blocks", "on", "state", "complete")
     best = match.best
     if best is None:
-        verdict = f"no rank holds a block of these {prompt_tokens} tokens"
+        verdict = f"no rank holds a block of {counted(prompt_tokens, 'token')}"
     else:
-        verdict = f"best: {best.rank} holds {best.tokens} of {prompt_tokens} tokens"
+        verdict = f"best: {best.rank} holds {best.tokens} of {counted(prompt_tokens, 'token')}"
     return f"{table(header, rows)}\n{verdict}"

@@ -12,7 +12,14 @@ import msgspec
 
 from kvindex import Rank
 
-__all__ = ["Progress", "json_line", "plain", "printable", "table"]
+__all__ = ["Progress", "counted", "in_options", "json_line", "plain", "printable", "table"]
+
+# What the library calls its own arguments, and how they are written here.
+_OPTIONS = {
+    "Worker(bind=True)": "--bind",
+    "or bind=True": "or --bind",
+    "check replay= (": "check --replay-endpoint (",
+}
 
 _NUMBER = str.maketrans("", "", "0123456789.,-%")
 
@@ -53,6 +60,28 @@ def printable(text: str) -> str:
 
 def _escaped(character: str) -> str:
     return character if character.isprintable() else ascii(character)[1:-1]
+
+
+def in_options(text: str) -> str:
+    """Return what the library says with this program's options instead of its own arguments.
+
+    Examples:
+        >>> in_options("give its host, or bind=True")
+        'give its host, or --bind'
+    """
+    for argument, option in _OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun.
+
+    Examples:
+        >>> counted(1, "rank"), counted(2, "rank"), counted(2, "reply", "replies")
+        ('1 rank', '2 ranks', '2 replies')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import sys
 import time
@@ -16,7 +17,7 @@ import zmq
 from kvindex import ConfigurationError, DecodeError, EncodeError, Link, Rank, Worker
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
-from kvindex.cli.output import Progress
+from kvindex.cli.output import Progress, counted
 from kvindex.subscribe import PublisherAddress
 from kvindex.wire import RecordingWriter, parse_live, parse_replay, replay_request
 
@@ -55,7 +56,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--force", action="store_true", help="overwrite files that exist")
     add_worker_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, log_from=logging.WARNING)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -185,9 +186,10 @@ class _Take:
                 self.replayed += self._write("replay", frames)
                 self._ended = _is_end(frames)
         if not self._ended:
+            replies = counted(self.replayed, "reply", "replies")
             print(
                 f"{self.rank}: replay from {self._address.replay} did not end within {timeout:g} s"
-                f" after {self.replayed} replies: is it the engine's replay_endpoint?",
+                f" after {replies}: is it the engine's replay_endpoint?",
                 file=sys.stderr,
             )
         return self._ended
@@ -212,10 +214,10 @@ class _Take:
 
     def summary(self) -> str:
         """Tell what was recorded, and what is known to be missing."""
-        parts = [f"{self.live} live messages"]
+        parts = [counted(self.live, "live message")]
         if self.replayed:
-            parts.append(f"{self.replayed} replies")
-        parts.append(f"{self.bytes} bytes")
+            parts.append(counted(self.replayed, "reply", "replies"))
+        parts.append(counted(self.bytes, "byte"))
         if self._missed:
             parts.append(f"{self._missed} missed by seq")
         if self._refused:
@@ -257,6 +259,6 @@ def _record(takes: list[_Take], arguments: argparse.Namespace) -> None:
             for socket, _ in poller.poll(int(wait * 1000) + 1):
                 left -= by_socket[socket].receive(int(min(left, _BURST)))
             messages, size = sum(t.live for t in takes), sum(t.bytes for t in takes)
-            progress.show(f"{messages} messages, {size / 1e6:.1f} MB; Ctrl-C ends")
+            progress.show(f"{counted(messages, 'message')}, {size / 1e6:.1f} MB; Ctrl-C ends")
     finally:
         progress.clear()

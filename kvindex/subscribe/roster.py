@@ -129,6 +129,7 @@ class Roster:
                 worker.worker,
                 endpoint,
             )
+        self._warn_of_shared(worker)
         now = self._clock()
         feeds: list[Feed] = []
         try:
@@ -147,6 +148,18 @@ class Roster:
         self._workers.add(worker.worker)
         self._start(feeds, plan, now)
         self._note_unused(unused)
+
+    def _warn_of_shared(self, worker: Worker) -> None:
+        """Say that another worker is at the same endpoint: what is there is then held by both."""
+        endpoints = {address.endpoint for address in worker.publishers()}
+        for feed in self.feeds.values():
+            if feed.address.endpoint in endpoints and feed.topic.topic == worker.topic.encode():
+                logger.warning(
+                    "workers %r and %r are both at %s: is one engine added under two names?",
+                    feed.worker,
+                    worker.worker,
+                    feed.address.endpoint,
+                )
 
     def _feed(self, worker: Worker, address: PublisherAddress, now: float) -> Feed:
         return Feed(

@@ -186,7 +186,7 @@ def _by_rank(
         raise ConfigurationError(f"{name} is empty: give one for each rank")
     if dp_size is not None and len(by_rank) != dp_size:
         raise ConfigurationError(
-            f"{of} says {dp_size} rank(s), but {name} lists {len(by_rank)}; give one for each"
+            f"{name} lists {len(by_rank)}, but {of} says {dp_size}: give one for each rank"
         )
     for dp_rank, endpoint in by_rank.items():
         if not isinstance(dp_rank, int) or dp_rank < 0:

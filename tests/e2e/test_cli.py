@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,8 +91,10 @@ def test_tail_shows_the_past_then_the_present(
     assert main(["tail", "--limit", "2", "--worker", address(engine)]) == 0
     printed = capsys.readouterr()
     first, second = printed.out.splitlines()
-    assert first == "vllm-0/0  epoch 0  seq 0  +6 GPU  (replayed)"
-    assert second.startswith("vllm-0/0  epoch 0  seq 1  +6 GPU")
+    clock, _, first = first.partition("  ")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d\d\d", clock)
+    assert first == "vllm-0/0  epoch 0  seq 0  +6 GPU (96 tokens)  (replayed)"
+    assert "  vllm-0/0  epoch 0  seq 1  +6 GPU (96 tokens)" in second
     assert "2 batches with 2 events, 0 losses, 0 restarts" in printed.err
 
 
@@ -117,7 +120,7 @@ def test_tail_shows_a_restart(engine: FakeEngine) -> None:
         assert "epoch 1  seq 0" in process.stdout.readline()
         _, err = interrupt(process)
         assert process.returncode == 0
-        assert "2 batches with 2 events, 0 losses, 1 restarts" in err
+        assert "2 batches with 2 events, 0 losses, 1 restart" in err
 
 
 def test_tail_says_why_nothing_comes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +188,7 @@ def test_match_keeps_loras_and_salts_apart(
     assert main([*argv, "--lora", "french", "--salt", "x"]) == 0
     assert main([*argv, "--lora", "french"]) == 1
     assert main([*argv, "--salt", "x"]) == 1
-    assert "no rank holds a block of these 100 tokens" in capsys.readouterr().out
+    assert "no rank holds a block of 100 tokens" in capsys.readouterr().out
 
 
 def test_match_goes_on_without_the_ranks_that_are_not_live(
@@ -199,7 +202,7 @@ def test_match_goes_on_without_the_ranks_that_are_not_live(
     answer: dict[str, Any] = json.loads(printed.out)
     assert answer["best"] == "vllm-0/0"
     assert list(answer["not_live"]) == ["down-0/0"]
-    assert "1 rank(s) not live after 0.5 s" in printed.err
+    assert "1 rank is not live after 0.5 s" in printed.err
     assert main([*argv, "--require-live"]) == 3
     assert capsys.readouterr().out == ""
 

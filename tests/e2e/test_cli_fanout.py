@@ -110,7 +110,7 @@ def test_a_command_that_no_signal_ended_leaves_the_handlers_as_they_were(
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = [signal.getsignal(one) for one in signals]
 
-    def wait(_: FanOut) -> bool:
+    def wait(*_: object) -> bool:
         assert [signal.getsignal(one) for one in signals] != before
         raise KeyboardInterrupt
 
@@ -165,7 +165,7 @@ def test_a_state_that_cannot_be_written_after_all_is_said_beside_the_counters(
     folder = tmp_path / "folder"
     folder.mkdir()
 
-    def wait(_: FanOut) -> bool:
+    def wait(*_: object) -> bool:
         folder.rmdir()  # as a disk that fills up meanwhile
         raise KeyboardInterrupt
 

@@ -16,7 +16,7 @@ from kvindex.cli.tail import describe
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted
 from kvindex.wire import AllBlocksCleared, Event
 
-COMMANDS = ["demo", "tail", "match", "record", "replay", "fanout"]
+COMMANDS = ["demo", "tail", "match", "record", "replay", "fanout", "status"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -80,6 +80,8 @@ def test_the_library_logs_to_stderr_only_when_asked(
     assert capsys.readouterr().err == ""
     assert main(["-v", "replay", "x"]) == 0
     assert "joined" in capsys.readouterr().err
+    assert main(["replay", "-v", "x"]) == 0
+    assert "joined" in capsys.readouterr().err
     assert logging.getLogger("kvindex").handlers == before
 
 
@@ -115,7 +117,7 @@ def test_a_batch_is_told_in_one_line() -> None:
     ]
     line = describe(RankBatch(Rank("a"), 2, 9, EventBatch(0.0, events, skipped=("Beat",)), True))
     assert line == (
-        "a/0  epoch 2  seq 9  +2 GPU (LoRA french), -1 CPU, all cleared, 1 unknown  (replayed)"
+        "a/0  epoch 2  seq 9  +2 GPU (8 tokens) (LoRA french), -1 CPU, all cleared, 1 unknown  (replayed)"
     )
 
 
