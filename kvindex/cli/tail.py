@@ -16,7 +16,7 @@ from kvindex.cli.output import counted, json_line, printable
 from kvindex.cli.states import StateChanges
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted, RanksRenamed, StreamItem
 
-__all__ = ["add_parser", "describe"]
+__all__ = ["add_parser", "describe", "time_of"]
 
 _LOOK = 0.5  # seconds between looks at which ranks are not live
 
@@ -76,13 +76,13 @@ def _print_items(stream: EventStream, arguments: argparse.Namespace, seen: Count
         seen[type(item).__name__] += 1
         seen["lines"] += 1
         seen["events"] += len(item.batch.events) if isinstance(item, RankBatch) else 0
-        line = f"{_time_of(item)}  {printable(describe(item))}"
+        line = f"{time_of(item)}  {printable(describe(item))}"
         print(json_line(item) if arguments.json else line, flush=True)
         if seen["lines"] == arguments.limit:
             return
 
 
-def _time_of(item: StreamItem) -> str:
+def time_of(item: StreamItem) -> str:
     """Return when a batch was made, by its publisher's clock; of anything else, the present."""
     ts = item.batch.ts if isinstance(item, RankBatch) else time.time()
     try:
