@@ -115,7 +115,7 @@ class SubscriberThread:
 
     def disown(self, reason: str) -> None:
         """In a forked child, which lacks the thread: show every rank as closed, and end waiting."""
-        self.stopping = self._outlet.shut = True
+        self.stopping = self._outlet.shut = self._outlet.forked = True
         self.board.disown(reason)
 
     # The thread -------------------------------------------------------------------------------
@@ -126,13 +126,12 @@ class SubscriberThread:
             while not self.stopping:
                 self._turn()
         except BaseException as error:
-            logger.exception("the subscriber's thread failed; it is closed")
-            self._counters["thread_failures"] += 1
-            reason = f"the subscriber's thread failed: {error!r}"
+            if not self._outlet.forked:
+                logger.exception("the subscriber's thread failed; it is closed")
+                self._counters["thread_failures"] += 1
+                reason = f"the subscriber's thread failed: {error!r}"
         finally:
-            if (
-                self._pid == os.getpid()
-            ):  # else its sink has forked, and the sockets are the parent's
+            if not self._outlet.forked:  # else all that it has is the parent's
                 self._stop(reason)
 
     def _turn(self) -> None:
@@ -143,6 +142,8 @@ class SubscriberThread:
         self.board.sign(now)
         self._counters["turns"] += 1
         self.commands.run()
+        if self.stopping:
+            return  # at once: in a child that a command has forked the sockets are the parent's
         for feed in touched:
             if not feed.closed:
                 roster.guard(feed, feed.pump, now)

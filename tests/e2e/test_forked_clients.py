@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -172,15 +173,26 @@ def test_a_stream_is_closed_in_a_child_whoever_waits_for_it() -> None:
         assert not waiting.is_alive()
 
 
-def test_a_child_that_is_forked_within_the_sink_ends_well() -> None:
-    codes: list[int] = []
+@pytest.mark.parametrize("how", ["sink", "on_batch", "on_statuses", "call"])
+def test_a_child_that_is_forked_on_the_thread_ends_with_it(how: str) -> None:
+    children: list[int] = []
 
-    def fork(_: object) -> None:
-        if not codes:
-            codes.append(in_child(lambda: None))
+    def fork(*_: object) -> None:
+        if not children:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                children.append(os.fork())
+            if not children[0]:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(LIMIT)
 
-    with FakeEngine("a") as engine, Subscriber([worker_of(engine)], sink=fork) as subscriber:
-        assert codes == [0]
+    calls: dict[str, Any] = {"sink": lambda _: None, **({} if how == "call" else {how: fork})}
+    with FakeEngine("a") as engine, Subscriber([worker_of(engine)], **calls) as subscriber:
+        engine.serve(PROMPT)
+        if how == "call":
+            subscriber.call(fork)
+        subscriber.wait_for(lambda _: bool(children), PATIENCE)
+        assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
         subscriber.wait_live(PATIENCE)
 
 
