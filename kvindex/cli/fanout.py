@@ -76,11 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
     workers = workers_of(arguments)
     if arguments.state:
         _check_writable(Path(arguments.state))
-    with _ended_by_signals() as ignore_signals, _opened(arguments, workers) as fanout:
+    with (
+        _shown_by_signal() as asked,
+        _ended_by_signals() as ignore_signals,
+        _opened(arguments, workers) as fanout,
+    ):
         try:
             ranks = counted(len(fanout.client.ranks), "rank")
             print(f"listening at {arguments.path}, {ranks}", file=sys.stderr, flush=True)
-            _serve(fanout, arguments.stats_every or math.inf)
+            _serve(fanout, asked, arguments.stats_every or math.inf)
         except KeyboardInterrupt:
             ignore_signals()  # the normal end; systemd, or a shell, may send another one
         saved = _save(fanout.client, arguments.state) if arguments.state else True
@@ -88,20 +92,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if saved else 1
 
 
-def _serve(fanout: FanOut, stats_every: float) -> None:
+def _serve(fanout: FanOut, asked: list[int], stats_every: float) -> None:
     """Serve until it ends; tell what happens to the ranks, and the counters when they are due."""
     changes = StateChanges(fanout.client.subscriber.statuses, first_live=True)
     due = time.monotonic() + stats_every
-    with _shown_by_signal() as asked:
-        while not fanout.wait(_LOOK):
-            changes.tell()
-            if asked:
-                asked.clear()
-                table = state_table(fanout.client.statistics()["ranks"])
-                print(table, file=sys.stderr, flush=True)
-            if time.monotonic() >= due:
-                due += stats_every
-                print(json.dumps(fanout.report()), flush=True)
+    while not fanout.wait(_LOOK):
+        changes.tell()
+        if asked:
+            asked.clear()
+            table = state_table(fanout.client.statistics()["ranks"])
+            print(table, file=sys.stderr, flush=True)
+        if time.monotonic() >= due:
+            due += stats_every
+            print(json.dumps(fanout.report()), flush=True)
 
 
 def _opened(arguments: argparse.Namespace, workers: list[Worker]) -> FanOut:

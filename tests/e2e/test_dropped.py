@@ -48,7 +48,7 @@ def test_what_is_dropped_ends_its_thread_gives_back_its_descriptors_and_warns(
             held.clear()
         assert ended(threads)
         descriptors.append(len(os.listdir("/proc/self/fd")))
-    assert len(set(descriptors)) == 1, "the first one opens what the process keeps"
+    assert descriptors[-1] <= descriptors[0], "the first one opens what the process keeps"
 
 
 @pytest.mark.parametrize("make", HOLDERS, ids=IDS)
