@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import re
 import sys
 import time
@@ -25,6 +26,7 @@ __all__ = ["add_parser", "file_names"]
 
 _BURST = 256  # messages taken from one socket before the others get their turn
 _SUFFIX = ".frames"
+_TELL_INTERVAL = 10.0  # seconds between two words on what a rank misses
 
 
 def add_parser(commands: Commands) -> None:
@@ -150,6 +152,7 @@ class _Take:
         self._refused = 0
         self._seq: int | None = None
         self._missed = 0
+        self._tell_again_at = -math.inf
         self._ended = address.replay is None
         self.socket = self._open(zmq.SUB)
         self.socket.subscribe(worker.topic.encode())
@@ -209,8 +212,17 @@ class _Take:
         except DecodeError:
             return  # recorded all the same: a recording shows what came
         if self._seq is not None and seq > self._seq:
-            self._missed += seq - self._seq - 1
+            self._note_missed(seq - self._seq - 1)
         self._seq = seq
+
+    def _note_missed(self, count: int) -> None:
+        """Count messages that did not come, and say so, but not all the time."""
+        self._missed += count
+        now = time.monotonic()
+        if count and now >= self._tell_again_at:
+            self._tell_again_at = now + _TELL_INTERVAL
+            missed = counted(self._missed, "message")
+            print(f"{self.rank}: {missed} missed by seq so far", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
         """Tell what was recorded, and what is known to be missing."""

@@ -198,6 +198,7 @@ class Replica(Answering):
         self._board = board
 
     def __enter__(self) -> Replica:
+        self._board.check_open()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -19,7 +19,7 @@ import pytest
 from kvindex import EventStream
 from kvindex.cli import main
 from kvindex.subscribe import RankBatch
-from kvindex.testing import FakeEngine
+from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
 from tests.live import worker_of
 
 ROOT = Path(__file__).parents[2]
@@ -312,6 +312,25 @@ def test_a_recording_that_cannot_work_exits_2(
     assert main(["record", str(tmp_path / "x"), *argv]) == 2
     assert said in capsys.readouterr().err
     assert main(["record", str(tmp_path / "no" / "x"), "--endpoint", "tcp://127.0.0.1:1"]) == 2
+
+
+def test_a_recording_says_at_once_what_it_misses(engine: FakeEngine, tmp_path: Path) -> None:
+    with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        argv = ["record", str(tmp_path / "x"), "--worker", f"vllm-0={link.endpoint}"]
+        with started(*argv) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            said = process.stderr
+            assert "recording vllm-0/0" in said.readline()
+            link.set_faults(Faults(live=LaneFaults(drop=0.5)))
+            missed = threading.Thread(target=lambda: lines.append(said.readline()))
+            lines: list[str] = []
+            missed.start()
+            serve_until(lambda: bool(lines), engine)
+            missed.join()
+            assert re.fullmatch(r"vllm-0/0: \d+ messages? missed by seq so far\n", lines[0])
+            out, _ = interrupt(process)
+            assert re.search(r"\d+ missed by seq", out)
 
 
 def test_ctrl_c_ends_a_recording_with_its_summary(engine: FakeEngine, tmp_path: Path) -> None:

@@ -214,6 +214,8 @@ def test_a_replica_is_asked_as_a_client_is(path: str) -> None:
         assert replica.match(PROMPTS[0])[a.rank].state == "closed"
         with pytest.raises(ClosedError):
             replica.wait_live(1.0)
+        with pytest.raises(ClosedError):
+            replica.__enter__()
 
 
 def test_a_rank_that_is_not_live_at_the_server_is_not_at_a_replica(path: str) -> None:
