@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvindex.backend import warn_of_fallback
 from kvindex.errors import InvariantError, UnknownRankError
 from kvindex.index.api import (
     BaseIndex,
@@ -43,6 +44,7 @@ class Index(BaseIndex):
         max_orphans: int = 16_384,
     ) -> None:
         check_limits(seed, max_blocks, max_orphans)
+        warn_of_fallback()
         self._keys = KeyMaker(seed)
         self._tree = RadixTree(self._keys)
         self._budget = Budget(max_blocks)
