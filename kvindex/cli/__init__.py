@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvindex import ConfigurationError, KVIndexError, TokenError, __version__
-from kvindex.cli import demo, fanout, match, record, replay, tail
+from kvindex.cli import demo, fake_engine, fanout, match, record, replay, tail
 
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_COMMANDS = (demo, tail, match, record, replay, fanout)
+_COMMANDS = (demo, fake_engine, tail, match, record, replay, fanout)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

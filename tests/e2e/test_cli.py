@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 from kvindex.cli import main
 from kvindex.testing import FakeEngine
+from kvindex.testing.ports import reserve_port
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 20.0
@@ -207,6 +209,88 @@ def test_match_refuses_tokens_that_no_engine_has(
     argv = ["match", prompt_file(tmp_path, [2**70]), "--worker", address(engine)]
     assert main(argv) == 2
     assert "kvindex match: " in capsys.readouterr().err
+
+
+# fake-engine -----------------------------------------------------------------------------------
+
+SNIPPET = """
+import sys
+from kvindex import Worker, connect
+
+with connect([Worker("vllm-0", sys.argv[1], replay=sys.argv[2], dp_size=2)]) as client:
+    client.wait_live(timeout=15.0)
+    client.wait_for(lambda found: all(one.seq is not None for one in found.values()), 15.0)
+    match = client.match(list(range(100)))
+    print(match.best.rank, match.best.tokens, [found.tokens for found in match])
+"""
+
+
+@pytest.fixture
+def two_ports() -> Iterator[tuple[str, str]]:
+    """Endpoints of rank 0 at which, and one port above, nobody listens."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            ports = []
+            for _ in range(2):
+                holder, port = reserve_port()
+                stack.enter_context(holder)
+                above = stack.enter_context(socket.socket())
+                above.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with contextlib.suppress(OSError):
+                    above.bind(("127.0.0.1", port + 1))
+                    ports.append(port)
+            if len(ports) == 2:
+                break
+        yield f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}"
+
+
+@pytest.mark.parametrize("ends_it", [signal.SIGINT, signal.SIGTERM])
+def test_a_fake_engine_in_one_terminal_is_matched_in_another(
+    ends_it: signal.Signals, two_ports: tuple[str, str]
+) -> None:
+    live, replay = two_ports
+    argv = ("--endpoint", live, "--replay-endpoint", replay, "--rate", "50", "--seed", "3")
+    with started("fake-engine", *argv) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert lines[0] == f"vllm-0/0: events at {live}, replay at {replay}\n"
+        assert lines[1].startswith("vllm-0/1: events at ")
+        assert "50 requests per second" in lines[2]
+        asked = subprocess.run(
+            [sys.executable, "-c", SNIPPET, live, replay],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=True,
+        )
+        assert asked.stdout == "vllm-0/0 96 [96, 48]\n"
+        process.send_signal(ends_it)
+        out, err = process.communicate(timeout=DEADLINE)
+        assert (process.returncode, err) == (0, "")
+        assert " requests, " in out.splitlines()[-1]
+
+
+def test_a_fake_engine_ends_by_itself_and_serves_the_same_for_a_seed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ports = ["--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0"]
+    argv = ["fake-engine", *ports, "--dp-size", "1", "--name", "engine", "--rate", "0.1"]
+    ends = []
+    for seed in ("1", "1", "2"):
+        assert main([*argv, "--seconds", "0.5", "--seed", seed]) == 0
+        first, *_, last = capsys.readouterr().out.splitlines()
+        assert first.startswith("engine/0: events at tcp://127.0.0.1:")
+        ends.append(last)
+    assert ends[0].startswith("2 requests, 0% of their tokens cached; blocks held: ")
+    assert ends[0] == ends[1] != ends[2]
+
+
+def test_a_fake_engine_whose_port_is_taken_exits_2(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fake-engine", "--endpoint", engine.endpoint]) == 2
+    assert "kvindex fake-engine: " in capsys.readouterr().err
 
 
 # record ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kvindex.cli.tail import describe
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted
 from kvindex.wire import AllBlocksCleared, Event
 
-COMMANDS = ["demo", "tail", "match", "record", "replay", "fanout"]
+COMMANDS = ["demo", "fake-engine", "tail", "match", "record", "replay", "fanout"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
