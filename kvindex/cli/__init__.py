@@ -14,8 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvindex import ConfigurationError, KVIndexError, TokenError, __version__
+from kvindex import ConfigurationError, KVIndexError, TokenError
 from kvindex.cli import demo, fake_engine, fanout, match, record, replay, tail
+from kvindex.cli.output import version_text
 
 __all__ = ["main"]
 
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Subscribe to LLM engines' KV-cache events and ask which rank holds a prompt.",
         epilog="Start with: kvindex demo. Each command has its own --help.",
     )
-    parser.add_argument("--version", action="version", version=f"kvindex {__version__}")
+    parser.add_argument("--version", action="version", version=version_text())
     parser.add_argument(
         "-v",
         "--verbose",

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import kvindex
 from kvindex.cli import main
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
@@ -402,17 +403,22 @@ def test_ctrl_c_ends_a_recording_with_its_summary(engine: FakeEngine, tmp_path: 
 # demo ------------------------------------------------------------------------------------------
 
 
-def test_the_demo_repairs_all_and_routes_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_repairs_all_and_shows_what_a_router_gains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["demo", "--seconds", "2", "--seed", "5"]) == 0
     out = capsys.readouterr().out
+    assert out.startswith(f"kvindex {kvindex.__version__}, {kvindex.BACKEND} index\n")
     assert "sglang-0/1: the engine is restarted" in out
     assert "sglang-0/1: restart noticed" in out
     assert "vllm-0/1: disconnected" in out
     assert "vllm-0/1: connected again" in out
     assert "repaired by replay" in out
     assert out.count("  equal\n") == 4
-    assert out.count("<- best") == 1
+    assert out.count("<- send it here") == 1
+    assert "leaves 46% less to compute" in out, "the seed says it, whatever the machine does"
     assert "Result: every rank's index equals its engine's cache" in out
+    assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out, "no colour off a terminal"
 
 
@@ -429,6 +435,6 @@ def test_the_demo_fails_when_an_index_differs(
 def test_ctrl_c_ends_the_demo_without_a_traceback() -> None:
     with started("demo") as process:
         assert process.stdout is not None
-        assert "live:" in process.stdout.readline()
+        assert any("live:" in line for line in process.stdout)
         interrupt(process)
         assert process.returncode == 130

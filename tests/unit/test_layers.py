@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"},
     "cli": {
         "kvindex",
+        "backend",
         "wire",
         "testing",
         "index",
