@@ -96,8 +96,8 @@ def explain_fallback(wanted: str | None) -> str:
             )
         else:
             cause = (
-                "the native module was not built. Install a C++20 compiler, then run"
-                " `pip install --no-cache-dir --force-reinstall kvindex`."
+                "the native module was not built. Install a C++20 compiler, then install kvindex"
+                " again with `pip install --no-cache-dir --force-reinstall`."
             )
         return (
             f"the Python index runs, more than 100 times slower than the native one: {cause}"

@@ -157,8 +157,8 @@ class SnapshotError(KVIndexError, ValueError):
 
     Attributes:
         reason: "format" (not a snapshot), "version", "truncated", "checksum", "backend" (made by
-            the other implementation of the index, or under another seed), "content" (sound bytes
-            that say the impossible) or "room" (it does not fit the limits of the index).
+            the other implementation of the index, or under another seed), "content"
+            (well-formed bytes with contradictory content) or "room" (it does not fit the limits of the index).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
