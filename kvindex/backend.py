@@ -21,6 +21,7 @@ from kvindex.errors import ConfigurationError
 
 __all__ = [
     "BACKEND",
+    "SLOWER",
     "Backend",
     "choose_backend",
     "explain_fallback",
@@ -31,6 +32,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Backend = Literal["native", "python"]
+
+SLOWER: Final = "more than 100 times slower than the native one"
+"""How the Python index compares, for messages."""
 
 _VARIABLE = "KVINDEX_BACKEND"
 _MODULE = "kvindex._native"
@@ -92,17 +96,14 @@ def explain_fallback(wanted: str | None) -> str:
             cause = (
                 f"the sources in {here} have no native module and hide the native build in"
                 f" {hidden}. Work in another directory, or install the sources with"
-                " `pip install -e .`"
+                " `pip install -e .`."
             )
         else:
             cause = (
                 "the native module was not built. Install a C++20 compiler, then install kvindex"
                 " again with `pip install --no-cache-dir --force-reinstall`."
             )
-        return (
-            f"the Python index runs, more than 100 times slower than the native one: {cause}"
-            f" {_VARIABLE}=python accepts this"
-        )
+        return f"{cause} {_VARIABLE}=python accepts this"
     return ""
 
 
@@ -124,7 +125,7 @@ def warn_of_fallback() -> None:
     """Log, once in a process, why the Python index runs if nobody asked for it."""
     told = explain_fallback(os.environ.get(_VARIABLE))
     if told:
-        logger.warning("%s", told)
+        logger.warning("the Python index runs, %s: %s", SLOWER, told)
 
 
 def _is_absent(error: ImportError) -> bool:

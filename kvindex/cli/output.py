@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from kvindex import BACKEND, Rank, __version__
-from kvindex.backend import explain_fallback
+from kvindex.backend import SLOWER, explain_fallback
 
 __all__ = [
     "Colour",
@@ -102,7 +102,7 @@ def json_line(value: Any) -> str:
 def version_text() -> str:
     """Return the version, which index runs, and why if it is the slower one and nobody asked."""
     why = explain_fallback(os.environ.get("KVINDEX_BACKEND"))
-    return f"kvindex {__version__}, {BACKEND} index" + (f": {why}" if why else "")
+    return f"kvindex {__version__}, {BACKEND} index" + (f", {SLOWER}: {why}" if why else "")
 
 
 class Progress:
