@@ -44,13 +44,13 @@ class Index(BaseIndex):
         max_orphans: int = 16_384,
     ) -> None:
         check_limits(seed, max_blocks, max_orphans)
-        warn_of_fallback()
         self._keys = KeyMaker(seed)
         self._tree = RadixTree(self._keys)
         self._budget = Budget(max_blocks)
         self._max_orphans = max_orphans
         self._ranks: dict[Rank, RankBlocks] = {}
         self._lock = threading.Lock()
+        warn_of_fallback()
 
     @property
     def seed(self) -> int:
