@@ -45,12 +45,12 @@ class Index(BaseIndex):
     ) -> None:
         check_limits(seed, max_blocks, max_orphans)
         self._keys = KeyMaker(seed)
+        warn_of_fallback()
         self._tree = RadixTree(self._keys)
         self._budget = Budget(max_blocks)
         self._max_orphans = max_orphans
         self._ranks: dict[Rank, RankBlocks] = {}
         self._lock = threading.Lock()
-        warn_of_fallback()
 
     @property
     def seed(self) -> int:
