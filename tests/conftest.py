@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import kvindex
+from kvindex.backend import hidden_native_build
 
 settings.register_profile(
     "default",
@@ -49,19 +49,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _check_backend() -> None:
-    """Refuse to test the sources in Python while a native module lies in an installed copy."""
+    """Refuse to test the sources in Python while they hide an installed native module."""
     chosen = os.environ.get("KVINDEX_BACKEND")
-    if kvindex.BACKEND == "python" and not chosen and _installed_natively():
+    if kvindex.BACKEND == "python" and not chosen and hidden_native_build() is not None:
         raise pytest.UsageError(
             "pytest imports kvindex from its sources, but the native module was installed beside"
             " a copy of them: install with `pip install -e '.[test]'`, or set"
             " KVINDEX_BACKEND=python to test the Python index"
         )
-
-
-def _installed_natively() -> bool:
-    try:
-        files = distribution("kvindex").files or []
-    except PackageNotFoundError:
-        return False
-    return any(file.name.startswith("_native.") and file.suffix != ".pyi" for file in files)

@@ -14,15 +14,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvindex import ConfigurationError, KVIndexError, TokenError, __version__
-from kvindex.cli import demo, fanout, match, record, replay, status, tail
-from kvindex.cli.output import in_options
+from kvindex import ConfigurationError, KVIndexError, TokenError
+from kvindex.cli import demo, fake_engine, fanout, match, record, replay, status, tail
+from kvindex.cli.output import in_options, version_text
 
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_COMMANDS = (demo, tail, match, record, replay, fanout, status)
+_COMMANDS = (demo, fake_engine, tail, match, record, replay, fanout, status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Subscribe to LLM engines' KV-cache events and ask which rank holds a prompt.",
         epilog="Start with: kvindex demo. Each command has its own --help.",
     )
-    parser.add_argument("--version", action="version", version=f"kvindex {__version__}")
+    parser.add_argument("--version", action="version", version=version_text())
     _add_verbose(parser, "verbose")
     parser.set_defaults(log_from=logging.ERROR)
     commands = parser.add_subparsers(

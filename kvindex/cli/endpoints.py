@@ -11,7 +11,7 @@ __all__ = ["WORKER_FORM", "add_worker_arguments", "parse_worker", "workers_of"]
 WORKER_FORM = "NAME=ENDPOINT[,replay=ENDPOINT][,dp=N][,topic=T][,bind]"
 
 _ENGINES_SAY = (
-    "DP rank r is expected at port + r on both endpoints, as the engines do; "
+    "DP rank r is expected at port + r on both endpoints, where the engines put it; "
     "otherwise repeat endpoint= and replay= in --worker, once for each rank."
 )
 
@@ -28,9 +28,9 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--endpoint", help="the only engine's PUB socket, e.g. tcp://host:5557")
     group.add_argument("--replay-endpoint", metavar="ENDPOINT", help="its replay (ROUTER) socket")
-    group.add_argument("--dp-size", type=int, metavar="N", help="how many DP ranks it has")
-    group.add_argument("--topic", help="only messages whose topic starts with this")
-    group.add_argument("--name", help="what to call it (default: worker-0)")
+    group.add_argument("--dp-size", type=int, metavar="N", help="number of its DP ranks")
+    group.add_argument("--topic", help="receive only topics that start with this")
+    group.add_argument("--name", help="its name in what is printed (default: worker-0)")
     group.add_argument(
         "--bind", action="store_true", help="listen at --endpoint, for engines that connect"
     )

@@ -44,22 +44,28 @@ def add_parser(commands: Commands) -> None:
         ),
     )
     parser.add_argument(
-        "path", metavar="PATH", help="socket to listen at, in a directory that is yours alone"
+        "path",
+        metavar="PATH",
+        help="socket to listen at, in a directory that only you can write to",
     )
     parser.add_argument(
         "--state",
         metavar="FILE",
-        help="go on from what this file holds, if it is there, and write it at the end",
+        help="continue from this file if it exists, and write it at the end",
     )
     parser.add_argument(
-        "--max-replicas", type=count, default=64, metavar="N", help="most processes (default: 64)"
+        "--max-replicas",
+        type=count,
+        default=64,
+        metavar="N",
+        help="most processes that may join (default: 64)",
     )
     parser.add_argument(
         "--patience",
         type=seconds,
         default=1.0,
         metavar="S",
-        help="seconds for which a slow process may hold the subscriber up (default: 1)",
+        help="seconds for which a slow process may block the subscriber (default: 1)",
     )
     parser.add_argument(
         "--stats-every",

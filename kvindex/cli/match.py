@@ -26,7 +26,7 @@ def add_parser(commands: Commands) -> None:
             "holds. Exit 0: some rank holds a block of it; 1: none does; 3: --require-live was "
             "given and a rank is not live."
         ),
-        epilog="An engine never hits a whole prompt: to predict its hit, leave out the last token.",
+        epilog="An engine always recomputes the last token: leave it out to predict its hit.",
     )
     parser.add_argument(
         "tokens",

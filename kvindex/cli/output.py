@@ -1,18 +1,31 @@
-"""How commands write: aligned tables, JSON, and progress that only a terminal sees."""
+"""How commands write: aligned tables, JSON; and colours and progress that only a terminal sees."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from kvindex import Rank
+from kvindex import BACKEND, Rank, __version__
+from kvindex.backend import SLOWER, explain_fallback
 
-__all__ = ["Progress", "counted", "in_options", "json_line", "plain", "printable", "table"]
+__all__ = [
+    "Colour",
+    "Progress",
+    "counted",
+    "in_options",
+    "json_line",
+    "painted",
+    "plain",
+    "printable",
+    "table",
+    "version_text",
+]
 
 # What the library calls its own arguments, and how they are written here.
 _OPTIONS = {
@@ -21,6 +34,9 @@ _OPTIONS = {
     "check replay= (": "check --replay-endpoint (",
 }
 
+Colour: TypeAlias = Literal["red", "green", "yellow", "bold"]
+
+_CODES: Final[dict[Colour, int]] = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 _NUMBER = str.maketrans("", "", "0123456789.,-%")
 
 
@@ -46,6 +62,14 @@ def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> s
         for cell, width, is_right in zip(row, widths, right, strict=True)
     ]
     return "  ".join(cells).rstrip()
+
+
+def painted(text: str, colour: Colour | None) -> str:
+    """Return text in a colour if stdout is a terminal and neither NO_COLOR nor TERM forbids it."""
+    plain_terminal = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if colour is None or plain_terminal or not sys.stdout.isatty():
+        return text
+    return f"\x1b[{_CODES[colour]}m{text}\x1b[0m"
 
 
 def printable(text: str) -> str:
@@ -104,6 +128,12 @@ def plain(value: Any) -> Any:
 def json_line(value: Any) -> str:
     """Return a value, made plain, as one line of JSON."""
     return json.dumps(plain(value))
+
+
+def version_text() -> str:
+    """Return the version, which index runs, and why if it is the slower one and nobody asked."""
+    why = explain_fallback(os.environ.get("KVINDEX_BACKEND"))
+    return f"kvindex {__version__}, {BACKEND} index" + (f", {SLOWER}: {why}" if why else "")
 
 
 class Progress:

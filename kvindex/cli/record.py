@@ -41,7 +41,7 @@ def add_parser(commands: Commands) -> None:
             "and a replay did not reach its end. The files hold the prompts' tokens."
         ),
     )
-    parser.add_argument("output", metavar="NAME", help="where to; .frames is added if missing")
+    parser.add_argument("output", metavar="NAME", help="file to write; .frames is added if missing")
     parser.add_argument("--limit", type=count, metavar="N", help="end after N messages in all")
     parser.add_argument("--seconds", type=seconds, metavar="S", help="end after S seconds")
     parser.add_argument(
@@ -54,7 +54,7 @@ def add_parser(commands: Commands) -> None:
         type=seconds,
         default=5.0,
         metavar="S",
-        help="seconds without a reply after which a replay is given up (default: 5)",
+        help="give a replay up after S seconds without a reply (default: 5)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite files that exist")
     add_worker_arguments(parser)

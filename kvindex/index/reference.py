@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvindex.backend import warn_of_fallback
 from kvindex.errors import InvariantError, UnknownRankError
 from kvindex.index.api import (
     BaseIndex,
@@ -45,6 +46,7 @@ class Index(BaseIndex):
     ) -> None:
         check_limits(seed, max_blocks, max_orphans)
         self._keys = KeyMaker(seed)
+        warn_of_fallback()
         self._tree = RadixTree(self._keys)
         self._budget = Budget(max_blocks)
         self._max_orphans = max_orphans

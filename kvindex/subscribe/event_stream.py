@@ -68,9 +68,9 @@ class EventStream:
 
     Args:
         workers: the engines to subscribe to.
-        max_items: items waiting for the consumer. When it is full nothing more is received until
-            there is room; what the publishers drop meanwhile is brought back by replay, as far as
-            their buffers reach.
+        max_items: how many items may wait for the consumer. With so many waiting, nothing is
+            received until there is room; replay brings back what the publishers drop meanwhile,
+            as far as their buffers reach.
         options: as for `Subscriber`, except `sink` and `on_batch`. To `Subscriber.cursor` the sink
             is the queue: what waits in there counts as handed over.
 

@@ -18,7 +18,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     """What kind of attention a KV cache group serves.
 
     Attributes:
-        kind: vLLM's `kv_cache_spec_kind`; kinds that nobody knows are treated like
+        kind: vLLM's `kv_cache_spec_kind`; unknown kinds are treated like
             "full_attention", which never overestimates.
         sliding_window: the window in tokens, for the sliding-window kinds.
 

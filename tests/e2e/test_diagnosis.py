@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvindex import Client, NotLiveError, Rank, State, Worker, connect
+from kvindex import Client, NotLiveError, Rank, State, Worker, ZmqEventPublisher, connect
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
 from tests.live import PATIENCE, client_of, link_to, wait_status, worker_of
@@ -42,7 +42,7 @@ def test_connecting_to_nothing(unused_port: int) -> None:
 
 def test_publisher_that_connects_instead_of_binding(unused_port: int) -> None:
     # An engine told "tcp://127.0.0.1:PORT" connects there: for us nothing listens.
-    with FakeEngine("engine", endpoint=f"tcp://127.0.0.1:{unused_port}", replay=False):
+    with ZmqEventPublisher(endpoint=f"tcp://127.0.0.1:{unused_port}"):
         with client_of(Worker("engine", f"tcp://127.0.0.1:{unused_port}")) as client:
             reason = complaint(client)
             assert "connects instead of listening" in reason

@@ -11,14 +11,14 @@ import sys
 
 import pytest
 
-from kvindex import BlockRemoved, BlockStored, DecodeError, EventBatch, Rank
+from kvindex import BACKEND, BlockRemoved, BlockStored, DecodeError, EventBatch, Rank, __version__
 from kvindex.cli import fanout, main, record, replay, tail
-from kvindex.cli.output import Progress, json_line, plain, printable, table
+from kvindex.cli.output import Progress, json_line, painted, plain, printable, table, version_text
 from kvindex.cli.tail import describe, time_of
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted
 from kvindex.wire import AllBlocksCleared, Event
 
-COMMANDS = ["demo", "tail", "match", "record", "replay", "fanout", "status"]
+COMMANDS = ["demo", "fake-engine", "tail", "match", "record", "replay", "fanout", "status"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -154,6 +154,35 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return self._tty
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", Terminal(tty=True))
+    assert painted("gap", "red") == "\x1b[31mgap\x1b[0m"
+    assert painted("gap", None) == "gap"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert painted("gap", "red") == "gap"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert painted("gap", "red") == "gap"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", Terminal(tty=False))
+    assert painted("gap", "red") == "gap"
+
+
+def test_the_version_names_the_index_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"kvindex {__version__}, {BACKEND} index")
+
+
+def test_the_version_explains_a_fallback_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVINDEX_BACKEND", raising=False)
+    monkeypatch.setitem(sys.modules, "kvindex._native", None)
+    assert "index, more than 100 times slower than the native one: " in version_text()
 
 
 def test_progress_is_one_line_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"},
     "cli": {
         "kvindex",
+        "backend",
         "wire",
         "testing",
         "index",
