@@ -76,7 +76,8 @@ def _rank_match(rank: Rank, groups: RankGroups, held: Held, length: int) -> Rank
 def _match_one_way(
     rank: Rank, groups: RankGroups, spans_of: Mapping[Owner, Spans], length: int
 ) -> RankMatch:
-    hashed = {i: g for i, g in groups.known().items() if g.spec.takes_part and g.block_size}
+    known = sorted(groups.known().items())  # the engine asks its groups in this order
+    hashed = {i: group for i, group in known if group.spec.takes_part and group.block_size}
     if groups.kinds_untold:
         hashed = _longest_untold(groups, hashed, spans_of)
     cache = Cache(groups.unit, groups.alignment, groups.settings.eagle)

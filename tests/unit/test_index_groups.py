@@ -329,15 +329,10 @@ def test_every_store_is_a_copy_unless_the_user_says_that_requests_announce_again
 
 def test_a_store_that_no_lookup_would_have_found_is_a_copy_in_report_mode_full() -> None:
     index = full_mode()
-    apply(
-        index, A, stored(*range(3), **TOLD_FULL), stored(*range(3), **SWA), removed(2, group_idx=1)
-    )
-    batch: list[Event] = [
-        stored(*range(3), **TOLD_FULL),
-        stored(*range(3), **SWA),
-    ]  # computed: the window was gone
-    index.apply(A, EventBatch(ts=0.0, events=batch))
+    both: list[Event] = [stored(*range(3), **TOLD_FULL), stored(*range(3), **SWA)]
+    apply(index, A, *both, removed(2, group_idx=1))
+    index.apply(A, EventBatch(ts=0.0, events=both))  # computed, since the window was gone
     index.check()
     assert told(index)["reannounced"] == 0
-    index.apply(A, EventBatch(ts=0.0, events=batch))  # found this time
+    index.apply(A, EventBatch(ts=0.0, events=both))  # found this time
     assert told(index)["reannounced"] == 6
