@@ -73,8 +73,12 @@ class RankGroups:
 
     @property
     def upper_bound(self) -> bool:
-        """Whether the engine's hits may be shorter than the answers."""
-        return self.settings.upper_bound or self.kinds_untold
+        """Whether the engine's hits may be shorter than the answers.
+
+        In report mode "full" some announcements cannot be told from copies.
+        """
+        announces = self.settings.report_mode == "full"
+        return self.settings.upper_bound or announces or self.kinds_untold
 
     @property
     def alignment(self) -> int:

@@ -92,7 +92,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             0.22 on, except for chunk sizes.
         report_mode: vLLM's `kv_cache_report_mode`. "full" means that requests announce blocks
             again that they found cached; such announcements are then not counted as further
-            copies. Under "incremental", the engine's own default, every store is a copy.
+            copies. Some cannot be told from copies, so that answers are upper bounds. Under
+            "incremental", the engine's own default, every store is a copy.
         eagle: whether vLLM speculates with EAGLE or MTP, and so drops the last block of each hit.
             Lookahead hashing (vLLM 0.33) and SGLang drop none.
         hash_block_size: tokens per hash where that is less than every group's block size (vLLM's

@@ -114,7 +114,8 @@ void RankGroups::changed() {
   }
   summary_.cache = {std::max(1u, unit_), alignment(), settings_.eagle};
   summary_.kinds_untold = summary_.hashed > 1 && !all_told;
-  summary_.upper_bound = settings_.upper_bound || summary_.kinds_untold;
+  summary_.upper_bound =
+      settings_.upper_bound || settings_.reports_full || summary_.kinds_untold;
   summary_.may_skip_holes = summary_.hashed != 0 && !dense;
   if (summary_.hashed != 1 || settings_.eagle) summary_.only_size = 0;
 }
