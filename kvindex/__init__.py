@@ -44,7 +44,14 @@ from kvindex.publish import (
 )
 from kvindex.rank import Rank
 from kvindex.subscribe import Curve, EventStream, Link, RankStatus, Replay, State, Worker
-from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, GroupSpec
+from kvindex.wire import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheSettings,
+    EventBatch,
+    GroupSpec,
+)
 
 __version__ = "0.1.0"
 
@@ -54,6 +61,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "BusyError",
+    "CacheSettings",
     "Client",
     "ClosedError",
     "ConfigurationError",

@@ -30,7 +30,7 @@ class PackedBatch:
         block_size: int,
         lora: bytes,
         medium: bytes,
-        group_idx: int,
+        group_idx: int | None,
         spec_kind: bytes | None,
         spec_window: int | None,
         lookahead: list[bytes] | None,
@@ -46,8 +46,8 @@ def decode(payload: bytes) -> PackedBatch | None: ...
 def floor_convert(token_ids: Any) -> int: ...
 def floor_hash(token_ids: Any, block_size: int) -> int: ...
 
-_Found = tuple[int, int, int, int, dict[str, int]]
-"""rank id, blocks, tokens, block size, blocks by medium"""
+_Found = tuple[int, int, int, int, dict[str, int], int, bool]
+"""rank id, blocks, tokens, block size, blocks by medium, device tokens, upper bound"""
 
 class Answer:
     """What the ranks that hold anything of a prompt hold of it."""
@@ -65,7 +65,15 @@ class Index:
     def add(self) -> int: ...
     def remove(self, rank: int) -> bool: ...
     def clear(self, rank: int) -> bool: ...
-    def configure(self, rank: int, groups: dict[int, tuple[str, int | None]]) -> bool: ...
+    def configure(
+        self,
+        rank: int,
+        groups: dict[int, tuple[str, int | None, int | None]],
+        reports_full: bool,
+        eagle: bool,
+        hash_block_size: int,
+        upper_bound: bool,
+    ) -> bool: ...
     def set_order(self, ranks: list[int]) -> None: ...
     def apply(self, rank: int, batch: object) -> int: ...
     def match(self, token_ids: Any) -> Answer | None: ...

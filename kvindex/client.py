@@ -267,7 +267,7 @@ def follow_item(index: Index, item: StreamItem) -> None:
     """Have an index take what is not a batch."""
     if isinstance(item, RankAdded):
         index.add(item.rank)
-        index.describe_groups(item.rank, item.groups)
+        index.configure(item.rank, item.cache)
     elif isinstance(item, RankRemoved):
         index.remove(item.rank)
     elif isinstance(item, RanksRenamed):

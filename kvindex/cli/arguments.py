@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
-from kvindex import ConfigurationError, GroupSpec
+from kvindex import CacheSettings, ConfigurationError, GroupSpec
 
 __all__ = [
     "Commands",
+    "add_cache_arguments",
     "add_prompt_arguments",
+    "cache_of",
     "count",
     "group_of",
     "parse_tokens",
@@ -47,17 +49,63 @@ def count(text: str) -> int:
 
 
 def group_of(text: str) -> tuple[int, GroupSpec]:
-    """Return a group's index and kind from IDX=KIND[:WINDOW] (an argparse type)."""
+    """Return a group's index and kind from IDX=KIND[:TOKENS] (an argparse type)."""
     number, _, kind = text.partition("=")
-    kind, colon, window = kind.partition(":")
+    kind, colon, tokens = kind.partition(":")
+    size = "attention_chunk_size" if kind == "chunked_local_attention" else "sliding_window"
     try:
         if not kind:
             raise ConfigurationError("no kind")
-        return int(number), GroupSpec(kind, int(window) if colon else None)
+        return int(number), GroupSpec(kind, **({size: int(tokens)} if colon else {}))
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not IDX=KIND[:WINDOW], e.g. 1=sliding_window:64 ({error})"
+            f"{text!r} is not IDX=KIND[:TOKENS], e.g. 1=sliding_window:64 ({error})"
         ) from error
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what an engine's events leave unsaid of its cache: see `cache_of`."""
+    cache = parser.add_argument_group("caches", "What the engines' events do not tell.")
+    cache.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        type=group_of,
+        metavar="IDX=KIND[:TOKENS]",
+        help="kind of a KV cache group with its window or chunk size, e.g. 1=sliding_window:64; "
+        "repeatable. vLLM tells kinds from 0.22 on, but never chunk sizes",
+    )
+    cache.add_argument(
+        "--report-mode",
+        choices=("incremental", "full"),
+        default="incremental",
+        help='"full" if requests set vLLM\'s kv_cache_report_mode to "full"',
+    )
+    cache.add_argument(
+        "--eagle", action="store_true", help="vLLM speculates with EAGLE or MTP: hits lose a block"
+    )
+    cache.add_argument(
+        "--hash-block-size",
+        type=count,
+        metavar="TOKENS",
+        help="vLLM's prefix_match_unit, where it is less than every group's block size",
+    )
+    cache.add_argument(
+        "--upper-bound",
+        action="store_true",
+        help="flag answers as upper bounds (SGLang's hybrid caches, requests with extra_key)",
+    )
+
+
+def cache_of(arguments: argparse.Namespace) -> CacheSettings:
+    """Return what `add_cache_arguments` read."""
+    return CacheSettings(
+        groups=dict(arguments.group),
+        report_mode=arguments.report_mode,
+        eagle=arguments.eagle,
+        hash_block_size=arguments.hash_block_size,
+        upper_bound=arguments.upper_bound,
+    )
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:

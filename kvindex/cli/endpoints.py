@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+import msgspec
+
 from kvindex import ConfigurationError, Worker
+from kvindex.cli.arguments import add_cache_arguments, cache_of
 
 __all__ = ["WORKER_FORM", "add_worker_arguments", "parse_worker", "workers_of"]
 
@@ -34,6 +37,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bind", action="store_true", help="listen at --endpoint, for engines that connect"
     )
+    add_cache_arguments(parser)
 
 
 def workers_of(arguments: argparse.Namespace) -> list[Worker]:
@@ -42,7 +46,10 @@ def workers_of(arguments: argparse.Namespace) -> list[Worker]:
     Raises:
         ConfigurationError: none is named, two have one name, or one cannot be reached as given.
     """
-    workers = [parse_worker(text) for text in arguments.worker]
+    cache = cache_of(arguments)
+    workers = [
+        msgspec.structs.replace(parse_worker(text), cache=cache) for text in arguments.worker
+    ]
     if arguments.endpoint:
         workers.append(
             Worker(
@@ -52,6 +59,7 @@ def workers_of(arguments: argparse.Namespace) -> list[Worker]:
                 dp_size=arguments.dp_size,
                 topic=arguments.topic or "",
                 bind=arguments.bind,
+                cache=cache,
             )
         )
     else:

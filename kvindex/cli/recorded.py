@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from kvindex import DecodeError, EventBatch, Index, Rank
+from kvindex import CacheSettings, DecodeError, EventBatch, Index, Rank
 from kvindex.cli.output import Progress
 from kvindex.wire import (
     LiveFrame,
@@ -32,6 +32,7 @@ class Recorded:
         path: the recording; its stem names the worker.
         index: what to fill.
         on_loss: at a gap, "reset" drops what the rank held, "keep" keeps it.
+        cache: what the events leave unsaid of the publisher's cache.
 
     Attributes:
         ranks: the ranks that its batches name, sorted.
@@ -43,7 +44,14 @@ class Recorded:
         error: why the file could not be read to its end, or "".
     """
 
-    def __init__(self, path: Path, index: Index, *, on_loss: Literal["reset", "keep"]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        index: Index,
+        *,
+        on_loss: Literal["reset", "keep"],
+        cache: CacheSettings | None = None,
+    ) -> None:
         self.path = path
         self.seq: int | None = None
         self.complete = False
@@ -51,6 +59,7 @@ class Recorded:
         self.error = ""
         self._index = index
         self._on_loss = on_loss
+        self._cache = cache or CacheSettings()
         self._ts = 0.0
         self._damaged = -1  # highest number of this epoch that could not be decoded
         self._ranks: set[Rank] = set()
@@ -65,8 +74,7 @@ class Recorded:
     def ranks(self) -> list[Rank]:
         """The ranks that its batches name, sorted; rank 0 if there is none."""
         if not self._ranks:
-            self._index.add(Rank(self.path.stem))
-            return [Rank(self.path.stem)]
+            self._know(Rank(self.path.stem))
         return sorted(self._ranks)
 
     def apply(self, *, with_replayed: bool, progress: Progress) -> None:
@@ -183,10 +191,15 @@ class Recorded:
 
     def _apply(self, seq: int, batch: EventBatch) -> None:
         rank = Rank(self.path.stem, batch.data_parallel_rank or 0)
-        self._ranks.add(rank)
+        self._know(rank)
         self._index.apply(rank, batch)
         self.seq, self._ts = seq, batch.ts
         self.counters["applied"] += 1
+
+    def _know(self, rank: Rank) -> None:
+        if rank not in self._ranks:
+            self._ranks.add(rank)
+            self._index.configure(rank, self._cache)
 
     def statistics(self) -> dict[str, int]:
         """Return the counters, those at zero included."""

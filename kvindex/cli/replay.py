@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from kvindex import ConfigurationError, DecodeError, Index, Rank
-from kvindex.cli.arguments import Commands, add_prompt_arguments, group_of, read_tokens
+from kvindex.cli.arguments import (
+    Commands,
+    add_cache_arguments,
+    add_prompt_arguments,
+    cache_of,
+    read_tokens,
+)
 from kvindex.cli.match import match_table
 from kvindex.cli.output import Progress, counted, json_line, table
 from kvindex.cli.recorded import Recorded
@@ -44,15 +50,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--probe", metavar="TOKENS", help="then match the prompt in this file (- for stdin)"
     )
-    parser.add_argument(
-        "--group",
-        action="append",
-        default=[],
-        type=group_of,
-        metavar="IDX=KIND[:WINDOW]",
-        help="kind of a KV cache group of a hybrid model, where the events do not tell (vLLM "
-        "before 0.22), e.g. 1=sliding_window:64",
-    )
+    add_cache_arguments(parser)
     add_prompt_arguments(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object, with every resident block"
@@ -68,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     recordings = []
     progress = Progress()
     for path in arguments.files:
-        recorded = Recorded(path, index, on_loss=arguments.on_loss)
+        recorded = Recorded(path, index, on_loss=arguments.on_loss, cache=cache_of(arguments))
         recordings.append(recorded)
         try:
             recorded.apply(with_replayed=arguments.with_replayed, progress=progress)
@@ -78,8 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"cannot read {path}: {error}") from error
         finally:
             progress.clear()
-        for rank in recorded.ranks:
-            index.describe_groups(rank, dict(arguments.group))
     for recorded in recordings:
         if recorded.error:
             print(f"kvindex replay: {recorded.path}: {recorded.error}", file=sys.stderr)

@@ -29,7 +29,7 @@ from kvindex.index.snapshot_section import (
 from kvindex.index.tokens import TokenIds
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank, find_ranks
-from kvindex.wire import EventBatch, GroupSpec
+from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.quirks import fold_medium
 
 __all__ = [
@@ -118,14 +118,13 @@ class BaseIndex(ABC):
         """
 
     @abstractmethod
-    def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
-        """Say what kinds of KV cache groups a hybrid model's rank has.
+    def configure(self, rank: Rank, settings: CacheSettings) -> None:
+        """Say of a rank's cache what its events leave unsaid; it becomes known if it was not.
 
-        vLLM tells this itself from 0.22 on; before that, without this call, every group counts as
-        full attention, which may underestimate the hit but never overestimates it.
+        Call it before the rank's first event. Settings stay when the rank's tree is cleared.
 
         Raises:
-            ConfigurationError: a group index or a spec is not valid.
+            ConfigurationError: a group index does not fit 32 bits.
         """
 
     def tree(self, rank: RankName) -> TreeView:
@@ -391,7 +390,7 @@ class TreeView:
     def clear(self) -> None:
         """Drop everything the rank holds and what its events taught; it stays known.
 
-        Kinds of groups told by `Index.describe_groups` stay. Complexity: O(blocks of the rank).
+        Settings of `Index.configure` stay. Complexity: O(blocks of the rank).
         """
         self._index._view_clear(self.rank)
 

@@ -1,28 +1,42 @@
-"""KV cache groups of hybrid models, and the hit that the engine itself would get.
+"""The hit that the engine itself would get, from what each of its KV cache groups holds.
 
-A plain model has one group of full attention: its hit is the leading resident blocks. A hybrid
-model also has groups that need only the blocks of their window before the cut. The rule was
-checked against what vLLM's own lookup answered (`docs/wire.md`, "Predicting the engine's hit").
+The rules are those of vLLM 0.33 (`vllm/v1/core/kv_cache_coordinator.py` and
+`single_type_kv_cache_manager.py`): each group finds the longest hit that it can serve within a
+given length; groups take turns until none of them shortens the hit any more. A plain model has one
+group of full attention. `docs/wire.md`, "Predicting the engine's hit", says what was checked.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from math import lcm
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from kvindex.wire import GroupSpec
 
-__all__ = ["GroupCoverage", "Spans", "engine_hit", "extend_spans"]
+__all__ = ["Cache", "GroupCoverage", "Spans", "engine_hit", "extend_spans", "tiered_hit"]
 
 Spans = list[tuple[int, int]]
-"""Resident stretches [start, stop) of a prompt's blocks, ascending and not touching."""
+"""Resident stretches [start, stop) of a prompt's units, ascending and not touching."""
+
+
+class Cache(NamedTuple):
+    """What all groups of a rank have in common.
+
+    Attributes:
+        unit: tokens per block of the tree.
+        alignment: tokens whose multiples the hits are.
+        eagle: whether the engine drops the last block that it matched.
+    """
+
+    unit: int
+    alignment: int
+    eagle: bool
 
 
 class GroupCoverage(NamedTuple):
-    """What one rank holds of a prompt in one group."""
+    """What one rank holds of a prompt in one group, or in groups of one kind and block size."""
 
     spec: GroupSpec
     block_size: int
@@ -37,43 +51,149 @@ def extend_spans(spans: Spans, start: int, stop: int) -> None:
         spans.append((start, stop))
 
 
-def engine_hit(groups: Sequence[GroupCoverage]) -> int:
-    """Return how many leading tokens of the prompt the engine would find cached.
+def tiered_hit(
+    cache: Cache, length: int, tiers: Mapping[int, Sequence[GroupCoverage]]
+) -> tuple[int, int]:
+    """Return how many leading tokens of a prompt the engine holds on all tiers, and on its device.
 
-    Complexity: O(blocks lowered × log spans).
+    The device's prefix comes first; each further tier can only go on from where the one before
+    ended. Once a prefix is left for a further tier, the engine does not return.
+
+    Args:
+        cache: what the groups have in common.
+        length: tokens of the prompt.
+        tiers: what each tier holds; 0 is the device. The same groups in each.
     """
-    groups = [group for group in groups if group.spec.takes_part]
-    if not groups:
-        return 0
-    unit = lcm(*(group.block_size for group in groups))
-    windows = [g for g in groups if g.spec.needed_blocks(g.block_size) is not None]
-    full = [g for g in groups if g.spec.needed_blocks(g.block_size) is None]
-    hit = min(_leading(group) for group in full) if full else min(map(_reach, windows))
-    hit -= hit % unit
-    while hit and not all(_fits(group, hit) for group in windows):
-        hit -= unit
-    return hit
+    hit = on_device = 0
+    path: Sequence[GroupCoverage] = ()
+    for tier, groups in sorted(tiers.items()):
+        cut = hit // cache.unit
+        before = path or [group._replace(spans=[]) for group in groups]
+        path = [
+            group._replace(spans=_joined(early.spans, cut, group.spans))
+            for early, group in zip(before, groups, strict=True)
+        ]
+        hit = max(hit, engine_hit(cache, length, path))
+        if tier == 0:
+            on_device = hit
+    return hit, on_device
 
 
-def _leading(group: GroupCoverage) -> int:
-    """Return how many tokens are resident from the start."""
-    if not group.spans or group.spans[0][0]:
-        return 0
-    return group.spans[0][1] * group.block_size
+def _joined(before: Spans, cut: int, after: Spans) -> Spans:
+    """Return the part of some spans before a cut, and of others after it."""
+    joined: Spans = []
+    for start, stop in before:
+        if start < cut:
+            extend_spans(joined, start, min(stop, cut))
+    for start, stop in after:
+        if stop > cut:
+            extend_spans(joined, max(start, cut), stop)
+    return joined
 
 
-def _reach(group: GroupCoverage) -> int:
-    """Return where the last resident block ends, in tokens."""
-    return group.spans[-1][1] * group.block_size if group.spans else 0
+def engine_hit(cache: Cache, length: int, groups: Sequence[GroupCoverage]) -> int:
+    """Return how many leading tokens of a prompt the engine would find cached on one tier.
+
+    Complexity: O(blocks × log spans) for each round of the groups.
+    """
+    if len(groups) < 2:
+        return _find(groups[0], cache, length, drop=cache.eagle) if groups else 0
+    groups = sorted(groups, key=lambda group: not group.spec.needs_all)
+    one_round = len(groups) == 2 and groups[0].spec.needs_all
+    reached: dict[int, int] = {}  # by groups that need all blocks: they are asked once
+    dropped: set[int] = set()  # groups that have dropped their block for the present length
+    hit = length
+    while True:
+        current = hit
+        for number, group in enumerate(groups):
+            if number in reached:
+                current = min(current, reached[number])
+                continue
+            drop = cache.eagle and number not in dropped
+            limit = current
+            if drop and not group.spec.is_mamba:  # the block that is dropped may lie beyond
+                margin = min(cache.alignment, group.block_size)
+                limit = min(current + margin, length - length % cache.unit)
+            found = _find(group, cache, limit, drop=drop)
+            if drop:
+                dropped.add(number)
+            elif found < current:
+                dropped.clear()
+            current = found
+            if group.spec.needs_all:
+                reached[number] = found
+        if one_round or current >= hit:
+            return current
+        hit = current
 
 
-def _fits(group: GroupCoverage, hit: int) -> bool:
-    """Whether the blocks that a window needs before `hit` tokens are all resident."""
-    stop = hit // group.block_size
-    needed = group.spec.needed_blocks(group.block_size)
-    assert needed is not None
-    start = max(0, stop - needed)
-    if start == stop:
-        return True
-    before = bisect_right(group.spans, start, key=itemgetter(0))
-    return before > 0 and stop <= group.spans[before - 1][1]
+def _find(group: GroupCoverage, cache: Cache, length: int, *, drop: bool) -> int:
+    """Return the longest hit within `length` tokens that a group can serve."""
+    if group.spec.is_mamba:
+        return _find_state(group, cache, length)
+    if group.spec.has_window:
+        return _find_window(group, cache, length, drop=drop)
+    if group.spec.is_chunked:
+        return _find_chunk(group, cache, length)
+    return _find_all(group, cache, length, drop=drop)
+
+
+def _find_all(group: GroupCoverage, cache: Cache, length: int, *, drop: bool) -> int:
+    size, alignment = group.block_size, cache.alignment
+    hit = _reach(group, cache, 0, length)
+    if alignment < size:  # a hit may end within a block, where an entry of its own says so
+        last = min(hit + size - alignment, length - length % alignment)
+        ends = range(last, hit, -alignment)
+        hit = next((stop for stop in ends if _holds(group, cache, stop)), hit)
+    if drop and hit:
+        hit -= min(alignment, size)
+    return hit - hit % alignment
+
+
+def _find_window(group: GroupCoverage, cache: Cache, length: int, *, drop: bool) -> int:
+    assert group.spec.sliding_window is not None
+    size, alignment = group.block_size, cache.alignment
+    needed = -(-(group.spec.sliding_window - 1) // size) + drop
+    count = 0  # blocks in a row, from right to left
+    for block in range(length // size - 1, -1, -1):
+        if not _holds(group, cache, (block + 1) * size):
+            count = 0
+        elif count or (block + (not drop)) * size % alignment == 0:  # a hit may end here
+            count += 1
+            if count >= needed:
+                hit = (block + count) * size
+                break
+    else:  # too few, but from the prompt's start
+        hit = count * size
+        hit -= hit % alignment
+    if drop and hit:
+        hit -= size
+    return hit - hit % alignment
+
+
+def _find_chunk(group: GroupCoverage, cache: Cache, length: int) -> int:
+    assert group.spec.attention_chunk_size is not None
+    size = group.block_size
+    start = length - length % group.spec.attention_chunk_size
+    return _reach(group, cache, start - start % size, length)
+
+
+def _find_state(group: GroupCoverage, cache: Cache, length: int) -> int:
+    step = min(group.block_size, cache.alignment)
+    ends = range(length - length % step, 0, -step)
+    fitting = (stop for stop in ends if stop % cache.alignment == 0)
+    return next((stop for stop in fitting if _holds(group, cache, stop)), 0)
+
+
+def _reach(group: GroupCoverage, cache: Cache, start: int, length: int) -> int:
+    """Return the token up to which a group holds all blocks from a block's start on."""
+    while start + group.block_size <= length and _holds(group, cache, start + group.block_size):
+        start += group.block_size
+    return start
+
+
+def _holds(group: GroupCoverage, cache: Cache, stop: int) -> bool:
+    """Whether the group holds the block that ends after `stop` tokens."""
+    unit = stop // cache.unit - 1
+    before = bisect_right(group.spans, unit, key=itemgetter(0))
+    return before > 0 and unit < group.spans[before - 1][1]

@@ -26,6 +26,7 @@ __all__ = [
     "Namespace",
     "PromptKeys",
     "block_contents",
+    "has_own_extras",
     "pack_extra",
     "stored_namespace",
 ]
@@ -125,10 +126,24 @@ def pack_extra(items: Iterable[Any] | None, *, lora: Lora = None, salt: str | No
     return b"".join(sorted(_encode(item) for item in rest))
 
 
-def stored_namespace(event: BlockStored) -> Namespace:
-    """Return the namespace that a stored event's blocks belong to."""
+def stored_namespace(event: BlockStored, unit: int) -> Namespace:
+    """Return the namespace that a stored event's blocks belong to, in units of so many tokens."""
     lookahead = len(event.lookahead_token_ids[0]) if event.lookahead_token_ids else 0
-    return Namespace(event.block_size, _lora(event), lookahead)
+    return Namespace(unit, _lora(event), lookahead)
+
+
+def has_own_extras(event: BlockStored, block: int) -> bool:
+    """Whether a block has extra keys that belong to some part of it only.
+
+    A LoRA is no part of the content, and a salt (in vLLM a bare string at the prompt's start)
+    belongs to the first unit.
+    """
+    items = list((event.extra_keys or ())[block] or ())
+    lora = _lora(event)
+    if isinstance(lora, str) and lora in items:
+        items.remove(lora)
+    at_start = block == 0 and event.parent_block_hash is None
+    return not (at_start and all(isinstance(item, str) for item in items)) and bool(items)
 
 
 def _lora(event: BlockStored) -> Lora:
@@ -136,23 +151,35 @@ def _lora(event: BlockStored) -> Lora:
     return event.lora_name or event.lora_id or None
 
 
-def block_contents(event: BlockStored, *, at_root: bool) -> list[bytes]:
-    """Return the content of each block of a stored event whose shape was checked before."""
+def block_contents(event: BlockStored, unit: int, *, at_root: bool) -> list[bytes]:
+    """Return the contents of a stored event's blocks, unit by unit.
+
+    Args:
+        event: a store that names all its blocks, and extra keys only where `has_own_extras` says
+            no, or where blocks have one unit.
+        unit: tokens; divides the block size.
+        at_root: whether the first block starts its prompt.
+    """
     size = event.block_size
     packed = pack_tokens(event.token_ids)
-    step = size * 8
-    contents = [packed[start : start + step] for start in range(0, len(packed), step)]
+    blocks = [packed[start : start + size * 8] for start in range(0, len(packed), size * 8)]
+    covered = unit
     if event.lookahead_token_ids:
-        contents = [
-            content + pack_tokens(after)
-            for content, after in zip(contents, event.lookahead_token_ids, strict=True)
-        ]
+        covered += len(event.lookahead_token_ids[0])
+        after = map(pack_tokens, event.lookahead_token_ids)
+        blocks = [block + ahead for block, ahead in zip(blocks, after, strict=True)]
+    contents = [
+        block[start * 8 : (start + covered) * 8]
+        for block in blocks
+        for start in range(0, size, unit)
+    ]
     salt = event.cache_salt if at_root else None
     if event.extra_keys is None and not salt:
         return contents
     lora = _lora(event)
-    extras = event.extra_keys or [None] * len(contents)
+    extras = event.extra_keys or [None] * len(blocks)
     for i, items in enumerate(extras):
         if items or (salt and i == 0):
-            contents[i] += pack_extra(items, lora=lora, salt=salt if i == 0 else None)
+            packed_extra = pack_extra(items, lora=lora, salt=salt if i == 0 else None)
+            contents[i * (size // unit)] += packed_extra
     return contents

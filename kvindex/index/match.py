@@ -25,6 +25,11 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
         tokens: the same in tokens.
         block_size: tokens per block of the rank, 0 while it is unknown.
         by_medium: of those blocks, how many are on each medium (one on two media counts for both).
+        device_tokens: those of `tokens` that the engine's device holds by itself. The rest it would
+            have to load from the host or from storage.
+        upper_bound: whether the engine's own hit may be shorter: its events do not tell all that
+            limits it (see `CacheSettings`), or part of it must be loaded to the device, which the
+            engine decides for itself.
         state: stream state when asked through a client, else None.
         complete: whether all of the rank's history was seen; None without a client.
         lag: batches known of but not applied yet; None without a client.
@@ -35,6 +40,8 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     block_size: int = 0
     by_medium: dict[str, int] = msgspec.field(default_factory=dict)
+    device_tokens: int = 0
+    upper_bound: bool = False
     state: str | None = None
     complete: bool | None = None
     lag: int | None = None

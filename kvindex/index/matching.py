@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
-from kvindex.index.groups import GroupCoverage, Spans, engine_hit, extend_spans
+from kvindex.index.groups import Cache, GroupCoverage, Spans, extend_spans, tiered_hit
 from kvindex.index.keys import Namespace, PromptKeys
 from kvindex.index.match import RankMatch
 from kvindex.index.rank_blocks import RankBlocks
-from kvindex.index.rank_groups import Group
+from kvindex.index.rank_groups import Group, RankGroups
 from kvindex.index.tree import Owner, RadixTree
 from kvindex.rank import Rank
+from kvindex.wire.quirks import medium_tier
 
 __all__ = ["Held", "held_blocks", "rank_matches"]
 
@@ -24,7 +25,7 @@ def held_blocks(
     namespace: Namespace,
     keys: PromptKeys,
     media: frozenset[str] | None,
-    window_only: bool,
+    may_skip_holes: bool,
 ) -> dict[Owner, Spans]:
     """Return which of the prompt's blocks each owner holds, as far as any rank's match can go.
 
@@ -33,8 +34,7 @@ def held_blocks(
         namespace: where to walk.
         keys: the prompt's keys there.
         media: folded names of the media that count, or None for all.
-        window_only: whether some rank has no group of full attention here: its match may start
-            after a hole.
+        may_skip_holes: whether some rank's match may go on after blocks that it does not hold.
     """
     held: dict[Owner, Spans] = {}
     alive: set[Rank] | None = None
@@ -45,13 +45,13 @@ def held_blocks(
                 holders.add(owner.rank)
                 extend_spans(held.setdefault(owner, []), segment.start, segment.stop)
         alive = holders if alive is None else alive & holders
-        if not alive and not window_only:
+        if not alive and not may_skip_holes:
             break
     return held
 
 
-def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks]) -> Iterator[RankMatch]:
-    """Yield the match of each of these ranks that holds anything of the prompt."""
+def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks], length: int) -> Iterator[RankMatch]:
+    """Yield the match of each of these ranks that holds anything of a prompt of so many tokens."""
     by_rank: dict[Rank, Held] = {}
     for namespace, spans_of in held.items():
         for owner, spans in spans_of.items():
@@ -59,52 +59,84 @@ def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks]) -> Iterator[RankM
     for rank, rank_held in by_rank.items():
         blocks = ranks.get(rank)
         if blocks is not None:
-            yield _rank_match(rank, blocks.groups.known(), rank_held)
+            yield _rank_match(rank, blocks.groups, rank_held, length)
 
 
-def _rank_match(rank: Rank, groups: Mapping[int, Group], held: Held) -> RankMatch:
+def _rank_match(rank: Rank, groups: RankGroups, held: Held, length: int) -> RankMatch:
     """Return the best answer over the rank's ways of hashing (with and without lookahead)."""
-    lookaheads = sorted({namespace.lookahead for namespace in held})
-    answers = (_match_one_way(rank, groups, held, lookahead) for lookahead in lookaheads)
-    return max(answers, key=lambda answer: answer.tokens)
+    ways = [
+        spans_of
+        for namespace, spans_of in sorted(held.items(), key=lambda entry: entry[0].lookahead)
+        if namespace.block_size == groups.unit
+    ]
+    answers = (_match_one_way(rank, groups, spans_of, length) for spans_of in ways)
+    return max(answers, key=lambda answer: answer.tokens, default=RankMatch(rank=rank))
 
 
 def _match_one_way(
-    rank: Rank, groups: Mapping[int, Group], held: Held, lookahead: int
+    rank: Rank, groups: RankGroups, spans_of: Mapping[Owner, Spans], length: int
 ) -> RankMatch:
-    coverage = {
-        group_idx: GroupCoverage(
-            group.spec,
-            group.block_size or 1,  # nothing stored yet: no spans either
-            _union(spans for _, spans in _group_spans(held, lookahead, group_idx, group)),
-        )
-        for group_idx, group in groups.items()
-        if group.spec.takes_part
-    }
-    tokens = engine_hit(list(coverage.values()))
+    known = sorted(groups.known().items())  # the engine asks its groups in this order
+    hashed = {i: group for i, group in known if group.spec.takes_part and group.block_size}
+    if groups.kinds_untold:
+        hashed = _longest_untold(groups, hashed, spans_of)
+    cache = Cache(groups.unit, groups.alignment, groups.settings.eagle)
+    tiers = {medium_tier(owner.medium) for owner in spans_of}
+    coverage = {tier: _coverage(hashed, spans_of, tier) for tier in tiers}
+    tokens, device_tokens = tiered_hit(cache, length, coverage)
     if not tokens:
         return RankMatch(rank=rank)
-    main = min(coverage, key=lambda idx: (coverage[idx].spec.needed_blocks(1) is not None, idx))
-    size = groups[main].block_size
+    main = min(hashed, key=lambda idx: (not hashed[idx].spec.needs_all, idx))
+    size = hashed[main].block_size
     by_medium = {}
-    for medium, spans in _group_spans(held, lookahead, main, groups[main]):
-        count = sum(max(0, min(stop, tokens // size) - start) for start, stop in spans)
-        if count:
-            by_medium[medium] = count
+    for owner, spans in spans_of.items():
+        if owner.group_idx == main:
+            units, scale = tokens // groups.unit, size // groups.unit
+            count = sum(_blocks(start, min(stop, units), scale) for start, stop in spans)
+            if count:
+                by_medium[owner.medium] = count
     return RankMatch(
-        rank=rank, blocks=tokens // size, tokens=tokens, block_size=size, by_medium=by_medium
+        rank=rank,
+        blocks=tokens // size,
+        tokens=tokens,
+        block_size=size,
+        by_medium=by_medium,
+        device_tokens=device_tokens,
+        upper_bound=groups.upper_bound or tokens > device_tokens,
     )
 
 
-def _group_spans(
-    held: Held, lookahead: int, group_idx: int, group: Group
-) -> Iterator[tuple[str, Spans]]:
-    """Yield what each medium holds for one group, in the group's own block size."""
-    for namespace, spans_of in held.items():
-        if namespace.lookahead == lookahead and namespace.block_size == group.block_size:
-            for owner, spans in spans_of.items():
-                if owner.group_idx == group_idx:
-                    yield owner.medium, spans
+def _longest_untold(
+    groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans]
+) -> dict[int, Group]:
+    """Return the groups without those of an untold kind, but for the one that reaches furthest.
+
+    One of them has full attention, and holds every block that any of them needs.
+    """
+
+    def reach(group_idx: int) -> int:
+        spans = _union(s for owner, s in spans_of.items() if owner.group_idx == group_idx)
+        return spans[0][1] if spans and spans[0][0] == 0 else 0
+
+    untold = [group_idx for group_idx, group in hashed.items() if not group.told]
+    longest = max(untold, key=lambda group_idx: (reach(group_idx), -group_idx))
+    return {i: group for i, group in hashed.items() if group.told or i == longest}
+
+
+def _coverage(
+    hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans], tier: int
+) -> list[GroupCoverage]:
+    """Return what one tier holds in each group."""
+    held: dict[int, list[Spans]] = {group_idx: [] for group_idx in hashed}
+    for owner, spans in spans_of.items():
+        if owner.group_idx in held and medium_tier(owner.medium) == tier:
+            held[owner.group_idx].append(spans)
+    return [GroupCoverage(hashed[i].spec, hashed[i].block_size, _union(held[i])) for i in hashed]
+
+
+def _blocks(start: int, stop: int, scale: int) -> int:
+    """Return how many blocks of `scale` units end in [start, stop)."""
+    return max(0, stop // scale - start // scale)
 
 
 def _union(parts: Iterable[Spans]) -> Spans:

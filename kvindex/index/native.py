@@ -32,7 +32,7 @@ from kvindex.index.packing import group_number, lora_tag, pack_batch, pack_text,
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
-from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
+from kvindex.wire import CacheSettings, EventBatch, decode_batch
 
 __all__ = ["Index", "read_batch"]
 
@@ -87,10 +87,19 @@ class _Found:
         return min(self.values(), key=lambda some: (-some.tokens, some.rank), default=None)
 
 
-def _rank_match(rank: Rank, found: tuple[int, int, int, int, dict[str, int]]) -> RankMatch:
-    _, blocks, tokens, block_size, by_medium = found
+_FoundRank = tuple[int, int, int, int, dict[str, int], int, bool]
+
+
+def _rank_match(rank: Rank, found: _FoundRank) -> RankMatch:
+    _, blocks, tokens, block_size, by_medium, device_tokens, upper_bound = found
     return RankMatch(
-        rank=rank, blocks=blocks, tokens=tokens, block_size=block_size, by_medium=by_medium
+        rank=rank,
+        blocks=blocks,
+        tokens=tokens,
+        block_size=block_size,
+        by_medium=by_medium,
+        device_tokens=device_tokens,
+        upper_bound=upper_bound,
     )
 
 
@@ -148,15 +157,22 @@ class Index(BaseIndex):
             for rank_id in replaced:
                 self._core.remove(rank_id)
 
-    def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
-        checked = {
+    def configure(self, rank: Rank, settings: CacheSettings) -> None:
+        groups = {
             group_number(group_idx): (
                 spec.kind,
-                None if spec.sliding_window is None else min(spec.sliding_window, _MAX_WINDOW),
+                _bounded(spec.sliding_window),
+                _bounded(spec.attention_chunk_size),
             )
-            for group_idx, spec in group_specs(groups).items()
+            for group_idx, spec in settings.groups.items()
         }
-        while not self._core.configure(self._add(rank), checked):
+        plain = (
+            settings.report_mode == "full",
+            settings.eagle,
+            min(settings.hash_block_size or 0, 2**31 - 1),
+            settings.upper_bound,
+        )
+        while not self._core.configure(self._add(rank), groups, *plain):
             pass  # removed by another thread in between: it is known again now
 
     def __len__(self) -> int:
@@ -341,6 +357,10 @@ class Index(BaseIndex):
         if resident is None:
             raise UnknownRankError(rank, directory.ids)
         return map(_resident_block, resident)
+
+
+def _bounded(tokens: int | None) -> int | None:
+    return None if tokens is None else min(tokens, _MAX_WINDOW)
 
 
 def _resident_block(found: tuple[Any, int, str, int, int, int, bytes]) -> ResidentBlock:

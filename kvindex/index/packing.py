@@ -55,7 +55,7 @@ def _pack_stored(packed: PackedBatch, event: BlockStored) -> None:
         min(max(event.block_size, 0), _MAX_UNSIGNED),
         lora_tag(lora),
         pack_text(fold_medium(event.medium)),
-        group_number(event.group_idx),
+        None if event.group_idx is None else group_number(event.group_idx),
         None if kind is None else pack_text(kind),
         None if window is None else max(-_MAX_SIGNED, min(window, _MAX_SIGNED)),
         None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvindex.errors import InvariantError
 from kvindex.index.chains import chain_images, needed_runs, restored_blocks
-from kvindex.index.keys import Namespace, block_contents, stored_namespace
+from kvindex.index.keys import Namespace, block_contents, has_own_extras, stored_namespace
 from kvindex.index.labels import Budget, Label, Labels
 from kvindex.index.orphans import Orphan, Orphans
 from kvindex.index.rank_groups import RankGroups
@@ -20,10 +20,16 @@ from kvindex.wire import (
     BlockHash,
     BlockRemoved,
     BlockStored,
+    CacheSettings,
     EventBatch,
-    GroupSpec,
 )
-from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash, is_root_parent
+from kvindex.wire.quirks import (
+    fold_hash,
+    fold_medium,
+    is_content_hash,
+    is_root_parent,
+    medium_tier,
+)
 
 __all__ = ["RankBlocks"]
 
@@ -35,16 +41,18 @@ _MAX_TAGS = 64  # distinct unknown event tags counted by name
 
 
 class _Chain(NamedTuple):
-    """Consecutive blocks that an event stores at one place."""
+    """Consecutive blocks that an event stores at one place, each of `scale` units of the tree."""
 
     namespace: Namespace
     hashes: Sequence[BlockHash]
-    contents: Sequence[bytes]
+    contents: Sequence[bytes]  # of each unit
+    scale: int
     owner: Owner
 
-    def cut(self, start: int, stop: int | None = None) -> _Chain:
-        """Return blocks `start` … `stop - 1` of the chain."""
-        return self._replace(hashes=self.hashes[start:stop], contents=self.contents[start:stop])
+    def after(self, start: int) -> _Chain:
+        """Return the chain without its first `start` blocks."""
+        contents = self.contents[start * self.scale :]
+        return self._replace(hashes=self.hashes[start:], contents=contents)
 
 
 class RankBlocks:
@@ -71,8 +79,9 @@ class RankBlocks:
         self.skipped: Counter[str] = Counter()
         self._tree = tree
         self._owners: dict[tuple[str, int], Owner] = {}
-        self._reports_full = False
         self._positions_unknown = False
+        # Whether the engine announced these blocks again, as far as the batch has told.
+        self._announced: tuple[BlockHash, bool] | None = None
         # Labels of several blocks of which one went away: those that are left cannot be told.
         self._torn: set[BlockHash] = set()
 
@@ -85,9 +94,9 @@ class RankBlocks:
         for owner in self._owners.values():
             owner.rank = rank
 
-    def configure(self, specs: Mapping[int, GroupSpec]) -> None:
-        """Take the user's word for the kinds of groups."""
-        self.groups.configure(specs)
+    def configure(self, settings: CacheSettings) -> None:
+        """Take the user's word for what the events leave unsaid."""
+        self.groups.configure(settings)
 
     def clear(self) -> None:
         """Forget everything held and learned: what comes next may be another engine's."""
@@ -120,7 +129,11 @@ class RankBlocks:
             orphans_dropped=self.orphans.dropped,
             ambiguous=self.labels.ambiguous,
             duplicates=self.labels.duplicates,
-            reports_full=self._reports_full,
+            unit=self.groups.unit,
+            reports_full=self.groups.settings.report_mode == "full",
+            eagle=self.groups.settings.eagle,
+            hash_block_size=self.groups.settings.hash_block_size,
+            upper_bound=self.groups.settings.upper_bound,
             positions_unknown=self._positions_unknown,
         )
 
@@ -139,7 +152,6 @@ class RankBlocks:
         self.counters.update(image.counters)
         self.ignored.update(image.ignored)
         self.skipped.update({_unpacked(tag): count for tag, count in image.skipped})
-        self._reports_full = image.reports_full
         self._positions_unknown = image.positions_unknown
         self._torn.update(image.torn)
 
@@ -159,6 +171,8 @@ class RankBlocks:
         for tag in batch.skipped:
             known = tag in self.skipped or len(self.skipped) < _MAX_TAGS
             self.skipped[tag if known else "(other)"] += 1
+        self._announced = None
+        self._learn_sizes(batch)
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self._store(event)
@@ -168,11 +182,22 @@ class RankBlocks:
                 self.counters["cleared"] += 1
                 self._drop_all()
 
+    def _learn_sizes(self, batch: EventBatch) -> None:
+        """Learn the unit from all of a batch first: its groups' sizes come one after the other."""
+        unit = self.groups.unit
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self.groups.learn_size(event)
+        if unit and self.groups.unit != unit:
+            # What is held lies in the tree by the old unit, where nothing new would meet it.
+            if len(self.labels):
+                self.ignored["unit_changed"] += len(self.labels)
+            self._drop_all()
+
     def _drop_all(self) -> None:
         for owner, blocks in self.labels.clear().items():
             self._tree.disown(blocks, owner)
         self.orphans.clear()
-        self._reports_full = False
         self._positions_unknown = False
         self._torn.clear()
 
@@ -187,15 +212,40 @@ class RankBlocks:
         if not event.token_ids:
             self._relocate(hashes, owner)
             return
-        namespace = stored_namespace(event)
-        fault = _shape_fault(event) or self.groups.learn(event, namespace, owner.group_idx)
+        fault = _shape_fault(event) or self.groups.learn(event, owner.group_idx)
         if fault is not None:
             self.ignored[fault] += max(1, len(hashes))
-            return
+        elif not hashes:
+            pass  # a sparse event of no block
+        elif self._names_only(event, hashes):
+            self._relocate(hashes, owner)
+        else:
+            self._store_chain(event, hashes, owner)
+
+    def _names_only(self, event: BlockStored, hashes: Sequence[BlockHash]) -> bool:
+        """Whether only the labels of an event can be used: it does not tell the blocks' contents.
+
+        * Sparse events (vLLM's windows, Mamba) leave out blocks, but not their tokens.
+        * Extra keys of a block of several units do not tell which unit they belong to.
+        * vLLM's connectors leave out the extra keys of blocks that they offload. Their labels are
+          those of the GPU's blocks, so these tell the contents.
+        """
+        if len(event.token_ids) != len(hashes) * event.block_size:
+            return True
+        if event.extra_keys is None:
+            return event.group_idx is not None and bool(medium_tier(fold_medium(event.medium)))
+        if event.block_size == self.groups.unit:
+            return False
+        return any(has_own_extras(event, block) for block in range(len(hashes)))
+
+    def _store_chain(self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner) -> None:
+        unit = self.groups.unit
+        namespace = stored_namespace(event, unit)
         parent_hash = event.parent_block_hash
         parent = None if parent_hash is None else self.labels.get(fold_hash(parent_hash))
         at_root = parent is None and is_root_parent(parent_hash)
-        chain = _Chain(namespace, hashes, block_contents(event, at_root=at_root), owner)
+        contents = block_contents(event, unit, at_root=at_root)
+        chain = _Chain(namespace, hashes, contents, event.block_size // unit, owner)
         if at_root:
             self._store_at_root(event, chain)
         elif parent is not None and parent_hash is not None:
@@ -217,22 +267,42 @@ class RankBlocks:
             # tell the position either: to place the page would be a guess.
             self._positions_unknown = True
             self.ignored["position_unknown"] += len(chain.hashes)
-        elif self._is_reannouncement(chain):
+        elif self._is_announced_again(event, chain):
             self.counters["reannounced"] += len(chain.hashes)
         else:
             self._place(None, chain)
 
-    def _is_reannouncement(self, chain: _Chain) -> bool:
-        """Whether vLLM's report mode "full" tells again what is counted already.
+    def _is_announced_again(self, event: BlockStored, chain: _Chain) -> bool:
+        """Whether vLLM's report mode "full" announces blocks that a request found cached.
 
-        A prompt's single first block may also be a further physical copy; it is taken for one
-        until the rank has shown by a longer store that it re-announces.
+        Only where the user says that requests use the mode: the wire does not tell. Then a store
+        from the root is such an announcement if the engine's own lookup would have found all of
+        it, group by group; else the engine computed the blocks, and they are further copies. The
+        groups announce one after the other, and what the first one shows holds for all.
         """
-        labels = map(self.labels.get, chain.hashes)
-        if not all(label is not None and chain.owner in label.copies for label in labels):
+        if self.groups.settings.report_mode != "full" or event.parent_block_hash is not None:
             return False
-        self._reports_full = self._reports_full or len(chain.hashes) > 1
-        return self._reports_full
+        last = chain.hashes[-1]
+        if self._announced is None or self._announced[0] != last:
+            self._announced = (last, self._would_be_found(event, chain))
+        return self._announced[1]
+
+    def _would_be_found(self, event: BlockStored, chain: _Chain) -> bool:
+        size = event.block_size
+        stops = range(size, size * len(chain.hashes) + 1, size)
+        return all(
+            self._is_held(block_hash, chain.owner.medium, group_idx)
+            for group_idx, group in self.groups.known().items()
+            if group.spec.takes_part and group.block_size
+            for first in [group.spec.needed_from(stops[-1], group.block_size)]
+            for stop, block_hash in zip(stops, chain.hashes, strict=True)
+            if stop > first and stop % group.block_size == 0
+        )
+
+    def _is_held(self, block_hash: BlockHash, medium: str, group_idx: int) -> bool:
+        label = self.labels.get(block_hash)
+        owner = self._owners.get((medium, group_idx))
+        return label is not None and owner is not None and owner in label.copies
 
     def _store_after(self, parent: Label, parent_hash: BlockHash, chain: _Chain) -> None:
         if parent.block.run.namespace != chain.namespace:
@@ -253,14 +323,18 @@ class RankBlocks:
             return
         assert event.parent_block_hash is not None
         parent_hash = fold_hash(event.parent_block_hash)
-        for i, (block_hash, content) in enumerate(zip(chain.hashes, chain.contents, strict=True)):
+        for i, block_hash in enumerate(chain.hashes):
             label = self.labels.get(block_hash)
             if label is not None and label.block.run.namespace == chain.namespace:
                 if self._add_copies(block_hash, label.block, {chain.owner: 1}):
                     self.counters["stored"] += 1
-                    self._place(label.block, chain.cut(i + 1))
+                    self._place(label.block, chain.after(i + 1))
                 return
-            self.orphans.hold(block_hash, parent_hash, chain.namespace, content, chain.owner)
+            if chain.scale == 1:
+                content = chain.contents[i]
+                self.orphans.hold(block_hash, parent_hash, chain.namespace, content, chain.owner)
+            else:  # another group's smaller blocks may tell its place
+                self.orphans.hold_label(block_hash, chain.owner)
             self.counters["orphaned"] += 1
             parent_hash = block_hash
 
@@ -278,7 +352,8 @@ class RankBlocks:
         """Put a chain of blocks into the tree, then all held blocks that waited for them."""
         if not chain.hashes:
             return
-        blocks = self._tree.extend(parent, chain.namespace, chain.contents)
+        units = self._tree.extend(parent, chain.namespace, chain.contents)
+        blocks = units[chain.scale - 1 :: chain.scale]
         count = 0
         for block_hash, block in zip(chain.hashes, blocks, strict=True):
             if not self.labels.add(block_hash, block, chain.owner):
@@ -366,17 +441,16 @@ def _hashes_content_only(event: BlockStored) -> bool:
 
 
 def _shape_fault(event: BlockStored) -> str | None:
-    """Say why an event's tokens cannot be mapped to its hashes, if they cannot."""
+    """Say why an event's tokens cannot belong to its hashes, if they cannot."""
     count = len(event.block_hashes)
-    if count == 0:
-        return "no_blocks"
     if event.block_size <= 0:
         return "block_size"
-    if len(event.token_ids) != count * event.block_size:
+    blocks, rest = divmod(len(event.token_ids), event.block_size)
+    if rest or blocks < count:
         return "token_count"
     if event.extra_keys is not None and len(event.extra_keys) != count:
         return "extra_keys_count"
-    if event.lookahead_token_ids is not None:
+    if event.lookahead_token_ids is not None and count:
         lengths = {len(tokens) for tokens in event.lookahead_token_ids}
         if len(event.lookahead_token_ids) != count or len(lengths) != 1:
             return "lookahead_count"

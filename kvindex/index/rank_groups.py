@@ -1,12 +1,20 @@
-"""What is learned of a rank's KV cache groups: their kinds, windows and block sizes."""
+"""What is known of a rank's KV cache groups: their kinds, their block sizes, the tree's unit.
+
+A group's blocks may be larger than another's; an engine hashes prompts in steps that divide all
+of them, and a hash names the whole prefix up to its end. So the tree keeps a rank's prompts in
+*units* of the greatest size that divides every group's blocks, and a group's block is the unit
+that it ends with. A rank with one group has its block size as the unit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd, lcm
 
-from kvindex.index.keys import Namespace
+from kvindex.index.keys import stored_namespace
 from kvindex.index.rank_image import MAX_SHAPES, GroupImage, RankImage
-from kvindex.wire import BlockStored, GroupSpec
+from kvindex.wire import BlockStored, CacheSettings, GroupSpec
+from kvindex.wire.quirks import fold_medium, medium_tier
 
 __all__ = ["Group", "RankGroups"]
 
@@ -15,41 +23,89 @@ _MAX_GROUPS = 64
 
 
 class Group:
-    """What is known of one KV cache group of a rank; `block_size` is 0 until a block is stored."""
+    """What is known of one KV cache group of a rank.
 
-    __slots__ = ("block_size", "configured", "spec")
+    Attributes:
+        spec: its kind.
+        configured: whether the user told the kind; the wire does not change it again.
+        told: whether anybody told the kind; otherwise it counts as full attention.
+        block_size: tokens per block, 0 until one is stored.
+    """
+
+    __slots__ = ("block_size", "configured", "spec", "told")
 
     def __init__(self, spec: GroupSpec | None = None) -> None:
         self.spec = spec or GroupSpec()
         self.configured = spec is not None
+        self.told = spec is not None
         self.block_size = 0
 
 
 class RankGroups:
-    """The groups of one rank, learned from its stores or told by the user."""
+    """The groups of one rank, learned from its stores or told by the user.
 
-    __slots__ = ("_groups", "_shapes")
+    Attributes:
+        settings: what the user told of the rank's cache.
+        unit: tokens per block of the tree, 0 until a block is stored.
+    """
+
+    __slots__ = ("_groups", "_shapes", "settings", "unit")
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
         self._shapes: set[tuple[int, int]] = set()
+        self.settings = CacheSettings()
+        self.unit = 0
 
     def known(self) -> Mapping[int, Group]:
         """Return the groups by their index."""
         return self._groups
 
-    def window_only(self, block_size: int) -> bool:
-        """Whether no group of this block size needs all blocks before the cut.
+    def hashed(self) -> list[Group]:
+        """Return the groups that take part in prefix caching and have stored a block."""
+        return [g for g in self._groups.values() if g.spec.takes_part and g.block_size]
 
-        Then a match may skip a hole in a walk over blocks of that size.
+    @property
+    def kinds_untold(self) -> bool:
+        """Whether there are several groups of which some may be anything (vLLM up to 0.21)."""
+        groups = self.hashed()
+        return len(groups) > 1 and not all(group.told for group in groups)
+
+    @property
+    def upper_bound(self) -> bool:
+        """Whether the engine's hits may be shorter than the answers.
+
+        In report mode "full" some announcements cannot be told from copies.
         """
-        groups = [group for group in self._groups.values() if group.block_size == block_size]
-        specs = [group.spec for group in groups if group.spec.takes_part]
-        return bool(specs) and all(spec.needed_blocks(1) is not None for spec in specs)
+        announces = self.settings.report_mode == "full"
+        return self.settings.upper_bound or announces or self.kinds_untold
 
-    def configure(self, specs: Mapping[int, GroupSpec]) -> None:
-        """Take the user's word for the kinds of groups; the wire does not change them again."""
-        for group_idx, spec in specs.items():
+    @property
+    def alignment(self) -> int:
+        """Tokens whose multiples an engine's hits are.
+
+        As in vLLM: what all groups' block sizes divide, or one unit where Mamba's states are
+        kept at any hash and no other group needs whole blocks.
+        """
+        groups = self.hashed()
+        fine = any(g.spec.is_mamba and g.block_size > self.unit for g in groups) and all(
+            g.spec.is_mamba or g.spec.needs_all or g.block_size == self.unit for g in groups
+        )
+        return self.unit if fine else lcm(*(group.block_size for group in groups))
+
+    def may_skip_holes(self, unit: int) -> bool:
+        """Whether a match may go on after a unit that no group holds.
+
+        It may not where some group needs all blocks, each of one unit.
+        """
+        if unit != self.unit:
+            return False
+        return not any(g.spec.needs_all and g.block_size == unit for g in self.hashed())
+
+    def configure(self, settings: CacheSettings) -> None:
+        """Take the user's word for what the events leave unsaid."""
+        self.settings = settings
+        for group_idx, spec in settings.groups.items():
             told = Group(spec)
             before = self._groups.get(group_idx)
             told.block_size = before.block_size if before is not None else 0
@@ -57,55 +113,96 @@ class RankGroups:
 
     def forget(self) -> None:
         """Forget what was learned, since another engine may follow; keep what the user told."""
-        told = {idx: group for idx, group in self._groups.items() if group.configured}
         self._groups.clear()
         self._shapes.clear()
-        self.configure({idx: group.spec for idx, group in told.items()})
+        self.unit = 0
+        self.configure(self.settings)
 
     def image(self) -> tuple[list[GroupImage], list[tuple[int, int]]]:
         """Return the groups and the shapes of stored blocks; see `RankImage`."""
-        groups: list[GroupImage] = []
-        for group_idx, group in self._groups.items():
-            kind, window = group.spec.kind, group.spec.sliding_window
-            packed = kind.encode("utf-8", "surrogatepass")
-            groups.append((group_idx, packed, window, group.configured, group.block_size))
+        groups = [
+            GroupImage(
+                group_idx=group_idx,
+                kind=group.spec.kind.encode("utf-8", "surrogatepass"),
+                sliding_window=group.spec.sliding_window,
+                attention_chunk_size=group.spec.attention_chunk_size,
+                configured=group.configured,
+                told=group.told,
+                block_size=group.block_size,
+            )
+            for group_idx, group in self._groups.items()
+        ]
         return groups, sorted(self._shapes)
 
     def restore(self, image: RankImage) -> None:
         """Take over what an image knows of groups; nothing must be known yet."""
-        for group_idx, kind, window, configured, block_size in image.groups:
-            group = Group(GroupSpec(kind.decode("utf-8", "surrogatepass"), window))
-            group.configured, group.block_size = configured, block_size
-            self._groups[group_idx] = group
+        configured = {}
+        for some in image.groups:
+            group = Group(some.spec())
+            group.configured, group.told = some.configured, some.told
+            group.block_size = some.block_size
+            self._groups[some.group_idx] = group
+            if group.configured:
+                configured[some.group_idx] = group.spec
         self._shapes.update(image.shapes)
+        self.unit = image.unit
+        self.settings = CacheSettings(
+            groups=configured,
+            report_mode="full" if image.reports_full else "incremental",
+            eagle=image.eagle,
+            hash_block_size=image.hash_block_size,
+            upper_bound=image.upper_bound,
+        )
 
-    def learn(self, event: BlockStored, namespace: Namespace, group_idx: int) -> str | None:
-        """Learn the group's kind and block size; say why the event's blocks cannot count."""
+    def learn_size(self, event: BlockStored) -> None:
+        """Learn a group's block size, and what it makes of the unit.
+
+        A store of offloaded blocks, which may be larger, teaches nothing of a known group.
+        """
+        size, group_idx = event.block_size, event.group_idx or 0
         group = self._groups.get(group_idx)
+        known = group.block_size if group is not None else 0
+        if size <= 0 or not event.token_ids or known == size:
+            return
+        if known and medium_tier(fold_medium(event.medium)):
+            return
         if group is None:
             if len(self._groups) >= _MAX_GROUPS:
-                return "too_many_groups"
+                return
             group = self._groups[group_idx] = Group()
+        alone = all(other is group or not other.block_size for other in self._groups.values())
+        if alone:  # a smaller block is a partial one: it has no place of its own
+            group.block_size = max(group.block_size, size)
+            self.unit = gcd(group.block_size, self.settings.hash_block_size or 0)
+            return
+        group.block_size = max(group.block_size, size)
+        self.unit = gcd(self.unit, size)
+
+    def learn(self, event: BlockStored, group_idx: int) -> str | None:
+        """Learn the group's kind; say why the event's blocks cannot count."""
+        group = self._groups.get(group_idx)
+        if group is None:
+            return "too_many_groups"
         if event.kv_cache_spec_kind is not None and not group.configured:
             fault = _learn_kind(group, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
             if fault is not None:
                 return fault
-        if event.block_size < group.block_size:
+        if event.block_size % self.unit:
             return "partial_block"
-        shape = (namespace.block_size, namespace.lookahead)
+        shape = stored_namespace(event, self.unit)[::2]
         if shape not in self._shapes:
             if len(self._shapes) >= MAX_SHAPES:
                 return "too_many_block_sizes"
             self._shapes.add(shape)
-        group.block_size = event.block_size
         return None
 
 
 def _learn_kind(group: Group, kind: str, window: int | None) -> str | None:
-    if (group.spec.kind, group.spec.sliding_window) == (kind, window):
+    if group.told and (group.spec.kind, group.spec.sliding_window) == (kind, window):
         return None
     try:
         group.spec = GroupSpec(kind, window)
     except ValueError:
         return "group_kind"
+    group.told = True
     return None

@@ -46,8 +46,22 @@ OrphanImage: TypeAlias = "tuple[BlockHash, CopiesImage]"
 WaitImage: TypeAlias = "tuple[int, BlockHash, int, bytes]"
 """An orphan by its number, its parent, namespace and content."""
 
-GroupImage: TypeAlias = "tuple[int, bytes, int | None, bool, int]"
-"""group_idx, kind, sliding window, whether the user told them, block size."""
+
+class GroupImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_only=True):
+    """What is known of a group."""
+
+    group_idx: int
+    kind: bytes
+    sliding_window: int | None
+    attention_chunk_size: int | None
+    configured: bool
+    told: bool
+    block_size: int
+
+    def spec(self) -> GroupSpec:
+        """Return its kind."""
+        kind = self.kind.decode("utf-8", "surrogatepass")
+        return GroupSpec(kind, self.sliding_window, self.attention_chunk_size)
 
 
 class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,7 +86,7 @@ class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_
     labels: list[tuple[int | bytes, list[tuple[int, list[tuple[int, int]]]]]]
     orphans: list[tuple[int | bytes, list[tuple[int, int]]]]
     waiting: list[tuple[int, int | bytes, int, bytes]]
-    groups: list[tuple[int, bytes, int | None, bool, int]]
+    groups: list[GroupImage]
     shapes: list[tuple[int, int]]
     torn: list[int | bytes]
     skipped: list[tuple[bytes, int]]
@@ -81,7 +95,11 @@ class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_
     orphans_dropped: int
     ambiguous: int
     duplicates: int
+    unit: int
     reports_full: bool
+    eagle: bool
+    hash_block_size: int | None
+    upper_bound: bool
     positions_unknown: bool
 
     def resident(self) -> int:
@@ -192,14 +210,19 @@ def _check_hashes(hashes: list[BlockHash]) -> None:
 
 
 def _check_learned(image: RankImage) -> None:
-    _require(_distinct([group_idx for group_idx, *_ in image.groups]), "a group repeats")
-    _require(_decodable(kind for _, kind, *_ in image.groups), "a kind that is no text")
-    for _, kind, window, _, block_size in image.groups:
-        _require(block_size >= 0, "a group of a block size below 0")
+    _require(_distinct([group.group_idx for group in image.groups]), "a group repeats")
+    _require(_decodable(group.kind for group in image.groups), "a kind that is no text")
+    _require(image.unit >= 0, "a unit below 0")
+    for group in image.groups:
+        _require(group.block_size >= 0, "a group of a block size below 0")
+        _require(not group.block_size or image.unit > 0, "blocks without a unit")
+        _require(group.told or not group.configured, "a kind that nobody told")
+        _require(group.block_size % (image.unit or 1) == 0, "blocks of no whole units")
         try:
-            GroupSpec(kind.decode("utf-8", "surrogatepass"), window)
+            group.spec()
         except ConfigurationError as error:
             raise SnapshotError(str(error), reason="content") from None
+    _require(image.hash_block_size is None or image.hash_block_size > 0, "hashes of no tokens")
     _check_hashes(image.torn)
     _require(len(image.torn) <= MAX_TORN, "too many torn labels")
     tags = [tag for tag, _ in image.skipped]

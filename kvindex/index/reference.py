@@ -27,7 +27,7 @@ from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.tree import RadixTree
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
-from kvindex.wire import EventBatch, GroupSpec, decode_batch, group_specs
+from kvindex.wire import CacheSettings, EventBatch, decode_batch
 
 __all__ = ["Index"]
 
@@ -84,10 +84,9 @@ class Index(BaseIndex):
                 blocks.rename(rank)
                 self._ranks[rank] = blocks
 
-    def describe_groups(self, rank: Rank, groups: Mapping[int, GroupSpec]) -> None:
-        checked = group_specs(groups)
+    def configure(self, rank: Rank, settings: CacheSettings) -> None:
         with self._lock:
-            self._rank(rank).configure(checked)
+            self._rank(rank).configure(settings)
 
     def __len__(self) -> int:
         with self._lock:
@@ -123,13 +122,12 @@ class Index(BaseIndex):
             held: Held = {}
             for namespace in namespaces:
                 keys = PromptKeys(self._keys, namespace, prompt, extras)
-                window_only = any(
-                    blocks.groups.window_only(namespace.block_size) for blocks in wanted.values()
+                may_skip = any(
+                    blocks.groups.may_skip_holes(namespace.block_size) for blocks in wanted.values()
                 )
-                held[namespace] = held_blocks(
-                    self._tree, namespace, keys, wanted_media, window_only
-                )
-            return Match(FoundMatches(rank_matches(held, wanted)), frozenset(wanted))
+                held[namespace] = held_blocks(self._tree, namespace, keys, wanted_media, may_skip)
+            found = FoundMatches(rank_matches(held, wanted, prompt.length))
+            return Match(found, frozenset(wanted))
 
     # Snapshots -------------------------------------------------------------------------------
 
@@ -244,6 +242,7 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
         "groups": {
             str(group_idx): {
                 "kind": group.spec.kind,
+                "told": group.told,
                 "sliding_window": group.spec.sliding_window,
                 "block_size": group.block_size,
             }

@@ -75,7 +75,7 @@ class Feed:
         now: float,
     ) -> None:
         self.worker = worker.worker
-        self.groups = worker.groups
+        self.cache = worker.cache
         self.rank = Rank(worker.worker, address.dp_rank)
         self.named: int | None = None
         self.failure = ""

@@ -181,7 +181,7 @@ class Roster:
         for feed, resumption in zip(feeds, plan, strict=True):
             feed.rank = Rank(feed.worker, resumption.dp_rank)
             self.feeds[feed.rank] = feed
-            self._outlet.put(RankAdded(feed.rank, feed.groups))
+            self._outlet.put(RankAdded(feed.rank, feed.cache))
         for feed, resumption in zip(feeds, plan, strict=True):
             self.guard(feed, partial(feed.start, resumption), now)
             self.deadlines.set(feed, feed.deadline)

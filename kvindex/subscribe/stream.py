@@ -9,7 +9,7 @@ import msgspec
 
 from kvindex.rank import Rank
 from kvindex.subscribe.status import RankStatus
-from kvindex.wire import EventBatch, GroupSpec
+from kvindex.wire import CacheSettings, EventBatch
 
 __all__ = [
     "BatchSink",
@@ -72,11 +72,11 @@ class RankAdded(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         rank: which rank.
-        groups: its KV cache groups, as its `Worker` tells them.
+        cache: what its `Worker` tells of its cache.
     """
 
     rank: Rank
-    groups: dict[int, GroupSpec] = {}
+    cache: CacheSettings = CacheSettings()
 
 
 class RankBatch(msgspec.Struct, frozen=True, tag=True):

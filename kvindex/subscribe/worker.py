@@ -9,7 +9,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvindex.errors import ConfigurationError
-from kvindex.wire import GroupSpec, group_specs
+from kvindex.wire import CacheSettings
 
 __all__ = ["Curve", "Endpoints", "PublisherAddress", "Worker", "not_a_worker", "workers_of"]
 
@@ -71,8 +71,8 @@ class Worker(msgspec.Struct, frozen=True):
         bind: listen at `endpoint` ourselves, for publishers that connect (vLLM does when its
             endpoint names a concrete host). Replay is still connected to.
         curve: CURVE keys for both sockets.
-        groups: kinds of the KV cache groups of a hybrid model, by group_idx; vLLM tells them
-            itself from 0.22 on, before that they must be given here.
+        cache: what the engine's events leave unsaid of its cache: kinds of groups before vLLM
+            0.22, report mode, EAGLE, and whether answers are only upper bounds.
 
     Raises:
         ConfigurationError: endpoints that no rank could be reached at, with the reason.
@@ -90,7 +90,7 @@ class Worker(msgspec.Struct, frozen=True):
     topic: str = ""
     bind: bool = False
     curve: Curve | None = None
-    groups: dict[int, GroupSpec] = {}
+    cache: CacheSettings = CacheSettings()
 
     def __post_init__(self) -> None:
         if not self.worker or not isinstance(self.worker, str):
@@ -100,7 +100,6 @@ class Worker(msgspec.Struct, frozen=True):
             raise ConfigurationError(
                 f"dp_size must be 1 to {_MAX_DP_SIZE} ranks, not {self.dp_size}"
             )
-        group_specs(self.groups)
         self.publishers()
 
     def __hash__(self) -> int:
@@ -115,6 +114,7 @@ class Worker(msgspec.Struct, frozen=True):
             "topic": (str,),
             "bind": (bool,),
             "curve": (Curve, type(None)),
+            "cache": (CacheSettings,),
         }
         for name, allowed in kinds.items():
             value = getattr(self, name)

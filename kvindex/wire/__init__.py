@@ -28,7 +28,7 @@ from kvindex.wire.frames import (
     replay_frames,
     replay_request,
 )
-from kvindex.wire.group_spec import GroupSpec, group_specs
+from kvindex.wire.group_spec import CacheSettings, GroupSpec
 from kvindex.wire.quirks import text_token
 from kvindex.wire.recording import RecordedMessage, RecordingWriter, read_recording
 
@@ -40,6 +40,7 @@ __all__ = [
     "BlockHash",
     "BlockRemoved",
     "BlockStored",
+    "CacheSettings",
     "Dialect",
     "Event",
     "EventBatch",
@@ -52,7 +53,6 @@ __all__ = [
     "decode_batch",
     "dialect",
     "encode_batch",
-    "group_specs",
     "live_frames",
     "parse_live",
     "parse_replay",

@@ -1,17 +1,20 @@
-"""What kind of attention a KV cache group of a hybrid model serves."""
+"""What a rank's events leave unsaid of its cache: kinds of groups, and how the engine reports."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 from kvindex.errors import ConfigurationError
 
-__all__ = ["GroupSpec", "group_specs"]
+__all__ = ["CacheSettings", "GroupSpec"]
 
 _WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 _NO_PREFIX_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
+_CHUNKED = "chunked_local_attention"
+_MAMBA = "mamba"
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
@@ -21,18 +24,26 @@ class GroupSpec(msgspec.Struct, frozen=True):
         kind: vLLM's `kv_cache_spec_kind`; unknown kinds are treated like
             "full_attention", which never overestimates.
         sliding_window: the window in tokens, for the sliding-window kinds.
+        attention_chunk_size: tokens in a chunk, for "chunked_local_attention". No engine tells it;
+            without it the group counts as full attention, which never overestimates.
 
     Raises:
-        ConfigurationError: a sliding-window kind without a positive window.
+        ConfigurationError: a sliding-window kind without a positive window, or a chunk size below
+            one token.
     """
 
     kind: str = "full_attention"
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind in _WINDOW_KINDS and (self.sliding_window or 0) < 1:
+        if self.has_window and (self.sliding_window or 0) < 1:
             raise ConfigurationError(
                 f"a {self.kind} group needs sliding_window >= 1 token, not {self.sliding_window}"
+            )
+        if self.attention_chunk_size is not None and self.attention_chunk_size < 1:
+            raise ConfigurationError(
+                f"attention_chunk_size is at least 1 token, not {self.attention_chunk_size}"
             )
 
     @property
@@ -40,21 +51,82 @@ class GroupSpec(msgspec.Struct, frozen=True):
         """Whether prefix caching concerns the group at all."""
         return self.kind not in _NO_PREFIX_KINDS
 
-    def needed_blocks(self, block_size: int) -> int | None:
-        """Return how many blocks before the cut must be resident; None means all of them."""
-        if self.kind in _WINDOW_KINDS:
+    @property
+    def has_window(self) -> bool:
+        """Whether a hit needs only the blocks of a window before the cut."""
+        return self.kind in _WINDOW_KINDS
+
+    @property
+    def is_mamba(self) -> bool:
+        """Whether a hit needs only the state at the cut."""
+        return self.kind == _MAMBA
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether a hit needs only the blocks of the chunk that the cut is in."""
+        return self.kind == _CHUNKED and self.attention_chunk_size is not None
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether a hit needs every block before the cut."""
+        return not (self.has_window or self.is_mamba or self.is_chunked)
+
+    def needed_from(self, cut: int, block_size: int) -> int:
+        """Return the token from which on a hit of `cut` tokens needs the group's blocks."""
+        if self.has_window:
             assert self.sliding_window is not None
-            return -(-(self.sliding_window - 1) // block_size)
-        if self.kind == "mamba":
-            return 1  # the state at the cut stands for everything before it
-        return None
+            return max(0, cut - -(-(self.sliding_window - 1) // block_size) * block_size)
+        if self.is_mamba:
+            return max(0, cut - block_size)
+        if self.is_chunked:
+            assert self.attention_chunk_size is not None
+            return cut // self.attention_chunk_size * self.attention_chunk_size
+        return 0
 
 
-def group_specs(specs: Mapping[int, GroupSpec]) -> dict[int, GroupSpec]:
-    """Return a checked copy of a caller's group table."""
-    for group_idx, spec in specs.items():
-        if group_idx < 0 or not isinstance(spec, GroupSpec):
+class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank's events leave unsaid of its cache, told by whoever runs the engine.
+
+    Attributes:
+        groups: kinds of the KV cache groups of a hybrid model, by group_idx. vLLM tells them from
+            0.22 on, except for chunk sizes.
+        report_mode: vLLM's `kv_cache_report_mode`. "full" means that requests announce blocks
+            again that they found cached; such announcements are then not counted as further
+            copies. Some cannot be told from copies, so that answers are upper bounds. Under
+            "incremental", the engine's own default, every store is a copy.
+        eagle: whether vLLM speculates with EAGLE or MTP, and so drops the last block of each hit.
+            Lookahead hashing (vLLM 0.33) and SGLang drop none.
+        hash_block_size: tokens per hash where that is less than every group's block size (vLLM's
+            `prefix_match_unit`); otherwise it is learned.
+        upper_bound: whether the engine's events tell only part of what limits a hit, so that
+            answers are upper bounds: SGLang's hybrid caches (sliding window, Mamba), and SGLang
+            when requests carry an `extra_key`.
+
+    Raises:
+        ConfigurationError: a value is none of these.
+    """
+
+    groups: dict[int, GroupSpec] = {}
+    report_mode: Literal["incremental", "full"] = "incremental"
+    eagle: bool = False
+    hash_block_size: int | None = None
+    upper_bound: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.groups, Mapping):
             raise ConfigurationError(
-                f"groups must map group_idx >= 0 to GroupSpec, not {group_idx!r} to {spec!r}"
+                f"groups must map group_idx to GroupSpec, not {type(self.groups).__name__}"
             )
-    return dict(specs)
+        for group_idx, spec in self.groups.items():
+            if group_idx < 0 or not isinstance(spec, GroupSpec):
+                raise ConfigurationError(
+                    f"groups must map group_idx >= 0 to GroupSpec, not {group_idx!r} to {spec!r}"
+                )
+        if self.report_mode not in ("incremental", "full"):
+            raise ConfigurationError(
+                f'report_mode is "incremental" or "full", not {self.report_mode!r}'
+            )
+        if self.hash_block_size is not None and self.hash_block_size < 1:
+            raise ConfigurationError(
+                f"hash_block_size is at least 1 token, not {self.hash_block_size}"
+            )

@@ -19,6 +19,7 @@ __all__ = [
     "fold_medium",
     "is_content_hash",
     "is_root_parent",
+    "medium_tier",
     "text_token",
 ]
 
@@ -33,6 +34,10 @@ ROOT_PARENTS: Final[frozenset[int | None]] = frozenset({None, 0, EMPTY_TUPLE_HAS
 _KNOWN_MEDIA: Final = frozenset(
     {"GPU", "CPU", "CPU_PINNED", "DISK", "EXTERNAL", "STORAGE", "FS", "OBJ"}
 )
+
+
+_HOST_MEDIA: Final = frozenset({"CPU", "CPU_PINNED"})
+_DEVICES: Final = ("GPU", "CUDA", "ROCM", "HIP", "XPU", "NPU", "TPU", "HPU")
 
 
 def is_root_parent(parent_block_hash: BlockHash | None) -> bool:
@@ -100,6 +105,22 @@ def fold_medium(medium: str | None) -> str:
         return "GPU"
     upper = medium.upper()
     return upper if upper in _KNOWN_MEDIA else medium
+
+
+def medium_tier(folded_medium: str) -> int:
+    """Return how far a medium is from the device: engines load a prefix tier by tier.
+
+    0 is the device itself, 1 the host's memory, 2 disks and other storage, 3 what nobody knows.
+
+    Examples:
+        >>> [medium_tier(medium) for medium in ("GPU", "cuda:0", "CPU_PINNED", "DISK", "tape")]
+        [0, 0, 1, 2, 3]
+    """
+    if folded_medium.upper().startswith(_DEVICES):
+        return 0
+    if folded_medium in _HOST_MEDIA:
+        return 1
+    return 2 if folded_medium in _KNOWN_MEDIA else 3
 
 
 def text_token(text: str) -> int:

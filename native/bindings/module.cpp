@@ -8,6 +8,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -53,14 +54,15 @@ struct PyAnswer {
     }
     return nullptr;
   }
-  // (rank id, blocks, tokens, block size, {medium: blocks})
+  // (rank id, blocks, tokens, block size, {medium: blocks}, device tokens, upper bound)
   nb::tuple plain(const FoundRank& found) const {
     nb::dict media;
     for (uint32_t i = 0; i < found.media_count; ++i) {
       const MediumBlocks& medium = answer.media[found.media_begin + i];
       media[unicode(*medium.medium)] = medium.blocks;
     }
-    return nb::make_tuple(found.rank, found.blocks, found.tokens, found.block_size, media);
+    return nb::make_tuple(found.rank, found.blocks, found.tokens, found.block_size, media,
+                          found.device_tokens, found.upper_bound);
   }
 };
 
@@ -145,6 +147,7 @@ nb::dict groups_dict(const std::map<uint32_t, Group>& groups) {
   for (const auto& [group_idx, group] : groups) {
     nb::dict entry;
     entry["kind"] = unicode(group.spec.kind);
+    entry["told"] = group.told;
     entry["sliding_window"] = group.spec.sliding_window;
     entry["block_size"] = group.block_size;
     all[nb::str(std::to_string(group_idx).c_str())] = entry;
@@ -214,11 +217,15 @@ std::optional<std::string> check(const PyIndex& self) {
   return std::nullopt;
 }
 
-bool configure(PyIndex& self, uint32_t rank,
-               const std::map<uint32_t, std::pair<std::string, std::optional<int64_t>>>& groups) {
-  std::map<uint32_t, GroupSpec> specs;
-  for (const auto& [group_idx, spec] : groups) specs[group_idx] = {spec.first, spec.second};
-  return self.index.configure(rank, specs);
+using PlainSpec = std::tuple<std::string, std::optional<int64_t>, std::optional<int64_t>>;
+
+bool configure(PyIndex& self, uint32_t rank, const std::map<uint32_t, PlainSpec>& groups,
+               bool reports_full, bool eagle, uint32_t hash_block_size, bool upper_bound) {
+  CacheSettings settings{{}, reports_full, eagle, hash_block_size, upper_bound};
+  for (const auto& [group_idx, spec] : groups) {
+    settings.groups[group_idx] = {std::get<0>(spec), std::get<1>(spec), std::get<2>(spec)};
+  }
+  return self.index.configure(rank, settings);
 }
 
 // What a query cannot do without, for benchmarks: converting tokens, and hashing them.

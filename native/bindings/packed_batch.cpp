@@ -106,13 +106,14 @@ void PackedBatch::add_lookahead(Event& event, nb::list lookahead) {
 }
 
 void PackedBatch::stored(nb::list hashes, nb::object parent, nb::bytes tokens, uint32_t block_size,
-                         nb::bytes lora, nb::bytes medium, uint32_t group_idx,
-                         nb::object spec_kind, std::optional<int64_t> spec_window,
+                         nb::bytes lora, nb::bytes medium,
+                         std::optional<uint32_t> group_idx, nb::object spec_kind, std::optional<int64_t> spec_window,
                          nb::object lookahead, nb::object extras, nb::object salted_first,
                          bool content_hash) {
   Event event;
   event.kind = EventKind::stored;
-  event.group_idx = group_idx;
+  event.has_group = group_idx.has_value();
+  event.group_idx = group_idx.value_or(0);
   event.block_size = block_size;
   event.lora = text(lora);
   event.medium = text(medium);
@@ -177,7 +178,7 @@ void bind_packed_batch(nb::module_& module) {
       .def("__len__", [](const PackedBatch& packed) { return packed.batch.events.size(); })
       .def("stored", &PackedBatch::stored, nb::arg("hashes"), nb::arg("parent").none(),
            nb::arg("tokens"), nb::arg("block_size"), nb::arg("lora"), nb::arg("medium"),
-           nb::arg("group_idx"), nb::arg("spec_kind").none(), nb::arg("spec_window").none(),
+           nb::arg("group_idx").none(), nb::arg("spec_kind").none(), nb::arg("spec_window").none(),
            nb::arg("lookahead").none(), nb::arg("extras").none(), nb::arg("salted_first").none(),
            nb::arg("content_hash"))
       .def("removed", &PackedBatch::removed)

@@ -26,8 +26,8 @@ class PackedBatch {
   // Add a BlockStored. Hashes are ints modulo 2**64 or bytes; `tokens` are packed 64-bit ints;
   // `lookahead` is one bytes object a block, of the same; `extras` the canonical extra keys.
   void stored(nanobind::list hashes, nanobind::object parent, nanobind::bytes tokens,
-              uint32_t block_size, nanobind::bytes lora, nanobind::bytes medium, uint32_t group_idx,
-              nanobind::object spec_kind, std::optional<int64_t> spec_window,
+              uint32_t block_size, nanobind::bytes lora, nanobind::bytes medium,
+              std::optional<uint32_t> group_idx, nanobind::object spec_kind, std::optional<int64_t> spec_window,
               nanobind::object lookahead, nanobind::object extras, nanobind::object salted_first,
               bool content_hash);
   void removed(nanobind::list hashes, nanobind::bytes medium, uint32_t group_idx);

@@ -34,6 +34,7 @@ struct Event {
   bool has_lookahead = false;   // lookahead_token_ids is not nil
   bool ragged_lookahead = false;  // its arrays differ in length
   bool has_extra_keys = false;  // extra_keys is not nil
+  bool has_group = false;       // group_idx is not nil
   bool has_kind = false;        // kv_cache_spec_kind is not nil
   bool has_window = false;      // kv_cache_spec_sliding_window is not nil
   bool content_hash = false;    // wide tokens only: the first label covers its own tokens only

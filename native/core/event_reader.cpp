@@ -171,7 +171,10 @@ Reader EventReader::read_field(Reader in, Field field) {
     case Field::medium: return read_medium(in);
     case Field::lora_name: return read_lora_name(in);
     case Field::extra_keys: return read_extra_keys_later(in);
-    case Field::group_idx: good = in.take_nil() || read_small_int(in, event_->group_idx); break;
+    case Field::group_idx:
+      event_->has_group = !in.take_nil();
+      good = !event_->has_group || read_small_int(in, event_->group_idx);
+      break;
     case Field::spec_kind: return read_spec_kind(in);
     case Field::spec_window: return read_spec_window(in);
     case Field::lookahead_token_ids: return read_lookahead(in);

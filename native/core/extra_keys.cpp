@@ -171,4 +171,14 @@ ByteRange salt_only(std::string_view salt, std::vector<uint8_t>& pool) {
   return {begin, size_of(pool) - begin};
 }
 
+bool only_texts(std::string_view extra_keys) {
+  const auto* const begin = reinterpret_cast<const uint8_t*>(extra_keys.data());
+  Reader in(begin, begin + extra_keys.size());
+  while (in.at() != in.end()) {
+    std::string_view text;
+    if (!in.next_is_text() || !in.read_raw_text(text)) return false;
+  }
+  return true;
+}
+
 }  // namespace kvindex

@@ -20,4 +20,7 @@ bool read_extra_keys(Reader& in, std::string_view lora_name, std::string_view sa
 // The same for a block without keys.
 ByteRange salt_only(std::string_view salt, std::vector<uint8_t>& pool);
 
+// Whether canonical extra keys are nothing but texts.
+bool only_texts(std::string_view extra_keys);
+
 }  // namespace kvindex

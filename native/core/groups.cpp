@@ -10,166 +10,114 @@ namespace {
 
 constexpr size_t kMostGroups = 64;  // against a publisher that invents ever new ones
 
-bool is_window(std::string_view kind) {
-  return kind == "sliding_window" || kind == "sliding_window_mla";
-}
+bool is_hashed(const Group& group) { return group.spec.takes_part() && group.block_size != 0; }
 
 }  // namespace
 
-bool GroupSpec::valid() const { return !is_window(kind) || sliding_window.value_or(0) >= 1; }
-
-bool GroupSpec::takes_part() const {
-  return kind != "encoder_only_attention" && kind != "cross_attention";
-}
-
-std::optional<uint64_t> GroupSpec::needed_blocks(uint32_t block_size) const {
-  if (is_window(kind)) {
-    const uint64_t before = static_cast<uint64_t>(*sliding_window) - 1;
-    return before / block_size + (before % block_size != 0);
-  }
-  if (kind == "mamba") return 1;  // the state at the cut stands for everything before it
-  return std::nullopt;
-}
-
-void RankGroups::configure(const std::map<uint32_t, GroupSpec>& specs) {
-  for (const auto& [group_idx, spec] : specs) {
+void RankGroups::configure(const CacheSettings& settings) {
+  settings_ = settings;
+  for (const auto& [group_idx, spec] : settings.groups) {
     Group& group = groups_[group_idx];
     group.spec = spec;
-    group.configured = true;
+    group.configured = group.told = true;
   }
   changed();
 }
 
 void RankGroups::forget() {
-  std::erase_if(groups_, [](const auto& entry) { return !entry.second.configured; });
-  for (auto& [group_idx, group] : groups_) group.block_size = 0;
+  groups_.clear();
   shapes_.clear();
-  changed();
+  unit_ = 0;
+  configure(CacheSettings(settings_));
 }
 
 void RankGroups::restore(const std::map<uint32_t, Group>& groups,
-                         const std::vector<std::pair<uint32_t, uint32_t>>& shapes) {
+                         const std::vector<std::pair<uint32_t, uint32_t>>& shapes, uint32_t unit,
+                         const CacheSettings& settings) {
   groups_ = groups;
   shapes_.insert(shapes.begin(), shapes.end());
+  unit_ = unit;
+  settings_ = settings;
+  changed();
+}
+
+void RankGroups::learn_size(uint32_t group_idx, uint32_t block_size, bool on_device) {
+  auto found = groups_.find(group_idx);
+  if (found == groups_.end()) {
+    if (groups_.size() >= kMostGroups) return;
+    found = groups_.emplace(group_idx, Group{}).first;
+  }
+  Group& group = found->second;
+  if (group.block_size == block_size || (group.block_size != 0 && !on_device)) return;
+  const bool alone = std::all_of(groups_.begin(), groups_.end(), [&](const auto& entry) {
+    return &entry.second == &group || entry.second.block_size == 0;
+  });
+  group.block_size = std::max(group.block_size, block_size);
+  unit_ = alone ? std::gcd(group.block_size, settings_.hash_block_size)
+                : std::gcd(unit_, block_size);
   changed();
 }
 
 GroupFault RankGroups::learn(uint32_t group_idx, const GroupSpec* told, uint32_t block_size,
                              uint32_t lookahead) {
-  auto found = groups_.find(group_idx);
-  if (found == groups_.end()) {
-    if (groups_.size() >= kMostGroups) return GroupFault::too_many_groups;
-    found = groups_.emplace(group_idx, Group{}).first;
-    changed();
-  }
+  const auto found = groups_.find(group_idx);
+  if (found == groups_.end()) return GroupFault::too_many_groups;
   Group& group = found->second;
-  if (told != nullptr && !group.configured && group.spec != *told) {
+  if (told != nullptr && !group.configured &&
+      (!group.told || group.spec.kind != told->kind ||
+       group.spec.sliding_window != told->sliding_window)) {
     if (!told->valid()) return GroupFault::group_kind;
     group.spec = *told;
+    group.told = true;
     changed();
   }
-  if (block_size < group.block_size) return GroupFault::partial_block;
-  const std::pair shape{block_size, lookahead};
+  if (block_size % unit_ != 0) return GroupFault::partial_block;
+  const std::pair shape{unit_, lookahead};
   if (!shapes_.contains(shape)) {
     if (shapes_.size() >= kMostShapes) return GroupFault::too_many_block_sizes;
     shapes_.insert(shape);
-  }
-  if (group.block_size != block_size) {
-    group.block_size = block_size;
-    changed();
   }
   last_shape_ = {group_idx, block_size, lookahead};
   return GroupFault::none;
 }
 
-void RankGroups::changed() {
-  size_t taking_part = 0;
-  last_shape_ = Shape{};
-  window_only_.clear();
-  only_full_ = Only{};
-  std::set<uint32_t> full_sizes;
+// Tokens whose multiples an engine's hits are; more than any prompt has if there are none.
+uint64_t RankGroups::alignment() const {
+  bool any_fine = false;
+  bool all_fine = true;
+  uint64_t common = 1;
   for (const auto& [group_idx, group] : groups_) {
-    if (!group.spec.takes_part()) continue;
-    ++taking_part;
-    if (group.spec.needed_blocks(1)) {
-      window_only_.insert(group.block_size);
-    } else {
-      full_sizes.insert(group.block_size);
-      only_full_ = {group_idx, group.block_size};
+    if (!is_hashed(group)) continue;
+    any_fine |= group.spec.is_mamba() && group.block_size > unit_;
+    all_fine &= group.spec.is_mamba() || group.spec.needs_all() || group.block_size == unit_;
+    const uint64_t factor = group.block_size / std::gcd(common, uint64_t{group.block_size});
+    if (common > (uint64_t{1} << 62) / factor) common = std::numeric_limits<uint64_t>::max();
+    if (common != std::numeric_limits<uint64_t>::max()) common *= factor;
+  }
+  return any_fine && all_fine ? unit_ : common;
+}
+
+void RankGroups::changed() {
+  last_shape_ = Shape{};
+  summary_ = Summary{};
+  bool all_told = true;
+  bool dense = false;
+  for (const auto& [group_idx, group] : groups_) {
+    if (!is_hashed(group)) continue;
+    ++summary_.hashed;
+    all_told &= group.told;
+    if (group.spec.needs_all() && group.block_size == unit_) {
+      dense = true;
+      summary_.only_group = group_idx;
+      summary_.only_size = unit_;
     }
   }
-  for (const uint32_t size : full_sizes) window_only_.erase(size);
-  if (taking_part != 1) only_full_ = Only{};
-}
-
-void extend_spans(Spans& spans, uint32_t start, uint32_t stop) {
-  if (!spans.empty() && spans.back().second >= start) {
-    spans.back().second = std::max(stop, spans.back().second);
-  } else {
-    spans.emplace_back(start, stop);
-  }
-}
-
-namespace {
-
-// How many tokens are resident from the start.
-uint64_t leading(const GroupCoverage& group) {
-  if (group.spans.empty() || group.spans.front().first != 0) return 0;
-  return uint64_t{group.spans.front().second} * group.block_size;
-}
-
-// Where the last resident block ends, in tokens.
-uint64_t reach(const GroupCoverage& group) {
-  return group.spans.empty() ? 0 : uint64_t{group.spans.back().second} * group.block_size;
-}
-
-// Whether the blocks that a window needs before `hit` tokens are all resident.
-bool fits(const GroupCoverage& group, uint64_t hit) {
-  const uint64_t stop = hit / group.block_size;
-  const uint64_t needed = *group.spec->needed_blocks(group.block_size);
-  const uint64_t start = stop > needed ? stop - needed : 0;
-  if (start == stop) return true;
-  const auto after = std::upper_bound(
-      group.spans.begin(), group.spans.end(), start,
-      [](uint64_t value, const auto& span) { return value < span.first; });
-  return after != group.spans.begin() && stop <= (after - 1)->second;
-}
-
-// The least common multiple of the block sizes, or more than any prompt has.
-uint64_t common_unit(const std::vector<GroupCoverage>& groups) {
-  uint64_t unit = 1;
-  for (const GroupCoverage& group : groups) {
-    const uint64_t factor = group.block_size / std::gcd(unit, uint64_t{group.block_size});
-    if (unit > (uint64_t{1} << 62) / factor) return std::numeric_limits<uint64_t>::max();
-    unit *= factor;
-  }
-  return unit;
-}
-
-}  // namespace
-
-uint64_t engine_hit(const std::vector<GroupCoverage>& groups) {
-  if (groups.empty()) return 0;
-  std::vector<const GroupCoverage*> windows;
-  uint64_t full_hit = std::numeric_limits<uint64_t>::max();
-  uint64_t window_hit = full_hit;
-  for (const GroupCoverage& group : groups) {
-    if (group.spec->needed_blocks(group.block_size)) {
-      windows.push_back(&group);
-      window_hit = std::min(window_hit, reach(group));
-    } else {
-      full_hit = std::min(full_hit, leading(group));
-    }
-  }
-  uint64_t hit = windows.size() == groups.size() ? window_hit : full_hit;
-  const uint64_t unit = common_unit(groups);
-  hit -= hit % unit;
-  const auto all_fit = [&] {
-    return std::all_of(windows.begin(), windows.end(),
-                       [&](const GroupCoverage* group) { return fits(*group, hit); });
-  };
-  while (hit != 0 && !all_fit()) hit -= unit;
-  return hit;
+  summary_.cache = {std::max(1u, unit_), alignment(), settings_.eagle};
+  summary_.kinds_untold = summary_.hashed > 1 && !all_told;
+  summary_.upper_bound =
+      settings_.upper_bound || settings_.reports_full || summary_.kinds_untold;
+  summary_.may_skip_holes = summary_.hashed != 0 && !dense;
+  if (summary_.hashed != 1 || settings_.eagle) summary_.only_size = 0;
 }
 
 }  // namespace kvindex

@@ -105,8 +105,8 @@ bool Index::clear(RankId rank) {
   return change(rank, [](RankBlocks& blocks) { blocks.clear(); });
 }
 
-bool Index::configure(RankId rank, const std::map<uint32_t, GroupSpec>& specs) {
-  return change(rank, [&](RankBlocks& blocks) { blocks.configure(specs); });
+bool Index::configure(RankId rank, const CacheSettings& settings) {
+  return change(rank, [&](RankBlocks& blocks) { blocks.configure(settings); });
 }
 
 bool Index::apply(RankId rank, const Batch& batch) {

@@ -80,7 +80,7 @@ class Index {
   // The others are false, or return nothing, if the rank is gone.
   bool remove(RankId rank);
   bool clear(RankId rank);
-  bool configure(RankId rank, const std::map<uint32_t, GroupSpec>& specs);
+  bool configure(RankId rank, const CacheSettings& settings);
   bool apply(RankId rank, const Batch& batch);
 
   // Say which rank comes before which where they hold equally much; those left out come last.

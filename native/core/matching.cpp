@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <map>
 #include <set>
 
 namespace kvindex {
@@ -96,9 +97,8 @@ class Matcher {
     if (scratch_.ranks.size() < ranks_.size()) scratch_.ranks.resize(ranks_.size());
     for (uint32_t slot = 0; slot < ranks_.size(); ++slot) {
       if (query_.ranks && asked_for(ranks_[slot])) start_rank(slot, true);
-      if (!shared_.summaries[slot].skips_holes || ranks_[slot].blocks == nullptr) continue;
-      const std::set<uint32_t>& sizes = ranks_[slot].blocks->groups().window_only();
-      window_only_.insert(sizes.begin(), sizes.end());
+      if (shared_.summaries[slot].skips_holes == 0 || ranks_[slot].blocks == nullptr) continue;
+      skipping_.insert(shared_.summaries[slot].skips_holes);
     }
   }
 
@@ -125,7 +125,7 @@ class Matcher {
     const Root& found = shared_.tree.root(root);
     name_ = &found.name;
     PromptKeys keys(shared_.keys, found, query_.tokens, query_.extras, scratch_.keys);
-    may_skip_ = window_only_.contains(name_->block_size);
+    may_skip_ = skipping_.contains(name_->block_size);
     bool went_on = true;
     shared_.tree.walk(root, keys, [&](SetId set, uint32_t start, uint32_t stop) {
       if (set != set_) turn_to(set, start);
@@ -222,23 +222,24 @@ class Matcher {
 
   void answer(uint32_t slot) {
     const uint32_t first = scratch_.ranks[slot].held;
-    const RankGroups::Only& only = shared_.summaries[slot].only_full;
-    if (only.block_size == 0) return answer_generally(ranks_[slot], first);
+    const RankSummary& summary = shared_.summaries[slot];
+    if (summary.only_size == 0) return answer_generally(ranks_[slot], first);
     const Held* found = nullptr;
     for (uint32_t i = first; i != kNone; i = scratch_.held[i].next_of_rank) {
-      if (!is_of(scratch_.held[i], only.group_idx, only.block_size)) continue;
+      const Held& held = scratch_.held[i];
+      if (held.block_size != summary.only_size) continue;
+      if (shared_.owners[held.owner].group_idx != summary.only_group) continue;
       if (found != nullptr) return answer_generally(ranks_[slot], first);
-      found = &scratch_.held[i];
+      found = &held;
     }
     // As nearly always: one group on one medium.
     if (found == nullptr || found->start != 0) return;
     const uint32_t blocks = end(found->stop);
-    add(ranks_[slot], only.block_size, blocks, uint64_t{blocks} * only.block_size);
-    add_medium(shared_.owners[found->owner].medium, blocks);
-  }
-
-  bool is_of(const Held& held, uint32_t group_idx, uint32_t block_size) const {
-    return held.block_size == block_size && shared_.owners[held.owner].group_idx == group_idx;
+    const uint64_t tokens = uint64_t{blocks} * summary.only_size;
+    const Owner& owner = shared_.owners[found->owner];
+    add(ranks_[slot], summary.only_size, {tokens, owner.tier == 0 ? tokens : 0},
+        summary.upper_bound);
+    add_medium(owner.medium, blocks);
   }
 
   // Where a span ends. Those that the last walk left open are not closed one by one.
@@ -246,40 +247,42 @@ class Matcher {
 
   // The best answer over the rank's ways of hashing (with and without lookahead).
   void answer_generally(const RankSlot& rank, uint32_t first) {
+    const RankGroups& groups = rank.blocks->groups();
     std::set<uint32_t> lookaheads;
-    for (uint32_t i = first; i != kNone; i = scratch_.held[i].next_of_rank) {
-      lookaheads.insert(scratch_.held[i].lookahead);
-    }
-    uint64_t most = 0;
+    each_held(first, groups.unit(), [&](const Held& held) { lookaheads.insert(held.lookahead); });
+    TieredHit most;
+    Hashed best_groups;
     uint32_t best = 0;
     for (const uint32_t lookahead : lookaheads) {
-      const uint64_t tokens = engine_hit(coverage(rank, first, lookahead));
-      if (tokens > most) {
-        most = tokens;
-        best = lookahead;
-      }
+      Spread spread = spread_of(first, groups.unit(), lookahead);
+      const Hashed hashed = hashed_groups(groups, spread);
+      const TieredHit hit =
+          tiered_hit(groups.summary().cache, query_.tokens.length, coverage(hashed, spread));
+      if (hit.tokens <= most.tokens) continue;
+      most = hit;
+      best = lookahead;
+      best_groups = hashed;
     }
-    if (most == 0) return;
-    const auto [main_idx, main] = main_group(rank);
-    const auto blocks = static_cast<uint32_t>(most / main->block_size);
-    add(rank, main->block_size, blocks, most);
-    each_held(first, best, main_idx, *main, [&](const Held& held) {
+    if (most.tokens == 0) return;
+    const auto [main_idx, main] = main_group(best_groups);
+    add(rank, main->block_size, most, groups.summary().upper_bound);
+    const auto units = static_cast<uint32_t>(most.tokens / groups.unit());
+    const uint32_t scale = main->block_size / groups.unit();
+    each_held(first, groups.unit(), [&](const Held& held) {
+      if (held.lookahead != best || shared_.owners[held.owner].group_idx != main_idx) return;
       uint32_t count = 0;
       for (const auto& [start, stop] : spans(held)) {
-        const uint32_t within = std::min(stop, blocks);
-        if (within > start) count += within - start;
+        const uint32_t within = std::min(stop, units);
+        if (within > start) count += within / scale - start / scale;
       }
       if (count != 0) add_medium(shared_.owners[held.owner].medium, count);
     });
   }
 
   template <class Visit>
-  void each_held(uint32_t first, uint32_t lookahead, uint32_t group_idx, const Group& group,
-                 Visit&& visit) const {
+  void each_held(uint32_t first, uint32_t unit, Visit&& visit) const {
     for (uint32_t i = first; i != kNone; i = scratch_.held[i].next_of_rank) {
-      const Held& held = scratch_.held[i];
-      if (held.lookahead != lookahead) continue;
-      if (is_of(held, group_idx, group.block_size)) visit(held);
+      if (scratch_.held[i].block_size == unit) visit(scratch_.held[i]);
     }
   }
 
@@ -291,40 +294,82 @@ class Matcher {
     return all;
   }
 
-  std::vector<GroupCoverage> coverage(const RankSlot& rank, uint32_t first,
-                                      uint32_t lookahead) const {
-    std::vector<GroupCoverage> all;
-    for (const auto& [group_idx, group] : rank.blocks->groups().known()) {
-      if (!group.spec.takes_part()) continue;
-      Spans parts;
-      each_held(first, lookahead, group_idx, group, [&](const Held& held) {
-        const Spans some = spans(held);
-        parts.insert(parts.end(), some.begin(), some.end());
-      });
-      std::sort(parts.begin(), parts.end());
-      GroupCoverage covered{&group.spec, std::max(1u, group.block_size), {}};
-      for (const auto& [start, stop] : parts) extend_spans(covered.spans, start, stop);
-      all.push_back(std::move(covered));
+  // What a rank holds of the prompt, by tier and group.
+  using Spread = std::array<std::map<uint32_t, Spans>, kTiers>;
+  using Hashed = std::map<uint32_t, const Group*>;
+
+  Spread spread_of(uint32_t first, uint32_t unit, uint32_t lookahead) const {
+    Spread spread;
+    each_held(first, unit, [&](const Held& held) {
+      if (held.lookahead != lookahead) return;
+      const Owner& owner = shared_.owners[held.owner];
+      Spans& all = spread[owner.tier][owner.group_idx];
+      const Spans some = spans(held);
+      all.insert(all.end(), some.begin(), some.end());
+    });
+    for (auto& tier : spread) {
+      for (auto& [group_idx, all] : tier) all = merged(std::move(all));
     }
+    return spread;
+  }
+
+  static Spans merged(Spans parts) {
+    std::sort(parts.begin(), parts.end());
+    Spans all;
+    for (const auto& [start, stop] : parts) extend_spans(all, start, stop);
     return all;
   }
 
-  // The group whose blocks the answer counts: the first that needs all blocks, else the first.
-  static std::pair<uint32_t, const Group*> main_group(const RankSlot& rank) {
-    std::pair<uint32_t, const Group*> main{0, nullptr};
-    for (const auto& [group_idx, group] : rank.blocks->groups().known()) {
-      if (!group.spec.takes_part()) continue;
-      if (main.second == nullptr) main = {group_idx, &group};
-      if (!group.spec.needed_blocks(1)) return {group_idx, &group};
+  // The groups that a hit depends on. Of several of untold kinds, only the one that reaches
+  // furthest: one of them has full attention, and holds every block that any of them needs.
+  static Hashed hashed_groups(const RankGroups& groups, const Spread& spread) {
+    Hashed hashed;
+    std::optional<std::pair<uint32_t, uint32_t>> longest;  // how far, and which
+    for (const auto& [group_idx, group] : groups.known()) {
+      if (!group.spec.takes_part() || group.block_size == 0) continue;
+      if (!groups.summary().kinds_untold || group.told) {
+        hashed[group_idx] = &group;
+        continue;
+      }
+      Spans all;
+      for (const auto& tier : spread) {
+        const auto found = tier.find(group_idx);
+        if (found != tier.end()) all.insert(all.end(), found->second.begin(), found->second.end());
+      }
+      all = merged(std::move(all));
+      const uint32_t reach = all.empty() || all[0].first != 0 ? 0 : all[0].second;
+      if (!longest || reach > longest->first) longest = {reach, group_idx};
     }
-    return main;
+    if (longest) hashed[longest->second] = &groups.known().at(longest->second);
+    return hashed;
   }
 
-  void add(const RankSlot& rank, uint32_t block_size, uint32_t blocks, uint64_t tokens) {
+  static Tiers coverage(const Hashed& hashed, Spread& spread) {
+    Tiers tiers;
+    for (size_t tier = 0; tier < kTiers; ++tier) {
+      if (spread[tier].empty()) continue;
+      for (const auto& [group_idx, group] : hashed) {
+        tiers[tier].push_back({&group->spec, group->block_size, std::move(spread[tier][group_idx])});
+      }
+    }
+    return tiers;
+  }
+
+  // The group whose blocks the answer counts: the first that needs all blocks, else the first.
+  static std::pair<uint32_t, const Group*> main_group(const Hashed& hashed) {
+    for (const auto& [group_idx, group] : hashed) {
+      if (group->spec.needs_all()) return {group_idx, group};
+    }
+    return *hashed.begin();
+  }
+
+  void add(const RankSlot& rank, uint32_t block_size, const TieredHit& hit, bool upper_bound) {
     const auto media = static_cast<uint32_t>(answer_.media.size());
-    answer_.ranks.push_back({rank.id, blocks, tokens, block_size, media, 0});
-    if (tokens > best_tokens_ || (tokens == best_tokens_ && rank.order < best_order_)) {
-      best_tokens_ = tokens;
+    answer_.ranks.push_back({rank.id, static_cast<uint32_t>(hit.tokens / block_size), hit.tokens,
+                             hit.device_tokens, block_size,
+                             upper_bound || hit.tokens > hit.device_tokens, media, 0});
+    if (hit.tokens > best_tokens_ || (hit.tokens == best_tokens_ && rank.order < best_order_)) {
+      best_tokens_ = hit.tokens;
       best_order_ = rank.order;
       answer_.best = static_cast<int64_t>(answer_.ranks.size()) - 1;
     }
@@ -340,7 +385,7 @@ class Matcher {
   const Query& query_;
   Answer& answer_;
   Scratch& scratch_;
-  std::set<uint32_t> window_only_;  // block sizes where some rank's match may skip a hole
+  std::set<uint32_t> skipping_;  // units where some rank's match may skip a hole
   bool may_skip_ = false;           // whether this walk's is one
   const Namespace* name_ = nullptr;  // of the walk
   SetId set_ = kNoOwners;  // the owners of the blocks that the walk is at

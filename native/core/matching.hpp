@@ -34,7 +34,9 @@ struct FoundRank {
   uint32_t rank = 0;  // its id
   uint32_t blocks = 0;
   uint64_t tokens = 0;
+  uint64_t device_tokens = 0;  // of `tokens`, those that the device holds by itself
   uint32_t block_size = 0;
+  bool upper_bound = false;  // the engine's own hit may be shorter
   uint32_t media_begin = 0;  // in Answer::media
   uint32_t media_count = 0;
 };

@@ -37,10 +37,14 @@ class Media {
   std::unordered_map<std::string, std::unique_ptr<const std::string>> names_;
 };
 
+// How far a medium is from the device; the twin of `kvindex.wire.quirks.medium_tier`.
+uint8_t medium_tier(std::string_view folded_medium);
+
 struct Owner {
   uint32_t rank = 0;  // the rank's slot
   uint32_t group_idx = 0;
   const std::string* medium = nullptr;
+  uint8_t tier = 0;  // of the medium
 };
 
 // All owners by number. Owned by the index, under its lock.

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/content_hash.hpp"
+#include "core/extra_keys.hpp"
 
 namespace kvindex {
 
@@ -12,9 +13,9 @@ const std::array<const char*, static_cast<size_t>(Counter::kCount)> kCounterName
     "removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"};
 
 const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredNames = {
-    "too_many_media",   "no_blocks",        "block_size",       "token_count",
-    "extra_keys_count", "lookahead_count",  "too_many_groups",  "group_kind",
-    "partial_block",    "too_many_block_sizes", "position_unknown", "parent_namespace",
+    "too_many_media",   "block_size",           "token_count",  "extra_keys_count",
+    "lookahead_count",  "too_many_groups",      "group_kind",   "partial_block",
+    "too_many_block_sizes", "unit_changed",     "position_unknown", "parent_namespace",
     "parent_ambiguous", "max_blocks"};
 
 namespace {
@@ -37,14 +38,16 @@ bool hashes_content_only(const Batch& batch, const Event& event) {
          first.value == content_hash(batch.tokens.data() + event.tokens_begin, event.block_size);
 }
 
-// Why an event's tokens cannot be mapped to its hashes; kCount if they can.
+// Why an event's tokens cannot belong to its hashes; kCount if they can.
 Ignored shape_fault(const Event& event) {
   const uint32_t count = event.hashes_count;
-  if (count == 0) return Ignored::no_blocks;
   if (event.block_size == 0) return Ignored::block_size;
-  if (event.tokens_count != uint64_t{count} * event.block_size) return Ignored::token_count;
+  if (event.tokens_count % event.block_size != 0 || event.tokens_count / event.block_size < count) {
+    return Ignored::token_count;
+  }
   if (event.has_extra_keys && event.extras_count != count) return Ignored::extra_keys_count;
-  if (event.has_lookahead && (event.lookahead_blocks != count || event.ragged_lookahead)) {
+  if (event.has_lookahead && count != 0 &&
+      (event.lookahead_blocks != count || event.ragged_lookahead)) {
     return Ignored::lookahead_count;
   }
   return Ignored::kCount;
@@ -61,21 +64,40 @@ Ignored ignored_as(GroupFault fault) {
   return Ignored::kCount;
 }
 
-Digest block_digest(const Batch& batch, const Event& event, uint32_t block, std::string_view extra,
-                    const KeyMaker& keys) {
-  const size_t begin = event.tokens_begin + size_t{block} * event.block_size;
-  Digest digest = event.wide_tokens ? keys.tokens(batch.wide.data() + begin, event.block_size)
-                                    : keys.tokens(batch.tokens.data() + begin, event.block_size);
+// The digest of one unit of a block; its extra keys belong to its first one.
+Digest unit_digest(const Batch& batch, const Event& event, uint32_t block, uint32_t start,
+                   uint32_t unit, std::string_view extra, const KeyMaker& keys) {
+  const size_t begin = event.tokens_begin + size_t{block} * event.block_size + start;
+  Digest digest = event.wide_tokens ? keys.tokens(batch.wide.data() + begin, unit)
+                                    : keys.tokens(batch.tokens.data() + begin, unit);
   if (event.lookahead != 0) {
-    const size_t after = event.lookahead_begin + size_t{block} * event.lookahead;
-    digest = keys.with_lookahead(digest, batch.wide.data() + after, event.lookahead);
+    const uint64_t* const after =
+        batch.wide.data() + event.lookahead_begin + size_t{block} * event.lookahead;
+    if (start + unit == event.block_size) {
+      digest = keys.with_lookahead(digest, after, event.lookahead);
+    } else {  // the block's own tokens come first
+      std::vector<uint64_t> covered;
+      for (size_t i = begin + unit; covered.size() < event.lookahead; ++i) {
+        const size_t beyond = i - event.tokens_begin - size_t{block} * event.block_size;
+        covered.push_back(beyond >= event.block_size ? after[beyond - event.block_size]
+                          : event.wide_tokens        ? batch.wide[i]
+                                                     : batch.tokens[i]);
+      }
+      digest = keys.with_lookahead(digest, covered.data(), event.lookahead);
+    }
   }
-  return keys.with_extra(digest, extra);
+  return start == 0 ? keys.with_extra(digest, extra) : digest;
 }
 
 std::string_view extra_of(const Batch& batch, const Event& event, uint32_t block) {
   if (!event.has_extra_keys) return {};
   return batch.text(batch.extras[event.extras_begin + block]);
+}
+
+// Whether a block has extra keys that belong to some part of it only.
+bool has_own_extras(const Batch& batch, const Event& event, uint32_t block) {
+  const std::string_view extra = extra_of(batch, event, block);
+  return !extra.empty() && !(block == 0 && !event.has_parent && only_texts(extra));
 }
 
 }  // namespace
@@ -89,17 +111,21 @@ RankBlocks::RankBlocks(Shared& shared, uint32_t slot)
   summarize();
 }
 
-void RankBlocks::configure(const std::map<uint32_t, GroupSpec>& specs) {
-  groups_.configure(specs);
+void RankBlocks::configure(const CacheSettings& settings) {
+  groups_.configure(settings);
   summarize();
 }
 
 void RankBlocks::summarize() {
-  shared_.summaries[slot_] = {groups_.only_full(), !groups_.window_only().empty()};
+  const RankGroups::Summary& known = groups_.summary();
+  shared_.summaries[slot_] = {known.only_group, known.only_size,
+                              known.may_skip_holes ? groups_.unit() : 0, known.upper_bound};
 }
 
 void RankBlocks::apply(const Batch& batch) {
   for (const ByteRange& tag : batch.skipped) skip(batch.text(tag));
+  announced_.reset();
+  learn_sizes(batch);
   for (const Event& event : batch.events) {
     switch (event.kind) {
       case EventKind::stored:
@@ -134,7 +160,6 @@ void RankBlocks::clear() {
 void RankBlocks::drop_all() {
   labels_.clear();
   orphans_.clear();
-  reports_full_ = false;
   positions_unknown_ = false;
   for (const Label& label : torn_) shared_.names.release(label);
   torn_.clear();
@@ -156,7 +181,8 @@ std::optional<OwnerId> RankBlocks::place(const Batch& batch, const Event& event)
   if (places_.size() >= kMostPlaces) return std::nullopt;
   const std::string* medium = shared_.media.name(batch.text(event.medium));
   if (medium == nullptr) return std::nullopt;
-  const OwnerId owner = shared_.owners.make({slot_, event.group_idx, medium});
+  const OwnerId owner =
+      shared_.owners.make({slot_, event.group_idx, medium, medium_tier(*medium)});
   places_.push_back({event.group_idx, *medium, owner});
   labels_.places().push_back(owner);
   return owner;
@@ -188,18 +214,12 @@ void RankBlocks::store(const Batch& batch, const Event& event) {
     relocate(labels.data(), labels.size(), *owner);
   } else if (const Ignored fault = learn(batch, event); fault != Ignored::kCount) {
     ignore(fault, at_least_one);
-  } else {
-    std::vector<Digest>& contents = shared_.contents;
-    contents.clear();
-    for (uint32_t block = 0; block < event.hashes_count; ++block) {
-      contents.push_back(
-          block_digest(batch, event, block, extra_of(batch, event, block), shared_.keys));
+  } else if (event.hashes_count != 0) {  // 0: a sparse event of no block
+    if (names_only(batch, event)) {
+      relocate(labels.data(), labels.size(), *owner);
+    } else {
+      store_whole(batch, event, *owner, parent ? &*parent : nullptr);
     }
-    const RootId root =
-        shared_.tree.enter(event.block_size, event.lookahead, batch.text(event.lora));
-    store_chain(batch, event, {root, labels.data(), contents.data(), labels.size(), *owner},
-                parent ? &*parent : nullptr);
-    shared_.tree.leave(root);
   }
   for (const Label& label : labels) shared_.names.release(label);
   if (parent) shared_.names.release(*parent);
@@ -215,6 +235,53 @@ void RankBlocks::gather_labels(const Batch& batch, const Event& event) {
     labels.push_back(label(batch, batch.hashes[event.hashes_begin + i]));
     labels_.prefetch(labels.back());
   }
+}
+
+// Learn the unit from all of a batch first: its groups' sizes come one after the other.
+void RankBlocks::learn_sizes(const Batch& batch) {
+  const uint32_t unit = groups_.unit();
+  for (const Event& event : batch.events) {
+    if (event.kind != EventKind::stored || event.tokens_count == 0 || event.block_size == 0 ||
+        groups_.knows(event.group_idx, event.block_size, event.lookahead)) {
+      continue;
+    }
+    const bool on_device = medium_tier(batch.text(event.medium)) == 0;
+    groups_.learn_size(event.group_idx, event.block_size, on_device);
+  }
+  if (unit == 0 || groups_.unit() == unit) return;
+  // What is held lies in the tree by the old unit, where nothing new would meet it.
+  ignore(Ignored::unit_changed, labels_.size());
+  drop_all();
+}
+
+// Whether only the labels of an event can be used: it does not tell the blocks' contents.
+bool RankBlocks::names_only(const Batch& batch, const Event& event) const {
+  if (event.tokens_count != uint64_t{event.hashes_count} * event.block_size) return true;
+  if (!event.has_extra_keys) return event.has_group && medium_tier(batch.text(event.medium)) != 0;
+  if (event.block_size == groups_.unit()) return false;
+  for (uint32_t block = 0; block < event.hashes_count; ++block) {
+    if (has_own_extras(batch, event, block)) return true;
+  }
+  return false;
+}
+
+void RankBlocks::store_whole(const Batch& batch, const Event& event, OwnerId owner,
+                             const Label* parent) {
+  const uint32_t unit = groups_.unit();
+  std::vector<Digest>& contents = shared_.contents;
+  contents.clear();
+  for (uint32_t block = 0; block < event.hashes_count; ++block) {
+    const std::string_view extra = extra_of(batch, event, block);
+    for (uint32_t start = 0; start < event.block_size; start += unit) {
+      contents.push_back(unit_digest(batch, event, block, start, unit, extra, shared_.keys));
+    }
+  }
+  const RootId root = shared_.tree.enter(unit, event.lookahead, batch.text(event.lora));
+  const std::vector<Label>& labels = shared_.labels;
+  store_chain(batch, event,
+              {root, labels.data(), contents.data(), labels.size(), event.block_size / unit, owner},
+              parent);
+  shared_.tree.leave(root);
 }
 
 // Check an event's shape and learn its group; kCount if its blocks count.
@@ -246,8 +313,9 @@ void RankBlocks::store_chain(const Batch& batch, const Event& event, Chain chain
       return;
     }
     // The salt is part of a prompt's first block only.
-    std::vector<Digest> salted(chain.contents, chain.contents + chain.count);
-    salted[0] = block_digest(batch, event, 0, batch.text(event.salted_first), shared_.keys);
+    std::vector<Digest> salted(chain.contents, chain.contents + chain.count * chain.scale);
+    salted[0] = unit_digest(batch, event, 0, 0, groups_.unit(), batch.text(event.salted_first),
+                            shared_.keys);
     chain.contents = salted.data();
     store_at_root(batch, event, chain);
   } else {
@@ -261,23 +329,44 @@ void RankBlocks::store_at_root(const Batch& batch, const Event& event, const Cha
     // the position either: to place the page would be a guess.
     positions_unknown_ = true;
     ignore(Ignored::position_unknown, chain.count);
-  } else if (is_reannouncement(chain)) {
+  } else if (is_announced_again(event, chain)) {
     count(Counter::reannounced, chain.count);
   } else {
     place(kNoBlock, chain);
   }
 }
 
-// Whether vLLM's report mode "full" tells again what is counted already. A prompt's single first
-// block may also be a further physical copy; it is taken for one until the rank has shown by a
-// longer store that it re-announces.
-bool RankBlocks::is_reannouncement(const Chain& chain) {
-  for (size_t i = 0; i < chain.count; ++i) {
-    const BlockRef block = labels_.newest(chain.labels[i]);
-    if (block == kNoBlock || labels_.copies(chain.labels[i], block, chain.owner) == 0) return false;
+// Whether vLLM's report mode "full" announces blocks that a request found cached.
+bool RankBlocks::is_announced_again(const Event& event, const Chain& chain) {
+  if (!groups_.settings().reports_full || event.has_parent) return false;
+  const Label& last = chain.labels[chain.count - 1];
+  if (!announced_ || announced_->first != last) {
+    announced_ = {last, would_be_found(event, chain)};
   }
-  reports_full_ = reports_full_ || chain.count > 1;
-  return reports_full_;
+  return announced_->second;
+}
+
+// Whether the engine's own lookup would have found a chain from the root, group by group.
+bool RankBlocks::would_be_found(const Event& event, const Chain& chain) const {
+  const std::string* const medium = shared_.owners[chain.owner].medium;
+  const uint64_t size = event.block_size;
+  for (const auto& [group_idx, group] : groups_.known()) {
+    if (!group.spec.takes_part() || group.block_size == 0) continue;
+    const auto place = std::find_if(places_.begin(), places_.end(), [&](const Place& some) {
+      return some.group_idx == group_idx && some.medium == *medium;
+    });
+    const uint64_t first = group.spec.needed_from(chain.count * size, group.block_size);
+    for (size_t i = 0; i < chain.count; ++i) {
+      const uint64_t stop = (i + 1) * size;
+      if (stop <= first || stop % group.block_size != 0) continue;
+      const BlockRef block = labels_.newest(chain.labels[i]);
+      if (place == places_.end() || block == kNoBlock ||
+          labels_.copies(chain.labels[i], block, place->owner) == 0) {
+        return false;
+      }
+    }
+  }
+  return true;
 }
 
 bool RankBlocks::is_torn(const Label& label) const {
@@ -312,10 +401,14 @@ void RankBlocks::store_detached(const Batch& batch, const Event& event, const La
       }
       return;
     }
-    const uint64_t content_bytes = 8 * (uint64_t{event.block_size} + event.lookahead) +
-                                   extra_of(batch, event, static_cast<uint32_t>(i)).size();
-    orphans_.hold(chain.labels[i], *before, chain.root, chain.contents[i], content_bytes,
-                  chain.owner);
+    if (chain.scale == 1) {
+      const uint64_t content_bytes = 8 * (uint64_t{event.block_size} + event.lookahead) +
+                                     extra_of(batch, event, static_cast<uint32_t>(i)).size();
+      orphans_.hold(chain.labels[i], *before, chain.root, chain.contents[i], content_bytes,
+                    chain.owner);
+    } else {  // another group's smaller blocks may tell its place
+      orphans_.hold_label(chain.labels[i], chain.owner);
+    }
     count(Counter::orphaned, 1);
     before = &chain.labels[i];
   }
@@ -339,7 +432,8 @@ void RankBlocks::place(BlockRef parent, const Chain& chain) {
   if (chain.count == 0) return;
   std::vector<Stretch>& stretches = shared_.chain;
   stretches.clear();
-  shared_.tree.extend(parent, chain.root, chain.contents, chain.count, stretches);
+  shared_.tree.extend(parent, chain.root, chain.contents, chain.count * chain.scale, stretches);
+  if (chain.scale != 1) return place_scaled(chain);
   const size_t added = add_labels(chain);
   own_chain(added, chain.owner);
   if (added < chain.count) {
@@ -359,6 +453,27 @@ void RankBlocks::place(BlockRef parent, const Chain& chain) {
     }
   }
   attach(std::move(placed));
+}
+
+// The same for blocks of several units: each is the last one of its own.
+void RankBlocks::place_scaled(const Chain& chain) {
+  std::vector<BlockRef> units;
+  for (const Stretch& stretch : shared_.chain) {
+    const BlockRef first = block_ref(stretch.strand, stretch.offset);
+    for (uint32_t i = 0; i < stretch.count; ++i) units.push_back(first + i);
+  }
+  std::vector<std::pair<Label, BlockRef>> placed;
+  for (size_t i = 0; i < chain.count; ++i) {
+    const size_t last = (i + 1) * chain.scale - 1;
+    if (last >= units.size() || !add_copy(chain.labels[i], units[last], chain.owner)) break;
+    placed.emplace_back(chain.labels[i], units[last]);
+  }
+  count(Counter::stored, placed.size());
+  if (placed.size() < chain.count) {
+    ignore(Ignored::max_blocks, chain.count - placed.size());
+    if (!units.empty()) shared_.tree.prune(units.back());
+  }
+  if (orphans_.size() != 0) attach(std::move(placed));
 }
 
 // Label the blocks of the extended chain; say how many of them the budget had room for.
@@ -436,15 +551,20 @@ BlockRef RankBlocks::attach_one(const Label& label, const Orphan& orphan, BlockR
 bool RankBlocks::add_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies) {
   size_t added = 0;
   for (const Copies& some : copies) {
-    if (labels_.crowds(label, block)) labels_.write_down();
-    if (labels_.add(label, block, some.owner, some.count)) {
-      shared_.tree.own({strand_of(block), offset_of(block), 1}, some.owner);
+    if (add_copy(label, block, some.owner, some.count)) {
       ++added;
     } else {
       ignore(Ignored::max_blocks, 1);
     }
   }
   return added != 0;
+}
+
+bool RankBlocks::add_copy(const Label& label, BlockRef block, OwnerId owner, uint64_t copies) {
+  if (labels_.crowds(label, block)) labels_.write_down();
+  if (!labels_.add(label, block, owner, copies)) return false;
+  shared_.tree.own({strand_of(block), offset_of(block), 1}, owner);
+  return true;
 }
 
 // Removing -----------------------------------------------------------------------------------

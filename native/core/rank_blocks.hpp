@@ -27,8 +27,8 @@ enum class Counter : uint8_t {
 };
 
 enum class Ignored : uint8_t {
-  too_many_media, no_blocks, block_size, token_count, extra_keys_count, lookahead_count,
-  too_many_groups, group_kind, partial_block, too_many_block_sizes,
+  too_many_media, block_size, token_count, extra_keys_count, lookahead_count,
+  too_many_groups, group_kind, partial_block, too_many_block_sizes, unit_changed,
   position_unknown, parent_namespace, parent_ambiguous, max_blocks,
   kCount
 };
@@ -38,8 +38,10 @@ extern const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgno
 
 // What a query wants to know of a rank's groups, side by side for all ranks.
 struct RankSummary {
-  RankGroups::Only only_full;
-  bool skips_holes = false;  // `RankGroups::window_only` is not empty
+  uint32_t only_group = 0;  // as in `RankGroups::Summary`
+  uint32_t only_size = 0;
+  uint32_t skips_holes = 0;  // the unit in whose walks the rank's match may skip holes, or 0
+  bool upper_bound = false;
 };
 
 // What all ranks of an index share.
@@ -82,8 +84,8 @@ class RankBlocks {
 
   void apply(const Batch& batch);
 
-  // Take the user's word for the kinds of groups.
-  void configure(const std::map<uint32_t, GroupSpec>& specs);
+  // Take the user's word for what the events leave unsaid.
+  void configure(const CacheSettings& settings);
 
   // Forget everything held and learned: what comes next may be another engine's.
   void clear();
@@ -110,12 +112,13 @@ class RankBlocks {
   struct Chain {
     RootId root = 0;
     const Label* labels = nullptr;
-    const Digest* contents = nullptr;
-    size_t count = 0;
+    const Digest* contents = nullptr;  // of each unit
+    size_t count = 0;                  // of labels
+    size_t scale = 1;                  // units to a block
     OwnerId owner = 0;
 
     Chain after(size_t start) const {
-      return {root, labels + start, contents + start, count - start, owner};
+      return {root, labels + start, contents + start * scale, count - start, scale, owner};
     }
   };
 
@@ -131,19 +134,25 @@ class RankBlocks {
 
   void store(const Batch& batch, const Event& event);
   void gather_labels(const Batch& batch, const Event& event);
+  void learn_sizes(const Batch& batch);
   Ignored learn(const Batch& batch, const Event& event);
+  bool names_only(const Batch& batch, const Event& event) const;
+  void store_whole(const Batch& batch, const Event& event, OwnerId owner, const Label* parent);
   void store_chain(const Batch& batch, const Event& event, Chain chain, const Label* parent);
   void store_at_root(const Batch& batch, const Event& event, const Chain& chain);
   void store_after(BlockRef parent, const Label& parent_label, const Chain& chain);
   void store_detached(const Batch& batch, const Event& event, const Label& parent,
                       const Chain& chain);
-  bool is_reannouncement(const Chain& chain);
+  bool is_announced_again(const Event& event, const Chain& chain);
+  bool would_be_found(const Event& event, const Chain& chain) const;
   bool is_torn(const Label& label) const;
   void relocate(const Label* labels, size_t count, OwnerId owner);
   void place(BlockRef parent, const Chain& chain);
+  void place_scaled(const Chain& chain);
   size_t add_labels(const Chain& chain);
   void attach(std::vector<std::pair<Label, BlockRef>> placed);
   BlockRef attach_one(const Label& label, const Orphan& orphan, BlockRef parent);
+  bool add_copy(const Label& label, BlockRef block, OwnerId owner, uint64_t copies = 1);
   bool add_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies);
   void own_chain(size_t blocks, OwnerId owner);
 
@@ -167,7 +176,9 @@ class RankBlocks {
   std::array<uint64_t, static_cast<size_t>(Counter::kCount)> counters_{};
   std::array<uint64_t, static_cast<size_t>(Ignored::kCount)> ignored_{};
   std::map<std::string, uint64_t> skipped_;
-  bool reports_full_ = false;
+  // Whether the engine announced blocks again whose last label is this one, as far as the batch
+  // has told.
+  std::optional<std::pair<Label, bool>> announced_;
   bool positions_unknown_ = false;
   // Labels of several blocks of which one went away: those that are left cannot be told.
   std::unordered_set<Label, LabelHash> torn_;

@@ -182,7 +182,8 @@ RankImage RankBlocks::image() const {
   image.orphans_dropped = orphans_.dropped();
   image.ambiguous_count = labels_.ambiguous();
   image.duplicates = labels_.duplicates();
-  image.reports_full = reports_full_;
+  image.unit = groups_.unit();
+  image.settings = groups_.settings();
   image.positions_unknown = positions_unknown_;
   return image;
 }
@@ -194,7 +195,8 @@ void RankBlocks::restore(const RankImage& image, const std::vector<const std::st
   }
   for (size_t i = 0; i < image.places.size(); ++i) {
     const uint32_t group_idx = image.places[i].group_idx;
-    const OwnerId owner = shared_.owners.make({slot_, group_idx, media[i]});
+    const OwnerId owner =
+        shared_.owners.make({slot_, group_idx, media[i], medium_tier(*media[i])});
     places_.push_back({group_idx, *media[i], owner});
     labels_.places().push_back(owner);
   }
@@ -209,12 +211,11 @@ void RankBlocks::restore(const RankImage& image, const std::vector<const std::st
     const Label label = restored_label(image, torn);
     if (torn_.insert(label).second) shared_.names.acquire(label);
   }
-  groups_.restore(image.groups, image.shapes);
+  groups_.restore(image.groups, image.shapes, image.unit, image.settings);
   summarize();
   skipped_ = image.skipped;
   std::copy(image.counters.begin(), image.counters.end(), counters_.begin());
   std::copy(image.ignored.begin(), image.ignored.end(), ignored_.begin());
-  reports_full_ = image.reports_full;
   positions_unknown_ = image.positions_unknown;
 }
 

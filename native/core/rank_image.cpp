@@ -151,6 +151,9 @@ class ImageCheck {
   void learned() const {
     for (const auto& [group_idx, group] : image_.groups) {
       require(group.spec.valid(), "a group without its window");
+      require(group.block_size == 0 || image_.unit != 0, "blocks without a unit");
+      require(group.told || !group.configured, "a kind that nobody told");
+      require(image_.unit == 0 || group.block_size % image_.unit == 0, "blocks of no whole units");
     }
     require(image_.skipped.size() <= RankBlocks::kMostTags + 1, "too many tags");
     require(image_.torn.size() <= RankBlocks::kMostTorn, "too many torn labels");

@@ -116,7 +116,8 @@ struct RankImage {
   uint64_t orphans_dropped = 0;
   uint64_t ambiguous_count = 0;
   uint64_t duplicates = 0;
-  bool reports_full = false;
+  uint32_t unit = 0;
+  CacheSettings settings;  // its groups are the configured ones of `groups`
   bool positions_unknown = false;
 
   uint32_t positions() const { return static_cast<uint32_t>(keys.size()); }

@@ -124,8 +124,10 @@ class ImageWriter {
     for (const auto& [group_idx, group] : image_.groups) {
       number(group_idx);
       number(group.block_size);
-      number((group.configured ? 1u : 0u) | (group.spec.sliding_window ? 2u : 0u));
+      number((group.configured ? 1u : 0u) | (group.told ? 2u : 0u) |
+             (group.spec.sliding_window ? 4u : 0u) | (group.spec.attention_chunk_size ? 8u : 0u));
       word(static_cast<uint64_t>(group.spec.sliding_window.value_or(0)));
+      word(static_cast<uint64_t>(group.spec.attention_chunk_size.value_or(0)));
       text(group.spec.kind);
     }
     number(image_.torn.size());
@@ -141,7 +143,10 @@ class ImageWriter {
     }
     number(image_.ambiguous_count);
     number(image_.duplicates);
-    number((image_.reports_full ? 1u : 0u) | (image_.positions_unknown ? 2u : 0u));
+    number(image_.unit);
+    number(image_.settings.hash_block_size);
+    number((image_.settings.reports_full ? 1u : 0u) | (image_.positions_unknown ? 2u : 0u) |
+           (image_.settings.eagle ? 4u : 0u) | (image_.settings.upper_bound ? 8u : 0u));
   }
 
   // An int of up to 64 bits, 7 to a byte, the lowest first; all but the last byte have the high bit.
@@ -298,11 +303,15 @@ class ImageReader {
       const uint32_t group_idx = small();
       Group group;
       group.block_size = small();
-      const uint32_t flags = below(4);
+      const uint32_t flags = below(16);
       const auto window = static_cast<int64_t>(word());
+      const auto chunk = static_cast<int64_t>(word());
       group.configured = (flags & 1) != 0;
-      if ((flags & 2) != 0) group.spec.sliding_window = window;
+      group.told = (flags & 2) != 0;
+      if ((flags & 4) != 0) group.spec.sliding_window = window;
+      if ((flags & 8) != 0) group.spec.attention_chunk_size = chunk;
       group.spec.kind = text();
+      if (group.configured) image_.settings.groups[group_idx] = group.spec;
       require(image_.groups.emplace(group_idx, std::move(group)).second);
     });
     repeat([&] { image_.torn.push_back(label()); });
@@ -316,9 +325,13 @@ class ImageReader {
     }
     image_.ambiguous_count = number();
     image_.duplicates = number();
-    const uint32_t flags = below(4);
-    image_.reports_full = (flags & 1) != 0;
+    image_.unit = small();
+    image_.settings.hash_block_size = small();
+    const uint32_t flags = below(16);
+    image_.settings.reports_full = (flags & 1) != 0;
     image_.positions_unknown = (flags & 2) != 0;
+    image_.settings.eagle = (flags & 4) != 0;
+    image_.settings.upper_bound = (flags & 8) != 0;
   }
 
   // Read a count, and so many things of at least one byte.

@@ -31,7 +31,7 @@ from kvindex.errors import ClosedError, QueueTimeoutError, UnknownRankError
 from kvindex.fanout import FanOut, Replica, join
 from kvindex.forks import prepare_forks
 from kvindex.testing import FakeEngine, Workload
-from kvindex.wire import GroupSpec
+from kvindex.wire import CacheSettings, GroupSpec
 from tests.e2e.fanout_peers import (
     BEFORE,
     LATER,
@@ -168,7 +168,9 @@ def test_workers_that_come_and_go_and_are_renamed_travel_along(path: str) -> Non
             client = fanout.client
             a.run(BEFORE)
             client.add(renamed)
-            client.add(worker_of(b, groups={0: GroupSpec("sliding_window", 32)}))
+            client.add(
+                worker_of(b, cache=CacheSettings(groups={0: GroupSpec("sliding_window", 32)}))
+            )
             b.run(BEFORE)
             publisher.publish(EventBatch(1.0, []))
             wait_status(client, Rank("renamed", 5), seq=0, state=State.LIVE)

@@ -7,7 +7,8 @@ from the start of the prompt, and a prompt is matched by looking up its prefixes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from math import gcd, lcm
 from typing import Any, NamedTuple
 
 from kvindex.wire import BlockHash, BlockStored
@@ -17,7 +18,7 @@ Owner = tuple[str, int]  # medium, group
 
 
 class Namespace(NamedTuple):
-    block_size: int
+    unit: int
     lora: str | None
     lookahead: int
 
@@ -37,10 +38,14 @@ class Prompt(NamedTuple):
             for i in range(count)
         ]
 
+    def prefix(self, stop: int, lookahead: int) -> Content:
+        """What a label of everything up to a token stands for."""
+        return (self.lora, self.salt, self.image, lookahead, self.tokens[: stop + lookahead])
+
 
 class Place(NamedTuple):
     namespace: Namespace
-    prefix: tuple[Content, ...]
+    prefix: tuple[Content, ...]  # unit by unit
 
 
 class Waiting(NamedTuple):
@@ -58,38 +63,53 @@ class RankModel:
         self.waiting: dict[BlockHash, Waiting] = {}
         self.sizes: dict[int, int] = {}
         self.windows: dict[int, int | None] = {}
-        self.reports_full = False
+        self.unit = 0
 
     # Events
 
     def store(
-        self,
-        event: BlockStored,
-        contents: Sequence[Content],
-        owner: Owner,
-        *,
-        namespace: Namespace,
+        self, event: BlockStored, prompt: Prompt, start: int, owner: Owner, lookahead: int
     ) -> None:
-        """Apply a store whose blocks have these contents; parent None is the start."""
-        hashes, parent = event.block_hashes, event.parent_block_hash
-        group = owner[1]
-        self.windows[group] = event.kv_cache_spec_sliding_window
-        if event.block_size < self.sizes.get(group, 0):
+        """Apply a store of a prompt's blocks from number `start` on; parent None is the start."""
+        parent, size = event.parent_block_hash, event.block_size
+        self._learn(event, owner)
+        if size % self.unit:
             return
-        self.sizes[group] = event.block_size
-        if parent is None and self._told_again(hashes, owner):
-            return
+        scale = size // self.unit
+        stop = start + len(event.token_ids) // size
+        units = prompt.contents(self.unit, lookahead)[start * scale : stop * scale]
+        namespace = Namespace(self.unit, prompt.lora, lookahead)
         if parent in self.places and self.places[parent].namespace != namespace:
             return
-        for block_hash, content in zip(hashes, contents, strict=True):
+        offloaded = event.extra_keys is None and owner[0] != "GPU"
+        if len(event.block_hashes) < stop - start or offloaded:
+            self.copies.update((block_hash, owner) for block_hash in event.block_hashes)
+            self._settle()
+            return
+        for i, block_hash in enumerate(event.block_hashes):
+            contents = units[i * scale : (i + 1) * scale]
             self.copies[block_hash, owner] += 1
             if block_hash not in self.places:
                 if parent is None:
-                    self.places[block_hash] = Place(namespace, (content,))
-                else:
-                    self.waiting[block_hash] = Waiting(parent, namespace, content)
+                    self.places[block_hash] = Place(namespace, tuple(contents))
+                elif parent in self.places:
+                    prefix = (*self.places[parent].prefix, *contents)
+                    self.places[block_hash] = Place(namespace, prefix)
+                elif scale == 1:
+                    self.waiting[block_hash] = Waiting(parent, namespace, contents[0])
             parent = block_hash
         self._settle()
+
+    def _learn(self, event: BlockStored, owner: Owner) -> None:
+        medium, group = owner
+        before = self.unit
+        self.windows[group] = event.kv_cache_spec_sliding_window
+        if group not in self.sizes or medium == "GPU":
+            self.sizes[group] = max(self.sizes.get(group, 0), event.block_size)
+            alone = len(self.sizes) == 1
+            self.unit = self.sizes[group] if alone else gcd(self.unit, event.block_size)
+        if before and self.unit != before:
+            self.clear()
 
     def locate(self, block_hash: BlockHash, owner: Owner) -> None:
         """Apply a store that names no tokens."""
@@ -103,14 +123,6 @@ class RankModel:
     def clear(self) -> None:
         self.copies.clear()
         self._forget_gone()
-        self.reports_full = False
-
-    def _told_again(self, hashes: Sequence[BlockHash], owner: Owner) -> bool:
-        """vLLM's report mode "full" repeats what is counted; one first block may be a copy."""
-        if not all(h in self.places and self.copies[h, owner] for h in hashes):
-            return False
-        self.reports_full |= len(hashes) > 1
-        return self.reports_full
 
     def _settle(self) -> None:
         """Place what waits for a block that has a place, until nothing changes."""
@@ -154,32 +166,55 @@ class RankModel:
 
     def match(self, prompt: Prompt, media: set[str] | None = None) -> tuple[int, dict[str, int]]:
         """Tokens that the engine would find cached, and the blocks of them on each medium."""
+        if not self.sizes:
+            return 0, {}
         answers = [self._match_one_way(prompt, media, lookahead) for lookahead in (0, 1)]
         return max(answers, key=lambda answer: answer[0])
 
     def _match_one_way(
         self, prompt: Prompt, media: set[str] | None, lookahead: int
     ) -> tuple[int, dict[str, int]]:
-        present: dict[int, list[set[str]]] = {}
-        for group, size in self.sizes.items():
-            namespace = Namespace(size, prompt.lora, lookahead)
-            contents = prompt.contents(size, lookahead)
-            places = [Place(namespace, tuple(contents[: i + 1])) for i in range(len(contents))]
-            present[group] = [self._media_of(place, group, media) for place in places]
-        for hit in range(len(prompt.tokens), 0, -1):
-            if present and all(self._fits(group, hit, present[group]) for group in present):
-                main = min(present, key=lambda group: (self.windows[group] is not None, group))
-                found = Counter(m for on in present[main][: hit // self.sizes[main]] for m in on)
-                return hit, dict(found)
-        return 0, {}
+        """First what the GPU serves; then how far the CPU goes on from there."""
+        namespace = Namespace(self.unit, prompt.lora, lookahead)
+        contents = prompt.contents(self.unit, lookahead)
+        places = [Place(namespace, tuple(contents[: i + 1])) for i in range(len(contents))]
+        present = {
+            group: {
+                (i + 1) * self.unit: self._media_of(p, group, media) for i, p in enumerate(places)
+            }
+            for group in self.sizes
+        }
+        on_gpu = self._longest(present, lambda stop, on: "GPU" in on)
+        hit = max(
+            on_gpu, self._longest(present, lambda s, on: ("GPU" if s <= on_gpu else "CPU") in on)
+        )
+        if not hit:
+            return 0, {}
+        main = min(present, key=lambda group: (self.windows[group] is not None, group))
+        stops = range(self.sizes[main], hit + 1, self.sizes[main])
+        return hit, dict(Counter(medium for stop in stops for medium in present[main][stop]))
 
-    def _fits(self, group: int, hit: int, present: list[set[str]]) -> bool:
+    def _longest(
+        self, present: dict[int, dict[int, set[str]]], counts: Callable[[int, set[str]], bool]
+    ) -> int:
+        """Try every cut from the longest on."""
+        step = lcm(*self.sizes.values())
+        last = max(present[min(present)], default=0)
+        for hit in range(last - last % step, 0, -step):
+            if all(self._fits(group, hit, present[group], counts) for group in present):
+                return hit
+        return 0
+
+    def _fits(
+        self,
+        group: int,
+        hit: int,
+        present: dict[int, set[str]],
+        counts: Callable[[int, set[str]], bool],
+    ) -> bool:
         size, window = self.sizes[group], self.windows[group]
-        if hit % size or hit // size > len(present):
-            return False
-        stop = hit // size
-        start = 0 if window is None else max(0, stop - -(-(window - 1) // size))
-        return all(present[start:stop])
+        start = 0 if window is None else max(0, hit - -(-(window - 1) // size) * size)
+        return all(counts(stop, present[stop]) for stop in range(start + size, hit + 1, size))
 
     def _media_of(self, place: Place, group: int, media: set[str] | None) -> set[str]:
         return {

@@ -17,7 +17,15 @@ import msgspec
 from hypothesis import strategies as st
 
 from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EncodeError, EventBatch, Rank
-from kvindex.wire import DIALECTS, BlockHash, Dialect, Event, GroupSpec, encode_batch
+from kvindex.wire import (
+    DIALECTS,
+    BlockHash,
+    CacheSettings,
+    Dialect,
+    Event,
+    GroupSpec,
+    encode_batch,
+)
 from kvindex.wire.quirks import EMPTY_TUPLE_HASH, content_hash
 
 RANKS = {Rank("a", 0): 2, Rank("a", 1): 2, Rank("b", 0): 3}  # block sizes, usually
@@ -167,6 +175,11 @@ class Told(NamedTuple):
             fields["token_ids"].append(1)
         elif self.fault == "hashes":
             fields["block_hashes"] = []
+        elif self.fault == "sparse":
+            del fields["block_hashes"][::2]
+            for name in ("extra_keys", "lookahead_token_ids"):
+                if fields.get(name) is not None:
+                    del fields[name][::2]
         elif self.fault == "size":
             fields["block_size"] = 0
         elif self.fault == "extras":
@@ -230,7 +243,7 @@ def tellings(theme: Theme) -> st.SearchStrategy[Told]:
         lora=when(theme.loras, *LORAS),
         extras=when(theme.extras, None, *range(len(EXTRAS))),
         salt=when(theme.extras, None, "salt", ""),
-        fault=when(theme.faults, None, "tokens", "hashes", "size", "extras", "lookahead"),
+        fault=when(theme.faults, None, "tokens", "hashes", "size", "extras", "lookahead", "sparse"),
         odd_size=when(theme.sizes, None, 1, 2, 3, 4, 300),
     )
 
@@ -302,7 +315,7 @@ class Call(NamedTuple):
     name: str
     rank: Rank
     other: Rank
-    specs: dict[int, GroupSpec]
+    cache: CacheSettings
 
     def on(self, index: Any) -> None:
         if self.name == "add":
@@ -313,19 +326,30 @@ class Call(NamedTuple):
             index.rename({self.rank: self.other, self.other: self.rank})
         elif self.name == "rename":
             index.rename({self.rank: self.other})
-        elif self.name == "describe":
-            index.describe_groups(self.rank, self.specs)
+        elif self.name == "configure":
+            index.configure(self.rank, self.cache)
         elif self.rank in index.ranks:
             index.tree(self.rank).clear()
 
 
-specs = st.builds(
-    GroupSpec, st.sampled_from(["full_attention", "mamba", "cross_attention"]), st.none()
-) | st.builds(GroupSpec, st.just("sliding_window"), st.integers(1, 6))
+specs = st.one_of(
+    st.builds(
+        GroupSpec, st.sampled_from(["full_attention", "mamba", "cross_attention"]), st.none()
+    ),
+    st.builds(GroupSpec, st.just("sliding_window"), st.integers(1, 6)),
+    st.builds(GroupSpec, st.just("chunked_local_attention"), st.none(), st.integers(1, 6)),
+)
 calls = st.builds(
     Call,
-    name=st.sampled_from(["add", "remove", "exchange", "rename", "describe", "clear"]),
+    name=st.sampled_from(["add", "remove", "exchange", "rename", *["configure"] * 3, "clear"]),
     rank=st.sampled_from(list(RANKS)),
     other=st.sampled_from(list(RANKS)),
-    specs=st.dictionaries(st.integers(0, 2), specs, max_size=2),
+    cache=st.builds(
+        CacheSettings,
+        groups=st.dictionaries(st.integers(0, 2), specs, max_size=2),
+        report_mode=st.sampled_from(["incremental", "full"]),
+        eagle=st.booleans(),
+        hash_block_size=st.sampled_from([None, None, 1, 2]),
+        upper_bound=st.booleans(),
+    ),
 )

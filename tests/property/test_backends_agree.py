@@ -27,7 +27,7 @@ from kvindex import (
 )
 from kvindex.index import native, reference
 from kvindex.index.api import BaseIndex
-from kvindex.wire import Event, GroupSpec, decode_batch
+from kvindex.wire import CacheSettings, Event, GroupSpec, decode_batch
 from tests.property.index_queries import Query, about, queries
 from tests.property.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
 from tests.property.test_wire_hostile_bytes import events as hostile_events
@@ -105,7 +105,13 @@ class Twins:
         for twin in (self.by_payload, self.by_batch):
             assert twin.ranks == self.reference.ranks
             assert len(twin) == len(self.reference)
-            assert counted(twin) == counted(self.reference)
+            one, two = counted(twin), counted(self.reference)
+            assert one == two, [
+                (k, r, one["ranks"][r][k], two["ranks"][r][k])
+                for r in one["ranks"]
+                for k in one["ranks"][r]
+                if one["ranks"][r][k] != two["ranks"][r][k]
+            ]
             assert held(twin) == held(self.reference)
 
     def ask(self, query: Query) -> None:
@@ -195,4 +201,4 @@ def test_what_has_no_native_form_is_refused(event: Event) -> None:
     with pytest.raises(ConfigurationError):
         index.apply(Rank("a"), EventBatch(0.0, [event]))
     with pytest.raises(ConfigurationError):
-        index.describe_groups(Rank("a"), {2**32: GroupSpec()})
+        index.configure(Rank("a"), CacheSettings(groups={2**32: GroupSpec()}))

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Index, Rank
 from kvindex.wire import BlockHash, Event
-from tests.property.index_model import Content, Namespace, Prompt, RankModel
+from tests.property.index_model import Content, Prompt, RankModel
 
 MEDIA = ("GPU", "CPU")
 
@@ -77,7 +77,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = Index(max_blocks=self.max_blocks)
         self.models: dict[Rank, RankModel] = {}
         self.seen: deque[Prompt] = deque(maxlen=20)
-        self.numbers: dict[tuple[Namespace, tuple[Content, ...]], int] = {}
+        self.numbers: dict[Content, int] = {}
         self.ranks = sorted(RANKS)
 
     @initialize(ranks=st.lists(st.sampled_from(sorted(RANKS)), min_size=1, max_size=3, unique=True))
@@ -86,11 +86,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     # Making events
 
-    def hashes(self, rank: Rank, namespace: Namespace, contents: list[Content]) -> list[BlockHash]:
-        label = RANKS[rank].label
-        prefixes = [(namespace, tuple(contents[: i + 1])) for i in range(len(contents))]
+    def hashes(self, rank: Rank, prompt: Prompt, size: int, stop: int) -> list[BlockHash]:
+        """Label each block by the prompt up to its end, whatever the size of blocks."""
+        kind = RANKS[rank]
+        prefixes = [prompt.prefix((i + 1) * size, kind.lookahead) for i in range(stop)]
         return [
-            label(self.numbers.setdefault(prefix, len(self.numbers) + 1)) for prefix in prefixes
+            kind.label(self.numbers.setdefault(prefix, len(self.numbers) + 1))
+            for prefix in prefixes
         ]
 
     def model(self, rank: Rank) -> RankModel:
@@ -118,13 +120,14 @@ class IndexMachine(RuleBasedStateMachine):
         if not contents:
             return
         self.remember(prompt)
-        namespace = Namespace(size, prompt.lora, lookahead)
-        hashes = self.hashes(rank, namespace, contents)
+        hashes = self.hashes(rank, prompt, size, len(contents))
         start = min(where[0], len(contents) - 1)
         stop = min(start + where[1], len(contents))
         window = kind.windows[group]
+        # Sparse events leave out blocks, but neither their tokens nor their place.
+        named = [i for i in range(start, stop) if i % 3 or not options.get("sparse", False)]
         event = BlockStored(
-            block_hashes=hashes[start:stop],
+            block_hashes=[hashes[i] for i in named],
             parent_block_hash=options.get("parent", hashes[start - 1] if start else None),
             token_ids=list(prompt.tokens[start * size : stop * size]),
             block_size=size,
@@ -134,26 +137,22 @@ class IndexMachine(RuleBasedStateMachine):
             kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
             kv_cache_spec_sliding_window=window,
             lookahead_token_ids=[
-                list(prompt.tokens[(i + 1) * size : (i + 1) * size + lookahead])
-                for i in range(start, stop)
+                list(prompt.tokens[(i + 1) * size : (i + 1) * size + lookahead]) for i in named
             ]
             if lookahead
             else None,
-            **self.extras(prompt, start, stop, salt_apart=options.get("salt_apart", False)),
+            **self.extras(prompt, named, salt_apart=options.get("salt_apart", False)),
         )
-        model = self.model(rank)
-        if self.max_blocks is not None and start == 0 and hashes[0] in model.places:
-            return  # what was left out makes a store told again look new
         self.apply(rank, event)
-        model.store(event, contents[start:stop], (medium, group), namespace=namespace)
+        self.model(rank).store(event, prompt, start, (medium, group), lookahead)
 
     @staticmethod
-    def extras(prompt: Prompt, start: int, stop: int, *, salt_apart: bool) -> dict[str, Any]:
+    def extras(prompt: Prompt, named: list[int], *, salt_apart: bool) -> dict[str, Any]:
         """Extra keys as vLLM sends them, or with the salt apart as SGLang does."""
         keys: list[tuple[Any, ...] | None] = [
-            (prompt.lora,) if prompt.lora else None for _ in range(start, stop)
+            (prompt.lora,) if prompt.lora else None for _ in named
         ]
-        if start == 0:
+        if named and named[0] == 0:
             items = [prompt.image, None if salt_apart else prompt.salt, prompt.lora]
             keys[0] = tuple(item for item in items if item) or None
         return {
@@ -187,12 +186,21 @@ class IndexMachine(RuleBasedStateMachine):
         prompt = data.draw(st.sampled_from(list(self.seen)))
         self.store_blocks(rank, prompt, (start, count), (medium, group), {})
 
-    @rule(number=ranks, prompt=prompts, start=starts, size=st.sampled_from([2, 3]))
+    @rule(number=ranks, prompt=prompts, start=starts, size=st.sampled_from([2, 3, 4]), group=starts)
     def store_in_another_block_size(
-        self, number: int, prompt: Prompt, start: int, size: int
+        self, number: int, prompt: Prompt, start: int, size: int, group: int
     ) -> None:
         rank = self.ranks[number % len(self.ranks)]
-        self.store_blocks(rank, prompt, (start, 2), ("GPU", 0), {"block_size": size})
+        self.store_blocks(rank, prompt, (start, 2), ("GPU", group), {"block_size": size})
+
+    @precondition(lambda self: self.seen)
+    @rule(number=ranks, data=st.data(), start=starts, count=counts, medium=media, group=starts)
+    def store_sparsely(
+        self, number: int, data: st.DataObject, start: int, count: int, medium: str, group: int
+    ) -> None:
+        rank = self.ranks[number % len(self.ranks)]
+        prompt = data.draw(st.sampled_from(list(self.seen)))
+        self.store_blocks(rank, prompt, (start, count), (medium, group), {"sparse": True})
 
     @precondition(lambda self: self.numbers)
     @rule(number=ranks, data=st.data(), group=starts, medium=media)
@@ -269,7 +277,7 @@ class IndexMachine(RuleBasedStateMachine):
     def answers(self, prompt: Prompt, media: set[str] | None) -> dict[Rank, tuple[int, Any]]:
         """Ask for all ranks at once; extra keys are per block, so each block size apart."""
         best: dict[Rank, tuple[int, Any]] = {}
-        for size in (2, 3) if prompt.image else (None,):
+        for size in (1, 2, 3, 4) if prompt.image else (None,):
             match = self.index.match(
                 prompt.tokens,
                 lora=prompt.lora,

@@ -18,7 +18,7 @@ from kvindex.fanout.tap import StreamTap
 from kvindex.rank import Rank
 from kvindex.subscribe import RankAdded, RankLost, RankRemoved, RanksRenamed
 from kvindex.testing import ManualClock
-from kvindex.wire import GroupSpec
+from kvindex.wire import CacheSettings, GroupSpec
 from tests.unit.test_status_board import status
 
 A, B = Rank("a", 0), Rank("a", 1)
@@ -61,7 +61,7 @@ def tapped() -> tuple[StreamTap, Sent, list[str]]:
 def test_a_turn_is_one_message_with_the_statuses_last() -> None:
     tap, sent, _ = tapped()
     items: list[RankAdded | RankLost] = [
-        RankAdded(A, {1: GroupSpec("sliding_window", 32)}),
+        RankAdded(A, CacheSettings(groups={1: GroupSpec("sliding_window", 32)})),
         RankLost(A, 0, "gap", 3, None, True),
     ]
     for item in items:

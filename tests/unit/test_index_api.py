@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import EventBatch, GroupSpec, Index, Rank
+from kvindex import EventBatch, Index, Rank
 from kvindex.errors import (
     ConfigurationError,
     DecodeError,
@@ -254,7 +254,7 @@ def test_statistics_count_by_reason() -> None:
     }
     counted = ("stored", "duplicates", "removed", "removed_unknown", "orphaned", "unplaced")
     assert [statistics["ranks"]["a/0"][name] for name in counted] == [3, 1, 1, 1, 1, 1]
-    group = {"kind": "full_attention", "sliding_window": None, "block_size": SIZE}
+    group = {"kind": "full_attention", "told": False, "sliding_window": None, "block_size": SIZE}
     assert statistics["ranks"]["a/0"]["groups"] == {"0": group}
 
 
@@ -295,15 +295,6 @@ def test_two_indexes_of_one_seed_and_two_of_their_own_agree() -> None:
     for index in (Index(seed=7), Index(seed=7), Index(), Index()):
         apply(index, A, stored(0, 1))
         assert matched(index, prompt(2)) == 2
-
-
-def test_groups_that_make_no_sense_are_refused() -> None:
-    index = Index()
-    for groups in ({-1: GroupSpec()}, {0: "full"}):
-        with pytest.raises(ConfigurationError, match="GroupSpec"):
-            index.describe_groups(A, groups)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="sliding_window >= 1"):
-        GroupSpec("sliding_window")
 
 
 def test_tokens_that_cannot_be_read_are_refused_at_the_call() -> None:

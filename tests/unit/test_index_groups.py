@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 import pytest
 
-from kvindex import GroupSpec, Index
-from kvindex.index.groups import GroupCoverage, Spans, engine_hit
+from kvindex import CacheSettings, EventBatch, GroupSpec, Index
+from kvindex.index.groups import Cache, GroupCoverage, Spans, engine_hit
+from kvindex.wire import Event
 from tests.unit.index_events import SIZE, A, apply, index_of, matched, prompt, removed, stored, told
 
 FULL = GroupSpec()
@@ -17,8 +19,16 @@ def window(tokens: int) -> GroupSpec:
     return GroupSpec("sliding_window", tokens)
 
 
-def hit(*groups: tuple[GroupSpec, int, Spans]) -> int:
-    return engine_hit([GroupCoverage(*group) for group in groups])
+def chunks(tokens: int) -> GroupSpec:
+    return GroupSpec("chunked_local_attention", attention_chunk_size=tokens)
+
+
+def hit(
+    *groups: tuple[GroupSpec, int, Spans], length: int = 160, unit: int = 16, eagle: bool = False
+) -> int:
+    """The hit of groups whose spans are in units; all have the unit's size, or multiples of it."""
+    cache = Cache(unit, lcm(*(size for _, size, _ in groups)), eagle)
+    return engine_hit(cache, length, [GroupCoverage(*group) for group in groups])
 
 
 @pytest.mark.parametrize(
@@ -32,7 +42,7 @@ def test_full_attention_hits_what_is_resident_from_the_start(spans: Spans, token
     ("width", "needed"), [(1, 0), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3)]
 )
 def test_a_window_needs_the_blocks_that_its_last_tokens_reach(width: int, needed: int) -> None:
-    assert window(width).needed_blocks(16) == needed
+    assert window(width).needed_from(160, 16) == 160 - needed * 16
 
 
 @pytest.mark.parametrize(
@@ -63,13 +73,43 @@ def test_windows_lower_each_other_until_all_fit() -> None:
 
 
 def test_groups_of_different_block_sizes_meet_at_a_common_multiple() -> None:
-    assert hit((FULL, 16, [(0, 5)]), (FULL, 48, [(0, 2)])) == 48
-    assert hit((FULL, 16, [(0, 5)]), (window(17), 24, [(0, 2), (3, 9)])) == 48
+    assert hit((FULL, 16, [(0, 5)]), (FULL, 48, [(2, 3), (5, 6)])) == 48
+    wide = (window(17), 24, [(2, 3), (5, 6)])  # in units of 8: blocks 0 and 1
+    assert hit((FULL, 16, [(1, 2), (3, 4), (5, 6)]), wide, unit=8) == 48
 
 
 def test_without_full_attention_a_hit_may_follow_a_hole() -> None:
     assert hit((window(17), 16, [(0, 1), (5, 6)])) == 96
     assert hit((GroupSpec("mamba"), 16, [(5, 6)])) == 96
+
+
+def test_a_hit_never_exceeds_the_prompt() -> None:
+    assert hit((FULL, 16, [(0, 9)]), length=47) == 32
+    assert hit((window(17), 16, [(0, 9)]), length=47) == 32
+
+
+@pytest.mark.parametrize(
+    ("spans", "blocks"), [([(4, 7)], 7), ([(4, 6)], 6), ([(5, 7)], 4), ([], 4), ([(0, 4)], 4)]
+)
+def test_chunks_need_the_blocks_of_the_chunk_that_the_cut_is_in(spans: Spans, blocks: int) -> None:
+    assert hit((FULL, 16, [(0, 7)]), (chunks(64), 16, spans)) == blocks * 16
+    assert hit((FULL, 16, [(0, 8)]), (chunks(64), 16, [])) == 128, "nothing, at a chunk's end"
+
+
+def test_eagle_drops_the_last_block_that_all_groups_matched() -> None:
+    assert hit((FULL, 16, [(0, 5)]), eagle=True) == 64
+    assert hit((FULL, 16, [(0, 1)]), eagle=True) == 0
+    assert hit((window(33), 16, [(0, 5)]), eagle=True) == 64
+    assert hit((window(33), 16, [(3, 5)]), eagle=True) == 0, "one block more must be there"
+    assert hit((FULL, 16, [(0, 8)]), (window(17), 16, [(3, 5)]), eagle=True) == 64
+
+
+def test_fine_hashes_let_a_mamba_hit_end_within_a_block() -> None:
+    cache = Cache(unit=16, alignment=16, eagle=False)
+    full = GroupCoverage(FULL, 64, [(3, 4), (5, 6)])  # one block, and 32 tokens of the next
+    for state, tokens in (([(5, 6)], 96), ([(4, 5)], 80), ([(3, 4)], 64), ([(6, 7)], 0)):
+        groups = [full, GroupCoverage(GroupSpec("mamba"), 64, state)]
+        assert engine_hit(cache, 159, groups) == tokens
 
 
 def test_a_mamba_state_at_the_cut_stands_for_all_before_it() -> None:
@@ -80,8 +120,10 @@ def test_a_mamba_state_at_the_cut_stands_for_all_before_it() -> None:
 
 @pytest.mark.parametrize("kind", ["encoder_only_attention", "cross_attention"])
 def test_groups_without_prefix_caching_take_no_part(kind: str) -> None:
-    assert hit((FULL, 16, [(0, 2)]), (GroupSpec(kind), 16, [])) == 32
-    assert hit((GroupSpec(kind), 16, [(0, 2)])) == 0
+    other = stored(0, group_idx=1, base=500, kv_cache_spec_kind=kind)
+    full = stored(0, 1, group_idx=0, kv_cache_spec_kind="full_attention")
+    assert matched(index_of(full, other), prompt(2)) == 2
+    assert matched(index_of(other), prompt(2)) == 0
 
 
 @pytest.mark.parametrize("kind", ["chunked_local_attention", "sink_full_attention", "of tomorrow"])
@@ -91,6 +133,7 @@ def test_kinds_that_nobody_knows_need_everything(kind: str) -> None:
 
 # In an index
 
+TOLD_FULL: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 SWA: dict[str, Any] = {
     "group_idx": 1,
     "kv_cache_spec_kind": "sliding_window",
@@ -107,6 +150,7 @@ def test_groups_are_learned_from_the_events() -> None:
     index = hybrid()
     assert told(index)["groups"]["1"] == {
         "kind": "sliding_window",
+        "told": True,
         "sliding_window": SIZE + 1,
         "block_size": SIZE,
     }
@@ -114,35 +158,64 @@ def test_groups_are_learned_from_the_events() -> None:
     assert matched(index, prompt(6)) == 5
 
 
-def test_a_window_may_lie_on_another_medium() -> None:
+def test_the_device_serves_a_prefix_and_the_host_goes_on_from_there() -> None:
+    index = index_of(stored(0, 1, 2), stored(2, 3, 4, medium="CPU"), stored(5, 6))
+    found = index.match(prompt(7))[A]
+    assert (found.blocks, found.device_tokens, found.upper_bound) == (5, 3 * SIZE, True)
+    assert found.by_medium == {"GPU": 3, "CPU": 3}
+    on_device = index.match(prompt(7), media="GPU")[A]
+    assert (on_device.blocks, on_device.upper_bound) == (3, False)
+
+
+def test_a_window_on_the_host_does_not_help_a_prefix_on_the_device() -> None:
     index = hybrid()
     apply(index, A, removed(5, group_idx=1), stored(5, medium="CPU", **SWA))
-    assert matched(index, prompt(6)) == 6
-    assert matched(index, prompt(6), media="GPU") == 5
+    found = index.match(prompt(6))[A]
+    assert (found.blocks, found.device_tokens) == (5, 5 * SIZE)
 
 
-def test_groups_of_old_engines_are_told_by_the_user() -> None:
+def test_untold_groups_are_answered_by_the_one_that_reaches_furthest_and_flagged() -> None:
     index = index_of(stored(*range(6), group_idx=0), stored(*range(6), group_idx=1))
     apply(index, A, removed(0, 1, group_idx=1))
-    assert matched(index, prompt(6)) == 0, "untold, every group needs everything"
-    index.describe_groups(A, {1: window(SIZE + 1)})
-    assert matched(index, prompt(6)) == 6
+    found = index.match(prompt(6))[A]
+    assert (found.blocks, found.upper_bound) == (6, True)
+    assert not told(index)["groups"]["1"]["told"]
+    index.configure(A, CacheSettings(groups={0: FULL, 1: window(SIZE + 1)}))
+    found = index.match(prompt(6))[A]
+    assert (found.blocks, found.upper_bound) == (6, False)
+    index.configure(A, CacheSettings(groups={0: FULL, 1: FULL}))
+    assert matched(index, prompt(6)) == 0
+
+
+def test_an_engine_that_tells_only_a_part_is_answered_with_an_upper_bound() -> None:
+    index = Index()
+    index.configure(A, CacheSettings(upper_bound=True))
+    apply(index, A, stored(0, 1))
+    found = index.match(prompt(2))[A]
+    assert (found.blocks, found.upper_bound) == (2, True)
+
+
+def test_eagle_is_a_setting_that_drops_the_last_block() -> None:
+    index = Index()
+    index.configure(A, CacheSettings(eagle=True))
+    apply(index, A, stored(0, 1, 2))
+    assert [matched(index, prompt(count)) for count in (1, 2, 3, 4)] == [0, 1, 2, 2]
 
 
 def test_what_the_user_told_outlives_a_restart_and_the_wire() -> None:
     index = Index()
-    index.describe_groups(A, {1: window(SIZE + 1)})
+    index.configure(A, CacheSettings(groups={1: window(SIZE + 1)}))
     index.tree(A).clear()
     other = SWA | {"kv_cache_spec_sliding_window": 4 * SIZE}
-    apply(index, A, stored(*range(6), group_idx=0), stored(*range(6), **other))
+    apply(index, A, stored(*range(6), **TOLD_FULL), stored(*range(6), **other))
     apply(index, A, removed(0, 1, 2, 3, group_idx=1))
     assert matched(index, prompt(6)) == 6
 
 
-def test_a_group_that_is_told_but_empty_holds_nothing() -> None:
+def test_a_group_that_never_stored_a_block_takes_no_part() -> None:
     index = index_of(stored(*range(6), group_idx=0))
-    index.describe_groups(A, {1: window(SIZE + 1)})
-    assert matched(index, prompt(6)) == 0
+    index.configure(A, CacheSettings(groups={1: window(SIZE + 1)}))
+    assert matched(index, prompt(6)) == 6
 
 
 def test_a_window_only_model_matches_behind_a_hole() -> None:
@@ -152,8 +225,10 @@ def test_a_window_only_model_matches_behind_a_hole() -> None:
 
 
 def test_groups_with_their_own_block_sizes_are_answered_in_tokens() -> None:
-    wide = stored(0, 1, token_ids=prompt(4), block_size=2 * SIZE, base=500, group_idx=1)
-    index = index_of(stored(*range(5), group_idx=0), wide)
+    wide = stored(
+        0, 1, token_ids=prompt(4), block_size=2 * SIZE, base=500, **(TOLD_FULL | {"group_idx": 1})
+    )
+    index = index_of(stored(*range(5), **TOLD_FULL), wide)
     found = index.match(prompt(5))[A]
     assert (found.tokens, found.blocks, found.block_size) == (4 * SIZE, 4, SIZE)
 
@@ -169,3 +244,95 @@ def test_a_group_that_nobody_caches_prefixes_for_does_not_stop_a_window() -> Non
     encoder = stored(0, group_idx=1, base=500, kv_cache_spec_kind="cross_attention")
     index = index_of(stored(*range(6), **(SWA | {"group_idx": 0})), removed(0, 1, 2), encoder)
     assert matched(index, prompt(6)) == 6
+
+
+# Sparse events, and blocks of several units
+
+
+def test_sparse_events_place_labels_that_a_whole_event_has_named() -> None:
+    index = hybrid()
+    apply(index, A, removed(*range(6), group_idx=1))
+    assert matched(index, prompt(6)) == 0
+    sparse = stored(*range(6), block_hashes=[105], **SWA)  # all tokens, one block
+    apply(index, A, sparse)
+    assert matched(index, prompt(6)) == 6
+    assert told(index)["ignored"] == {}
+
+
+def test_sparse_labels_wait_for_a_whole_event_that_names_them() -> None:
+    index = index_of(stored(*range(6), block_hashes=[105], **SWA))
+    assert (matched(index, prompt(6)), told(index)["unplaced"]) == (0, 1)
+    apply(index, A, stored(*range(6), group_idx=0, kv_cache_spec_kind="full_attention"))
+    assert (matched(index, prompt(6)), told(index)["orphans"]) == (6, 0)
+    apply(index, A, removed(5, group_idx=1))
+    assert matched(index, prompt(6)) == 0
+
+
+def test_a_sparse_event_of_no_block_teaches_the_group_and_nothing_else() -> None:
+    index = index_of(stored(0, 1, block_hashes=[], **SWA))
+    assert told(index)["groups"]["1"]["block_size"] == SIZE
+    assert (len(index), told(index)["ignored"]) == (0, {})
+
+
+def test_labels_name_prefixes_whatever_the_size_of_the_blocks() -> None:
+    """vLLM labels a block by the hash at its end, in steps that divide all block sizes."""
+    wide = stored(1, 3, parent=None, token_ids=prompt(4), block_size=2 * SIZE, **TOLD_FULL)
+    index = Index()
+    window_blocks = stored(*range(4), **SWA)
+    index.apply(A, EventBatch(ts=0.0, events=[wide, window_blocks]))
+    index.check()
+    found = index.match(prompt(4))[A]
+    assert (found.tokens, found.blocks, found.block_size) == (4 * SIZE, 2, 2 * SIZE)
+    apply(index, A, removed(3, group_idx=0))
+    assert index.match(prompt(4))[A].tokens == 2 * SIZE
+    apply(index, A, removed(1, group_idx=1))
+    assert index.match(prompt(4))[A].tokens == 0
+
+
+def test_a_new_unit_drops_what_was_held_by_the_old_one_and_counts_it() -> None:
+    index = index_of(
+        stored(1, 3, parent=None, token_ids=prompt(4), block_size=2 * SIZE, **TOLD_FULL)
+    )
+    apply(index, A, stored(*range(4), **SWA))
+    assert told(index)["ignored"] == {"unit_changed": 2}
+    again = stored(1, 3, parent=None, token_ids=prompt(4), block_size=2 * SIZE, **TOLD_FULL)
+    apply(index, A, again)
+    assert index.match(prompt(4))[A].tokens == 4 * SIZE
+
+
+def test_offloaded_blocks_without_extra_keys_are_those_that_the_device_named() -> None:
+    """vLLM's connectors leave salts and images out of their events."""
+    salted = stored(0, 1, group_idx=0, extra_keys=[("secret",), None])
+    index = index_of(salted, stored(0, 1, group_idx=0, medium="CPU"), removed(0, 1, group_idx=0))
+    assert matched(index, prompt(2)) == 0, "another request's salt"
+    assert matched(index, prompt(2), salt="secret") == 2
+    apply(index, A, stored(7, 8, parent=None, group_idx=0, medium="CPU"))
+    assert told(index)["unplaced"] == 2, "nobody told what these are"
+
+
+# Report mode "full"
+
+
+def full_mode() -> Index:
+    index = Index()
+    index.configure(A, CacheSettings(report_mode="full"))
+    return index
+
+
+def test_every_store_is_a_copy_unless_the_user_says_that_requests_announce_again() -> None:
+    index = index_of(stored(0, 1, 2), stored(0, 1, 2), removed(0, 1, 2))
+    assert matched(index, prompt(3)) == 3
+    announcing = full_mode()
+    apply(announcing, A, stored(0, 1, 2), stored(0, 1, 2), removed(0, 1, 2))
+    assert (matched(announcing, prompt(3)), told(announcing)["reannounced"]) == (0, 3)
+
+
+def test_a_store_that_no_lookup_would_have_found_is_a_copy_in_report_mode_full() -> None:
+    index = full_mode()
+    both: list[Event] = [stored(*range(3), **TOLD_FULL), stored(*range(3), **SWA)]
+    apply(index, A, *both, removed(2, group_idx=1))
+    index.apply(A, EventBatch(ts=0.0, events=both))  # computed, since the window was gone
+    index.check()
+    assert told(index)["reannounced"] == 0
+    index.apply(A, EventBatch(ts=0.0, events=both))  # found this time
+    assert told(index)["reannounced"] == 6

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Index, Rank
+from kvindex import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheSettings,
+    EventBatch,
+    Index,
+    Rank,
+)
 from kvindex.wire.quirks import EMPTY_TUPLE_HASH, content_hash
 from tests.unit.index_events import (
     SIZE,
@@ -255,12 +263,19 @@ def test_quirk_1_a_single_first_block_may_have_copies_too() -> None:
     assert matched(index, prompt(1)) == 1
 
 
-def test_quirk_2_a_prompt_announced_again_adds_no_copies() -> None:
-    index = index_of(stored(0, 1, 2), stored(0, 1, 2), stored(0), removed(2))
+def test_quirk_2_a_prompt_announced_again_adds_no_copies_where_requests_announce() -> None:
+    index = Index()
+    index.configure(A, CacheSettings(report_mode="full"))
+    apply(index, A, stored(0, 1, 2), stored(0, 1, 2), stored(0), removed(2))
     assert matched(index, prompt(3)) == 2
     assert told(index)["reannounced"] == 4
     apply(index, A, removed(0))
     assert matched(index, prompt(3)) == 0
+
+
+def test_quirk_2_a_prompt_computed_again_adds_copies() -> None:
+    index = index_of(stored(0, 1, 2), stored(0, 1, 2), removed(0, 1, 2))
+    assert (matched(index, prompt(3)), told(index)["duplicates"]) == (3, 3)
 
 
 def test_quirk_2_a_store_from_the_start_with_something_new_is_no_announcement() -> None:
@@ -275,8 +290,15 @@ def test_quirk_3_an_unknown_removal_is_counted_and_the_later_store_counts() -> N
 
 
 def test_quirk_9_tokens_that_do_not_fit_their_hashes_are_left_out() -> None:
-    index = index_of(stored(0, 1), stored(3, token_ids=tokens(2, 3), parent=101))
+    index = index_of(stored(0, 1), stored(3, token_ids=tokens(2, 3)[:-1], parent=101))
     assert (matched(index, prompt(4)), told(index)["ignored"]) == (2, {"token_count": 1})
+
+
+def test_quirk_9_a_label_among_the_tokens_of_several_blocks_waits_for_its_place() -> None:
+    index = index_of(stored(0, 1), stored(3, token_ids=tokens(2, 3), parent=101))
+    assert (matched(index, prompt(4)), told(index)["unplaced"]) == (2, 1)
+    apply(index, A, stored(2, 3, group_idx=1))
+    assert index.match(prompt(4))[A].by_medium == {"GPU": 2}, "group 0 holds 0, 1 and 3"
 
 
 def test_quirk_9_a_label_without_tokens_is_a_further_place_of_a_known_block() -> None:
@@ -386,10 +408,10 @@ def test_quirk_18_two_tiers_store_and_remove_on_their_own() -> None:
     assert matched(index, prompt(2)) == 0
 
 
-def test_quirk_18_a_prefix_may_be_spread_over_tiers() -> None:
+def test_quirk_18_a_prefix_goes_on_from_the_device_to_the_host_and_never_back() -> None:
     index = index_of(stored(0, 1, 2, 3), stored(2, medium="CPU"), removed(2))
     found = index.match(prompt(4))[A]
-    assert (found.blocks, found.by_medium) == (4, {"GPU": 3, "CPU": 1})
+    assert (found.blocks, found.by_medium) == (3, {"GPU": 2, "CPU": 1})
 
 
 # What makes no sense
@@ -398,7 +420,6 @@ def test_quirk_18_a_prefix_may_be_spread_over_tiers() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"block_hashes": []}, "no_blocks"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": -4}, "block_size"),
         ({"block_size": 5}, "token_count"),
@@ -422,7 +443,7 @@ def test_a_publisher_that_invents_places_and_sizes_is_bounded() -> None:
     assert told(index)["ignored"] == {"too_many_media": 36}
     for i in range(1, 41):
         apply(index, B, stored(0, token_ids=list(range(i)), block_size=i))
-    assert told(index, B)["ignored"] == {"too_many_block_sizes": 24}
+    assert told(index, B)["ignored"] == {"unit_changed": 16, "too_many_block_sizes": 24}
 
 
 def test_unknown_event_tags_are_counted_by_name_up_to_a_bound() -> None:

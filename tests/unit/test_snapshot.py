@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from kvindex import BACKEND, AllBlocksCleared, EventBatch, GroupSpec, Index, Rank
+from kvindex import BACKEND, AllBlocksCleared, CacheSettings, EventBatch, GroupSpec, Index, Rank
 from kvindex.errors import ConfigurationError, SnapshotError, UnknownRankError
 from kvindex.index import (
     SnapshotReader,
@@ -183,7 +183,7 @@ def test_holes_are_joined_where_only_another_rank_parted_them() -> None:
 
 def test_described_groups_come_along() -> None:
     index = index_of(stored(0, 1, 2, 3, group_idx=1))
-    index.describe_groups(A, {1: GroupSpec("sliding_window", 5)})
+    index.configure(A, CacheSettings(groups={1: GroupSpec("sliding_window", 5)}))
     copy = Index.from_bytes(index.to_bytes())
     other = stored(9, parent=None, kv_cache_spec_kind="full_attention", group_idx=1)
     apply(copy, A, other, removed(0, 1, group_idx=1))
