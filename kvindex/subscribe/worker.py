@@ -103,7 +103,7 @@ class Worker(msgspec.Struct, frozen=True):
         self.publishers()
 
     def __hash__(self) -> int:
-        """Return a hash of what cannot change: endpoints and groups may be lists and dicts."""
+        """Return a hash of what cannot change: endpoints and settings may hold lists and dicts."""
         return hash((self.worker, self.dp_size, self.topic, self.bind, self.curve))
 
     def _check_types(self) -> None:

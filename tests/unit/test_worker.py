@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import ConfigurationError, Curve, GroupSpec, Worker, connect
+from kvindex import CacheSettings, ConfigurationError, Curve, GroupSpec, Worker, connect
 
 
 def addresses(worker: Worker) -> list[tuple[int, str, str | None]]:
@@ -105,9 +105,9 @@ def test_curve_keys_have_forty_bytes() -> None:
 
 def test_equal_workers_are_one_in_a_set_whatever_their_endpoints_are_kept_in() -> None:
     def told() -> set[Worker]:
-        groups = {0: GroupSpec("full_attention")}
+        cache = CacheSettings(groups={0: GroupSpec("full_attention")})
         one = Worker("a", ["tcp://h:1", "tcp://h:2"], replay={0: "tcp://h:3", 1: "tcp://h:4"})
-        return {one, Worker("b", {0: "tcp://h:5"}, groups=groups), Worker("c", "tcp://h:6")}
+        return {one, Worker("b", {0: "tcp://h:5"}, cache=cache), Worker("c", "tcp://h:6")}
 
     assert told() - told() == set()
     assert {Worker("c", "tcp://h:7")} - told() == {Worker("c", "tcp://h:7")}
