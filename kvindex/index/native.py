@@ -168,7 +168,8 @@ class Index(BaseIndex):
         }
         plain = (
             settings.report_mode == "full",
-            settings.eagle,
+            settings.eagle is True,
+            [] if isinstance(settings.eagle, bool) else [*map(group_number, settings.eagle)],
             min(settings.hash_block_size or 0, 2**31 - 1),
             settings.upper_bound,
         )

@@ -94,8 +94,9 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             again that they found cached; such announcements are then not counted as further
             copies. Some cannot be told from copies, so that answers are upper bounds. Under
             "incremental", the engine's own default, every store is a copy.
-        eagle: whether vLLM speculates with EAGLE or MTP, and so drops the last block of each hit.
-            Lookahead hashing (vLLM 0.33) and SGLang drop none.
+        eagle: whether vLLM speculates with EAGLE or MTP, and so drops the last block of each hit;
+            or the group_idx of the groups that drop, where it is not all of them (the draft
+            model's). Lookahead hashing (vLLM 0.33) and SGLang drop none.
         hash_block_size: tokens per hash where that is less than every group's block size (vLLM's
             `prefix_match_unit`); otherwise it is learned.
         upper_bound: whether the engine's events tell only part of what limits a hit, so that
@@ -108,7 +109,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: dict[int, GroupSpec] = {}
     report_mode: Literal["incremental", "full"] = "incremental"
-    eagle: bool = False
+    eagle: bool | tuple[int, ...] = False
     hash_block_size: int | None = None
     upper_bound: bool = False
 
@@ -126,6 +127,10 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(
                 f'report_mode is "incremental" or "full", not {self.report_mode!r}'
             )
+        if not isinstance(self.eagle, bool) and not all(
+            isinstance(group_idx, int) and group_idx >= 0 for group_idx in self.eagle
+        ):
+            raise ConfigurationError(f"eagle is a bool, or group_idx >= 0, not {self.eagle!r}")
         if self.hash_block_size is not None and self.hash_block_size < 1:
             raise ConfigurationError(
                 f"hash_block_size is at least 1 token, not {self.hash_block_size}"
