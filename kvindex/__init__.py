@@ -5,9 +5,9 @@ Connect to the engines, then ask which rank holds a prompt:
     client = kvindex.connect([kvindex.Worker("vllm-0", "tcp://127.0.0.1:5557")])
     client.match(token_ids).best
 
-`kvindex.wire`, `kvindex.subscribe`, `kvindex.index` and `kvindex.publish` hold the parts,
-`kvindex.testing` a fake engine and faulty links for tests. `kvindex.fanout` feeds the processes of
-one router from one subscriber, through the queue of `kvindex.shm`.
+The parts are `kvindex.wire`, `kvindex.subscribe`, `kvindex.index` and `kvindex.publish`.
+`kvindex.testing` has a fake engine and faulty links for tests. `kvindex.fanout` feeds all processes
+of a router from one subscriber, through the queue of `kvindex.shm`; import these three by name.
 """
 
 from kvindex.backend import BACKEND

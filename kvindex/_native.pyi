@@ -73,6 +73,7 @@ class Index:
         groups: dict[int, tuple[str, int | None, int | None]],
         reports_full: bool,
         eagle: bool,
+        eagle_groups: list[int],
         hash_block_size: int,
         upper_bound: bool,
     ) -> bool: ...

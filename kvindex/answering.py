@@ -11,6 +11,7 @@ import msgspec
 from kvindex.errors import UnknownRankError
 from kvindex.index import Explanation, ExtraKeys, Index, Match
 from kvindex.rank import Rank, Trust
+from kvindex.rank_lookup import RankName
 from kvindex.subscribe import RankStatus, State
 
 __all__ = ["Answering"]
@@ -34,7 +35,7 @@ class Answering(ABC):
         """Return how far each rank can be trusted now, as a snapshot."""
 
     @abstractmethod
-    def _status(self, rank: Rank) -> RankStatus:
+    def _status(self, rank: RankName) -> RankStatus:
         """Return how a rank's stream stands; raises UnknownRankError."""
 
     def match(
@@ -45,7 +46,7 @@ class Answering(ABC):
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
+        ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
     ) -> Match:
         """Return how much of a prompt each rank holds, with each rank's trust.
@@ -80,7 +81,7 @@ class Answering(ABC):
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
+        ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
     ) -> Explanation:
         """Return, for each rank, where its match ends and why, and what its stream says to that.
@@ -122,11 +123,13 @@ class Answering(ABC):
             times = _times(status.restarts, "time", "times")
             yield f"restarted {times}: what it held before was dropped"
 
-    def status(self, rank: Rank) -> RankStatus:
+    def status(self, rank: RankName) -> RankStatus:
         """Return how a rank's stream stands, with its orphans and ignored blocks.
 
         Raises:
             UnknownRankError: the rank is not subscribed to.
+
+        `rank` may be a text, too: "a/0", or "a" if that worker has one rank only.
         """
         status = self._status(rank)
         try:
@@ -134,6 +137,12 @@ class Answering(ABC):
         except UnknownRankError:
             return status  # its worker is being removed
         return msgspec.structs.replace(status, orphans=held["orphans"], ignored=held["ignored"])
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied, it belongs to this process: "
+            "make one in the other process, or send match.to_dict()"
+        )
 
 
 def _times(count: int, one: str, many: str) -> str:

@@ -15,6 +15,7 @@ from kvindex.errors import UnknownRankError
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
 from kvindex.rank import Rank, Trust
+from kvindex.rank_lookup import RankName
 from kvindex.saved_state import SavedState, read_saved
 from kvindex.subscribe import (
     RankAdded,
@@ -52,11 +53,11 @@ def connect(
         index: the index to fill; a new one by default. With `resume` it must have the seed of the
             index that was saved.
         resume: a file that `Client.save` wrote, perhaps in another process. Each rank that is in
-            it begins with what it held then, and takes by replay what it has missed, if its
-            publisher proves to be the same; if not, it begins anew. Ranks of workers that are not
-            among `workers` are kept aside, and nothing is answered from them, until their worker
-            is added. If there is no such file, every rank begins anew.
-        resume_within: seconds for which they are kept; they take the memory that they had in the
+            it starts with what it held then, and replay brings what it has missed, if its
+            publisher proves to be the same; if not, it starts from scratch. Ranks of workers that
+            are not among `workers` are set aside and take no part in answers until their worker
+            is added. If there is no such file, every rank starts from scratch.
+        resume_within: seconds for which these ranks are kept; they take as much memory as in the
             file.
         options: settings of `kvindex.subscribe.Subscriber`: `on_loss`, `replay`, `link`,
             `probe_interval`, `stale_after`, `context`, `clock`.
@@ -82,10 +83,15 @@ class Client(Answering):
     """Answers which rank holds a prompt, from live events, and says how far to trust it.
 
     Args: as `connect`, and
-        tap: told of everything that the index takes.
+        tap: receives everything that the index takes.
 
     Attributes:
-        subscriber: what receives the events.
+        subscriber: receives the events.
+
+    A client that is dropped without `close` ends its thread, with a ResourceWarning. A process that
+    is forked from one with a client has to connect by itself: the copy that it inherits receives
+    nothing, and says so at once. Every rank is closed in it, with the reason, and queries are
+    answered from what was known at the fork.
 
     Thread safety: every method may be called from any thread.
     """
@@ -112,7 +118,7 @@ class Client(Answering):
             _ignore if tap is None else tap.restored,
         )
         self.subscriber = Subscriber(
-            [workers] if isinstance(workers, Worker) else workers,
+            workers,
             fingerprints=Fingerprints(self._index.seed),
             resume=self._saved,
             **_settings(self._index, self._saved, tap),
@@ -121,13 +127,13 @@ class Client(Answering):
 
     @property
     def index(self) -> Index:
-        """What the events have filled."""
+        """The index that the events fill."""
         return self._index
 
     def _trusts(self) -> Mapping[Rank, Trust]:
         return self.subscriber.trusts()
 
-    def _status(self, rank: Rank) -> RankStatus:
+    def _status(self, rank: RankName) -> RankStatus:
         return self.subscriber.status(rank)
 
     # Workers and their streams ----------------------------------------------------------------
@@ -140,9 +146,9 @@ class Client(Answering):
     def add(self, worker: Worker) -> None:
         """Subscribe to a further worker's ranks.
 
-        Ranks that are kept aside from the file at `resume` go on from there, as those given to
-        `connect` do; events of all ranks wait while they are put in. What was saved of a worker is
-        used once: added again after `remove`, it begins anew.
+        Ranks that were set aside from the file at `resume` continue from there, as those given to
+        `connect` do; events of all ranks wait while they are restored. The saved state of a worker
+        is used once: added again after `remove`, it starts from scratch.
 
         Raises: as `Subscriber.add`.
         """
@@ -156,7 +162,9 @@ class Client(Answering):
         """
         self.subscriber.remove(worker)
 
-    def wait_live(self, timeout: float = 5.0, *, ranks: Iterable[Rank] | None = None) -> None:
+    def wait_live(
+        self, timeout: float = 5.0, *, ranks: Iterable[RankName] | str | None = None
+    ) -> None:
         """Return once every rank (or each of those given) is live.
 
         Args:
@@ -184,10 +192,9 @@ class Client(Answering):
         """Return every counter as plain JSON-ready values.
 
         `ranks`: by `str(rank)` the stream's `RankStatus` and, under `index`, what the index says
-        of it; `index`: its totals; `thread`: the subscriber's own counters. `resume`: of the ranks
-        in a saved file, those that are kept `aside` until their worker is added, and their bytes;
-        those `restored`, whose own counters say whether they went on; and those `dropped`, by
-        reason.
+        about it; `index`: its totals; `thread`: the subscriber's own counters. `resume`: of the
+        ranks in a saved file, those set `aside` until their worker is added, and their bytes; those
+        `restored`, whose own counters say whether they continued; those `dropped`, by reason.
         """
         stream = self.subscriber.statistics()
         index = self.index.statistics()
@@ -202,18 +209,18 @@ class Client(Answering):
     def save(self, path: str | os.PathLike[str]) -> tuple[Rank, ...]:
         """Write what every rank holds and how far its stream was applied; return the ranks written.
 
-        `connect(resume=path)` goes on from there. Each rank is taken between two of its batches;
-        events of all ranks wait as long as it takes to copy one, queries do not wait. A rank is
-        left out where there is nothing to go on from: nothing was applied yet, or its publisher has
-        no replay to prove itself by. Ranks that are kept aside are written as they were read, so
-        that a router which is restarted before it knows all its workers loses none. The file
-        replaces one that is there only when all is written, and is readable by its owner alone,
-        since it contains the index's seed.
+        `connect(resume=path)` continues from there. Each rank is saved between two of its batches;
+        events of all ranks wait while one rank is copied, queries do not wait. A rank is left out
+        if nothing can continue from it: nothing was applied yet, or its publisher has no replay
+        to prove itself by. Ranks that are set aside are written as they were read, so that a
+        router that is restarted before it knows all its workers loses none. The file replaces an
+        existing one only when all of it is written. Only its owner can read it, since it contains
+        the index's seed.
 
         Raises:
-            OSError: it cannot be written; a file that was there is as before.
+            OSError: it cannot be written; an existing file is unchanged.
             ClosedError: the client is closed.
-            BusyError: the subscriber's thread was held for too long.
+            BusyError: the subscriber's thread was blocked for too long.
         """
         written = []
         with replaced_file(path) as file:
@@ -240,7 +247,7 @@ class Client(Answering):
             return None
 
     def close(self) -> None:
-        """Stop receiving; the index stays as it is and can still be asked. Idempotent."""
+        """Stop receiving; the index stays as it is and still answers. Idempotent."""
         self.subscriber.close()
 
     def __repr__(self) -> str:
@@ -249,6 +256,7 @@ class Client(Answering):
         return f"<Client of {len(statuses)} ranks, {live} live, {len(self.index)} blocks>"
 
     def __enter__(self) -> Client:
+        self.subscriber.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -8,18 +8,18 @@ KVIndexError
 ├── TokenError           (also ValueError)    tokens whose type, shape or range cannot be read
 ├── DecodeError          (also ValueError)    bytes that are not an event batch
 ├── EncodeError          (also ValueError)    an event batch that the chosen dialect cannot carry
-├── BusyError            (also TimeoutError)  a thread did not come to a call in time
-├── InUseError           (also RuntimeError)  a second call at what takes one at a time
+├── BusyError            (also TimeoutError)  a thread was too busy to carry out a call in time
+├── InUseError           (also RuntimeError)  a second call where one at a time is allowed
 ├── ClosedError          (also RuntimeError)  the object was closed
 │   └── QueueClosedError                      the writer closed the queue, and all of it was read
 ├── SnapshotError        (also ValueError)    bytes that cannot be restored as an index
-├── SegmentError         (also OSError)       shared memory that cannot be made or attached
-├── QueueTimeoutError    (also TimeoutError)  no room for a message, or none came, in time
-├── WaitCancelledError   (also RuntimeError)  a wait was ended by its `cancel`
-├── PeerDiedError        (also ConnectionError) a party of a queue is gone without a word
+├── SegmentError         (also OSError)       shared memory that cannot be created or attached
+├── QueueTimeoutError    (also TimeoutError)  no room for a message, or no message, in time
+├── WaitCancelledError   (also RuntimeError)  `cancel` or `close` ended a wait
+├── PeerDiedError        (also ConnectionError) a party of a queue died without closing
 │   ├── WriterDiedError                       the writer: nothing more will come
 │   ├── ReaderDiedError                       readers: what they had not read is lost to them
-│   └── ReaderEvictedError                    this reader was taken off the queue
+│   └── ReaderEvictedError                    the writer removed this reader from the queue
 ├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
 └── InvariantError       (also AssertionError)  a structure failed its own `check()`: our bug
 ```
@@ -87,22 +87,31 @@ class DuplicatePublisherError(ConfigurationError, KeyError):
 
 
 class UnknownRankError(KVIndexError, KeyError):
-    """A rank (or worker) that is not known here.
+    """A rank (or worker) that is not known here, or a name that several ranks have.
 
     Attributes:
         name: what was asked for.
-        known: what is known, sorted.
+        known: what is known, or has that name, sorted.
+        ambiguous: whether several have it.
     """
 
-    def __init__(self, name: object, known: Iterable[object] = ()) -> None:
+    def __init__(
+        self, name: object, known: Iterable[object] = (), *, ambiguous: bool = False
+    ) -> None:
         self.name = name
         self.known = tuple(sorted(known, key=str))
+        self.ambiguous = ambiguous
         super().__init__(name)
 
     def __str__(self) -> str:
         listed = ", ".join(str(item) for item in self.known[:8]) or "none"
         more = f" and {len(self.known) - 8} more" if len(self.known) > 8 else ""
-        return f"{self.name!s} is not known; known: {listed}{more}"
+        if isinstance(self.name, Rank):
+            return f"{self.name} is not known; known: {listed}{more}"
+        name = f"{self.name!r} ({type(self.name).__name__})"
+        if self.ambiguous:
+            return f"{name} stands for several: {listed}{more}; give one as Rank(WORKER, DP_RANK)"
+        return f"{name} is not known; known: {listed}{more}"
 
 
 class TokenError(KVIndexError, ValueError):
@@ -126,10 +135,10 @@ class EncodeError(KVIndexError, ValueError):
 
 
 class BusyError(KVIndexError, TimeoutError):
-    """The owning thread did not come to a call in time; the call was not carried out.
+    """The owning thread was too busy to carry out a call in time; nothing was done.
 
     Attributes:
-        timeout: how long was waited, in seconds.
+        timeout: how long the call waited, in seconds.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -141,7 +150,7 @@ class BusyError(KVIndexError, TimeoutError):
 
 
 class InUseError(KVIndexError, RuntimeError):
-    """Another call is under way, in another thread or interrupted by this one; nothing was done."""
+    """Another call is running, in another thread or interrupted by this one; nothing was done."""
 
 
 class ClosedError(KVIndexError, RuntimeError):
@@ -157,8 +166,8 @@ class SnapshotError(KVIndexError, ValueError):
 
     Attributes:
         reason: "format" (not a snapshot), "version", "truncated", "checksum", "backend" (made by
-            the other implementation of the index, or under another seed), "content" (sound bytes
-            that say the impossible) or "room" (it does not fit the limits of the index).
+            the other implementation of the index, or under another seed), "content" (well-formed
+            bytes with contradictory content) or "room" (it exceeds the limits of the index).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
@@ -167,14 +176,14 @@ class SnapshotError(KVIndexError, ValueError):
 
 
 class SegmentError(KVIndexError, OSError):
-    """Shared memory that cannot be made or attached; the message says why and what to do."""
+    """Shared memory that cannot be created or attached; the message says why and what to do."""
 
 
 class QueueTimeoutError(KVIndexError, TimeoutError):
     """A queue had no room for a message, or no message came, in time.
 
     Attributes:
-        timeout: how long was waited, in seconds.
+        timeout: how long the call waited, in seconds.
     """
 
     def __init__(self, message: str, *, timeout: float) -> None:
@@ -183,19 +192,19 @@ class QueueTimeoutError(KVIndexError, TimeoutError):
 
 
 class WaitCancelledError(KVIndexError, RuntimeError):
-    """A wait was ended by its `cancel` or by `close` in another thread; nothing was taken."""
+    """`cancel`, or `close` in another thread, ended a wait; no message was taken."""
 
 
 class PeerDiedError(KVIndexError, ConnectionError):
-    """A party of a queue is gone without having said so: killed, or crashed."""
+    """A party of a queue died without closing: it was killed, or crashed."""
 
 
 class WriterDiedError(PeerDiedError):
-    """The writer is gone; all that it published whole was read, and nothing more will come."""
+    """The writer died; every message that it completed was read, and nothing more will come."""
 
 
 class ReaderDiedError(PeerDiedError):
-    """Readers are gone with messages unread, and were removed; all others were sent the message.
+    """Readers died with messages unread and were removed; the others were sent the message.
 
     Attributes:
         ranks: the readers' ranks, sorted.
@@ -207,14 +216,14 @@ class ReaderDiedError(PeerDiedError):
 
 
 class ReaderEvictedError(PeerDiedError):
-    """The writer took this reader off the queue: it was too slow, or taken for dead; join anew."""
+    """The writer removed this reader: it was too slow, or seemed dead; attach again."""
 
 
 class NotLiveError(KVIndexError, TimeoutError):
     """Some ranks did not become live in time.
 
     Attributes:
-        timeout: how long was waited, in seconds.
+        timeout: how long the call waited, in seconds.
         reasons: for each rank that is not live, what is wrong and what to try.
     """
 
@@ -222,7 +231,8 @@ class NotLiveError(KVIndexError, TimeoutError):
         self.timeout = timeout
         self.reasons = dict(reasons)
         lines = "".join(f"\n  {rank}: {reason}" for rank, reason in sorted(self.reasons.items()))
-        super().__init__(f"{len(self.reasons)} rank(s) not live after {timeout:g} s:{lines}")
+        ranks = "1 rank is" if len(self.reasons) == 1 else f"{len(self.reasons)} ranks are"
+        super().__init__(f"{ranks} not live after {timeout:g} s:{lines}")
 
 
 class InvariantError(KVIndexError, AssertionError):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import kvindex
+from kvindex.backend import hidden_native_build
 
 settings.register_profile(
     "default",
@@ -34,9 +34,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_configure() -> None:
     """Refuse a run that would not test what it seems to; let children be interrupted."""
     _check_backend()
-    # A shell starts its background jobs with Ctrl-C ignored, and their children ignore it as well.
+    # A shell starts its background jobs with Ctrl-C ignored, and nohup starts its program with
+    # SIGHUP ignored; children would ignore them as well. A handler is not handed down to programs
+    # that are started, so they have the default, and this run goes on without its terminal.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -45,19 +49,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _check_backend() -> None:
-    """Refuse to test the sources in Python while a native module lies in an installed copy."""
+    """Refuse to test the sources in Python while they hide an installed native module."""
     chosen = os.environ.get("KVINDEX_BACKEND")
-    if kvindex.BACKEND == "python" and not chosen and _installed_natively():
+    if kvindex.BACKEND == "python" and not chosen and hidden_native_build() is not None:
         raise pytest.UsageError(
             "pytest imports kvindex from its sources, but the native module was installed beside"
             " a copy of them: install with `pip install -e '.[test]'`, or set"
             " KVINDEX_BACKEND=python to test the Python index"
         )
-
-
-def _installed_natively() -> bool:
-    try:
-        files = distribution("kvindex").files or []
-    except PackageNotFoundError:
-        return False
-    return any(file.name.startswith("_native.") and file.suffix != ".pyi" for file in files)

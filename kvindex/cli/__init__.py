@@ -14,14 +14,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvindex import ConfigurationError, KVIndexError, TokenError, __version__
-from kvindex.cli import demo, fanout, match, record, replay, tail
+from kvindex import ConfigurationError, KVIndexError, TokenError
+from kvindex.cli import demo, fake_engine, fanout, match, record, replay, status, tail
+from kvindex.cli.output import in_options, version_text
 
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_COMMANDS = (demo, tail, match, record, replay, fanout)
+_COMMANDS = (demo, fake_engine, tail, match, record, replay, fanout, status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the program's name; those of the process by default.
     """
+    _open_outputs()
     arguments = _parser().parse_args(argv)
-    with _logging_to_stderr(arguments.verbose):
+    with _logging_to_stderr(arguments.log_from, arguments.verbose + arguments.verbose_too):
         try:
             code: int = arguments.run(arguments)
             sys.stdout.flush()
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("kvindex: interrupted", file=sys.stderr)
             return _INTERRUPTED
         except (ConfigurationError, TokenError) as error:
-            print(f"kvindex {arguments.command}: {error}", file=sys.stderr)
+            print(f"kvindex {arguments.command}: {in_options(str(error))}", file=sys.stderr)
             return 2
         except (KVIndexError, OSError) as error:
             print(f"kvindex {arguments.command}: {error}", file=sys.stderr)
@@ -56,26 +58,41 @@ def _parser() -> argparse.ArgumentParser:
         description="Subscribe to LLM engines' KV-cache events and ask which rank holds a prompt.",
         epilog="Start with: kvindex demo. Each command has its own --help.",
     )
-    parser.add_argument("--version", action="version", version=f"kvindex {__version__}")
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="count",
-        default=0,
-        help="log to stderr what the library does (before the command; twice for more)",
-    )
+    parser.add_argument("--version", action="version", version=version_text())
+    _add_verbose(parser, "verbose")
+    parser.set_defaults(log_from=logging.ERROR)
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True
     )
     for command in _COMMANDS:
         command.add_parser(commands)
+    for command_parser in commands.choices.values():
+        _add_verbose(command_parser, "verbose_too")
     return parser
 
 
+def _add_verbose(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        dest=name,
+        help="log to stderr what the library does; twice for more",
+    )
+
+
+def _open_outputs() -> None:
+    """Write to nothing where a shell has closed an output (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
+
+
 @contextmanager
-def _logging_to_stderr(verbose: int) -> Iterator[None]:
-    """Show the library's log from the level asked for; commands themselves tell what matters."""
-    level = (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+def _logging_to_stderr(level: int, verbose: int) -> Iterator[None]:
+    """Show the library's log from the command's level, or from the one asked for."""
+    level = (level, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(level)
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))

@@ -117,7 +117,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         dest="lora",
         metavar="N",
-        help="the same, for engines that send no names",
+        help="LoRA adapter by its number, for engines that send no names",
     )
     parser.add_argument("--salt", help="cache salt of the request")
 

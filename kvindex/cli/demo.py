@@ -1,17 +1,28 @@
-"""`kvindex demo`: two engines, injected faults, live repair, and a prompt routed at the end."""
+"""`kvindex demo`: injected faults, live repair, a prompt routed, and what a router gains."""
 
 from __future__ import annotations
 
 import argparse
 import random
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from kvindex import Client, Link, Rank, RankStatus, Replay, State, Worker, connect
+from kvindex import (
+    Client,
+    Link,
+    Rank,
+    RankStatus,
+    Replay,
+    State,
+    Worker,
+    connect,
+)
 from kvindex.cli.arguments import Commands, seconds
+from kvindex.cli.gain import compare_routers
 from kvindex.cli.narrator import Narrator
-from kvindex.cli.output import table
+from kvindex.cli.output import Colour, painted, table, version_text
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, Request, Workload
 from kvindex.wire import BlockHash
 
@@ -24,31 +35,59 @@ _INTERVAL = 0.02  # seconds between requests: what paces the demo
 _CATCH_UP = 8.0  # seconds that repair may take after the last request
 _MASK_64 = 2**64 - 1
 
+_INTRODUCTION = """
+Two fake engines with two ranks each (a rank is one copy of the model with a
+KV cache of its own) publish what enters and leaves their caches, in numbered
+batches. The network between them and kvindex drops, duplicates and reorders
+some. A missing number is a gap: kvindex asks the engine to send the batch
+again (a replay), and applies later ones after it.
+"""
+_DIFFERENCES = """\
+These numbers need not agree: neighbouring batches that are dropped make one
+gap, a reordered batch may make one until it arrives, a late batch that was
+replayed already is a duplicate, and a reconnect asks for a replay too.
+"""
+_NEXT_STEPS = """\
+
+Next: start `kvindex fake-engine` and connect to it with the first lines of the
+README, or ask engines of your own: `kvindex match --help`."""
+
 
 def add_parser(commands: Commands) -> None:
     """Add this command to the command line."""
     parser = commands.add_parser(
         "demo",
-        help="see it work: four ranks, faults, live repair, a prompt routed",
+        help="see it work: faults, live repair, and what a router gains",
         description=(
             "Run two fake engines (a vLLM, an SGLang) of two DP ranks each in this process, behind "
-            "links that drop, duplicate and reorder messages. Restart one rank, cut another off, "
-            "and show the repair. Then hold the index against what each engine's cache really "
-            "holds, and route a prompt. Exit 0: all equal; 1: not. No GPU, no fixed ports."
+            "links that drop, duplicate and reorder messages. Restart one rank, disconnect "
+            "another, and show the repair. Then compare the index with what each engine's cache "
+            "really holds, route a prompt, and compare a router that asks the index with "
+            "round-robin. Needs no GPU and no fixed ports. Exit 0: index and caches are equal; "
+            "1: they differ."
         ),
     )
     parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of faults and requests (default: 1)"
+        "--seed",
+        type=int,
+        default=1,
+        metavar="N",
+        help="seed for faults and requests (default: 1)",
     )
     parser.add_argument(
-        "--seconds", type=seconds, default=5.0, metavar="S", help="of traffic (default: 5)"
+        "--seconds",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds of traffic (default: 5)",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the demo; return whether index and engines agree."""
-    started = time.monotonic()
+    print(textwrap.fill(version_text(), 80))
+    print(_INTRODUCTION)
     with ExitStack() as stack:
         fleet = _Fleet(stack, arguments.seed)
         client = stack.enter_context(
@@ -61,20 +100,25 @@ def run(arguments: argparse.Namespace) -> int:
         )
         client.wait_live(timeout=5.0)
         narrator = Narrator(client)
-        names = ", ".join(map(str, client.ranks))
-        narrator.say(f"live: {names}, each behind a link that drops, duplicates and reorders")
+        narrator.say(f"live: {', '.join(map(str, client.ranks))}", "green")
         requests = _traffic(fleet, narrator, arguments)
         for link in fleet.links.values():
             link.quiesce()
-        narrator.say(f"{len(requests)} requests served; faults off, catching up")
+        narrator.say(f"{len(requests)} requests served; no more faults, catching up")
         caught_up = fleet.wait_until_applied(client, narrator)
         if not caught_up:
             for rank in client.ranks:
-                narrator.say(f"{rank}: {client.status(rank).reason or 'live'}")
+                narrator.say(f"{rank}: {client.status(rank).reason or 'live'}", "red")
+        _print_counts(fleet, client)
         equal = _print_truth(fleet, client)
         as_engines = _print_route(fleet, client, requests)
-        good = caught_up and equal and as_engines
-        _print_summary(fleet, client, time.monotonic() - started, good)
+    _print_gain(arguments.seed)
+    good = caught_up and equal and as_engines
+    if good:
+        print(painted("\nResult: every rank's index equals its engine's cache.", "green"))
+    else:
+        print(painted("\nResult: index and caches are NOT equal, see above.", "red"))
+    print(_NEXT_STEPS)
     return 0 if good else 1
 
 
@@ -143,14 +187,14 @@ def _traffic(
             break
         if script and passed >= script[0][0] * duration:
             _, told, do = script.pop(0)
-            narrator.say(told, mark="!")
+            narrator.say(told, "yellow", mark="!")
             do()
         rank = choose.choice(ranks)
         fleet.engines[rank].serve(request.token_ids, new_tokens=request.new_tokens)
         served.append((rank, request))
         narrator.watch(_INTERVAL)
     for _, told, do in script:  # a machine too slow to reach them in time
-        narrator.say(told, mark="!")
+        narrator.say(told, "yellow", mark="!")
         do()
     return served
 
@@ -168,8 +212,9 @@ def _print_truth(fleet: _Fleet, client: Client) -> bool:
         agree = agree and held == truth
         verdict = "equal" if held == truth else "DIFFERENT"
         rows.append((rank, engine.dialect.name, len(truth), len(held), verdict))
-    print("\nWhat each cache really holds, and what the index says of it, in blocks:")
-    print(table(("rank", "speaks", "engine", "index", "verdict"), rows))
+    print("What each engine's cache really holds, and what the index says, in blocks:")
+    shown = table(("rank", "engine version", "cache", "index", "verdict"), rows)
+    print(_with_colours(shown, {"equal": "green", "DIFFERENT": "red"}))
     return agree
 
 
@@ -192,14 +237,15 @@ def _print_route(fleet: _Fleet, client: Client, requests: Sequence[tuple[Rank, R
     for found in match:
         own = fleet.engines[found.rank].lookup(tokens).tokens
         agree = agree and own == found.tokens
-        best = "<- best" if match.best and found.rank == match.best.rank else ""
+        best = "<- send it here" if match.best and found.rank == match.best.rank else ""
         rows.append((found.rank, found.tokens, own, found.state or "-", best))
-    print(f"\nA prompt of {len(tokens)} tokens, and how many of them are held:")
-    print(table(("rank", "index", "engine's own", "state", ""), rows))
+    print(f"\nA prompt of {len(tokens)} tokens, and how many of them each rank holds:")
+    shown = table(("rank", "by the index", "by its engine", "state", ""), rows)
+    print(_with_colours(shown, {"<- send it here": "bold"}))
     return agree
 
 
-def _print_summary(fleet: _Fleet, client: Client, took: float, agree: bool) -> None:
+def _print_counts(fleet: _Fleet, client: Client) -> None:
     injected = [link.statistics() for link in fleet.links.values()]
     dropped, doubled, reordered = (
         sum(link.get(f"live.{what}", 0) for link in injected)
@@ -208,11 +254,30 @@ def _print_summary(fleet: _Fleet, client: Client, took: float, agree: bool) -> N
     seen = [client.status(rank) for rank in client.ranks]
     print(
         f"\nInjected: batches dropped {dropped}, duplicated {doubled}, reordered {reordered}; "
-        "engines restarted 1, connections cut 1."
-        f"\nNoticed: gaps {sum(s.gaps for s in seen)}, "
+        "1 restart, 1 cut."
+        f"\nNoticed:  gaps {sum(s.gaps for s in seen)}, "
         f"duplicates {sum(s.duplicates for s in seen)}, "
         f"restarts {sum(s.restarts for s in seen)}, losses {sum(s.losses for s in seen)}; "
         f"replays asked {sum(s.replays_asked for s in seen)}."
     )
-    verdict = "every rank's index equals its engine's cache" if agree else "NOT equal, see above"
-    print(f"Result: {verdict} ({took:.1f} s).")
+    print(_DIFFERENCES)
+
+
+def _print_gain(seed: int) -> None:
+    """Show what the answers are good for: less to compute, on the same requests."""
+    asking, in_turn = outcomes = compare_routers(seed)
+    rows = [
+        (one.router, f"{one.hit_rate:.1%}", f"{one.computed:,}", f"{one.busiest:,}")
+        for one in outcomes
+    ]
+    print("\nThe same 600 requests, sent to four engines with small caches by two routers:")
+    shown = table(("router", "cached", "tokens to compute", "busiest engine"), rows)
+    print(_with_colours(shown, {asking.router: "bold"}))
+    saved = 1 - asking.computed / in_turn.computed
+    print(painted(f"A router that asks kvindex leaves {saved:.0%} less to compute.", "green"))
+
+
+def _with_colours(text: str, colours: Mapping[str, Colour]) -> str:
+    for word, colour in colours.items():
+        text = text.replace(word, painted(word, colour))
+    return text

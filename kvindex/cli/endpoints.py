@@ -14,7 +14,7 @@ __all__ = ["WORKER_FORM", "add_worker_arguments", "parse_worker", "workers_of"]
 WORKER_FORM = "NAME=ENDPOINT[,replay=ENDPOINT][,dp=N][,topic=T][,bind]"
 
 _ENGINES_SAY = (
-    "DP rank r is expected at port + r on both endpoints, as the engines do; "
+    "DP rank r is expected at port + r on both endpoints, where the engines put it; "
     "otherwise repeat endpoint= and replay= in --worker, once for each rank."
 )
 
@@ -31,9 +31,9 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--endpoint", help="the only engine's PUB socket, e.g. tcp://host:5557")
     group.add_argument("--replay-endpoint", metavar="ENDPOINT", help="its replay (ROUTER) socket")
-    group.add_argument("--dp-size", type=int, metavar="N", help="how many DP ranks it has")
-    group.add_argument("--topic", help="only messages whose topic starts with this")
-    group.add_argument("--name", help="what to call it (default: worker-0)")
+    group.add_argument("--dp-size", type=int, metavar="N", help="number of its DP ranks")
+    group.add_argument("--topic", help="receive only topics that start with this")
+    group.add_argument("--name", help="its name in what is printed (default: worker-0)")
     group.add_argument(
         "--bind", action="store_true", help="listen at --endpoint, for engines that connect"
     )
@@ -72,7 +72,21 @@ def workers_of(arguments: argparse.Namespace) -> list[Worker]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(f"two workers are called {twice[0]!r}: give each its own name")
+    _refuse_shared(workers)
     return workers
+
+
+def _refuse_shared(workers: list[Worker]) -> None:
+    """Refuse an engine that is named twice; topics can tell engines behind one endpoint apart."""
+    owners: dict[tuple[str, str], Worker] = {}
+    for worker in workers:
+        for address in worker.publishers():
+            other = owners.setdefault((address.endpoint, worker.topic), worker)
+            if other is not worker:
+                raise ConfigurationError(
+                    f"the workers {other.worker!r} and {worker.worker!r} are both at "
+                    f"{address.endpoint}: name each engine once"
+                )
 
 
 def _refuse_strays(arguments: argparse.Namespace) -> None:

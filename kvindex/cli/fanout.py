@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import logging
+import math
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +20,13 @@ from pathlib import Path
 from kvindex import Client, ConfigurationError, SnapshotError, Worker
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.output import counted
+from kvindex.cli.states import StateChanges, state_table
 from kvindex.fanout import FanOut
 
 __all__ = ["add_parser"]
+
+_LOOK = 0.5  # seconds between looks at the ranks' states
 
 
 def add_parser(commands: Commands) -> None:
@@ -29,31 +36,45 @@ def add_parser(commands: Commands) -> None:
         help="subscribe once, for many router processes",
         description=(
             "Subscribe, and let processes on this machine join with kvindex.fanout.join(PATH). "
+            "Says on stderr which ranks become live or cease to be; SIGUSR1 has it show them all, "
+            "as `kvindex status PATH` does. "
             "Runs until SIGTERM, SIGHUP or Ctrl-C, its normal ends (exit 0), and then prints "
-            "its counters as JSON. Exit 1: it ended by itself, or --state names a file that cannot "
-            "be gone on from, or could not be written at the end."
+            "its counters as JSON, with those of each rank. Exit 1: it ended by itself, or --state "
+            "names a file that cannot be gone on from, or could not be written at the end."
         ),
     )
     parser.add_argument(
-        "path", metavar="PATH", help="socket to listen at, in a directory that is yours alone"
+        "path",
+        metavar="PATH",
+        help="socket to listen at, in a directory that only you can write to",
     )
     parser.add_argument(
         "--state",
         metavar="FILE",
-        help="go on from what this file holds, if it is there, and write it at the end",
+        help="continue from this file if it exists, and write it at the end",
     )
     parser.add_argument(
-        "--max-replicas", type=count, default=64, metavar="N", help="most processes (default: 64)"
+        "--max-replicas",
+        type=count,
+        default=64,
+        metavar="N",
+        help="most processes that may join (default: 64)",
     )
     parser.add_argument(
         "--patience",
         type=seconds,
         default=1.0,
         metavar="S",
-        help="seconds for which a slow process may hold the subscriber up (default: 1)",
+        help="seconds for which a slow process may block the subscriber (default: 1)",
+    )
+    parser.add_argument(
+        "--stats-every",
+        type=seconds,
+        metavar="S",
+        help="print the counters every S seconds, too, each time as a line of JSON",
     )
     add_worker_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, log_from=logging.WARNING)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,16 +82,35 @@ def run(arguments: argparse.Namespace) -> int:
     workers = workers_of(arguments)
     if arguments.state:
         _check_writable(Path(arguments.state))
-    with _ended_by_signals() as ignore_signals, _opened(arguments, workers) as fanout:
+    with (
+        _shown_by_signal() as asked,
+        _ended_by_signals() as ignore_signals,
+        _opened(arguments, workers) as fanout,
+    ):
         try:
-            ranks = len(fanout.client.ranks)
-            print(f"listening at {arguments.path}, {ranks} ranks", file=sys.stderr, flush=True)
-            fanout.wait()
+            ranks = counted(len(fanout.client.ranks), "rank")
+            print(f"listening at {arguments.path}, {ranks}", file=sys.stderr, flush=True)
+            _serve(fanout, asked, arguments.stats_every or math.inf)
         except KeyboardInterrupt:
             ignore_signals()  # the normal end; systemd, or a shell, may send another one
         saved = _save(fanout.client, arguments.state) if arguments.state else True
-        print(json.dumps(fanout.statistics()))
+        print(json.dumps(fanout.report()))
     return 0 if saved else 1
+
+
+def _serve(fanout: FanOut, asked: list[int], stats_every: float) -> None:
+    """Serve until it ends; tell what happens to the ranks, and the counters when they are due."""
+    changes = StateChanges(fanout.client.subscriber.statuses, first_live=True)
+    due = time.monotonic() + stats_every
+    while not fanout.wait(_LOOK):
+        changes.tell()
+        if asked:
+            asked.clear()
+            table = state_table(fanout.client.statistics()["ranks"])
+            print(table, file=sys.stderr, flush=True)
+        if time.monotonic() >= due:
+            due += stats_every
+            print(json.dumps(fanout.report()), flush=True)
 
 
 def _opened(arguments: argparse.Namespace, workers: list[Worker]) -> FanOut:
@@ -114,8 +154,22 @@ def _save(client: Client, path: str) -> bool:
             file=sys.stderr,
         )
         return False
-    print(f"{path}: {len(saved)} ranks", file=sys.stderr)
+    print(f"{path}: {counted(len(saved), 'rank')}", file=sys.stderr)
     return True
+
+
+@contextmanager
+def _shown_by_signal() -> Iterator[list[int]]:
+    """Have SIGUSR1 ask for the ranks' states: a handler itself must wait for no lock."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only that one can
+        yield asked
+        return
+    before = signal.signal(signal.SIGUSR1, lambda number, _: asked.append(number))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @contextmanager

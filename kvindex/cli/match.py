@@ -8,7 +8,7 @@ import sys
 from kvindex import Match, NotLiveError, connect
 from kvindex.cli.arguments import Commands, add_prompt_arguments, read_tokens, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
-from kvindex.cli.output import json_line, table
+from kvindex.cli.output import counted, in_options, json_line, table
 
 __all__ = ["add_parser", "match_table"]
 
@@ -26,7 +26,7 @@ def add_parser(commands: Commands) -> None:
             "holds. Exit 0: some rank holds a block of it; 1: none does; 3: --require-live was "
             "given and a rank is not live."
         ),
-        epilog="An engine never hits a whole prompt: to predict its hit, leave out the last token.",
+        epilog="An engine always recomputes the last token: leave it out to predict its hit.",
     )
     parser.add_argument(
         "tokens",
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             client.wait_live(arguments.wait)
         except NotLiveError as error:
-            print(f"kvindex match: {error}", file=sys.stderr)
+            print(f"kvindex match: {in_options(str(error))}", file=sys.stderr)
             if arguments.require_live:
                 return _NOT_LIVE
             late = {str(rank): reason for rank, reason in error.reasons.items()}
@@ -97,7 +97,8 @@ def match_table(match: Match, prompt_tokens: int) -> str:
     best = match.best
     if best is None:
         some = any(found.blocks for found in match)
-        verdict = f"no {'live ' if some else ''}rank holds a block of these {prompt_tokens} tokens"
+        live = "live " if some else ""
+        verdict = f"no {live}rank holds a block of {counted(prompt_tokens, 'token')}"
     else:
-        verdict = f"best: {best.rank} holds {best.tokens} of {prompt_tokens} tokens"
+        verdict = f"best: {best.rank} holds {best.tokens} of {counted(prompt_tokens, 'token')}"
     return f"{table(header, rows)}\n{verdict}"

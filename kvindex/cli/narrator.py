@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from kvindex import Client, Rank, RankStatus, State
+from kvindex.cli.output import Colour, painted
 
 __all__ = ["Narrator"]
 
@@ -20,9 +21,10 @@ class Narrator:
         self._latest: Mapping[Rank, RankStatus] = self._told
         self._gaps: dict[Rank, RankStatus] = {}  # ranks with an open gap, as they were before it
 
-    def say(self, text: str, *, mark: str = " ") -> None:
+    def say(self, text: str, colour: Colour | None = None, *, mark: str = " ") -> None:
         """Print a line with the time since the start."""
-        print(f"{time.monotonic() - self._started:6.2f} s {mark} {text}", flush=True)
+        passed = time.monotonic() - self._started
+        print(painted(f"{passed:6.2f} s {mark} {text}", colour), flush=True)
 
     def watch(self, seconds: float) -> None:
         """Tell what changes, as it happens, for so long."""
@@ -42,18 +44,18 @@ class Narrator:
 
     def _compare(self, rank: Rank, before: RankStatus, now: RankStatus) -> None:
         if before.connected and not now.connected:
-            self.say(f"{rank}: disconnected; its answers are flagged {now.state!s}")
+            self.say(f"{rank}: disconnected; its answers are flagged {now.state!s}", "red")
         if now.connected and not before.connected:
-            self.say(f"{rank}: connected again; replay shows what was missed")
+            self.say(f"{rank}: connected again; replay shows what was missed", "green")
         if now.losses > before.losses:
-            self.say(f"{rank}: batches lost for good; what it held is dropped")
+            self.say(f"{rank}: batches lost for good; its blocks are dropped", "red")
         if now.restarts > before.restarts:
             self._gaps.pop(rank, None)
-            self.say(f"{rank}: restart noticed; what it held is dropped, epoch {now.epoch} begins")
+            self.say(f"{rank}: restart noticed; its blocks are dropped", "green")
         elif now.gaps > before.gaps:
             self._gaps.setdefault(rank, before)
-            self.say(f"{rank}: gap after seq {before.seq}")
+            self.say(f"{rank}: a gap after batch {before.seq}", "red")
         if rank in self._gaps and now.state is State.LIVE:
             asked = now.replays_asked > self._gaps.pop(rank).replays_asked
             how = "by replay" if asked else "by late messages"
-            self.say(f"{rank}: repaired {how}, whole through seq {now.seq}")
+            self.say(f"{rank}: repaired {how}, whole through batch {now.seq}", "green")

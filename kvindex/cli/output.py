@@ -1,19 +1,42 @@
-"""How commands write: aligned tables, JSON, and progress that only a terminal sees."""
+"""How commands write: aligned tables, JSON; and colours and progress that only a terminal sees."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from kvindex import Rank
+from kvindex import BACKEND, Rank, __version__
+from kvindex.backend import SLOWER, explain_fallback
 
-__all__ = ["Progress", "json_line", "plain", "printable", "table"]
+__all__ = [
+    "Colour",
+    "Progress",
+    "counted",
+    "in_options",
+    "json_line",
+    "painted",
+    "plain",
+    "printable",
+    "table",
+    "version_text",
+]
 
+# What the library calls its own arguments, and how they are written here.
+_OPTIONS = {
+    "Worker(bind=True)": "--bind",
+    "or bind=True": "or --bind",
+    "check replay= (": "check --replay-endpoint (",
+}
+
+Colour: TypeAlias = Literal["red", "green", "yellow", "bold"]
+
+_CODES: Final[dict[Colour, int]] = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 _NUMBER = str.maketrans("", "", "0123456789.,-%")
 
 
@@ -41,6 +64,14 @@ def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> s
     return "  ".join(cells).rstrip()
 
 
+def painted(text: str, colour: Colour | None) -> str:
+    """Return text in a colour if stdout is a terminal and neither NO_COLOR nor TERM forbids it."""
+    plain_terminal = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if colour is None or plain_terminal or not sys.stdout.isatty():
+        return text
+    return f"\x1b[{_CODES[colour]}m{text}\x1b[0m"
+
+
 def printable(text: str) -> str:
     r"""Return text that cannot steer a terminal: names come from the network.
 
@@ -53,6 +84,28 @@ def printable(text: str) -> str:
 
 def _escaped(character: str) -> str:
     return character if character.isprintable() else ascii(character)[1:-1]
+
+
+def in_options(text: str) -> str:
+    """Return what the library says with this program's options instead of its own arguments.
+
+    Examples:
+        >>> in_options("give its host, or bind=True")
+        'give its host, or --bind'
+    """
+    for argument, option in _OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun.
+
+    Examples:
+        >>> counted(1, "rank"), counted(2, "rank"), counted(2, "reply", "replies")
+        ('1 rank', '2 ranks', '2 replies')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def plain(value: Any) -> Any:
@@ -75,6 +128,12 @@ def plain(value: Any) -> Any:
 def json_line(value: Any) -> str:
     """Return a value, made plain, as one line of JSON."""
     return json.dumps(plain(value))
+
+
+def version_text() -> str:
+    """Return the version, which index runs, and why if it is the slower one and nobody asked."""
+    why = explain_fallback(os.environ.get("KVINDEX_BACKEND"))
+    return f"kvindex {__version__}, {BACKEND} index" + (f", {SLOWER}: {why}" if why else "")
 
 
 class Progress:

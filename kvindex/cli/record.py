@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import math
 import re
 import sys
 import time
@@ -16,7 +18,7 @@ import zmq
 from kvindex import ConfigurationError, DecodeError, EncodeError, Link, Rank, Worker
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
-from kvindex.cli.output import Progress
+from kvindex.cli.output import Progress, counted
 from kvindex.subscribe import PublisherAddress
 from kvindex.wire import RecordingWriter, parse_live, parse_replay, replay_request
 
@@ -24,6 +26,7 @@ __all__ = ["add_parser", "file_names"]
 
 _BURST = 256  # messages taken from one socket before the others get their turn
 _SUFFIX = ".frames"
+_TELL_INTERVAL = 10.0  # seconds between two words on what a rank misses
 
 
 def add_parser(commands: Commands) -> None:
@@ -38,7 +41,7 @@ def add_parser(commands: Commands) -> None:
             "and a replay did not reach its end. The files hold the prompts' tokens."
         ),
     )
-    parser.add_argument("output", metavar="NAME", help="where to; .frames is added if missing")
+    parser.add_argument("output", metavar="NAME", help="file to write; .frames is added if missing")
     parser.add_argument("--limit", type=count, metavar="N", help="end after N messages in all")
     parser.add_argument("--seconds", type=seconds, metavar="S", help="end after S seconds")
     parser.add_argument(
@@ -51,11 +54,11 @@ def add_parser(commands: Commands) -> None:
         type=seconds,
         default=5.0,
         metavar="S",
-        help="seconds without a reply after which a replay is given up (default: 5)",
+        help="give a replay up after S seconds without a reply (default: 5)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite files that exist")
     add_worker_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, log_from=logging.WARNING)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -149,6 +152,7 @@ class _Take:
         self._refused = 0
         self._seq: int | None = None
         self._missed = 0
+        self._tell_again_at = -math.inf
         self._ended = address.replay is None
         self.socket = self._open(zmq.SUB)
         self.socket.subscribe(worker.topic.encode())
@@ -185,9 +189,10 @@ class _Take:
                 self.replayed += self._write("replay", frames)
                 self._ended = _is_end(frames)
         if not self._ended:
+            replies = counted(self.replayed, "reply", "replies")
             print(
                 f"{self.rank}: replay from {self._address.replay} did not end within {timeout:g} s"
-                f" after {self.replayed} replies: is it the engine's replay_endpoint?",
+                f" after {replies}: is it the engine's replay_endpoint?",
                 file=sys.stderr,
             )
         return self._ended
@@ -207,15 +212,24 @@ class _Take:
         except DecodeError:
             return  # recorded all the same: a recording shows what came
         if self._seq is not None and seq > self._seq:
-            self._missed += seq - self._seq - 1
+            self._note_missed(seq - self._seq - 1)
         self._seq = seq
+
+    def _note_missed(self, count: int) -> None:
+        """Count messages that did not come, and say so, but not all the time."""
+        self._missed += count
+        now = time.monotonic()
+        if count and now >= self._tell_again_at:
+            self._tell_again_at = now + _TELL_INTERVAL
+            missed = counted(self._missed, "message")
+            print(f"{self.rank}: {missed} missed by seq so far", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
         """Tell what was recorded, and what is known to be missing."""
-        parts = [f"{self.live} live messages"]
+        parts = [counted(self.live, "live message")]
         if self.replayed:
-            parts.append(f"{self.replayed} replies")
-        parts.append(f"{self.bytes} bytes")
+            parts.append(counted(self.replayed, "reply", "replies"))
+        parts.append(counted(self.bytes, "byte"))
         if self._missed:
             parts.append(f"{self._missed} missed by seq")
         if self._refused:
@@ -257,6 +271,6 @@ def _record(takes: list[_Take], arguments: argparse.Namespace) -> None:
             for socket, _ in poller.poll(int(wait * 1000) + 1):
                 left -= by_socket[socket].receive(int(min(left, _BURST)))
             messages, size = sum(t.live for t in takes), sum(t.bytes for t in takes)
-            progress.show(f"{messages} messages, {size / 1e6:.1f} MB; Ctrl-C ends")
+            progress.show(f"{counted(messages, 'message')}, {size / 1e6:.1f} MB; Ctrl-C ends")
     finally:
         progress.clear()

@@ -66,6 +66,11 @@ class Recorded:
         self._replies: dict[int, EventBatch] = {}
 
     @property
+    def records(self) -> int:
+        """How many records were read."""
+        return self.counters["live"] + self.counters["replies"]
+
+    @property
     def ranks(self) -> list[Rank]:
         """The ranks that its batches name, sorted; rank 0 if there is none."""
         if not self._ranks:

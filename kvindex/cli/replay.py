@@ -16,7 +16,7 @@ from kvindex.cli.arguments import (
     read_tokens,
 )
 from kvindex.cli.match import match_table
-from kvindex.cli.output import Progress, json_line, table
+from kvindex.cli.output import Progress, counted, json_line, table
 from kvindex.cli.recorded import Recorded
 
 __all__ = ["add_parser"]
@@ -31,8 +31,8 @@ def add_parser(commands: Commands) -> None:
             "Apply recorded frames in order and print what each rank holds then. A file is one "
             "publisher's; its name without suffix is the worker's name. What a live subscription "
             "counts is counted here too: batches that come twice, gaps, restarts, batches that "
-            "cannot be decoded. Exit 1: a file is cut off or no recording; what came before that "
-            "byte is applied and printed. Exit 2: a file cannot be opened."
+            "cannot be decoded. Exit 1: a file is cut off, and what came before that byte is "
+            "applied and printed, or it is no recording. Exit 2: a file cannot be opened."
         ),
     )
     parser.add_argument("files", nargs="+", metavar="FILE", type=Path, help="a recording")
@@ -76,10 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"cannot read {path}: {error}") from error
         finally:
             progress.clear()
-    _print(arguments, index, recordings, prompt)
     for recorded in recordings:
         if recorded.error:
             print(f"kvindex replay: {recorded.path}: {recorded.error}", file=sys.stderr)
+    readable = [one for one in recordings if one.records or not one.error]
+    if arguments.json or readable:
+        _print(arguments, index, recordings if arguments.json else readable, prompt)
+    for recorded in readable:
+        _hint(recorded, with_replayed=arguments.with_replayed)
     return 1 if any(recorded.error for recorded in recordings) else 0
 
 
@@ -96,6 +100,17 @@ def _check_names(paths: list[Path]) -> None:
             raise ConfigurationError(
                 f"{other} and {path} would both be the worker {path.stem!r}: rename one"
             )
+
+
+def _hint(recorded: Recorded, *, with_replayed: bool) -> None:
+    """Say on stderr where replies that are in the file could fill what is missing."""
+    replies = recorded.counters["replies"]
+    if replies and not with_replayed and not recorded.complete:
+        print(
+            f"{recorded.path}: it has {counted(replies, 'replay reply', 'replay replies')}, too: "
+            "--with-replayed fills with them what is missing",
+            file=sys.stderr,
+        )
 
 
 def _print(

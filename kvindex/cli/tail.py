@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import sys
 import time
 from collections import Counter
 
-from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventStream, State
+from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventStream
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
-from kvindex.cli.output import json_line, printable
+from kvindex.cli.output import counted, json_line, printable
+from kvindex.cli.states import StateChanges
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted, RanksRenamed, StreamItem
 
-__all__ = ["add_parser", "describe"]
+__all__ = ["add_parser", "describe", "time_of"]
 
-_PATIENCE = 3.0  # seconds between looks at which ranks are not live
+_LOOK = 0.5  # seconds between looks at which ranks are not live
 
 
 def add_parser(commands: Commands) -> None:
@@ -34,7 +36,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--limit", type=count, metavar="N", help="end after N lines")
     parser.add_argument("--seconds", type=seconds, metavar="S", help="end after S seconds")
     add_worker_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, log_from=logging.WARNING)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,9 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         pass  # the normal end of a tail
     sys.stdout.flush()
+    batches = counted(seen["RankBatch"], "batch", "batches")
     print(
-        f"{seen['RankBatch']} batches with {seen['events']} events, {seen['RankLost']} losses, "
-        f"{seen['RankRestarted']} restarts",
+        f"{batches} with {counted(seen['events'], 'event')}, "
+        f"{counted(seen['RankLost'], 'loss', 'losses')}, "
+        f"{counted(seen['RankRestarted'], 'restart')}",
         file=sys.stderr,
     )
     return 0
@@ -57,12 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_items(stream: EventStream, arguments: argparse.Namespace, seen: Counter[str]) -> None:
     until = time.monotonic() + (arguments.seconds or math.inf)
-    look_at = time.monotonic() + _PATIENCE
-    explained: dict[str, str] = {}
+    look_at = time.monotonic() + _LOOK
+    changes = StateChanges(stream.subscriber.statuses)
     while (now := time.monotonic()) < until:
         if now >= look_at:
-            _explain(stream, explained)
-            look_at = now + _PATIENCE
+            changes.tell()
+            look_at = now + _LOOK
         try:
             item = stream.get(min(until, look_at) - now)
         except TimeoutError:
@@ -72,21 +76,19 @@ def _print_items(stream: EventStream, arguments: argparse.Namespace, seen: Count
         seen[type(item).__name__] += 1
         seen["lines"] += 1
         seen["events"] += len(item.batch.events) if isinstance(item, RankBatch) else 0
-        print(json_line(item) if arguments.json else printable(describe(item)), flush=True)
+        line = f"{time_of(item)}  {printable(describe(item))}"
+        print(json_line(item) if arguments.json else line, flush=True)
         if seen["lines"] == arguments.limit:
             return
 
 
-def _explain(stream: EventStream, explained: dict[str, str]) -> None:
-    """Say on stderr which ranks nothing can come from, and why; each reason once."""
-    for rank, status in stream.subscriber.statuses().items():
-        trouble = "" if status.state is State.LIVE else str(status.state)
-        if explained.get(str(rank), "") != trouble:
-            explained[str(rank)] = trouble
-            print(
-                f"{rank}: {status.state}: {status.reason}" if trouble else f"{rank}: live",
-                file=sys.stderr,
-            )
+def time_of(item: StreamItem) -> str:
+    """Return when a batch was made, by its publisher's clock; of anything else, the present."""
+    ts = item.batch.ts if isinstance(item, RankBatch) else time.time()
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(ts)) + f".{int(ts % 1 * 1000):03}"
+    except (ValueError, OverflowError, OSError):
+        return "--:--:--.---"  # what a publisher says may be no time at all
 
 
 def describe(item: StreamItem) -> str:
@@ -126,8 +128,8 @@ def _events(batch: EventBatch) -> str:
         elif isinstance(event, BlockStored):
             lora = event.lora_name or (event.lora_id is not None and f"id {event.lora_id}")
             parts.append(
-                f"+{len(event.block_hashes)} {event.medium or 'GPU'}"
-                + (f" (LoRA {lora})" if lora else "")
+                f"+{len(event.block_hashes)} {event.medium or 'GPU'} "
+                f"({counted(len(event.token_ids), 'token')})" + (f" (LoRA {lora})" if lora else "")
             )
     if batch.skipped:
         parts.append(f"{len(batch.skipped)} unknown")

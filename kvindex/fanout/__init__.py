@@ -3,6 +3,7 @@
     fanout = kvindex.fanout.FanOut(workers, path)        # in one process
     replica = kvindex.fanout.join(path)                  # in each of the others
     replica.match(token_ids).best
+    kvindex.fanout.ask(path)                             # how the server stands, without joining
 
 ```
 engines ─► Client ─ StreamTap ─ Outflow ══ ring in shared memory ══► Follower ─ Copy ─ Replica
@@ -16,7 +17,8 @@ data. Linux only.
 
 from __future__ import annotations
 
+from kvindex.fanout.asking import ask
 from kvindex.fanout.replica import Replica, join
 from kvindex.fanout.server import FanOut
 
-__all__ = ["FanOut", "Replica", "join"]
+__all__ = ["FanOut", "Replica", "ask", "join"]

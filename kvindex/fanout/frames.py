@@ -13,6 +13,9 @@ Attached() ───────────────────────
                                   ◄──────── End(number)
    …                                           the connection stays as long as both live
 Leave() ──────────────────────────────────►
+
+Ask() ────────────────────────────────────►   by who only wants to know, in place of Hello
+                                  ◄──────── Report(json_bytes), the JSON; the connection ends
 ```
 """
 
@@ -32,6 +35,7 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_SECTION_BYTES",
     "PROTOCOL",
+    "Ask",
     "Attached",
     "Begin",
     "End",
@@ -40,6 +44,7 @@ __all__ = [
     "JoinersFrame",
     "Leave",
     "Refused",
+    "Report",
     "ServersFrame",
     "Taken",
     "Welcome",
@@ -71,6 +76,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
     """The joiner holds its place in the ring."""
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """A process wants to know how the server stands, and not to join."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -141,8 +150,18 @@ class End(msgspec.Struct, frozen=True, tag=True):
     names: list[tuple[Rank, Rank]]
 
 
-JoinersFrame: TypeAlias = Hello | Attached | Leave
-ServersFrame: TypeAlias = Welcome | Refused | Begin | Taken | End
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """How the server stands; its counters as JSON follow.
+
+    Attributes:
+        json_bytes: length of that.
+    """
+
+    json_bytes: int
+
+
+JoinersFrame: TypeAlias = Hello | Attached | Leave | Ask
+ServersFrame: TypeAlias = Welcome | Refused | Begin | Taken | End | Report
 
 _Frame = TypeVar("_Frame")
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Generator
 
 from kvindex.errors import DecodeError
 from kvindex.fanout.frames import (
+    Ask,
     Attached,
     FrameDecoder,
     Hello,
     JoinersFrame,
     Leave,
     Refused,
+    Report,
     Welcome,
     encode_frame,
 )
@@ -41,6 +43,7 @@ class Guest:
     Args:
         connection: non-blocking; the guest closes it.
         welcome: returns what to answer to a greeting.
+        report: returns how the server stands, as JSON.
         make_snapshot: returns the parts of a snapshot, made one by one as they are sent.
         patience: seconds in which each next step must be taken, and bytes must move.
         now: the present.
@@ -49,7 +52,7 @@ class Guest:
         stage: how far it has come.
         place: its place in the ring, once it has one.
         left: whether it has said that it goes.
-        refused: whether it was told that it may not join.
+        answered: whether it gets no more than one answer: why it may not join, or what it asked.
         pid: its process, as it says.
     """
 
@@ -58,6 +61,7 @@ class Guest:
         connection: socket.socket,
         *,
         welcome: Callable[[Hello], Welcome | Refused],
+        report: Callable[[], bytes],
         make_snapshot: Callable[[], Generator[bytes, None, None]],
         patience: float,
         now: float,
@@ -66,9 +70,10 @@ class Guest:
         self.stage = Stage.GREETING
         self.place: int | None = None
         self.left = False
-        self.refused = False
+        self.answered = False
         self.pid = 0
         self._welcome = welcome
+        self._report = report
         self._make_snapshot = make_snapshot
         self._patience = patience
         self._deadline = now + patience
@@ -119,7 +124,7 @@ class Guest:
         if self._outgoing:
             return True
         self._load()  # at once, so that the last part's arrival finds the stage as it is
-        return not self.refused
+        return not self.answered
 
     def close(self) -> None:
         """Close the connection, and have nothing more taken for it. Idempotent."""
@@ -140,8 +145,14 @@ class Guest:
     def _take(self, frame: JoinersFrame, now: float) -> None:
         if isinstance(frame, Leave):
             self.left = True
+        elif self.answered:
+            raise DecodeError(f"{type(frame).__name__} after the answer")
         elif isinstance(frame, Hello) and self.stage is Stage.GREETING:
             self._greet(frame)
+        elif isinstance(frame, Ask) and self.stage is Stage.GREETING:
+            self.answered = True
+            report = self._report()
+            self._outgoing = memoryview(encode_frame(Report(len(report))) + report)
         elif isinstance(frame, Attached) and self.stage is Stage.ATTACHING:
             self.stage = Stage.JOINING
             self._parts = self._make_snapshot()
@@ -157,4 +168,4 @@ class Guest:
             self.place = answer.place
             self.stage = Stage.ATTACHING
         else:
-            self.refused = True
+            self.answered = True

@@ -64,13 +64,14 @@ class Link:
 
     Args:
         path: where the server listens.
+        silence: seconds without a byte after which the server counts as gone.
 
     Thread safety: one thread; `interrupt` from any.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], silence: float = _SILENCE) -> None:
         self._socket = connect_to(path, _CONNECT_TIMEOUT)
-        self._socket.settimeout(_SILENCE)
+        self._socket.settimeout(silence)
 
     def send(self, frame: JoinersFrame) -> None:
         """Say something; raises OSError."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvindex.errors import ConfigurationError
-from kvindex.fanout.forks import close_in_children
+from kvindex.forks import close_in_children
 
 try:
     import fcntl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import selectors
 import socket
@@ -37,6 +38,7 @@ class Reception:
         client: whose index they get.
         tap, outflow: what they follow.
         max_replicas: places in the ring.
+        report: gives what else is to be told to those who ask.
         on_failure: told, once, if the thread fails.
 
     Thread safety: `close` and `statistics` from any thread.
@@ -49,6 +51,7 @@ class Reception:
         tap: StreamTap,
         outflow: Outflow,
         max_replicas: int,
+        report: Callable[[], dict[str, Any]],
         on_failure: Callable[[str], None],
     ) -> None:
         self._listener = listener
@@ -56,6 +59,7 @@ class Reception:
         self._tap = tap
         self._outflow = outflow
         self._places = range(max_replicas)
+        self._report = report
         self._on_failure = on_failure
         self._snapshots = Snapshots(client, tap)
         self._counters: Counter[str] = Counter()
@@ -75,7 +79,9 @@ class Reception:
         counters = list(self._counters.items())  # at once: the thread goes on counting
         return {
             "replicas": sum(self._follows(guest) for guest in guests),
-            "joining": sum(guest.stage is not Stage.FOLLOWING for guest in guests),
+            "joining": sum(
+                guest.stage is not Stage.FOLLOWING and not guest.answered for guest in guests
+            ),
             **{name: self._counters[name] for name in ("joined", "left", "died")},
             "sections_taken": self._snapshots.counters["sections_taken"],
             "snapshots_begun_again": self._snapshots.counters["snapshots_begun_again"],
@@ -137,6 +143,7 @@ class Reception:
         self._guests[connection] = Guest(
             connection,
             welcome=self._welcome,
+            report=lambda: json.dumps({**self.statistics(), **self._report()}).encode(),
             make_snapshot=self._snapshots.parts,
             patience=_PATIENCE,
             now=time.monotonic(),
@@ -214,7 +221,7 @@ class Reception:
 
     def _see_off(self, guest: Guest) -> None:
         """Note that a connection has ended by itself."""
-        if guest.place in self._outflow.evicted or guest.refused:
+        if guest.place in self._outflow.evicted or guest.answered:
             pass  # counted as such
         elif guest.stage is not Stage.FOLLOWING:
             self._counters["away_gave_up"] += 1

@@ -16,11 +16,12 @@ from kvindex.answering import Answering
 from kvindex.errors import ConfigurationError, QueueTimeoutError
 from kvindex.fanout.copy import Copy
 from kvindex.fanout.follower import Follower
-from kvindex.fanout.forks import Fork, prepare_forks
 from kvindex.fanout.joining import RefusedError
 from kvindex.fanout.meeting_point import check_platform
+from kvindex.forks import Fork, prepare_forks
 from kvindex.index import Index
 from kvindex.rank import Rank, Trust
+from kvindex.rank_lookup import RankName
 from kvindex.subscribe import RankStatus, State
 from kvindex.subscribe.status_board import StatusBoard
 
@@ -116,10 +117,12 @@ class Replica(Answering):
     def _trusts(self) -> Mapping[Rank, Trust]:
         return self._board.trusts()
 
-    def _status(self, rank: Rank) -> RankStatus:
+    def _status(self, rank: RankName) -> RankStatus:
         return self._board.get(rank)
 
-    def wait_live(self, timeout: float = 5.0, *, ranks: Iterable[Rank] | None = None) -> None:
+    def wait_live(
+        self, timeout: float = 5.0, *, ranks: Iterable[RankName] | str | None = None
+    ) -> None:
         """Return once every rank (or each of those given) is live.
 
         Args and Raises: as `Client.wait_live`.
@@ -195,6 +198,7 @@ class Replica(Answering):
         self._board = board
 
     def __enter__(self) -> Replica:
+        self._board.check_open()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

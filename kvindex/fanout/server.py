@@ -97,7 +97,13 @@ class FanOut:
             self.client = Client(workers, tap=self._tap, on_stop=self._stopped, **options)
             opened.callback(self.client.close)
             self._reception = Reception(
-                listener, self.client, self._tap, self._outflow, max_replicas, self._fail
+                listener,
+                self.client,
+                self._tap,
+                self._outflow,
+                max_replicas,
+                self._rest,
+                self._fail,
             )
             opened.pop_all()
         # Before the finalizers of the ring, whose hook is older: its memory must not go while the
@@ -135,8 +141,20 @@ class FanOut:
         that were made for those who join; who join together share them. `snapshots_begun_again`:
         because ranks were renamed.
         """
+        return {**self._reception.statistics(), **self._counters()}
+
+    def report(self) -> dict[str, Any]:
+        """Return `statistics()` and those of the client in one.
+
+        `kvindex.fanout.ask(path)` returns the same in any other process.
+        """
+        return {**self._reception.statistics(), **self._rest()}
+
+    def _rest(self) -> dict[str, Any]:
+        return {**self._counters(), **self.client.statistics()}
+
+    def _counters(self) -> dict[str, Any]:
         return {
-            **self._reception.statistics(),
             **self._outflow.statistics(),
             "entries": 0,
             "heartbeats": 0,

@@ -30,6 +30,7 @@ from kvindex.index.snapshot_section import (
 )
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName, find_rank, find_ranks
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.quirks import fold_medium
 
@@ -132,12 +133,14 @@ class BaseIndex(ABC):
             ConfigurationError: a group index does not fit 32 bits.
         """
 
-    def tree(self, rank: Rank) -> TreeView:
+    def tree(self, rank: RankName) -> TreeView:
         """Return a live view of what one rank holds.
 
         Raises:
             UnknownRankError: the rank is not known (a KeyError).
         """
+        if isinstance(rank, str):
+            rank = find_rank(rank, self.ranks)
         self._view_size(rank)
         return TreeView(self, rank)
 
@@ -172,7 +175,7 @@ class BaseIndex(ABC):
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
+        ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
     ) -> Match:
         """Return how much of a prompt each rank holds, from its start.
@@ -190,7 +193,8 @@ class BaseIndex(ABC):
             extra_keys: for each block, what its identity covers besides tokens, in the engine's
                 form (e.g. `[None, [("image-digest", 3)]]`); missing blocks have none.
             media: count only blocks on these media, e.g. "GPU"; any medium by default.
-            ranks: answer for these ranks only; all by default.
+            ranks: answer for these ranks only; all by default. "a/0" stands for `Rank("a", 0)`, "a"
+                for all ranks of worker a.
             block_size: look at ranks with this block size only. While the size of some rank is not
                 known yet, one that no rank has is answered with nothing.
 
@@ -219,7 +223,7 @@ class BaseIndex(ABC):
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
+        ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
     ) -> Explanation:
         """Return, for each rank, where its match ends and why; `print` it.
@@ -240,7 +244,7 @@ class BaseIndex(ABC):
             lora or None,
             packed_extras(extra_keys, lora, salt),
             folded_media(media),
-            None if ranks is None else wanted_ranks(ranks),
+            None if ranks is None else wanted_ranks(ranks, self.ranks),
             block_size,
         )
         prompt = Prompt(token_ids, text=self._stored_text)
@@ -474,11 +478,14 @@ def check_limits(seed: object, max_blocks: int | None, max_orphans: int) -> None
         raise ConfigurationError(f"max_orphans must be at least 0 blocks, not {max_orphans}")
 
 
-def wanted_ranks(ranks: Iterable[Rank]) -> list[Rank]:
-    """Return the ranks that a query asks for."""
-    if isinstance(ranks, tuple) and ranks and not isinstance(ranks[0], tuple):
+def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> list[Rank]:
+    """Return the ranks that a query asks for; raises UnknownRankError for a text that is none's."""
+    if isinstance(ranks, tuple) and any(isinstance(rank, int) for rank in ranks):
         raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
-    return list(ranks)
+    wanted: list[Rank] = []
+    for rank in [ranks] if isinstance(ranks, str) else ranks:
+        wanted += find_ranks(rank, known) if isinstance(rank, str) else [rank]
+    return wanted
 
 
 def check_options(lora: object, salt: object, block_size: object) -> None:

@@ -15,6 +15,7 @@ from kvindex.index.keys import Lora
 from kvindex.index.match import Match, RankMatch
 from kvindex.index.tokens import TokenIds
 from kvindex.rank import Rank, Trust
+from kvindex.rank_lookup import RankName, find_rank
 from kvindex.wire import GroupSpec
 
 __all__ = [
@@ -152,16 +153,13 @@ class Explanation:
         self.match = match
         self._ranks = {explained.match.rank: explained for explained in ranks}
 
-    def __getitem__(self, rank: Rank) -> RankExplanation:
+    def __getitem__(self, rank: RankName) -> RankExplanation:
         """Return a rank's explanation.
 
         Raises:
             UnknownRankError: the rank is not known, or was not asked for.
         """
-        found = self._ranks.get(rank)
-        if found is None:
-            raise UnknownRankError(rank, self._ranks)
-        return found
+        return self._ranks[find_rank(rank, self._ranks)]
 
     def __iter__(self) -> Iterator[RankExplanation]:
         return iter(self._ranks.values())

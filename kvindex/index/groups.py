@@ -27,20 +27,26 @@ class Cache(NamedTuple):
     Attributes:
         unit: tokens per block of the tree.
         alignment: tokens whose multiples the hits are.
-        eagle: whether the engine drops the last block that it matched.
     """
 
     unit: int
     alignment: int
-    eagle: bool
 
 
 class GroupCoverage(NamedTuple):
-    """What one rank holds of a prompt in one group, or in groups of one kind and block size."""
+    """What one rank holds of a prompt in one group.
+
+    Attributes:
+        spec: the group's kind.
+        block_size: tokens per block.
+        spans: what it holds, in units.
+        eagle: whether the engine drops the last block that it matched there.
+    """
 
     spec: GroupSpec
     block_size: int
     spans: Spans
+    eagle: bool = False
 
 
 def extend_spans(spans: Spans, start: int, stop: int) -> None:
@@ -97,7 +103,7 @@ def engine_hit(cache: Cache, length: int, groups: Sequence[GroupCoverage]) -> in
     Complexity: O(blocks × log spans) for each round of the groups.
     """
     if len(groups) < 2:
-        return _find(groups[0], cache, length, drop=cache.eagle) if groups else 0
+        return _find(groups[0], cache, length, drop=groups[0].eagle) if groups else 0
     groups = sorted(groups, key=lambda group: not group.spec.needs_all)
     one_round = len(groups) == 2 and groups[0].spec.needs_all
     reached: dict[int, int] = {}  # by groups that need all blocks: they are asked once
@@ -109,7 +115,7 @@ def engine_hit(cache: Cache, length: int, groups: Sequence[GroupCoverage]) -> in
             if number in reached:
                 current = min(current, reached[number])
                 continue
-            drop = cache.eagle and number not in dropped
+            drop = group.eagle and number not in dropped
             limit = current
             if drop and not group.spec.is_mamba:  # the block that is dropped may lie beyond
                 margin = min(cache.alignment, group.block_size)

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvindex.errors import UnknownRankError
 from kvindex.rank import Rank, Trust
+from kvindex.rank_lookup import RankName, find_rank
 
 __all__ = ["Found", "FoundMatches", "Match", "RankMatch"]
 
@@ -149,20 +149,21 @@ class Match:
         """Return whether there is a `best`: a rank to prefer, since it holds something."""
         return self.best is not None
 
-    def __getitem__(self, rank: Rank) -> RankMatch:
+    def __getitem__(self, rank: RankName) -> RankMatch:
         """Return a rank's match; 0 blocks for a known rank that holds nothing of the prompt.
 
         Raises:
             UnknownRankError: the rank is not known, or was not asked for.
         """
-        if rank not in self._ranks:
-            raise UnknownRankError(rank, self._ranks)
-        return self._trusted(self._found.get(rank) or self._nothing(rank))
+        one = find_rank(rank, self._ranks)
+        return self._trusted(self._found.get(one) or self._nothing(one))
 
     def __contains__(self, item: object) -> bool:
         """Return whether a rank is part of the answer, or a `RankMatch` is what it says of one."""
         if isinstance(item, RankMatch):
             return item.rank in self._ranks and self[item.rank] == item
+        if isinstance(item, str):
+            return any(item in (str(known), known.worker) for known in self._ranks)
         return item in self._ranks
 
     def __len__(self) -> int:
@@ -173,6 +174,9 @@ class Match:
         found = {rank_match.rank: rank_match for rank_match in self._found.values()}
         everyone = (found.get(rank) or self._nothing(rank) for rank in self._ranks)
         return iter(sorted(map(self._trusted, everyone), key=_longest))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Match cannot be pickled or copied: send match.to_dict()")
 
     def __repr__(self) -> str:
         best = self.best

@@ -76,12 +76,13 @@ def _rank_match(rank: Rank, groups: RankGroups, held: Held, length: int) -> Rank
 def _match_one_way(
     rank: Rank, groups: RankGroups, spans_of: Mapping[Owner, Spans], length: int
 ) -> RankMatch:
-    hashed = {i: g for i, g in groups.known().items() if g.spec.takes_part and g.block_size}
+    known = sorted(groups.known().items())  # the engine asks its groups in this order
+    hashed = {i: group for i, group in known if group.spec.takes_part and group.block_size}
     if groups.kinds_untold:
         hashed = _longest_untold(groups, hashed, spans_of)
-    cache = Cache(groups.unit, groups.alignment, groups.settings.eagle)
+    cache = Cache(groups.unit, groups.alignment)
     tiers = {medium_tier(owner.medium) for owner in spans_of}
-    coverage = {tier: _coverage(hashed, spans_of, tier) for tier in tiers}
+    coverage = {tier: _coverage(groups, hashed, spans_of, tier) for tier in tiers}
     tokens, device_tokens = tiered_hit(cache, length, coverage)
     if not tokens:
         return RankMatch(rank=rank, block_size=groups.main_block_size())
@@ -123,14 +124,17 @@ def _longest_untold(
 
 
 def _coverage(
-    hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans], tier: int
+    groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans], tier: int
 ) -> list[GroupCoverage]:
     """Return what one tier holds in each group."""
     held: dict[int, list[Spans]] = {group_idx: [] for group_idx in hashed}
     for owner, spans in spans_of.items():
         if owner.group_idx in held and medium_tier(owner.medium) == tier:
             held[owner.group_idx].append(spans)
-    return [GroupCoverage(hashed[i].spec, hashed[i].block_size, _union(held[i])) for i in hashed]
+    return [
+        GroupCoverage(group.spec, group.block_size, _union(held[i]), groups.drops_last(i))
+        for i, group in hashed.items()
+    ]
 
 
 def _blocks(start: int, stop: int, scale: int) -> int:

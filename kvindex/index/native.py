@@ -35,6 +35,7 @@ from kvindex.index.match import Match, RankMatch
 from kvindex.index.packing import group_number, pack_batch, pack_text
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName
 from kvindex.wire import CacheSettings, EventBatch, decode_batch
 
 __all__ = ["Index", "read_batch"]
@@ -175,7 +176,8 @@ class Index(BaseIndex):
         }
         plain = (
             settings.report_mode == "full",
-            settings.eagle,
+            settings.eagle is True,
+            [] if isinstance(settings.eagle, bool) else [*map(group_number, settings.eagle)],
             min(settings.hash_block_size or 0, 2**31 - 1),
             settings.upper_bound,
         )
@@ -215,7 +217,7 @@ class Index(BaseIndex):
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
+        ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
     ) -> Match:
         directory = self._directory
@@ -244,7 +246,7 @@ class Index(BaseIndex):
         salt: str | None,
         extra_keys: ExtraKeys | None,
         media: Iterable[str] | str | None,
-        ranks: Iterable[Rank] | None,
+        ranks: Iterable[RankName] | str | None,
         block_size: int | None,
     ) -> Match:
         wanted_media = folded_media(media)
@@ -252,7 +254,7 @@ class Index(BaseIndex):
         known: Collection[Rank] = directory.ids.keys()
         wanted_ids = None
         if ranks is not None:
-            wanted = {rank: self._known(rank, directory) for rank in wanted_ranks(ranks)}
+            wanted = {rank: self._known(rank, directory) for rank in wanted_ranks(ranks, known)}
             known, wanted_ids = wanted.keys(), list(wanted.values())
         tag = lora_tag(lora)
         if extra_keys is not None and block_size is None:

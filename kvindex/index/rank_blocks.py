@@ -149,7 +149,7 @@ class RankBlocks:
             duplicates=self.labels.duplicates,
             unit=self.groups.unit,
             reports_full=self.groups.settings.report_mode == "full",
-            eagle=self.groups.settings.eagle,
+            eagle=_plain_eagle(self.groups.settings.eagle),
             hash_block_size=self.groups.settings.hash_block_size,
             upper_bound=self.groups.settings.upper_bound,
             positions_unknown=self._positions_unknown,
@@ -457,6 +457,10 @@ class RankBlocks:
                 if self.labels.drop(block_hash, label, owner):
                     gone.append(label.block)
         self._tree.disown(gone, owner)
+
+
+def _plain_eagle(eagle: bool | tuple[int, ...]) -> bool | list[int]:
+    return eagle if isinstance(eagle, bool) else list(eagle)
 
 
 def _packed(text: str) -> bytes:

@@ -86,8 +86,24 @@ class RankGroups:
 
     @property
     def upper_bound(self) -> bool:
-        """Whether the engine's hits may be shorter than the answers."""
-        return self.settings.upper_bound or self.kinds_untold
+        """Whether the engine's hits may be shorter than the answers.
+
+        In report mode "full" some announcements cannot be told from copies.
+        """
+        announces = self.settings.report_mode == "full"
+        return self.settings.upper_bound or announces or self.kinds_untold
+
+    def drops_last(self, group_idx: int) -> bool:
+        """Whether EAGLE drops the last block of a group: it or one of its kind is told."""
+        eagle = self.settings.eagle
+        if isinstance(eagle, bool):
+            return eagle
+        kind = self._alike(group_idx)
+        return any(self._alike(other) == kind for other in eagle if other in self._groups)
+
+    def _alike(self, group_idx: int) -> tuple[GroupSpec, int]:
+        """What groups have in common that an engine looks up together."""
+        return self._groups[group_idx].spec, self._groups[group_idx].block_size
 
     @property
     def alignment(self) -> int:
@@ -160,7 +176,7 @@ class RankGroups:
         self.settings = CacheSettings(
             groups=configured,
             report_mode="full" if image.reports_full else "incremental",
-            eagle=image.eagle,
+            eagle=image.eagle if isinstance(image.eagle, bool) else tuple(image.eagle),
             hash_block_size=image.hash_block_size,
             upper_bound=image.upper_bound,
         )

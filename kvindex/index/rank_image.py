@@ -99,7 +99,7 @@ class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_
     duplicates: int
     unit: int
     reports_full: bool
-    eagle: bool
+    eagle: bool | list[int]
     hash_block_size: int | None
     upper_bound: bool
     positions_unknown: bool
@@ -228,6 +228,7 @@ def _check_learned(image: RankImage) -> None:
             group.spec()
         except ConfigurationError as error:
             raise SnapshotError(str(error), reason="content") from None
+    _require(isinstance(image.eagle, bool) or min(image.eagle, default=0) >= 0, "no group drops")
     _require(image.hash_block_size is None or image.hash_block_size > 0, "hashes of no tokens")
     _check_hashes(image.torn)
     _require(len(image.torn) <= MAX_TORN, "too many torn labels")

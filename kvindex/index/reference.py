@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvindex.backend import warn_of_fallback
 from kvindex.errors import InvariantError, UnknownRankError
 from kvindex.index.api import (
     BaseIndex,
@@ -29,6 +30,7 @@ from kvindex.index.rank_image import read_image, write_image
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.tree import RadixTree
 from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName
 from kvindex.wire import CacheSettings, EventBatch, decode_batch
 
 __all__ = ["Index"]
@@ -48,6 +50,7 @@ class Index(BaseIndex):
     ) -> None:
         check_limits(seed, max_blocks, max_orphans)
         self._keys = KeyMaker(seed)
+        warn_of_fallback()
         self._tree = RadixTree(self._keys)
         self._budget = Budget(max_blocks)
         self._max_orphans = max_orphans
@@ -110,7 +113,7 @@ class Index(BaseIndex):
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
-        ranks: Iterable[Rank] | None = None,
+        ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
     ) -> Match:
         wanted_media = folded_media(media)
@@ -235,10 +238,10 @@ class Index(BaseIndex):
     def _stored_text(self) -> bool:
         return any(blocks.counters["stored_text"] for blocks in list(self._ranks.values()))
 
-    def _wanted(self, ranks: Iterable[Rank] | None) -> dict[Rank, RankBlocks]:
+    def _wanted(self, ranks: Iterable[RankName] | str | None) -> dict[Rank, RankBlocks]:
         if ranks is None:
             return dict(self._ranks)
-        return {rank: self._known(rank) for rank in wanted_ranks(ranks)}
+        return {rank: self._known(rank) for rank in wanted_ranks(ranks, self._ranks)}
 
     def _namespaces(
         self, lora: Lora, block_size: int | None, extra_keys: ExtraKeys | None

@@ -33,8 +33,8 @@ class KVEventsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     The first eight are vLLM's names and defaults; SGLang has all but the first. Left out,
     `enable_kv_cache_events` is True if a publisher is named (as SGLang does), and `publisher` is
     "zmq" if the events are enabled (as vLLM does), else "null"; both are filled in here.
-    As vLLM's it can be changed after it was made; `EventPublisherFactory.create` checks it again.
-    Unknown keys are refused, where SGLang ignores them: they are mistyped ones more often than not.
+    Like vLLM's it can be changed afterwards; `EventPublisherFactory.create` checks it again.
+    Unknown keys are refused (SGLang ignores them): more often than not they are mistyped.
 
     Attributes:
         enable_kv_cache_events: False publishes nothing, whatever `publisher` says.

@@ -75,7 +75,7 @@ class EventPublisherFactory:
             config: the configuration, or its JSON text as SGLang's factory takes it; None or
                 empty text for none.
             data_parallel_rank: the rank, from 0 (the default).
-            attn_dp_rank: SGLang's name of the same.
+            attn_dp_rank: SGLang's name for the same.
 
         Raises:
             ConfigurationError: a publisher that nobody registered, or what its constructor raises.

@@ -21,7 +21,7 @@ class EventPublisher(ABC):
 
     Args:
         data_parallel_rank: the rank, from 0 (the default).
-        attn_dp_rank: SGLang's name of the same.
+        attn_dp_rank: SGLang's name for the same.
 
     Raises:
         ConfigurationError: a rank that is no int from 0, or two ranks that differ.
@@ -39,7 +39,7 @@ class EventPublisher(ABC):
 
     @property
     def attn_dp_rank(self) -> int:
-        """SGLang's name of `data_parallel_rank`."""
+        """SGLang's name for `data_parallel_rank`."""
         return self._data_parallel_rank
 
     @abstractmethod
@@ -48,7 +48,7 @@ class EventPublisher(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop; what was published and not yet sent is sent in the time there is. Idempotent."""
+        """Send what is left in the time there is, then stop. Idempotent."""
 
     def __enter__(self: _Publisher) -> _Publisher:
         return self

@@ -21,31 +21,31 @@ __all__ = ["ZmqEventPublisher"]
 
 
 class ZmqEventPublisher(EventPublisher):
-    """Publishes batches as vLLM and SGLang do, and replays the last of them on request.
+    """Publishes batches as vLLM and SGLang do, and replays the latest ones on request.
 
     Each batch gets the next number, from 0, and the publisher's rank unless it names one. Live
     messages are `[topic, seq, payload]`. As in the engines, a subscriber whose queue of `hwm`
-    batches is full loses live ones without a sign here. Unlike there, a replay loses nothing to
-    full queues and holds up live batches for a few milliseconds at most; a request that is none
-    is only counted. A batch that the dialect cannot carry spends its number, is counted, and is
-    missing from replays too.
+    batches is full loses live batches, and nothing here shows it. Unlike in the engines, a replay
+    loses nothing to full queues and delays live batches by a few milliseconds at most; malformed
+    requests are only counted. A batch that the dialect cannot carry uses up its number, is
+    counted, and is missing from replays too.
 
-    What was published is sent before the process ends: `shutdown` is called at exit.
+    Published batches are sent before the process ends: `shutdown` is called at exit.
 
     Args:
         data_parallel_rank: the rank, from 0 (the default); its ports are the endpoints' + rank.
-        endpoint: where rank 0 publishes: tcp, ipc (rank 0 only) or inproc. Wildcards are bound,
-            a concrete host is connected to, unless `bind` says otherwise.
+        endpoint: where rank 0 publishes: tcp, ipc (rank 0 only) or inproc. The publisher binds
+            wildcards and connects to a concrete host, unless `bind` says otherwise.
         replay_endpoint: where rank 0 answers replay requests, always bound; None for no replay.
         buffer_steps: batches kept for replay.
         hwm: batches queued in the socket for each subscriber; 0 for no limit.
         max_queue_size: batches that wait for the publisher's thread.
         topic: first frame of every message.
-        attn_dp_rank: SGLang's name of `data_parallel_rank`.
+        attn_dp_rank: SGLang's name for `data_parallel_rank`.
         dialect: the engine version to write as, or its name.
         bind: True binds the live endpoint, False connects to it, None goes by the engine's rule.
-        on_full: what `publish` does when the queue is full: "block" waits for room, "drop" spends
-            the number, so that subscribers see a gap, and counts.
+        on_full: what `publish` does when the queue is full: "block" waits for room; "drop" drops
+            the batch, uses up its number, so that subscribers see a gap, and counts it.
         context: where the sockets live; by default `zmq.Context.instance()`. Never terminated.
         curve_public_key: Z85 public key with which both sockets become CURVE servers.
         curve_secret_key: its secret key.
@@ -142,9 +142,9 @@ class ZmqEventPublisher(EventPublisher):
         return self._loop.queue.next_seq
 
     def get_publisher_config(self) -> KVEventsConfig:
-        """Return a copy of the configuration, its endpoints being this rank's as they were written.
+        """Return a copy of the configuration, with this rank's endpoints as they were configured.
 
-        What was really bound, e.g. for port 0, is in `endpoint` and `replay_endpoint`.
+        The properties `endpoint` and `replay_endpoint` tell what was really bound, e.g. for port 0.
         """
         config, rank = self._config, self._data_parallel_rank
         return msgspec.structs.replace(
@@ -172,12 +172,12 @@ class ZmqEventPublisher(EventPublisher):
         self._loop.queue.put(events)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Send what waits, for at most `timeout` seconds, and close the sockets. Idempotent.
+        """Send waiting batches, for at most `timeout` seconds, and close the sockets. Idempotent.
 
-        None stands for `SHUTDOWN_TIMEOUT`.
+        None means `SHUTDOWN_TIMEOUT`.
 
-        Returns when the batches are with the operating system's network, or the time is over; what
-        is left then is counted as `unsent_at_shutdown` and logged.
+        Returns when the operating system has the batches, or when time is up; batches that are left
+        then are counted as `unsent_at_shutdown` and logged.
 
         Raises:
             ConfigurationError: timeout is negative.

@@ -23,11 +23,11 @@ def _require_count(name: str, value: int) -> None:
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """How patiently replay is asked for.
+    """How long a subscriber waits for replay, and how often it asks.
 
     Attributes:
         timeout: seconds without a reply after which a request has failed.
-        attempts: requests without progress after which repair is given up.
+        attempts: requests without progress after which the subscriber gives up.
         backoff: seconds before the second try; doubles with each further one.
         max_backoff: longest wait between tries, in seconds.
 

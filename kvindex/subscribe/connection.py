@@ -234,14 +234,14 @@ class Connection:
         if self.refused_handshakes:
             return (
                 f"something answers at {self.endpoint}, but not as the expected ZeroMQ socket "
-                f"({self.refused_handshakes} handshakes failed)"
+                f"(failed handshakes: {self.refused_handshakes})"
             )
         if self.mute:
             return f"{self.endpoint} accepts connections, but has not shaken hands as ZeroMQ does"
         if self.retries:
             return (
                 f"nothing listens at {self.endpoint}, or its host is unknown "
-                f"({self.retries} attempts failed)"
+                f"(failed attempts: {self.retries})"
             )
         return f"no connection to {self.endpoint} yet"
 

@@ -8,11 +8,59 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvindex.errors import ClosedError, ConfigurationError
+from kvindex.forks import Fork, prepare_forks
 from kvindex.subscribe.stream import RankBatch, StreamItem
-from kvindex.subscribe.subscriber import Subscriber
+from kvindex.subscribe.subscriber import FORKED, Subscriber
 from kvindex.subscribe.worker import Worker
 
 __all__ = ["EventStream"]
+
+
+_CLOSED = "the event stream is closed"
+
+
+class _Waiting:
+    """The items that wait for the consumer: all that the subscriber's thread has of a stream."""
+
+    def __init__(self, max_items: int) -> None:
+        self.closed = ""  # why, once it is
+        self._max_items = max_items
+        self._items: deque[StreamItem] = deque()
+        self._changed = threading.Condition()
+
+    def put(self, item: StreamItem) -> None:
+        """Add an item; wait for room if it is a batch."""
+        with self._changed:
+            if isinstance(item, RankBatch):  # the few others never wait: calls depend on them
+                self._changed.wait_for(lambda: self.closed or len(self._items) < self._max_items)
+            if not self.closed:
+                self._items.append(item)
+                self._changed.notify_all()
+
+    def take(self, timeout: float | None) -> StreamItem:
+        """Return the next item; as `EventStream.get`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.closed or self._items, timeout):
+                raise TimeoutError(f"no item within {timeout} s")
+            if self.closed:
+                raise ClosedError(self.closed)
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def close(self, reason: str = _CLOSED) -> None:
+        """Give nothing any more, and end all waiting."""
+        with self._changed:
+            self.closed = self.closed or reason
+            self._changed.notify_all()
+
+    def prepare_fork(self, fork: Fork) -> None:
+        """Have a forked child closed, whoever held the lock."""
+        fork.do_in_child(self._disown)
+
+    def _disown(self) -> None:
+        self._changed = threading.Condition()
+        self.close(FORKED)
 
 
 class EventStream:
@@ -20,9 +68,9 @@ class EventStream:
 
     Args:
         workers: the engines to subscribe to.
-        max_items: items waiting for the consumer. When it is full nothing more is received until
-            there is room; what the publishers drop meanwhile is brought back by replay, as far as
-            their buffers reach.
+        max_items: how many items may wait for the consumer. With so many waiting, nothing is
+            received until there is room; replay brings back what the publishers drop meanwhile,
+            as far as their buffers reach.
         options: as for `Subscriber`, except `sink` and `on_batch`. To `Subscriber.cursor` the sink
             is the queue: what waits in there counts as handed over.
 
@@ -33,45 +81,23 @@ class EventStream:
     """
 
     def __init__(
-        self, workers: Iterable[Worker] = (), *, max_items: int = 10_000, **options: Any
+        self, workers: Iterable[Worker] | Worker = (), *, max_items: int = 10_000, **options: Any
     ) -> None:
         if max_items < 1:
             raise ConfigurationError(f"max_items must be at least 1, not {max_items}")
-        self._max_items = max_items
-        self._items: deque[StreamItem] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        self.subscriber = Subscriber(sink=self._put, on_stop=self._end, **options)
-        try:
-            for worker in workers:
-                self.subscriber.add(worker)
-        except BaseException:
-            self.close()
-            raise
-
-    def _put(self, item: StreamItem) -> None:
-        with self._changed:
-            if isinstance(item, RankBatch):  # the few others never wait: calls depend on them
-                self._changed.wait_for(lambda: self._closed or len(self._items) < self._max_items)
-            if not self._closed:
-                self._items.append(item)
-                self._changed.notify_all()
+        self._waiting = waiting = _Waiting(max_items)
+        prepare_forks(waiting, _Waiting.prepare_fork)
+        self.subscriber = Subscriber(workers, sink=waiting.put, on_stop=waiting.close, **options)
 
     def get(self, timeout: float | None = None) -> StreamItem:
         """Return the next item, waiting for it at most `timeout` seconds (None: as long as needed).
 
         Raises:
             TimeoutError: none came in time.
-            ClosedError: the stream was closed.
+            ClosedError: the stream was closed, or is that of the process that this one was forked
+                from.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or self._items, timeout):
-                raise TimeoutError(f"no item within {timeout} s")
-            if self._closed:
-                raise ClosedError("the event stream is closed")
-            item = self._items.popleft()
-            self._changed.notify_all()
-            return item
+        return self._waiting.take(timeout)
 
     def __iter__(self) -> Iterator[StreamItem]:
         """Iterate until the stream is closed."""
@@ -83,15 +109,11 @@ class EventStream:
 
     def close(self) -> None:
         """End the iteration and the subscription; idempotent."""
-        self._end()
+        self._waiting.close()
         self.subscriber.close()
 
-    def _end(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
     def __enter__(self) -> EventStream:
+        self.subscriber.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -30,6 +30,8 @@ class Outlet:
 
     Attributes:
         shut: set, by any thread, when the sink is to be called no more.
+        forked: set in a child that a sink has forked; the thread ends there when the sink returns,
+            by a SystemExit: whatever comes next in it would use the parent's sockets.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Outlet:
         on_statuses: StatusSink | None = None,
     ) -> None:
         self.shut = False
+        self.forked = False
         self._sink = sink
         self._on_batch = on_batch
         self._on_statuses = on_statuses
@@ -53,6 +56,8 @@ class Outlet:
             self._sink(item)
         except Exception as error:
             self._note_failure(type(item).__name__, error)
+        if self.forked:
+            raise SystemExit
 
     def put_batches(
         self,
@@ -76,6 +81,8 @@ class Outlet:
                 on_batch(rank, batch)
             except Exception as error:
                 self._note_failure(RankBatch.__name__, error)
+            if self.forked:
+                raise SystemExit
 
     def put_statuses(self, statuses: Sequence[RankStatus]) -> None:
         """Hand over what the board shows anew, perhaps nothing."""
@@ -85,6 +92,8 @@ class Outlet:
             self._on_statuses(statuses)
         except Exception as error:
             self._note_failure(RankStatus.__name__, error)
+        if self.forked:
+            raise SystemExit
 
     def _note_failure(self, item: str, error: Exception) -> None:
         self._counters["sink_failures"] += 1

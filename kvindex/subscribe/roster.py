@@ -15,6 +15,7 @@ import zmq
 
 from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName, find_rank
 from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import Link
 from kvindex.subscribe.deadlines import Deadlines
@@ -103,15 +104,13 @@ class Roster:
         self._board.show(statuses)
         self._outlet.put_statuses(statuses)
 
-    def cursor(self, rank: Rank) -> bytes | None:
+    def cursor(self, rank: RankName) -> bytes | None:
         """Return a rank's cursor, encoded, or None where there is nothing to go on from.
 
         Raises:
             UnknownRankError: no such rank.
         """
-        feed = self.feeds.get(rank)
-        if feed is None:
-            raise UnknownRankError(rank, self.feeds)
+        feed = self.feeds[find_rank(rank, self.feeds)]
         saved = feed.cursor(self._fingerprints.identity)
         return None if saved is None else saved.encode()
 
@@ -130,6 +129,7 @@ class Roster:
                 worker.worker,
                 endpoint,
             )
+        self._warn_of_shared(worker)
         now = self._clock()
         feeds: list[Feed] = []
         try:
@@ -148,6 +148,18 @@ class Roster:
         self._workers.add(worker.worker)
         self._start(feeds, plan, now)
         self._note_unused(unused)
+
+    def _warn_of_shared(self, worker: Worker) -> None:
+        """Say that another worker is at the same endpoint: what is there is then held by both."""
+        endpoints = {address.endpoint for address in worker.publishers()}
+        for feed in self.feeds.values():
+            if feed.address.endpoint in endpoints and feed.topic.topic == worker.topic.encode():
+                logger.warning(
+                    "workers %r and %r are both at %s: is one engine added under two names?",
+                    feed.worker,
+                    worker.worker,
+                    feed.address.endpoint,
+                )
 
     def _feed(self, worker: Worker, address: PublisherAddress, now: float) -> Feed:
         return Feed(

@@ -12,10 +12,10 @@ class State(str, enum.Enum):
 
     Attributes:
         CONNECTING: no connection to the publisher.
-        SYNCING: connected; a replay catches up or proves that it is still the same publisher.
+        SYNCING: connected; a replay catches up, or proves that this is still the same publisher.
         LIVE: everything that is known to exist has been applied.
         REPAIRING: batches are missing; they are awaited or asked for.
-        STALE: as LIVE, but without a proof of life for too long.
+        STALE: as LIVE, but there was no sign of life for too long.
         CLOSED: closed by its owner, for good.
     """
 

@@ -13,17 +13,17 @@ __all__ = ["RankStatus"]
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank's stream stands.
+    """The state of one rank's stream.
 
     Attributes:
         rank: which rank.
         state: what the stream is doing.
-        reason: why it is not live, or what is being waited for, and what to try; "" if all is well.
+        reason: why it is not live, or what it waits for, and what to try; "" if all is well.
         epoch: counts the publisher's restarts, from 0.
         seq: number of the last applied batch, None before the first.
         complete: whether every batch since the publisher's first was applied.
         lag: batches known of but not applied yet.
-        connected: whether the PUB socket's connection stands.
+        connected: whether there is a connection to the PUB socket.
         endpoint: the PUB socket.
         replay_endpoint: the ROUTER socket, or None.
         last_event_age: seconds since the last batch was applied, None before the first.
@@ -34,7 +34,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
         restarts: changes of publisher.
         duplicates: batches that came again.
         decode_failures: messages or batches that could not be decoded.
-        orphans: blocks held for want of their parent (through a client; else 0).
+        orphans: blocks that wait for their parent (through a client; else 0).
         ignored: blocks left out by the index, by reason (through a client; else empty).
         counters: every counter of the stream by name.
     """

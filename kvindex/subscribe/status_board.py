@@ -13,6 +13,7 @@ import msgspec
 
 from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.rank import Rank, Trust
+from kvindex.rank_lookup import RankName, find_ranks
 from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
 
@@ -81,16 +82,21 @@ class StatusBoard:
             self._names.update(names)
             self._trusts = None
 
-    def end(self, reason: str) -> None:
-        """Show every rank as closed, and end all waiting."""
+    def end(self, reason: str, *, shown: str = "closed") -> None:
+        """Show every rank as closed for the reason `shown`, and end all waiting."""
         with self._changed:
             self._ended = reason
             self._trusts = None
             for rank, status in self._statuses.items():
                 self._statuses[rank] = msgspec.structs.replace(
-                    status, state=State.CLOSED, connected=False, reason="closed"
+                    status, state=State.CLOSED, connected=False, reason=shown
                 )
             self._changed.notify_all()
+
+    def disown(self, reason: str) -> None:
+        """In a forked child, which lacks the writing thread and whoever held the lock: end."""
+        self._changed = threading.Condition()
+        self.end(reason, shown=reason)
 
     # By any thread ----------------------------------------------------------------------------
 
@@ -120,16 +126,17 @@ class StatusBoard:
                 made = self._trusts = MappingProxyType(trusts), stuck
         return made[0]
 
-    def get(self, rank: Rank) -> RankStatus:
+    def get(self, rank: RankName) -> RankStatus:
         """Return a rank's snapshot, its `last_event_age` being an age.
 
         Raises:
             UnknownRankError: there is none, under its own name or its port's.
         """
         with self._changed:
-            status = self._statuses.get(self._name(rank))
-            if status is None:
-                raise UnknownRankError(rank, self._statuses)
+            found = self._find(rank)
+            if len(found) > 1:
+                raise UnknownRankError(rank, found, ambiguous=True)
+            status = self._statuses[found[0]]
         return self._aged(status)
 
     def all(self) -> dict[Rank, RankStatus]:
@@ -151,7 +158,7 @@ class StatusBoard:
             self.check_open()
             return met
 
-    def wait_live(self, ranks: Iterable[Rank] | None, timeout: float) -> None:
+    def wait_live(self, ranks: Iterable[RankName] | str | None, timeout: float) -> None:
         """Wait until every rank, or each of these, is live.
 
         Raises:
@@ -159,7 +166,11 @@ class StatusBoard:
             UnknownRankError: one of `ranks` is not known.
             ClosedError: the writing thread has ended, or ended meanwhile.
         """
-        wanted = None if ranks is None else [self.get(rank).rank for rank in ranks]
+        wanted = None
+        if ranks is not None:
+            with self._changed:
+                names = [ranks] if isinstance(ranks, str) else ranks
+                wanted = [rank for name in names for rank in self._find(name)]
         if not self.wait_for(lambda _: not self._late(wanted), timeout):
             with self._changed:
                 raise NotLiveError(timeout, self._late(wanted))
@@ -174,6 +185,20 @@ class StatusBoard:
             elif status.state is not State.LIVE:
                 late[rank] = status.reason or f"its state is {status.state}"
         return late
+
+    def _find(self, name: RankName) -> list[Rank]:
+        """Return the ranks that a name stands for, at least one; a port's own name finds its rank.
+
+        Raises:
+            UnknownRankError: there is none.
+        """
+        if isinstance(name, str):
+            found = find_ranks(name, {**dict.fromkeys(self._statuses), **self._names})
+            return list(dict.fromkeys(map(self._name, found)))
+        rank = self._name(name)
+        if rank not in self._statuses:
+            raise UnknownRankError(name, self._statuses)
+        return [rank]
 
     def _name(self, rank: Rank) -> Rank:
         return rank if rank in self._statuses else self._names.get(rank, rank)

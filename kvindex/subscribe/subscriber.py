@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import time
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -13,27 +13,23 @@ from typing import Any, Literal, TypeVar
 
 import zmq
 
-from kvindex.errors import BusyError, ClosedError, ConfigurationError
+from kvindex.errors import BusyError, ConfigurationError
+from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank, Trust
-from kvindex.subscribe.commands import Commands
+from kvindex.rank_lookup import RankName
 from kvindex.subscribe.config import Replay, SequencerConfig
 from kvindex.subscribe.connection import Link
-from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.resumption import SavedRanks, check_saved
-from kvindex.subscribe.roster import Roster
 from kvindex.subscribe.status import RankStatus
-from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import BatchSink, Decode, FingerprintMaker, Sink, StatusSink
-from kvindex.subscribe.watch import Watch
-from kvindex.subscribe.worker import PublisherAddress, Worker
+from kvindex.subscribe.subscriber_thread import SubscriberThread
+from kvindex.subscribe.worker import Worker, not_a_worker, workers_of
 from kvindex.wire import Fingerprints, decode_batch
 
-__all__ = ["Subscriber"]
+__all__ = ["FORKED", "Subscriber"]
 
-logger = logging.getLogger(__name__)
-
-_MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often
+FORKED = "this process was forked; connect in the child"
 _COMMAND_TIMEOUT = 30.0  # seconds that a call may wait for the thread, which a slow sink can hold
 _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
 
@@ -76,7 +72,7 @@ class Subscriber:
 
     def __init__(
         self,
-        workers: Iterable[Worker] = (),
+        workers: Iterable[Worker] | Worker = (),
         *,
         sink: Sink,
         on_batch: BatchSink | None = None,
@@ -102,39 +98,28 @@ class Subscriber:
             probe_interval=probe_interval,
             stale_after=stale_after,
         )
-        self._shared_context = context or zmq.Context.instance()
-        self._own_context = None if context else _large_context()
-        self._clock = clock
-        self._on_stop = on_stop
-        # Written by the thread, read by all.
-        self._board = StatusBoard(clock, stale_after + 2 * _MAX_SLEEP)
-        # Owned by the thread.
-        self._watch = Watch()
         self._counters: Counter[str] = Counter()
-        self._outlet = Outlet(sink, on_batch, self._counters, on_statuses)
-        self._roster = Roster(
+        self._thread = SubscriberThread(
             config,
             link=link or Link(),
-            context_for=self._context_for,
-            watch=self._watch,
             decode=decode,
             fingerprints=fingerprints or Fingerprints(),
-            outlet=self._outlet,
-            board=self._board,
+            outlet=Outlet(sink, on_batch, self._counters, on_statuses),
             counters=self._counters,
+            context=context,
             clock=clock,
+            on_stop=on_stop,
         )
-        # Set by `close`, read by the thread.
-        self._stopping = False
-        self._commands = Commands(self._watch.wake)
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="kvindex-subscriber", daemon=True)
-        self._thread.start()
+        self._board = self._thread.board
+        self._drop = weakref.finalize(self, _drop, self._thread, os.getpid())
+        self._drop.atexit = False
+        prepare_forks(self, Subscriber._prepare_fork)
         try:
-            for worker in workers:
+            for worker in workers_of(workers):
                 self.add(worker, resume=saved)
             if isinstance(resume, Mapping):
-                self.call(lambda: self._roster.note_strangers(Rank(*rank) for rank in resume))
+                roster = self._thread.roster
+                self.call(lambda: roster.note_strangers(Rank(*rank) for rank in resume))
         except BaseException:
             self.close()
             raise
@@ -164,11 +149,9 @@ class Subscriber:
             BusyError: a slow sink held the thread for too long.
         """
         if not isinstance(worker, Worker):
-            raise ConfigurationError(
-                f"expected Worker(NAME, ENDPOINT), not {type(worker).__name__} ({worker!r:.60})"
-            )
-        saved = check_saved(resume)
-        self._call(lambda: self._roster.add(worker, saved))
+            raise not_a_worker(worker)
+        saved, roster = check_saved(resume), self._thread.roster
+        self._call(lambda: roster.add(worker, saved))
 
     def remove(self, worker: str) -> None:
         """Unsubscribe from a worker's ranks.
@@ -180,7 +163,7 @@ class Subscriber:
             ClosedError: the subscriber is closed.
             BusyError: a slow sink held the thread for too long.
         """
-        self._call(lambda: self._roster.remove(worker))
+        self._call(lambda: self._thread.roster.remove(worker))
 
     def call(
         self, function: Callable[[], _Result], *, timeout: float = _COMMAND_TIMEOUT
@@ -199,14 +182,14 @@ class Subscriber:
             ClosedError: the subscriber is closed.
             BusyError: a slow sink held the thread for too long, or this is called by the sink.
         """
-        if self._thread is not threading.current_thread():
-            self._check_alive()
-            return self._commands.call(function, timeout)
-        if not self._commands.running:
+        self._board.check_open()
+        if not self._thread.is_current:
+            return self._thread.commands.call(function, timeout)
+        if not self._thread.commands.running:
             raise BusyError(0.0)
         return function()
 
-    def cursor(self, rank: Rank) -> bytes | None:
+    def cursor(self, rank: RankName) -> bytes | None:
         """Return how far a rank's items were given to the sink, for `resume` in another process.
 
         Within `call` it stands exactly where the sink does. It names the rank's publisher by its
@@ -220,9 +203,9 @@ class Subscriber:
             UnknownRankError: the rank is not subscribed to.
             ClosedError, BusyError: as `call`.
         """
-        return self.call(lambda: self._roster.cursor(rank))
+        return self.call(lambda: self._thread.roster.cursor(rank))
 
-    def status(self, rank: Rank) -> RankStatus:
+    def status(self, rank: RankName) -> RankStatus:
         """Return how a rank's stream stands.
 
         A rank whose batches name another dp_rank than its port is found under both.
@@ -253,7 +236,9 @@ class Subscriber:
         ranks = {str(rank): status.to_dict() for rank, status in self.statuses().items()}
         return {"ranks": ranks, "thread": dict(self._counters)}
 
-    def wait_live(self, timeout: float = 5.0, *, ranks: Iterable[Rank] | None = None) -> None:
+    def wait_live(
+        self, timeout: float = 5.0, *, ranks: Iterable[RankName] | str | None = None
+    ) -> None:
         """Return once every rank (or each of those given) is live.
 
         Args:
@@ -287,14 +272,11 @@ class Subscriber:
 
         It waits for a sink that is running, but no longer than 30 seconds.
         """
-        self._stopping = self._outlet.shut = True
-        self._watch.wake()
-        if self._thread is not threading.current_thread() and self._pid == os.getpid():
-            self._thread.join(_COMMAND_TIMEOUT)
-            if self._thread.is_alive():
-                logger.warning("the subscriber's sink has not returned; it ends when that does")
+        self._drop.detach()
+        self._thread.end(_COMMAND_TIMEOUT)
 
     def __enter__(self) -> Subscriber:
+        self._board.check_open()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -302,71 +284,28 @@ class Subscriber:
 
     def _call(self, command: Callable[[], None]) -> None:
         """Run a command on the thread and wait for it; from the thread itself, run it later."""
-        self._check_alive()
-        if self._thread is threading.current_thread():
-            self._commands.post(command)
-        else:
-            self._commands.call(command, _COMMAND_TIMEOUT)
-
-    def _check_alive(self) -> None:
-        if self._pid != os.getpid():
-            raise ClosedError("the subscriber's thread is in the parent of this process")
         self._board.check_open()
+        if self._thread.is_current:
+            self._thread.commands.post(command)
+        else:
+            self._thread.commands.call(command, _COMMAND_TIMEOUT)
 
-    # The thread -------------------------------------------------------------------------------
+    def _prepare_fork(self, fork: Fork) -> None:
+        thread = self._thread
+        fork.do_in_child(lambda: thread.disown(FORKED))
 
-    def _run(self) -> None:
-        reason = "the subscriber was closed"
-        try:
-            while not self._stopping:
-                self._turn()
-        except BaseException as error:
-            logger.exception("the subscriber's thread failed; it is closed")
-            self._counters["thread_failures"] += 1
-            reason = f"the subscriber's thread failed: {error!r}"
-        finally:
-            self._stop(reason)
 
-    def _turn(self) -> None:
-        """Wait for something to do, and do it: commands, then messages, then time-outs."""
-        roster = self._roster
-        touched: dict[Feed, None] = self._watch.wait(self._sleep())
-        now = self._clock()
-        self._board.sign(now)
-        self._counters["turns"] += 1
-        self._commands.run()
-        for feed in touched:
-            if not feed.closed:
-                roster.guard(feed, feed.pump, now)
-                roster.deadlines.set(feed, feed.deadline)
-        for feed in roster.deadlines.due(now):
-            if not feed.closed:
-                if roster.guard(feed, feed.tick, now):
-                    touched[feed] = None
-                roster.deadlines.set(feed, feed.deadline)
-        roster.publish(touched, now)
-
-    def _sleep(self) -> float:
-        nearest = self._roster.deadlines.nearest
-        return _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
-
-    def _context_for(self, address: PublisherAddress) -> zmq.Context[zmq.Socket[bytes]]:
-        endpoints = (address.endpoint, address.replay or "")
-        if self._own_context is None or any(e.startswith("inproc://") for e in endpoints):
-            return self._shared_context
-        return self._own_context
-
-    def _stop(self, reason: str) -> None:
-        """End everything; what fails on the way is logged, and the rest ends all the same."""
-        self._commands.close()
-        self._stopping = self._outlet.shut = True
-        self._roster.close(self._clock())
-        self._board.end(reason)
-        self._watch.close()
-        if self._own_context is not None:
-            self._own_context.destroy(linger=0)
-        if self._on_stop is not None:
-            self._on_stop()
+def _drop(thread: SubscriberThread, pid: int) -> None:
+    """End the thread of a subscriber that nobody holds any more."""
+    if os.getpid() != pid:
+        return  # a forked child: the thread is the parent's
+    thread.tell_to_end()
+    warnings.warn(
+        "a kvindex Client, Subscriber or EventStream was dropped without close(): close it, or use "
+        "`with`",
+        ResourceWarning,
+        stacklevel=2,
+    )
 
 
 def _check_settings(replay: object, link: object, calls: dict[str, object]) -> None:
@@ -380,10 +319,3 @@ def _check_settings(replay: object, link: object, calls: dict[str, object]) -> N
     for name, call in calls.items():
         if not callable(call) and not (name == "on_batch" and call is None):
             raise ConfigurationError(f"{name} must be callable, not {call!r}")
-
-
-def _large_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return a context with room for thousands of ranks; each takes three to six sockets."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, min(65_535, context.get(zmq.SOCKET_LIMIT)))
-    return context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from kvindex.errors import ConfigurationError
 from kvindex.wire import CacheSettings
 
-__all__ = ["Curve", "Endpoints", "PublisherAddress", "Worker"]
+__all__ = ["Curve", "Endpoints", "PublisherAddress", "Worker", "not_a_worker", "workers_of"]
 
 Endpoints: TypeAlias = str | Sequence[str] | Mapping[int, str]
 """One endpoint for rank 0 (later ranks follow from it), one for each rank, or `{dp_rank: …}`."""
@@ -102,6 +102,10 @@ class Worker(msgspec.Struct, frozen=True):
             )
         self.publishers()
 
+    def __hash__(self) -> int:
+        """Return a hash of what cannot change: endpoints and settings may hold lists and dicts."""
+        return hash((self.worker, self.dp_size, self.topic, self.bind, self.curve))
+
     def _check_types(self) -> None:
         kinds: dict[str, tuple[type, ...]] = {
             "endpoint": (str, Sequence, Mapping),
@@ -147,6 +151,31 @@ class Worker(msgspec.Struct, frozen=True):
         return [address.endpoint for address in addresses if address.endpoint in replays]
 
 
+def workers_of(workers: Iterable[Worker] | Worker) -> list[Worker]:
+    """Return the workers that a caller gave: one or several.
+
+    Raises:
+        ConfigurationError: they are something else.
+    """
+    if isinstance(workers, Worker):
+        return [workers]
+    if isinstance(workers, (str, bytes, Mapping)) or not isinstance(workers, Iterable):
+        raise not_a_worker(workers)
+    given = list(workers)
+    for worker in given:
+        if not isinstance(worker, Worker):
+            raise not_a_worker(worker)
+    return given
+
+
+def not_a_worker(given: object) -> ConfigurationError:
+    """Return the error for what is no `Worker`, with what to write instead."""
+    return ConfigurationError(
+        f"{given!r:.500} ({type(given).__name__}) is no Worker: write "
+        'Worker("NAME", "tcp://HOST:PORT", replay="tcp://HOST:PORT"), or a list of such'
+    )
+
+
 def _by_rank(
     endpoints: Endpoints, dp_size: int | None, name: str, *, of: str = "dp_size"
 ) -> dict[int, str]:
@@ -157,7 +186,7 @@ def _by_rank(
         raise ConfigurationError(f"{name} is empty: give one for each rank")
     if dp_size is not None and len(by_rank) != dp_size:
         raise ConfigurationError(
-            f"{of} says {dp_size} rank(s), but {name} lists {len(by_rank)}; give one for each"
+            f"{name} lists {len(by_rank)}, but {of} says {dp_size}: give one for each rank"
         )
     for dp_rank, endpoint in by_rank.items():
         if not isinstance(dp_rank, int) or dp_rank < 0:

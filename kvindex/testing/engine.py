@@ -40,9 +40,11 @@ class FakeEngine:
         seed: of the hashes; None draws them anew.
         options: further properties of the cache; None for those of the dialect.
         dialect: the engine version to write as, or its name.
-        endpoint: where to publish; port 0 is chosen by the operating system and kept until `close`.
+        endpoint: where DP rank 0 listens for subscribers; this engine listens at port + `dp_rank`.
+            With port 0 the operating system chooses a port, which is kept until `close`. vLLM
+            connects to a concrete host instead; this engine always listens.
         replay: whether to answer replay requests, on a port of its own.
-        replay_endpoint: where.
+        replay_endpoint: where DP rank 0 answers them; this engine at port + `dp_rank`.
         publish: False makes an engine without sockets; its events are in `events` alone.
         buffer_steps: batches kept for replay.
         hwm: batches queued for each subscriber.
@@ -364,7 +366,7 @@ class _Outlet:
                 self._dp_rank,
                 *self._kept,
                 dialect=self._dialect,
-                bind=True if self._kept[0] != self._asked[0] else None,
+                bind=True,
                 context=self._context,
                 **self._knobs,
             )

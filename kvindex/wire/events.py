@@ -60,7 +60,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks of which one physical copy each is gone.
+    """Blocks that each lost one physical copy.
 
     Attributes:
         block_hashes: the engine's labels, in any order.
@@ -91,7 +91,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
         ts: the engine's wall clock when the batch was made, in seconds since 1970.
         events: the events, in causal order.
         data_parallel_rank: the publisher's DP rank, if it says so (SGLang: `attn_dp_rank`).
-        skipped: tags of events that were left out at decoding because nobody knows them.
+        skipped: tags of events that decoding left out because they are unknown.
     """
 
     ts: float
@@ -106,5 +106,5 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def attn_dp_rank(self) -> int | None:
-        """SGLang's name of `data_parallel_rank`."""
+        """SGLang's name for `data_parallel_rank`."""
         return self.data_parallel_rank

@@ -21,7 +21,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     """What kind of attention a KV cache group serves.
 
     Attributes:
-        kind: vLLM's `kv_cache_spec_kind`; kinds that nobody knows are treated like
+        kind: vLLM's `kv_cache_spec_kind`; unknown kinds are treated like
             "full_attention", which never overestimates.
         sliding_window: the window in tokens, for the sliding-window kinds.
         attention_chunk_size: tokens in a chunk, for "chunked_local_attention". No engine tells it;
@@ -92,9 +92,11 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             0.22 on, except for chunk sizes.
         report_mode: vLLM's `kv_cache_report_mode`. "full" means that requests announce blocks
             again that they found cached; such announcements are then not counted as further
-            copies. Under "incremental", the engine's own default, every store is a copy.
-        eagle: whether vLLM speculates with EAGLE or MTP, and so drops the last block of each hit.
-            Lookahead hashing (vLLM 0.33) and SGLang drop none.
+            copies. Some cannot be told from copies, so that answers are upper bounds. Under
+            "incremental", the engine's own default, every store is a copy.
+        eagle: whether vLLM speculates with EAGLE or MTP, and so drops the last block of each hit;
+            or the group_idx of the groups that drop, where it is not all of them (the draft
+            model's). Lookahead hashing (vLLM 0.33) and SGLang drop none.
         hash_block_size: tokens per hash where that is less than every group's block size (vLLM's
             `prefix_match_unit`); otherwise it is learned.
         upper_bound: whether the engine's events tell only part of what limits a hit, so that
@@ -107,7 +109,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: dict[int, GroupSpec] = {}
     report_mode: Literal["incremental", "full"] = "incremental"
-    eagle: bool = False
+    eagle: bool | tuple[int, ...] = False
     hash_block_size: int | None = None
     upper_bound: bool = False
 
@@ -125,6 +127,10 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(
                 f'report_mode is "incremental" or "full", not {self.report_mode!r}'
             )
+        if not isinstance(self.eagle, bool) and not all(
+            isinstance(group_idx, int) and group_idx >= 0 for group_idx in self.eagle
+        ):
+            raise ConfigurationError(f"eagle is a bool, or group_idx >= 0, not {self.eagle!r}")
         if self.hash_block_size is not None and self.hash_block_size < 1:
             raise ConfigurationError(
                 f"hash_block_size is at least 1 token, not {self.hash_block_size}"

@@ -133,7 +133,7 @@ class Search {
 
 uint64_t engine_hit(const Cache& cache, uint64_t length, const std::vector<GroupCoverage>& all) {
   if (all.empty()) return 0;
-  if (all.size() == 1) return Search(cache, all[0]).find(length, cache.eagle);
+  if (all.size() == 1) return Search(cache, all[0]).find(length, all[0].eagle);
   std::vector<const GroupCoverage*> groups;
   for (const GroupCoverage& group : all) groups.push_back(&group);
   std::stable_partition(groups.begin(), groups.end(),
@@ -149,7 +149,7 @@ uint64_t engine_hit(const Cache& cache, uint64_t length, const std::vector<Group
         current = std::min(current, *reached[number]);
         continue;
       }
-      const bool drop = cache.eagle && !dropped[number];
+      const bool drop = group.eagle && !dropped[number];
       uint64_t limit = current;
       if (drop && !group.spec->is_mamba()) {  // the block that is dropped may lie beyond
         const uint64_t margin = std::min(cache.alignment, group.block_size);

@@ -22,7 +22,6 @@ void extend_spans(Spans& spans, uint32_t start, uint32_t stop);
 struct Cache {
   uint64_t unit = 1;       // tokens per block of the tree
   uint64_t alignment = 1;  // tokens whose multiples the hits are
-  bool eagle = false;      // whether the engine drops the last block that it matched
 };
 
 // What one rank holds of a prompt in one group.
@@ -30,6 +29,7 @@ struct GroupCoverage {
   const GroupSpec* spec = nullptr;
   uint64_t block_size = 1;
   Spans spans;
+  bool eagle = false;  // whether the engine drops the last block that it matched there
 };
 
 // How far media are from the device: itself, the host, storage, and what nobody knows.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 
 namespace kvindex {
@@ -43,7 +44,8 @@ struct GroupSpec {
 struct CacheSettings {
   std::map<uint32_t, GroupSpec> groups;
   bool reports_full = false;
-  bool eagle = false;
+  bool eagle = false;               // in all groups
+  std::set<uint32_t> eagle_groups;  // in these
   uint32_t hash_block_size = 0;  // 0: as learned
   bool upper_bound = false;
 };

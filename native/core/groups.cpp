@@ -117,11 +117,27 @@ void RankGroups::changed() {
       summary_.only_size = unit_;
     }
   }
-  summary_.cache = {std::max(1u, unit_), alignment(), settings_.eagle};
+  summary_.cache = {std::max(1u, unit_), alignment()};
   summary_.kinds_untold = summary_.hashed > 1 && !all_told;
-  summary_.upper_bound = settings_.upper_bound || summary_.kinds_untold;
+  summary_.upper_bound =
+      settings_.upper_bound || settings_.reports_full || summary_.kinds_untold;
   summary_.may_skip_holes = summary_.hashed != 0 && !dense;
-  if (summary_.hashed != 1 || settings_.eagle) summary_.only_size = 0;
+  bool any_eagle = false;
+  for (auto& [group_idx, group] : groups_) {
+    group.eagle = settings_.eagle || is_told_eagle(group);
+    any_eagle |= group.eagle;
+  }
+  if (summary_.hashed != 1 || any_eagle) summary_.only_size = 0;
+}
+
+// Whether a group, or one that an engine looks up together with it, is told to drop its last block.
+bool RankGroups::is_told_eagle(const Group& group) const {
+  return std::any_of(settings_.eagle_groups.begin(), settings_.eagle_groups.end(),
+                     [&](uint32_t group_idx) {
+                       const auto other = groups_.find(group_idx);
+                       return other != groups_.end() && other->second.spec == group.spec &&
+                              other->second.block_size == group.block_size;
+                     });
 }
 
 }  // namespace kvindex

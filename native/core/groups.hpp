@@ -20,6 +20,7 @@ struct Group {
   bool configured = false;
   bool told = false;        // whether anybody told the kind
   uint32_t block_size = 0;  // 0 until a block is stored
+  bool eagle = false;       // whether EAGLE drops the last block matched; follows from the settings
 };
 
 enum class GroupFault : uint8_t {
@@ -79,6 +80,7 @@ class RankGroups {
 
   void changed();
   uint64_t alignment() const;
+  bool is_told_eagle(const Group& group) const;
 
   std::map<uint32_t, Group> groups_;
   std::set<std::pair<uint32_t, uint32_t>> shapes_;  // (unit, lookahead)

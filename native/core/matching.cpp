@@ -350,7 +350,8 @@ class Matcher {
     for (size_t tier = 0; tier < kTiers; ++tier) {
       if (spread[tier].empty()) continue;
       for (const auto& [group_idx, group] : hashed) {
-        tiers[tier].push_back({&group->spec, group->block_size, std::move(spread[tier][group_idx])});
+        tiers[tier].push_back(
+            {&group->spec, group->block_size, std::move(spread[tier][group_idx]), group->eagle});
       }
     }
     return tiers;

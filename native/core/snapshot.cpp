@@ -145,6 +145,8 @@ class ImageWriter {
     number(image_.duplicates);
     number(image_.unit);
     number(image_.settings.hash_block_size);
+    number(image_.settings.eagle_groups.size());
+    for (const uint32_t group_idx : image_.settings.eagle_groups) number(group_idx);
     number((image_.settings.reports_full ? 1u : 0u) | (image_.positions_unknown ? 2u : 0u) |
            (image_.settings.eagle ? 4u : 0u) | (image_.settings.upper_bound ? 8u : 0u));
   }
@@ -329,6 +331,7 @@ class ImageReader {
     image_.duplicates = number();
     image_.unit = small();
     image_.settings.hash_block_size = small();
+    repeat([&] { image_.settings.eagle_groups.insert(small()); });
     const uint32_t flags = below(16);
     image_.settings.reports_full = (flags & 1) != 0;
     image_.positions_unknown = (flags & 2) != 0;

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from kvindex.testing import FakeEngine
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SKETCH = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WORKER = re.compile(
     r'Worker\("vllm-0", "tcp://127\.0\.0\.1:5557", replay="tcp://127\.0\.0\.1:5657", dp_size=2\)'
 )
@@ -53,6 +57,43 @@ def test_the_readme_example_finds_the_rank_that_holds_the_prompt(
         "vllm-0/0: 96 of 100 tokens: every whole block of the prompt is resident",
         "vllm-0/1: 0 of 100 tokens: it holds nothing at all",
     ]
+
+
+CHECK_NAMES = """
+import ast, sys
+
+tree, names = ast.parse(sys.stdin.read()), {}
+for node in tree.body:  # others may not be installed
+    if isinstance(node, ast.Import | ast.ImportFrom) and "kvindex" in ast.unparse(node):
+        exec(ast.unparse(node), names)
+for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute):
+        root = ast.unparse(node).split(".")[0]
+        if root in names or root == "kvindex":
+            eval(ast.unparse(node), names)
+"""
+
+
+def sketches() -> list[object]:
+    """The examples that need more than kvindex to run, each with its page."""
+    return [
+        pytest.param(sketch, id=f"{page.stem}-{number}")
+        for page in PAGES
+        for number, sketch in enumerate(SKETCH.findall(page.read_text()))
+    ]
+
+
+@pytest.mark.parametrize("sketch", sketches())
+def test_every_sketch_of_the_pages_imports_what_it_names(sketch: str) -> None:
+    # In a process of its own, where nobody else has imported kvindex.fanout.
+    subprocess.run(
+        [sys.executable, "-c", CHECK_NAMES],
+        input=sketch,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

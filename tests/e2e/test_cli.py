@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +17,13 @@ from typing import Any
 
 import pytest
 
+import kvindex
+from kvindex import EventStream
 from kvindex.cli import main
-from kvindex.testing import FakeEngine
+from kvindex.subscribe import RankBatch
+from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
+from kvindex.testing.ports import reserve_port
+from tests.live import worker_of
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 20.0
@@ -87,8 +94,10 @@ def test_tail_shows_the_past_then_the_present(
     assert main(["tail", "--limit", "2", "--worker", address(engine)]) == 0
     printed = capsys.readouterr()
     first, second = printed.out.splitlines()
-    assert first == "vllm-0/0  epoch 0  seq 0  +6 GPU  (replayed)"
-    assert second.startswith("vllm-0/0  epoch 0  seq 1  +6 GPU")
+    clock, _, first = first.partition("  ")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d\d\d", clock)
+    assert first == "vllm-0/0  epoch 0  seq 0  +6 GPU (96 tokens)  (replayed)"
+    assert "  vllm-0/0  epoch 0  seq 1  +6 GPU (96 tokens)" in second
     assert "2 batches with 2 events, 0 losses, 0 restarts" in printed.err
 
 
@@ -114,7 +123,7 @@ def test_tail_shows_a_restart(engine: FakeEngine) -> None:
         assert "epoch 1  seq 0" in process.stdout.readline()
         _, err = interrupt(process)
         assert process.returncode == 0
-        assert "2 batches with 2 events, 0 losses, 1 restarts" in err
+        assert "2 batches with 2 events, 0 losses, 1 restart" in err
 
 
 def test_tail_says_why_nothing_comes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +191,7 @@ def test_match_keeps_loras_and_salts_apart(
     assert main([*argv, "--lora", "french", "--salt", "x"]) == 0
     assert main([*argv, "--lora", "french"]) == 1
     assert main([*argv, "--salt", "x"]) == 1
-    assert "no rank holds a block of these 100 tokens" in capsys.readouterr().out
+    assert "no rank holds a block of 100 tokens" in capsys.readouterr().out
     assert main([*argv, "--explain"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (
         "vllm-0/0: 0 of 100 tokens: asked with no LoRA; with LoRA 'french' and a salt (or other "
@@ -204,7 +213,7 @@ def test_match_goes_on_without_the_ranks_that_are_not_live(
     answer: dict[str, Any] = json.loads(printed.out)
     assert answer["best"] == "vllm-0/0"
     assert list(answer["not_live"]) == ["down-0/0"]
-    assert "1 rank(s) not live after 0.5 s" in printed.err
+    assert "1 rank is not live after 0.5 s" in printed.err
     assert main([*argv, "--require-live"]) == 3
     assert capsys.readouterr().out == ""
 
@@ -215,6 +224,88 @@ def test_match_refuses_tokens_that_no_engine_has(
     argv = ["match", prompt_file(tmp_path, [2**70]), "--worker", address(engine)]
     assert main(argv) == 2
     assert "kvindex match: " in capsys.readouterr().err
+
+
+# fake-engine -----------------------------------------------------------------------------------
+
+SNIPPET = """
+import sys
+from kvindex import Worker, connect
+
+with connect([Worker("vllm-0", sys.argv[1], replay=sys.argv[2], dp_size=2)]) as client:
+    client.wait_live(timeout=15.0)
+    client.wait_for(lambda found: all(one.seq is not None for one in found.values()), 15.0)
+    match = client.match(list(range(100)))
+    print(match.best.rank, match.best.tokens, [found.tokens for found in match])
+"""
+
+
+@pytest.fixture
+def two_ports() -> Iterator[tuple[str, str]]:
+    """Endpoints of rank 0 at which, and one port above, nobody listens."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            ports = []
+            for _ in range(2):
+                holder, port = reserve_port()
+                stack.enter_context(holder)
+                above = stack.enter_context(socket.socket())
+                above.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with contextlib.suppress(OSError):
+                    above.bind(("127.0.0.1", port + 1))
+                    ports.append(port)
+            if len(ports) == 2:
+                break
+        yield f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}"
+
+
+@pytest.mark.parametrize("ends_it", [signal.SIGINT, signal.SIGTERM])
+def test_a_fake_engine_in_one_terminal_is_matched_in_another(
+    ends_it: signal.Signals, two_ports: tuple[str, str]
+) -> None:
+    live, replay = two_ports
+    argv = ("--endpoint", live, "--replay-endpoint", replay, "--rate", "50", "--seed", "3")
+    with started("fake-engine", *argv) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert lines[0] == f"vllm-0/0: events at {live}, replay at {replay}\n"
+        assert lines[1].startswith("vllm-0/1: events at ")
+        assert "50 requests per second" in lines[2]
+        asked = subprocess.run(
+            [sys.executable, "-c", SNIPPET, live, replay],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=True,
+        )
+        assert asked.stdout == "vllm-0/0 96 [96, 48]\n"
+        process.send_signal(ends_it)
+        out, err = process.communicate(timeout=DEADLINE)
+        assert (process.returncode, err) == (0, "")
+        assert " requests, " in out.splitlines()[-1]
+
+
+def test_a_fake_engine_ends_by_itself_and_serves_the_same_for_a_seed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ports = ["--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0"]
+    argv = ["fake-engine", *ports, "--dp-size", "1", "--name", "engine", "--rate", "0.1"]
+    ends = []
+    for seed in ("1", "1", "2"):
+        assert main([*argv, "--seconds", "0.5", "--seed", seed]) == 0
+        first, *_, last = capsys.readouterr().out.splitlines()
+        assert first.startswith("engine/0: events at tcp://127.0.0.1:")
+        ends.append(last)
+    assert ends[0].startswith("2 requests, 0% of their tokens cached; blocks held: ")
+    assert ends[0] == ends[1] != ends[2]
+
+
+def test_a_fake_engine_whose_port_is_taken_exits_2(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fake-engine", "--endpoint", engine.endpoint]) == 2
+    assert "kvindex fake-engine: " in capsys.readouterr().err
 
 
 # record ----------------------------------------------------------------------------------------
@@ -230,7 +321,11 @@ def in_thread(argv: list[str]) -> tuple[threading.Thread, list[int]]:
 def test_what_is_recorded_replays_into_what_the_engine_holds(
     engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.serve(PROMPT)  # before anybody listens: only the replay has it
+    engine.serve(PROMPT)
+    with EventStream([worker_of(engine)]) as stream:
+        while not isinstance(stream.get(DEADLINE), RankBatch):
+            pass
+    # It was sent before anybody records: only the replay has it.
     name = str(tmp_path / "vllm-0")
     argv = ["record", name, "--limit", "5", "--replay", "--worker", address(engine)]
     thread, codes = in_thread(argv)
@@ -312,6 +407,25 @@ def test_a_recording_that_cannot_work_exits_2(
     assert main(["record", str(tmp_path / "no" / "x"), "--endpoint", "tcp://127.0.0.1:1"]) == 2
 
 
+def test_a_recording_says_at_once_what_it_misses(engine: FakeEngine, tmp_path: Path) -> None:
+    with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        argv = ["record", str(tmp_path / "x"), "--worker", f"vllm-0={link.endpoint}"]
+        with started(*argv) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            said = process.stderr
+            assert "recording vllm-0/0" in said.readline()
+            link.set_faults(Faults(live=LaneFaults(drop=0.5)))
+            missed = threading.Thread(target=lambda: lines.append(said.readline()))
+            lines: list[str] = []
+            missed.start()
+            serve_until(lambda: bool(lines), engine)
+            missed.join()
+            assert re.fullmatch(r"vllm-0/0: \d+ messages? missed by seq so far\n", lines[0])
+            out, _ = interrupt(process)
+            assert re.search(r"\d+ missed by seq", out)
+
+
 def test_ctrl_c_ends_a_recording_with_its_summary(engine: FakeEngine, tmp_path: Path) -> None:
     engine.serve(PROMPT)
     argv = ["record", str(tmp_path / "x"), "--replay", "--worker", address(engine)]
@@ -326,17 +440,22 @@ def test_ctrl_c_ends_a_recording_with_its_summary(engine: FakeEngine, tmp_path: 
 # demo ------------------------------------------------------------------------------------------
 
 
-def test_the_demo_repairs_all_and_routes_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_repairs_all_and_shows_what_a_router_gains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["demo", "--seconds", "2", "--seed", "5"]) == 0
     out = capsys.readouterr().out
+    assert out.startswith(f"kvindex {kvindex.__version__}, {kvindex.BACKEND} index\n")
     assert "sglang-0/1: the engine is restarted" in out
     assert "sglang-0/1: restart noticed" in out
     assert "vllm-0/1: disconnected" in out
     assert "vllm-0/1: connected again" in out
     assert "repaired by replay" in out
     assert out.count("  equal\n") == 4
-    assert out.count("<- best") == 1
+    assert out.count("<- send it here") == 1
+    assert "leaves 46% less to compute" in out, "the seed says it, whatever the machine does"
     assert "Result: every rank's index equals its engine's cache" in out
+    assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out, "no colour off a terminal"
 
 
@@ -353,6 +472,6 @@ def test_the_demo_fails_when_an_index_differs(
 def test_ctrl_c_ends_the_demo_without_a_traceback() -> None:
     with started("demo") as process:
         assert process.stdout is not None
-        assert "live:" in process.stdout.readline()
+        assert any("live:" in line for line in process.stdout)
         interrupt(process)
         assert process.returncode == 130

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
-from kvindex import State
+from kvindex import State, Worker
 from kvindex.cli import main
-from kvindex.fanout import FanOut, join
-from kvindex.testing import FakeEngine, Workload
-from tests.live import PATIENCE, caught_up
+from kvindex.fanout import FanOut, ask, join
+from kvindex.testing import FakeEngine, FaultyLink, Workload
+from tests.live import PATIENCE, caught_up, worker_of
 
 ROOT = Path(__file__).parents[2]
 WORKER = ["--worker", "a=tcp://127.0.0.1:1"]
@@ -40,11 +42,11 @@ def sidecar(*argv: str, code: Sequence[str] = ("-m", "kvindex")) -> Iterator[sub
         process.communicate()
 
 
-def ended(process: subprocess.Popen[str], number: signal.Signals) -> dict[str, int]:
+def ended(process: subprocess.Popen[str], number: signal.Signals) -> dict[str, Any]:
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
-    counters: dict[str, int] = json.loads(out)
+    counters: dict[str, Any] = json.loads(out)
     return counters
 
 
@@ -110,7 +112,7 @@ def test_a_command_that_no_signal_ended_leaves_the_handlers_as_they_were(
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = [signal.getsignal(one) for one in signals]
 
-    def wait(_: FanOut) -> bool:
+    def wait(*_: object) -> bool:
         assert [signal.getsignal(one) for one in signals] != before
         raise KeyboardInterrupt
 
@@ -165,7 +167,7 @@ def test_a_state_that_cannot_be_written_after_all_is_said_beside_the_counters(
     folder = tmp_path / "folder"
     folder.mkdir()
 
-    def wait(_: FanOut) -> bool:
+    def wait(*_: object) -> bool:
         folder.rmdir()  # as a disk that fills up meanwhile
         raise KeyboardInterrupt
 
@@ -184,3 +186,98 @@ def test_a_path_that_is_taken_is_refused(
     with FanOut((), path):
         assert main(["fanout", path, "--worker", "a=tcp://127.0.0.1:1"]) == 2
     assert "living server" in capsys.readouterr().err
+
+
+# What a running one tells ------------------------------------------------------------------------
+
+
+def line_with(stream: IO[str], text: str) -> str:
+    """Return the first line that has a text; the process's end is the limit."""
+    for line in stream:
+        if text in line:
+            return line
+    raise AssertionError(f"it ended without {text!r}")
+
+
+def test_it_says_which_ranks_live_die_and_come_back_and_its_end_has_them(tmp_path: Path) -> None:
+    path = str(tmp_path / "kvindex.sock")
+    with FakeEngine("a") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+        worker = f"a={link.endpoint},replay={link.replay_endpoint}"
+        with sidecar(path, "--worker", worker) as process:
+            assert process.stderr is not None
+            assert process.stderr.readline() == f"listening at {path}, 1 rank\n"
+            assert line_with(process.stderr, "a/0: ") == "a/0: live\n"
+            link.cut()
+            assert "a/0: connecting: " in line_with(process.stderr, "a/0: c")
+            link.heal()
+            line_with(process.stderr, "a/0: live")
+            process.send_signal(signal.SIGUSR1)
+            header = line_with(process.stderr, "rank")
+            assert header.split()[:4] == ["rank", "state", "complete", "seq"]
+            name, state, *_ = process.stderr.readline().split()
+            assert name == "a/0"
+            assert State(state) is not State.CLOSED
+            report = ended(process, signal.SIGTERM)
+            assert report["ranks"]["a/0"]["endpoint"] == link.endpoint
+    assert report["joined"] == 0
+
+
+def test_a_rank_that_never_lives_is_told_with_what_to_do_in_this_programs_words(
+    tmp_path: Path,
+) -> None:
+    with sidecar(str(tmp_path / "kvindex.sock"), *WORKER) as process:
+        assert process.stderr is not None
+        line = line_with(process.stderr, "a/0: connecting: nothing listens at tcp://127.0.0.1:1")
+        assert "--bind" in line
+        assert "Worker(" not in line
+        ended(process, signal.SIGTERM)
+
+
+def test_the_counters_come_every_so_often_as_lines_of_json(tmp_path: Path) -> None:
+    argv = [str(tmp_path / "kvindex.sock"), *WORKER, "--stats-every", "0.2"]
+    with sidecar(*argv) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            report = json.loads(process.stdout.readline())
+            assert report["replicas"] == 0
+            assert report["ranks"]["a/0"]["endpoint"] == "tcp://127.0.0.1:1"
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE)
+        assert all(json.loads(line)["ranks"] for line in process.stdout)
+
+
+def test_any_process_can_ask_how_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "kvindex.sock")
+    with FakeEngine("a") as engine, FanOut([worker_of(engine)], path) as fanout:
+        engine.serve(range(64))
+        caught_up(fanout.client, engine)
+        with join(path, PATIENCE):
+            assert main(["status", path, "--require-live"]) == 0
+            header, rank, joined = capsys.readouterr().out.splitlines()
+            assert header.split()[-2:] == ["idle", "s"]
+            assert rank.split()[:8] == ["a/0", "live", "yes", "0", "0", "0", "0", "4"]
+            assert joined == "1 process has joined"
+            told = ask(path)
+            assert told["ranks"]["a/0"]["index"] == fanout.report()["ranks"]["a/0"]["index"]
+            assert (told["replicas"], told["joining"], told["turned_away"]) == (1, 0, {})
+        fanout.client.add(Worker("b", "tcp://127.0.0.1:1"))
+        assert main(["status", path, "--require-live"]) == 3
+        assert "b/0: " in capsys.readouterr().out
+        assert main(["status", path, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["ranks"]["b/0"]["state"] == "connecting"
+
+
+def test_where_nobody_answers_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "kvindex.sock")
+    assert main(["status", path]) == 1
+    nobody = f"kvindex status: no fan-out server answers at {path}: "
+    assert capsys.readouterr().err == f"{nobody}No such file or directory\n"
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(path)
+        mute.listen()
+        assert main(["status", path, "--wait", "0.1"]) == 1
+    assert capsys.readouterr().err == f"{nobody}timed out\n"

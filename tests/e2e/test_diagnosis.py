@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvindex import Client, NotLiveError, Rank, State, Worker
+from kvindex import Client, NotLiveError, Rank, State, Worker, ZmqEventPublisher, connect
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
 from tests.live import PATIENCE, client_of, link_to, wait_status, worker_of
@@ -37,12 +37,12 @@ def test_connecting_to_nothing(unused_port: int) -> None:
     with client_of(Worker("engine", f"tcp://127.0.0.1:{unused_port}")) as client:
         reason = complaint(client)
         assert f"nothing listens at tcp://127.0.0.1:{unused_port}" in reason
-        assert "attempts failed" in reason
+        assert "failed attempts" in reason
 
 
 def test_publisher_that_connects_instead_of_binding(unused_port: int) -> None:
     # An engine told "tcp://127.0.0.1:PORT" connects there: for us nothing listens.
-    with FakeEngine("engine", endpoint=f"tcp://127.0.0.1:{unused_port}", replay=False):
+    with ZmqEventPublisher(endpoint=f"tcp://127.0.0.1:{unused_port}"):
         with client_of(Worker("engine", f"tcp://127.0.0.1:{unused_port}")) as client:
             reason = complaint(client)
             assert "connects instead of listening" in reason
@@ -136,3 +136,13 @@ def test_an_engine_that_starts_late_is_found() -> None:
             link.heal()
             client.wait_live(PATIENCE)
             wait_status(client, RANK, seq=0, complete=True, reason="")
+
+
+def test_one_engine_under_two_names_is_warned_of_unless_their_topics_differ(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    endpoint = "tcp://127.0.0.1:1"
+    with connect([Worker("a", endpoint, topic="x"), Worker("b", endpoint, topic="y")]) as client:
+        assert "are both at" not in caplog.text
+        client.add(Worker("c", [endpoint], topic="x"))
+    assert f"workers 'a' and 'c' are both at {endpoint}" in caplog.text

@@ -29,7 +29,7 @@ from kvindex import (
 )
 from kvindex.errors import ClosedError, QueueTimeoutError, UnknownRankError
 from kvindex.fanout import FanOut, Replica, join
-from kvindex.fanout.forks import prepare_forks
+from kvindex.forks import prepare_forks
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire import CacheSettings, GroupSpec
 from tests.e2e.fanout_peers import (
@@ -216,6 +216,8 @@ def test_a_replica_is_asked_as_a_client_is(path: str) -> None:
         assert replica.match(PROMPTS[0])[a.rank].state == "closed"
         with pytest.raises(ClosedError):
             replica.wait_live(1.0)
+        with pytest.raises(ClosedError):
+            replica.__enter__()
 
 
 def test_a_rank_that_is_not_live_at_the_server_is_not_at_a_replica(path: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 import kvindex.subscribe.subscriber as subscriber_module
+import kvindex.subscribe.subscriber_thread as thread_module
 from kvindex import (
     BlockStored,
     BusyError,
@@ -66,7 +67,7 @@ def test_a_feed_that_fails_ends_alone_and_says_so(monkeypatch: pytest.MonkeyPatc
     with FakeEngine("engine") as engine, FakeEngine("other") as other:
         with client_of(worker_of(engine), worker_of(other)) as client:
             caught_up(client, engine, other)
-            broken = client.subscriber._roster.feeds[RANK]
+            broken = client.subscriber._thread.roster.feeds[RANK]
             monkeypatch.setattr(broken, "pump", _fail)
             engine.serve(prompt(1))
             status = wait_status(client, RANK, state=State.CLOSED)
@@ -89,8 +90,8 @@ def test_a_thread_that_fails_ends_every_wait_with_the_reason(
     with FakeEngine("engine") as engine:
         stream = EventStream([worker_of(engine)], replay=QUICK)
         assert isinstance(stream.get(PATIENCE), RankAdded)
-        monkeypatch.setattr(stream.subscriber, "_sleep", lambda: _fail(0))
-        stream.subscriber._watch.wake()
+        monkeypatch.setattr(stream.subscriber._thread, "_sleep", lambda: _fail(0))
+        stream.subscriber._thread._watch.wake()
         assert [item for item in stream if isinstance(item, RankAdded)] == []  # it ends
         with pytest.raises(ClosedError, match="a planted bug"):
             stream.subscriber.add(Worker("late", "tcp://127.0.0.1:1"))
@@ -240,7 +241,7 @@ def test_hundreds_of_ranks_fit_into_one_client() -> None:
 
 
 def test_a_stuck_thread_makes_its_ranks_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriber_module, "_MAX_SLEEP", 0.1)
+    monkeypatch.setattr(thread_module, "_MAX_SLEEP", 0.1)
     now = [0.0]
     stuck, go_on = threading.Event(), threading.Event()
 

@@ -348,7 +348,7 @@ calls = st.builds(
         CacheSettings,
         groups=st.dictionaries(st.integers(0, 2), specs, max_size=2),
         report_mode=st.sampled_from(["incremental", "full"]),
-        eagle=st.booleans(),
+        eagle=st.sampled_from([False, True, (0,), (1, 2)]),
         hash_block_size=st.sampled_from([None, None, 1, 2]),
         upper_bound=st.booleans(),
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -38,7 +40,7 @@ class Asked(Answering):
         store(self._index, B, blocks=2)
         return {A: Trust(State.LIVE, True, 0)}
 
-    def _status(self, rank: Rank) -> RankStatus:
+    def _status(self, rank: Rank | str) -> RankStatus:
         if rank != A:
             raise UnknownRankError(rank, [A])
         return status(A)
@@ -85,3 +87,27 @@ def test_an_explanation_says_what_the_stream_says_to_it() -> None:
     assert "not all of its history was seen" in text
     assert "2 losses" in text
     assert "restarted 1 time" in text
+
+
+@pytest.mark.parametrize("ranks", [["a/0"], ["a"], "a/0", "a", ("a/0",), [A]])
+def test_a_rank_is_found_by_its_text_and_all_of_a_worker_by_its_name(ranks: Any) -> None:
+    match = Asked().match(PROMPT, ranks=ranks)
+    assert [found.rank for found in match] == [A]
+    assert match["a/0"] == match["a"] == match[A]
+    assert "a/0" in match
+    assert "a" in match
+    assert "b/0" not in match
+    assert Asked().index.tree("a/0").rank == A
+
+
+def test_a_text_that_is_no_ranks_is_refused_with_its_type() -> None:
+    match = Asked().match(PROMPT)
+    for ask in (match.__getitem__, lambda name: Asked().match(PROMPT, ranks=[name])):
+        with pytest.raises(UnknownRankError, match=r"'a/7' \(str\) is not known; known: a/0"):
+            ask("a/7")
+
+
+def test_what_belongs_to_a_process_says_what_to_send_instead() -> None:
+    for kept in (Asked(), Asked().match(PROMPT)):
+        with pytest.raises(TypeError, match=r"send match\.to_dict\(\)"):
+            pickle.dumps(kept)

@@ -6,17 +6,19 @@ import argparse
 import io
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 
-from kvindex import BlockRemoved, BlockStored, DecodeError, EventBatch, Rank
-from kvindex.cli import main, replay
-from kvindex.cli.output import Progress, json_line, plain, printable, table
-from kvindex.cli.tail import describe
+from kvindex import BACKEND, BlockRemoved, BlockStored, DecodeError, EventBatch, Rank, __version__
+from kvindex.cli import fanout, main, record, replay, tail
+from kvindex.cli.output import Progress, json_line, painted, plain, printable, table, version_text
+from kvindex.cli.tail import describe, time_of
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted
 from kvindex.wire import AllBlocksCleared, Event
 
-COMMANDS = ["demo", "tail", "match", "record", "replay", "fanout"]
+COMMANDS = ["demo", "fake-engine", "tail", "match", "record", "replay", "fanout", "status"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -80,6 +82,8 @@ def test_the_library_logs_to_stderr_only_when_asked(
     assert capsys.readouterr().err == ""
     assert main(["-v", "replay", "x"]) == 0
     assert "joined" in capsys.readouterr().err
+    assert main(["replay", "-v", "x"]) == 0
+    assert "joined" in capsys.readouterr().err
     assert logging.getLogger("kvindex").handlers == before
 
 
@@ -115,7 +119,8 @@ def test_a_batch_is_told_in_one_line() -> None:
     ]
     line = describe(RankBatch(Rank("a"), 2, 9, EventBatch(0.0, events, skipped=("Beat",)), True))
     assert line == (
-        "a/0  epoch 2  seq 9  +2 GPU (LoRA french), -1 CPU, all cleared, 1 unknown  (replayed)"
+        "a/0  epoch 2  seq 9  +2 GPU (8 tokens) (LoRA french), -1 CPU, all cleared, 1 unknown"
+        "  (replayed)"
     )
 
 
@@ -151,6 +156,35 @@ class Terminal(io.StringIO):
         return self._tty
 
 
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", Terminal(tty=True))
+    assert painted("gap", "red") == "\x1b[31mgap\x1b[0m"
+    assert painted("gap", None) == "gap"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert painted("gap", "red") == "gap"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert painted("gap", "red") == "gap"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", Terminal(tty=False))
+    assert painted("gap", "red") == "gap"
+
+
+def test_the_version_names_the_index_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"kvindex {__version__}, {BACKEND} index")
+
+
+def test_the_version_explains_a_fallback_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVINDEX_BACKEND", raising=False)
+    monkeypatch.setitem(sys.modules, "kvindex._native", None)
+    assert "index, more than 100 times slower than the native one: " in version_text()
+
+
 def test_progress_is_one_line_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal(tty=True)
     monkeypatch.setattr("sys.stderr", terminal)
@@ -168,3 +202,43 @@ def test_progress_is_silent_off_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     progress.show("12 %")
     progress.clear()
     assert pipe.getvalue() == ""
+
+
+def test_where_a_shell_has_closed_the_outputs_nothing_fails() -> None:
+    script = 'exec >&- 2>&-; exec "$0" -m kvindex replay "$1"'
+    argv = ["sh", "-c", script, sys.executable, "/dev/null"]
+    assert subprocess.run(argv, timeout=60, check=False).returncode == 0
+
+
+def test_a_long_running_command_shows_warnings_unasked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        for log in (logging.getLogger("kvindex").warning, logging.getLogger("kvindex").info):
+            log("lost")
+        return 0
+
+    engine = ["--endpoint", "tcp://127.0.0.1:1"]
+    for module, argv in ((tail, ["tail"]), (record, ["record", "x"]), (fanout, ["fanout", "x"])):
+        monkeypatch.setattr(module, "run", run)
+        assert main([*argv, *engine]) == 0
+        assert capsys.readouterr().err == "WARNING kvindex: lost\n"
+
+
+def test_a_time_that_is_none_is_shown_as_none() -> None:
+    for ts in (float("nan"), float("inf"), -1e300, 1e300):
+        item = RankBatch(Rank("a"), 0, 0, EventBatch(ts, []), False)
+        assert time_of(item) == "--:--:--.---"
+
+
+def test_one_engine_under_two_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = "--worker=a=tcp://h:5557,dp=2", "--worker=b=tcp://h:5558"
+    assert main(["tail", one, two]) == 2
+    assert "the workers 'a' and 'b' are both at tcp://h:5558" in capsys.readouterr().err
+
+
+def test_an_argument_that_is_refused_is_named_as_it_is_written_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["tail", "--endpoint", "tcp://*:5557"]) == 2
+    assert "give its host, or --bind" in capsys.readouterr().err

@@ -328,3 +328,29 @@ def test_dropping_live_records_is_healed_by_the_replies(tmp_path: Path, report: 
     assert healed["complete"] is True
     assert healed["counters"]["filled"] > 30
     assert rank_of(report(str(path)))["resident"] != whole["resident"]
+
+
+def test_what_is_no_recording_is_said_without_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("0 1 2")
+    assert main(["replay", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"kvindex replay: {path}: " in printed.err
+
+
+def test_replies_that_are_not_used_are_hinted_at_where_something_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.frames"
+    Recording(path).live(2).replies(0, 1).saved()
+    assert main(["replay", str(path)]) == 0
+    hint = f"{path}: it has 3 replay replies, too: --with-replayed fills"
+    assert hint in capsys.readouterr().err
+    assert main(["replay", "--with-replayed", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+    Recording(path).live(0).live(1).replies(0, 1).saved()
+    assert main(["replay", str(path)]) == 0
+    assert capsys.readouterr().err == ""

@@ -8,7 +8,16 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from kvindex.errors import DecodeError
-from kvindex.fanout.frames import Attached, Hello, Leave, Refused, Welcome, encode_frame
+from kvindex.fanout.frames import (
+    Ask,
+    Attached,
+    Hello,
+    Leave,
+    Refused,
+    Report,
+    Welcome,
+    encode_frame,
+)
 from kvindex.fanout.guest import Guest, Stage
 
 
@@ -23,6 +32,7 @@ class Party:
         self.guest = Guest(
             ours,
             welcome=lambda hello: answer,
+            report=lambda: b"{}",
             make_snapshot=lambda: self.parts,
             patience=10.0,
             now=0.0,
@@ -36,7 +46,7 @@ class Party:
         finally:
             self.taking = False
 
-    def says(self, *frames: Hello | Attached | Leave) -> bool:
+    def says(self, *frames: Hello | Attached | Leave | Ask) -> bool:
         self.joiner.sendall(b"".join(map(encode_frame, frames)))
         return self.guest.receive(1.0)
 
@@ -93,8 +103,18 @@ def test_one_that_is_refused_is_told_why_and_that_is_all() -> None:
     assert party.says(HELLO)
     assert not party.guest.send(1.0)
     assert party.joiner.recv(4096) == encode_frame(refused)
-    assert party.guest.refused
+    assert party.guest.answered
     party.close()
+
+
+def test_one_that_asks_gets_one_answer_and_no_place(party: Party) -> None:
+    assert party.says(Ask())
+    assert not party.guest.send(1.0)
+    assert party.joiner.recv(4096) == encode_frame(Report(2)) + b"{}"
+    assert (party.guest.answered, party.guest.place) == (True, None)
+    for further in (Ask(), HELLO):
+        with pytest.raises(DecodeError, match="after the answer"):
+            party.says(further)
 
 
 @pytest.mark.parametrize("frame", [Attached(), HELLO], ids=["attached", "hello-again"])

@@ -27,8 +27,8 @@ def hit(
     *groups: tuple[GroupSpec, int, Spans], length: int = 160, unit: int = 16, eagle: bool = False
 ) -> int:
     """The hit of groups whose spans are in units; all have the unit's size, or multiples of it."""
-    cache = Cache(unit, lcm(*(size for _, size, _ in groups)), eagle)
-    return engine_hit(cache, length, [GroupCoverage(*group) for group in groups])
+    cache = Cache(unit, lcm(*(size for _, size, _ in groups)))
+    return engine_hit(cache, length, [GroupCoverage(*group, eagle) for group in groups])
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_eagle_drops_the_last_block_that_all_groups_matched() -> None:
 
 
 def test_fine_hashes_let_a_mamba_hit_end_within_a_block() -> None:
-    cache = Cache(unit=16, alignment=16, eagle=False)
+    cache = Cache(unit=16, alignment=16)
     full = GroupCoverage(FULL, 64, [(3, 4), (5, 6)])  # one block, and 32 tokens of the next
     for state, tokens in (([(5, 6)], 96), ([(4, 5)], 80), ([(3, 4)], 64), ([(6, 7)], 0)):
         groups = [full, GroupCoverage(GroupSpec("mamba"), 64, state)]
@@ -200,6 +200,19 @@ def test_eagle_is_a_setting_that_drops_the_last_block() -> None:
     index.configure(A, CacheSettings(eagle=True))
     apply(index, A, stored(0, 1, 2))
     assert [matched(index, prompt(count)) for count in (1, 2, 3, 4)] == [0, 1, 2, 2]
+
+
+def test_eagle_may_drop_the_last_block_of_some_groups_only() -> None:
+    index = hybrid()
+    apply(index, A, removed(0, 1, 2, 3, group_idx=1))
+    answers = {}
+    for eagle in (False, True, (0,), (1,)):
+        index.configure(A, CacheSettings(eagle=eagle))
+        answers[eagle] = matched(index, prompt(7))
+    assert answers == {False: 6, True: 5, (0,): 5, (1,): 5}
+    apply(index, A, removed(4, group_idx=1))
+    index.configure(A, CacheSettings(eagle=(0,)))
+    assert matched(index, prompt(7)) == 0, "the window at block 4 is gone"
 
 
 def test_what_the_user_told_outlives_a_restart_and_the_wire() -> None:
@@ -329,15 +342,10 @@ def test_every_store_is_a_copy_unless_the_user_says_that_requests_announce_again
 
 def test_a_store_that_no_lookup_would_have_found_is_a_copy_in_report_mode_full() -> None:
     index = full_mode()
-    apply(
-        index, A, stored(*range(3), **TOLD_FULL), stored(*range(3), **SWA), removed(2, group_idx=1)
-    )
-    batch: list[Event] = [
-        stored(*range(3), **TOLD_FULL),
-        stored(*range(3), **SWA),
-    ]  # computed: the window was gone
-    index.apply(A, EventBatch(ts=0.0, events=batch))
+    both: list[Event] = [stored(*range(3), **TOLD_FULL), stored(*range(3), **SWA)]
+    apply(index, A, *both, removed(2, group_idx=1))
+    index.apply(A, EventBatch(ts=0.0, events=both))  # computed, since the window was gone
     index.check()
     assert told(index)["reannounced"] == 0
-    index.apply(A, EventBatch(ts=0.0, events=batch))  # found this time
+    index.apply(A, EventBatch(ts=0.0, events=both))  # found this time
     assert told(index)["reannounced"] == 6

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.rank import Rank, Trust
 from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
@@ -95,3 +96,45 @@ def test_what_was_live_is_stale_while_the_thread_is_stuck_and_only_then() -> Non
     assert board.trusts() is stuck
     board.sign(board.now)
     assert board.trusts()[A] == live[A]
+
+
+@pytest.mark.parametrize("name", [A, ("a", 0), "a/0", "a"])
+def test_a_status_is_found_by_rank_text_and_the_name_of_a_worker_with_one_rank(name: Any) -> None:
+    assert Board().get(name).rank == A
+    Board().wait_live([name], timeout=0.0)
+
+
+def test_a_renamed_rank_is_found_by_the_text_of_its_ports_name_too() -> None:
+    board = Board()
+    board.rename([A], {A: Rank("a", 3)})
+    board.show([status(Rank("a", 3))])
+    for name in (A, "a/0", "a/3", "a"):
+        assert board.get(name).rank == Rank("a", 3)
+
+
+def test_all_ranks_of_a_worker_are_waited_for_and_none_of_them_is_the_workers_status() -> None:
+    board = Board()
+    board.show([status(Rank("b", 1))])
+    with pytest.raises(NotLiveError) as late:
+        board.wait_live("b", timeout=0.0)
+    assert list(late.value.reasons) == [B]
+    with pytest.raises(UnknownRankError, match=r"'b' \(str\) stands for several: b/0, b/1"):
+        board.get("b")
+
+
+@pytest.mark.parametrize("name", ["c", "a/1", Rank("a", 1), 7])
+def test_what_is_no_rank_is_refused_by_a_status_and_by_a_wait(name: Any) -> None:
+    with pytest.raises(UnknownRankError, match="is not known; known: a/0, b/0"):
+        Board().get(name)
+    with pytest.raises(UnknownRankError, match="is not known"):
+        Board().wait_live([name], timeout=0.0)
+
+
+def test_a_disowned_board_needs_no_lock_and_is_closed_with_the_reason() -> None:
+    board = Board()
+    with board._changed:  # by a thread that a forked child lacks
+        board.disown("forked")
+    assert {status.reason for status in board.all().values()} == {"forked"}
+    assert {status.state for status in board.all().values()} == {State.CLOSED}
+    with pytest.raises(ClosedError, match="forked"):
+        board.wait_live(None, timeout=PATIENCE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import ConfigurationError, Curve, Worker
+from kvindex import CacheSettings, ConfigurationError, Curve, GroupSpec, Worker, connect
 
 
 def addresses(worker: Worker) -> list[tuple[int, str, str | None]]:
@@ -67,12 +67,12 @@ def test_a_mapping_names_the_dp_ranks() -> None:
         ({"endpoint": "ipc:///run/x", "dp_size": 2}, "list with one for each rank"),
         ({"endpoint": []}, "empty"),
         ({"endpoint": {-1: "tcp://h:1"}}, "dp_rank must be 0 or more"),
-        ({"endpoint": ["tcp://h:1"], "dp_size": 2}, "says 2 rank.s., but endpoint lists 1"),
+        ({"endpoint": ["tcp://h:1"], "dp_size": 2}, "endpoint lists 1, but dp_size says 2"),
         (
             {"endpoint": ["tcp://h:1", "tcp://h:2"], "replay": {0: "tcp://h:3", 2: "tcp://h:4"}},
             "same",
         ),
-        ({"replay": ["tcp://h:3", "tcp://h:4"]}, "endpoint says 1 rank.s., but replay lists 2"),
+        ({"replay": ["tcp://h:3", "tcp://h:4"]}, "replay lists 2, but endpoint says 1"),
         ({"endpoint": None}, "endpoint must be str"),
         ({"endpoint": "tcp://*:5557"}, "nobody can connect to"),
         ({"dp_size": "2"}, "dp_size must be int"),
@@ -101,3 +101,31 @@ def test_curve_keys_have_forty_bytes() -> None:
     Curve(server_key=key, public_key=key, secret_key=key)
     with pytest.raises(ConfigurationError, match="public_key"):
         Curve(server_key=key, public_key=b"short", secret_key=key)
+
+
+def test_equal_workers_are_one_in_a_set_whatever_their_endpoints_are_kept_in() -> None:
+    def told() -> set[Worker]:
+        cache = CacheSettings(groups={0: GroupSpec("full_attention")})
+        one = Worker("a", ["tcp://h:1", "tcp://h:2"], replay={0: "tcp://h:3", 1: "tcp://h:4"})
+        return {one, Worker("b", {0: "tcp://h:5"}, cache=cache), Worker("c", "tcp://h:6")}
+
+    assert told() - told() == set()
+    assert {Worker("c", "tcp://h:7")} - told() == {Worker("c", "tcp://h:7")}
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("tcp://h:5557", r"'tcp://h:5557' \(str\)"),
+        (b"tcp://h:5557", r"\(bytes\)"),
+        ([{"name": "a", "port": 5557}], r"\{'name': 'a', 'port': 5557\} \(dict\)"),
+        ({"a": "tcp://h:5557"}, r"\{'a': 'tcp://h:5557'\} \(dict\)"),
+        (["tcp://h:5557"], r"'tcp://h:5557' \(str\)"),
+        (5557, r"5557 \(int\)"),
+        (None, r"None \(NoneType\)"),
+    ],
+)
+def test_what_is_no_worker_is_shown_whole_with_what_to_write(given: Any, shown: str) -> None:
+    wanted = rf'{shown} is no Worker: write Worker\("NAME", "tcp://HOST:PORT"'
+    with pytest.raises(ConfigurationError, match=wanted):
+        connect(given)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvindex.fanout import forks
+from kvindex import forks
 from kvindex.fanout.copy import Copy
 from kvindex.fanout.entries import Applied, Message
-from kvindex.fanout.forks import Fork, prepare_forks
+from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank
 from kvindex.wire import BlockStored, EventBatch, encode_batch
 

@@ -1,0 +1,51 @@
+"""Ranks by what people write for them: `Rank("a", 0)`, "a/0", or "a" for worker a's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypeAlias
+
+from kvindex.errors import UnknownRankError
+from kvindex.rank import Rank
+
+__all__ = ["RankName", "find_rank", "find_ranks"]
+
+RankName: TypeAlias = Rank | str
+"""A `Rank`, or its text as `str(rank)` gives it, or the name of its worker."""
+
+
+def find_ranks(name: object, known: Collection[Rank]) -> list[Rank]:
+    """Return the known ranks that a name stands for, at least one, sorted.
+
+    Raises:
+        UnknownRankError: there is none, or the name is both a rank's text and a worker's name.
+
+    Examples:
+        >>> find_ranks("a", [Rank("a", 0), Rank("a", 1)])
+        [Rank(worker='a', dp_rank=0), Rank(worker='a', dp_rank=1)]
+    """
+    if isinstance(name, tuple) and name in known:
+        return [Rank(*name)]
+    if not isinstance(name, str):
+        raise UnknownRankError(name, known)
+    itself = [rank for rank in known if str(rank) == name]
+    of_worker = sorted(rank for rank in known if rank.worker == name)
+    if bool(itself) is bool(of_worker):
+        raise UnknownRankError(name, itself + of_worker or known, ambiguous=bool(itself))
+    return itself or of_worker
+
+
+def find_rank(name: object, known: Collection[Rank]) -> Rank:
+    """Return the known rank that a name stands for.
+
+    Raises:
+        UnknownRankError: there is none, or there are several.
+
+    Examples:
+        >>> find_rank("a/1", [Rank("a", 0), Rank("a", 1)])
+        Rank(worker='a', dp_rank=1)
+    """
+    found = find_ranks(name, known)
+    if len(found) > 1:
+        raise UnknownRankError(name, found, ambiguous=True)
+    return found[0]

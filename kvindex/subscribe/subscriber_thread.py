@@ -1,0 +1,185 @@
+"""The subscriber's thread and all that it owns: sockets, feeds, and what it shows to others.
+
+It holds nothing of the `Subscriber` itself, so one that nobody holds any more can be collected, and
+ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import zmq
+
+from kvindex.subscribe.commands import Commands
+from kvindex.subscribe.config import SequencerConfig
+from kvindex.subscribe.connection import Link
+from kvindex.subscribe.feed import Feed
+from kvindex.subscribe.outlet import Outlet
+from kvindex.subscribe.roster import Roster
+from kvindex.subscribe.status_board import StatusBoard
+from kvindex.subscribe.stream import Decode, FingerprintMaker
+from kvindex.subscribe.watch import Watch
+from kvindex.subscribe.worker import PublisherAddress
+
+__all__ = ["SubscriberThread"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often
+
+
+class SubscriberThread:
+    """Runs a roster's feeds until it is told to end.
+
+    Args:
+        config: settings of every sequencer, but for whether there is replay.
+        link: socket settings.
+        decode: makes batches of payloads.
+        fingerprints: makes hashes of them.
+        outlet: where items go.
+        counters: where failures are counted.
+        context: ZeroMQ context for every socket; None as for `Subscriber`.
+        clock: monotonic seconds.
+        on_stop: called once, on the thread, when it ends.
+
+    Attributes:
+        board: what it shows to others.
+        commands: what others have it do.
+        roster: the feeds; owned by the thread.
+        stopping: whether it was told to end.
+
+    Thread safety: `tell_to_end`, `end`, `is_current` from any thread.
+    """
+
+    def __init__(
+        self,
+        config: SequencerConfig,
+        *,
+        link: Link,
+        decode: Decode,
+        fingerprints: FingerprintMaker,
+        outlet: Outlet,
+        counters: Counter[str],
+        context: zmq.Context[zmq.Socket[bytes]] | None,
+        clock: Callable[[], float],
+        on_stop: Callable[[], None] | None,
+    ) -> None:
+        self._shared_context = context or zmq.Context.instance()
+        self._own_context = None if context else _large_context()
+        self._clock = clock
+        self._on_stop = on_stop
+        self._outlet = outlet
+        self._counters = counters
+        self._pid = os.getpid()
+        self.board = StatusBoard(clock, config.stale_after + 2 * _MAX_SLEEP)
+        self._watch = Watch()
+        self.roster = Roster(
+            config,
+            link=link,
+            context_for=self._context_for,
+            watch=self._watch,
+            decode=decode,
+            fingerprints=fingerprints,
+            outlet=outlet,
+            board=self.board,
+            counters=counters,
+            clock=clock,
+        )
+        self.commands = Commands(self._watch.wake)
+        self.stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvindex-subscriber", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is the thread that asks."""
+        return self._thread is threading.current_thread()
+
+    def tell_to_end(self) -> None:
+        """Have it end soon, without waiting; the collector may call this within any lock."""
+        if self._pid == os.getpid():  # a forked child shares its parent's descriptors
+            self.stopping = self._outlet.shut = True
+            self._watch.wake()
+
+    def end(self, timeout: float) -> None:
+        """Tell it to end, and wait for that; from the thread itself, do not wait."""
+        self.tell_to_end()
+        if not self.is_current and self._pid == os.getpid():
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                logger.warning("the subscriber's sink has not returned; it ends when that does")
+
+    def disown(self, reason: str) -> None:
+        """In a forked child, which lacks the thread: show every rank as closed, and end waiting."""
+        self.stopping = self._outlet.shut = self._outlet.forked = True
+        self.board.disown(reason)
+
+    # The thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = "the subscriber was closed"
+        try:
+            while not self.stopping:
+                self._turn()
+        except BaseException as error:
+            if not self._outlet.forked:
+                logger.exception("the subscriber's thread failed; it is closed")
+                self._counters["thread_failures"] += 1
+                reason = f"the subscriber's thread failed: {error!r}"
+        finally:
+            if not self._outlet.forked:  # else all that it has is the parent's
+                self._stop(reason)
+
+    def _turn(self) -> None:
+        """Wait for something to do, and do it: commands, then messages, then time-outs."""
+        roster = self.roster
+        touched: dict[Feed, None] = self._watch.wait(self._sleep())
+        now = self._clock()
+        self.board.sign(now)
+        self._counters["turns"] += 1
+        self.commands.run()
+        if self.stopping:
+            return  # at once: in a child that a command has forked the sockets are the parent's
+        for feed in touched:
+            if not feed.closed:
+                roster.guard(feed, feed.pump, now)
+                roster.deadlines.set(feed, feed.deadline)
+        for feed in roster.deadlines.due(now):
+            if not feed.closed:
+                if roster.guard(feed, feed.tick, now):
+                    touched[feed] = None
+                roster.deadlines.set(feed, feed.deadline)
+        roster.publish(touched, now)
+
+    def _sleep(self) -> float:
+        nearest = self.roster.deadlines.nearest
+        return _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
+
+    def _context_for(self, address: PublisherAddress) -> zmq.Context[zmq.Socket[bytes]]:
+        endpoints = (address.endpoint, address.replay or "")
+        if self._own_context is None or any(e.startswith("inproc://") for e in endpoints):
+            return self._shared_context
+        return self._own_context
+
+    def _stop(self, reason: str) -> None:
+        """End everything; what fails on the way is logged, and the rest ends all the same."""
+        self.commands.close()
+        self.stopping = self._outlet.shut = True
+        self.roster.close(self._clock())
+        self.board.end(reason)
+        self._watch.close()
+        if self._own_context is not None:
+            self._own_context.destroy(linger=0)
+        if self._on_stop is not None:
+            self._on_stop()
+
+
+def _large_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Return a context with room for thousands of ranks; each takes three to six sockets."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, min(65_535, context.get(zmq.SOCKET_LIMIT)))
+    return context
