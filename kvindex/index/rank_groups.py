@@ -130,6 +130,9 @@ class RankGroups:
     def configure(self, settings: CacheSettings) -> None:
         """Take the user's word for what the events leave unsaid."""
         self.settings = settings
+        for group_idx, group in self._groups.items():
+            if group.configured and group_idx not in settings.groups:  # the wire may tell again
+                group.spec, group.configured, group.told = GroupSpec(), False, False
         for group_idx, spec in settings.groups.items():
             told = Group(spec)
             before = self._groups.get(group_idx)

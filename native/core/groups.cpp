@@ -16,6 +16,11 @@ bool is_hashed(const Group& group) { return group.spec.takes_part() && group.blo
 
 void RankGroups::configure(const CacheSettings& settings) {
   settings_ = settings;
+  for (auto& [group_idx, group] : groups_) {
+    if (!group.configured || settings.groups.contains(group_idx)) continue;
+    group.spec = GroupSpec();  // the wire may tell again
+    group.configured = group.told = false;
+  }
   for (const auto& [group_idx, spec] : settings.groups) {
     Group& group = groups_[group_idx];
     group.spec = spec;
