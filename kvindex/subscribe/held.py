@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from sortedcontainers import SortedDict
@@ -19,11 +20,13 @@ class HeldBatch:
         asked: the newest replay request when it came; only later requests can testify.
         confirmed: whether a replay contained it.
         missed: how many replays that should have contained it ended without it.
+        arrived_at: when it came.
     """
 
-    __slots__ = ("asked", "batch", "confirmed", "missed")
+    __slots__ = ("arrived_at", "asked", "batch", "confirmed", "missed")
 
-    def __init__(self, batch: Batch, *, asked: int, confirmed: bool) -> None:
+    def __init__(self, batch: Batch, *, asked: int, confirmed: bool, arrived_at: float) -> None:
+        self.arrived_at = arrived_at
         self.batch = batch
         self.asked = asked
         self.confirmed = confirmed
@@ -35,6 +38,8 @@ class Held:
 
     def __init__(self, *, max_batches: int, max_bytes: int) -> None:
         self._entries: SortedDict[int, HeldBatch] = SortedDict()
+        # The same in the order of arrival. A plain dict would pass over all that left before it.
+        self._arrivals: OrderedDict[int, float] = OrderedDict()
         self._max_batches = max_batches
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -60,6 +65,11 @@ class Held:
         """Highest seq held, or None."""
         return self._entries.peekitem(-1)[0] if self._entries else None
 
+    @property
+    def oldest(self) -> float | None:
+        """When the entry came that has been held for longest, or None."""
+        return next(iter(self._arrivals.values()), None)
+
     def get(self, seq: int) -> HeldBatch | None:
         """Return the entry of `seq`, or None."""
         entry: HeldBatch | None = self._entries.get(seq)
@@ -77,6 +87,7 @@ class Held:
         if full and self._entries:
             return False
         self._entries[entry.batch.seq] = entry
+        self._arrivals[entry.batch.seq] = entry.arrived_at
         self._bytes += size
         return True
 
@@ -85,6 +96,7 @@ class Held:
         entry: HeldBatch | None = self._entries.pop(seq, None)
         if entry is not None:
             self._bytes -= entry.batch.size
+            del self._arrivals[seq]
         return entry
 
     def discard(self, unwanted: Callable[[HeldBatch], bool]) -> int:
@@ -105,6 +117,7 @@ class Held:
         """Remove everything; return how many there were."""
         count = len(self._entries)
         self._entries.clear()
+        self._arrivals.clear()
         self._bytes = 0
         return count
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+from sortedcontainers import SortedDict
+
 from kvindex.subscribe.actions import Action, Ask, Batch, Deliver, Drop, Lost, Restarted
 from kvindex.subscribe.applied import Applied
 from kvindex.subscribe.config import SequencerConfig
@@ -13,6 +15,9 @@ from kvindex.subscribe.repair import Purpose, Repair
 from kvindex.subscribe.state import State
 
 __all__ = ["Ordering"]
+
+_MAX_COUNT = 2**63 - 1
+"""No counter passes this: a publisher chooses its numbers, and 64 bits must hold their sum."""
 
 
 class Ordering:
@@ -29,8 +34,8 @@ class Ordering:
         self._state = State.CONNECTING
         self._applied = Applied(recent=config.recent)
         self._held = Held(max_batches=config.max_held, max_bytes=config.max_held_bytes)
-        # Seqs from next_seq on that replay sent, but damaged.
-        self._broken: set[int] = set()
+        # Seqs from next_seq on whose batches came damaged, and when.
+        self._broken: SortedDict[int, float] = SortedDict()
         self._repair: Repair | None = None
         self._last_request = 0
         # A replay must be asked after the current one: it was too early to show what is missing.
@@ -43,8 +48,6 @@ class Ordering:
         self._dropped = -1
         # Whether the publisher keeps batches for replay: None until it is seen.
         self._buffering: bool | None = None
-        # Without replay: when the open gap is given up.
-        self._gap_due: float | None = None
         self._refused = 0
         self._quiet_since = now
         self._probe_factor = 1
@@ -74,9 +77,30 @@ class Ordering:
         """Whether something is known, or must be suspected, to be missing."""
         return bool(self._held or self._broken or self._ask_again or self._unproven)
 
+    @property
+    def _first_behind(self) -> int | None:
+        """The lowest seq that is held or came damaged: the hole ends there. None without any."""
+        first = self._held.first
+        if not self._broken:
+            return first
+        broken: int = self._broken.peekitem(0)[0]
+        return broken if first is None else min(first, broken)
+
+    @property
+    def _gap_due(self) -> float | None:
+        """Without replay: when the hole in front is given up; None while nothing waits behind one.
+
+        No batch waits for longer than a time-out, however many holes are in front of it.
+        """
+        if self._state is not State.REPAIRING or self._asks_replay or self._unproven:
+            return None
+        waiting = [] if self._held.oldest is None else [self._held.oldest]
+        if self._broken:
+            waiting.append(self._broken.peekitem(0)[1])
+        return min(waiting) + self._config.replay.timeout if waiting else None
+
     def _begin(self, purpose: Purpose) -> None:
         self._repair = Repair(purpose, self._config.replay)
-        self._gap_due = None
         if purpose is Purpose.GAP:
             self._state = State.REPAIRING
         elif purpose is not Purpose.PROBE:
@@ -117,8 +141,10 @@ class Ordering:
             self._counters["conflicting"] += 1
             if batch.ts < known.batch.ts:
                 return False
-        self._broken.discard(batch.seq)
-        entry = HeldBatch(batch, asked=self._last_request, confirmed=confirmed)
+        self._broken.pop(batch.seq, None)
+        entry = HeldBatch(
+            batch, asked=self._last_request, confirmed=confirmed, arrived_at=self._now
+        )
         if self._held.add(entry):
             return True
         self._overflow(entry)
@@ -148,7 +174,7 @@ class Ordering:
         self._counters["replayed"] += replayed
         self._note_delivery()
         self._doubt_start = False
-        self._broken.discard(batch.seq)
+        self._broken.pop(batch.seq, None)
         if self._repair is not None:
             self._repair.progress = True
         self._out.append(Deliver(batch, replayed))
@@ -194,14 +220,13 @@ class Ordering:
     def _go_live(self) -> None:
         """End the repair; deliver what can be; look for a further gap."""
         self._abandon_request()
-        self._gap_due = None
         self._state = State.LIVE
         if self._unproven and (first := self._held.first) is not None:
             entry = self._held.get(first)
             assert entry is not None
             self._restart("unproven_reconnect", entry.batch)
             return
-        if self._applied.next_seq is None and (first := self._held.first) is not None:
+        if self._applied.next_seq is None and (first := self._first_behind) is not None:
             self._applied.start(first)
         self._drain()
         if not self._asks_replay:
@@ -213,10 +238,9 @@ class Ordering:
         if not (self._held or self._broken or self._ask_again):
             return
         if not self._asks_replay:
-            if self._gap_due is None and (self._held or self._broken):
+            if self._state is not State.REPAIRING and (self._held or self._broken):
                 self._counters["gaps"] += 1
                 self._state = State.REPAIRING
-                self._gap_due = self._now + self._config.replay.timeout
         elif self._repair is None:
             self._counters["gaps"] += 1
             self._begin(Purpose.GAP)
@@ -235,8 +259,8 @@ class Ordering:
             while last + 1 in self._broken:
                 last += 1
         else:
-            behind = [seq for seq in (self._held.first, min(self._broken, default=None)) if seq]
-            last = min(behind, default=first + 1) - 1
+            behind = self._first_behind
+            last = first if behind is None else behind - 1
         self._applied.skip_to(last + 1)
         self._declare(reason, first, last)
 
@@ -250,7 +274,12 @@ class Ordering:
         while self._held or self._broken:
             self._lose(reason)
             self._drain()
-        self._gap_due = None
+
+    def _lose_overdue(self) -> None:
+        """Without replay: lose every hole behind which something has waited for a time-out."""
+        while (due := self._gap_due) is not None and self._now >= due:
+            self._lose("gap_without_replay")
+            self._go_live()
 
     def _lose_broken_next(self) -> None:
         """Without replay: a damaged batch that is the next one is lost at once."""
@@ -267,8 +296,10 @@ class Ordering:
 
     def _declare(self, reason: str, first: int, last: int) -> None:
         self._counters["losses"] += 1
-        self._counters["lost_batches"] += last - first + 1
-        self._broken = {seq for seq in self._broken if seq > last}
+        lost = self._counters["lost_batches"] + last - first + 1
+        self._counters["lost_batches"] = min(lost, _MAX_COUNT)
+        for seq in list(self._broken.irange(maximum=last)):
+            del self._broken[seq]
         self._out.append(Lost(reason, first, last, self._config.on_loss == "reset"))
 
     def _restart(self, reason: str, trigger: Batch | None = None, *, resync: bool = True) -> None:
@@ -285,7 +316,6 @@ class Ordering:
         self._unproven = self._ask_again = False
         self._doubt_start = False
         self._dropped = -1
-        self._gap_due = None
         self._refused = 0
         if self._buffering is False:
             self._buffering = None

@@ -86,7 +86,7 @@ class Repairing(Ordering):
         )
 
     def _take_following_reply(self, batch: Batch) -> bool:
-        self._broken.discard(batch.seq)
+        self._broken.pop(batch.seq, None)
         if batch.seq != self._applied.next_seq:
             advanced = self._hold(batch, confirmed=True)
             self._notice_gap()
@@ -109,7 +109,7 @@ class Repairing(Ordering):
                 self._drain()
             next_seq = self._applied.next_seq or seq
         if seq >= next_seq and seq not in self._held and len(self._broken) < self._config.max_held:
-            self._broken.add(seq)
+            self._broken.setdefault(seq, self._now)
 
     def _stop_flood(self, repair: Repair, advanced: bool) -> None:
         """Abandon a request whose replies go on for ever without bringing anything."""
@@ -218,13 +218,29 @@ class Repairing(Ordering):
             self._lose_all_gaps(reason)
             self._lose_dropped()
         else:
+            first_try = self._last_request + 1 - repair.tries
             self._lose(reason)
             self._drain()
+            while self._missed_since(first_try):
+                self._lose(self._name_hole(repair))
+                self._drain()
         if self._missing:
             repair.tries = 0
             self._ask(repair)
         else:
             self._go_live()
+
+    def _missed_since(self, first_try: int) -> bool:
+        """Return whether every try from `first_try` on could have filled the hole in front.
+
+        All of them asked from the same seq on, so they were tries for each hole known before them.
+        """
+        first = self._held.first
+        if first is None or first != self._first_behind:
+            return False
+        entry = self._held.get(first)
+        assert entry is not None
+        return entry.confirmed and entry.asked < first_try
 
     def _lose_join(self, reason: str) -> None:
         """Start behind what a dead replay endpoint did not bring; with nothing held, anywhere."""

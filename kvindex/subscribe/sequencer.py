@@ -57,7 +57,8 @@ discarded as unconfirmed; it must not open a hole that nobody can fill. Straggle
 epoch's first batch are refused by ts; where replay has them nevertheless, replay is believed.
 
 **Without replay** (none configured, or its buffer proved to be empty) a gap waits for reordered
-batches for one time-out and is then lost, and a reconnect is a restart at the next batch. What is
+batches until something behind it has waited for one time-out, and is then lost, so that several
+gaps are waited for at once and not one after the other. A reconnect is a restart at the next batch. What is
 delivered while the buffer is empty is taken on trust; when a probe finds something in it after
 all, that trust ends with a restart and a join.
 
@@ -157,7 +158,8 @@ class Sequencer(LiveRun):
         if next_seq is None:
             return len(self._held)
         held = self._held.last
-        known = max(self._dropped, -1 if held is None else held, max(self._broken, default=-1))
+        broken = self._broken.peekitem()[0] if self._broken else -1
+        known = max(self._dropped, -1 if held is None else held, broken)
         return max(0, known + 1 - next_seq)
 
     @property
@@ -168,14 +170,12 @@ class Sequencer(LiveRun):
     @property
     def reason(self) -> str:
         """Why the state is not LIVE and what is awaited, for people; empty when LIVE."""
-        first = self._held.first
-        behind = self._broken if first is None else {first, *self._broken}
         return explain(
             self.state,
             now=self._now,
             alive_at=self._alive_at,
             next_seq=self._applied.next_seq,
-            first_held=min(behind, default=None),
+            first_held=self._first_behind,
             held=len(self._held),
             unproven=self._unproven,
             repair=self._repair,
@@ -192,10 +192,10 @@ class Sequencer(LiveRun):
         if self._state in (State.CONNECTING, State.CLOSED):
             return None
         waits = []
-        if self._repair is not None:
+        if self._repair is not None:  # as in `tick`: it decides before a gap's time-out
             waits.append(self._repair.due)
-        elif self._gap_due is not None:  # as in `tick`: the repair decides first
-            waits.append(self._gap_due)
+        elif (gap_due := self._gap_due) is not None:
+            waits.append(gap_due)
         if self._state is State.LIVE:
             if self._repair is None and self._config.has_replay:
                 waits.append(self._probe_due)
@@ -316,9 +316,8 @@ class Sequencer(LiveRun):
             if self._repair is not None:
                 if now >= self._repair.due:
                     self._repair_due(self._repair)
-            elif self._gap_due is not None and now >= self._gap_due:
-                self._lose("gap_without_replay")
-                self._go_live()
+            elif self._gap_due is not None:
+                self._lose_overdue()
             elif self._state is State.LIVE and self._config.has_replay and now >= self._probe_due:
                 self._counters["probes"] += 1
                 self._begin(Purpose.PROBE)
@@ -331,7 +330,6 @@ class Sequencer(LiveRun):
             self._abandon_request()
             self._held.clear()
             self._broken.clear()
-            self._gap_due = None
             self._state = State.CLOSED
         return self._leave()
 
@@ -359,7 +357,6 @@ class Sequencer(LiveRun):
         if not self._asks_replay:
             # What was missing was on its way over the broken connection: nothing can fill the gap.
             self._lose_all_gaps("gap_without_replay")
-        self._gap_due = None
         self._doubt_start = True
         self._state = State.CONNECTING
         if self._applied.seq is None:

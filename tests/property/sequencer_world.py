@@ -337,6 +337,14 @@ class World:
         deadline = self.sequencer.deadline
         assert deadline is None or self.sequencer.state is not State.CLOSED
         assert len(self.sequencer._held) <= self.config.max_held
+        self._check_waiting()
+
+    def _check_waiting(self) -> None:
+        """Without replay no batch waits behind holes for longer than one time-out."""
+        oldest = self.sequencer._held.oldest
+        if self.config.has_replay or oldest is None or not self.connected:
+            return
+        assert self.now - oldest <= self.config.replay.timeout + 0.001
 
     def _check_lost(self, lost: Lost) -> None:
         assert lost.last_seq is not None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import pytest
 
 from kvindex.subscribe import repair
+from kvindex.subscribe.actions import MAX_SEQ
 from kvindex.subscribe.sequencer import Drop, Lost, Replay, State
 from tests.unit.sequencer_script import TIMEOUT, Script, asked, batch, delivered, lost, restarts
 
@@ -142,6 +146,72 @@ def test_gap_without_replay_waits_for_reordered_batches_and_is_then_lost() -> No
     assert delivered(script.actions) == [0, 2, 3]
 
 
+def test_without_replay_a_hole_whose_follower_has_waited_long_is_lost_with_the_one_before() -> None:
+    script = Script(has_replay=False)
+    script.connect()
+    script.live(0, 2, 4)
+    script.pass_time(TIMEOUT / 2)
+    script.live(6)
+    # 3 was awaited since 4 came, not since 1 was given up.
+    assert [hole[1:] for hole in lost(script.pass_time(TIMEOUT / 2))] == [(1, 1), (3, 3)]
+    assert lost(script.pass_time(TIMEOUT / 2 - 0.1)) == []
+    assert [hole[1:] for hole in lost(script.pass_time(0.1))] == [(5, 5)]
+    assert script.is_in(State.LIVE)
+
+
+def test_without_replay_a_late_batch_between_two_holes_does_not_delay_those_behind_it() -> None:
+    script = Script(has_replay=False)
+    script.connect()
+    script.live(0, 3, 7)
+    script.pass_time(TIMEOUT - 0.1)
+    script.live(5)
+    assert [hole[1:] for hole in lost(script.pass_time(0.1))] == [(1, 2), (4, 4), (6, 6)]
+
+
+def test_without_replay_a_hole_behind_a_closed_one_is_waited_for_in_full() -> None:
+    script = Script(has_replay=False)
+    script.connect()
+    script.live(0, 2)
+    script.pass_time(TIMEOUT - 0.1)
+    script.live(4, 1)
+    assert lost(script.pass_time(TIMEOUT - 0.1)) == []
+    assert delivered(script.live(3)) == [3, 4]
+    assert script.is_in(State.LIVE)
+
+
+def test_without_replay_damage_behind_a_hole_does_not_put_off_its_end() -> None:
+    script = Script(has_replay=False)
+    script.connect()
+    script.live(0, 2)
+    for _ in range(4):
+        script.pass_time(TIMEOUT / 4)
+        script.actions += script.sequencer.damaged(4, script.now)
+    assert [hole[1:] for hole in lost(script.actions)] == [(1, 1)]
+
+
+def test_with_replay_holes_that_the_same_tries_did_not_fill_are_lost_together() -> None:
+    script = Script().joined(0)
+    script.live(2)
+    script.reply(0, 2, end=True)
+    script.live(4, 6, 8)
+    for _ in range(4):
+        retry(script, 0, 2, 4, 6, 8)
+    # 3, 5 and 7 were missing before the second row of tries began.
+    assert [hole[1:] for hole in lost(script.actions)] == [(1, 1), (3, 3), (5, 5), (7, 7)]
+    assert script.is_in(State.LIVE)
+
+
+def test_with_replay_a_hole_that_opened_during_the_tries_gets_its_own() -> None:
+    script = Script().joined(0)
+    script.live(2)
+    script.reply(0, 2, end=True)
+    script.live(4)
+    retry(script, 0, 2, 4)
+    retry(script, 0, 2, 4)
+    assert [hole[1:] for hole in lost(script.actions)] == [(1, 1)]
+    assert delivered(script.reply(2, 3, 4, end=True)) == [3, 4]
+
+
 def test_replies_to_an_abandoned_request_are_ignored() -> None:
     script = Script().joined(0)
     assert script.sequencer.replayed(1, batch(1), 1.0) == []
@@ -262,6 +332,38 @@ def test_damage_without_replay_is_a_loss_at_once() -> None:
     script.live(0)
     assert lost(script.sequencer.damaged(1, 0.0)) == [("undecodable", 1, 1)]
     assert delivered(script.live(2)) == [2]
+
+
+def test_the_count_of_lost_batches_stops_where_64_bits_can_still_hold_it() -> None:
+    script = Script(has_replay=False)
+    script.connect()
+    for life in range(4):
+        script.live(batch(0, life, ts=life), batch(MAX_SEQ, life, ts=life))
+        script.pass_time(TIMEOUT)
+    assert script.count["losses"] == 4
+    assert script.count["lost_batches"] == 2**63 - 1
+
+
+def cost_of_losing(holes: int) -> float:
+    """Return the processor time that it takes to declare holes lost, half of them by damage."""
+    best = math.inf
+    for _ in range(3):
+        script = Script(has_replay=False)
+        script.connect()
+        script.live(0)
+        for number in range(0, holes, 2):
+            script.actions += script.sequencer.damaged(2 + 2 * number, script.now)
+            script.live(4 + 2 * number)
+        began = time.thread_time()
+        actions = script.disconnect()
+        best = min(best, time.thread_time() - began)
+        assert len(lost(actions)) > holes
+    return best
+
+
+def test_the_cost_of_declaring_holes_lost_grows_with_their_number_and_no_faster() -> None:
+    # Linear growth makes it 8 times as much, quadratic growth 64 times.
+    assert cost_of_losing(8_000) < 24 * cost_of_losing(1_000)
 
 
 @pytest.mark.parametrize("seq", [-1, 2**64 - 1, 2**70])
