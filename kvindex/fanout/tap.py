@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from kvindex.errors import ClosedError
 from kvindex.fanout.entries import (
     Applied,
@@ -28,6 +30,8 @@ from kvindex.subscribe import RanksRenamed, RankStatus, StreamItem
 __all__ = ["StreamTap"]
 
 logger = logging.getLogger(__name__)
+
+_MAX_COUNT = 2**63 - 1  # the largest number that every reader of msgpack has
 
 
 class StreamTap:
@@ -139,13 +143,49 @@ class StreamTap:
         entries, self._entries = self._entries, []
         self._bytes = 0
         try:
-            self._outflow.send(encode_message(Message(self.number, self._clock(), entries)))
+            self._outflow.send(self._encoded(entries))
         except Exception as error:
             self._fail(error)
             return
         self.number += 1
         self._counters["entries"] += len(entries)
         self._counters["heartbeats"] += not entries
+
+    def _encoded(self, entries: list[Entry]) -> bytes:
+        message = Message(self.number, self._clock(), entries)
+        try:
+            return encode_message(message)
+        except Exception:  # one rank's status must not end the fan-out for all
+            entries = [self._encodable(e) if isinstance(e, Shown) else e for e in entries]
+            return encode_message(msgspec.structs.replace(message, entries=entries))
+
+    def _encodable(self, shown: Shown) -> Shown:
+        """Return a status as it is, or only what an answer needs of it where that is all that can
+        be encoded.
+        """
+        try:
+            msgspec.msgpack.encode(shown)
+            return shown
+        except Exception as error:
+            status = shown.status
+            if not self._counters["statuses_cut"]:
+                logger.error("%s: its status cannot be encoded: %r", status.rank, error)
+            self._counters["statuses_cut"] += 1
+            return Shown(
+                RankStatus(
+                    rank=status.rank,
+                    state=status.state,
+                    reason=f"the rest of its status could not be sent on: {type(error).__name__}",
+                    epoch=min(status.epoch, _MAX_COUNT),
+                    seq=None,
+                    complete=status.complete,
+                    lag=min(status.lag, _MAX_COUNT),
+                    connected=status.connected,
+                    endpoint=status.endpoint,
+                    replay_endpoint=status.replay_endpoint,
+                    last_event_age=status.last_event_age,
+                )
+            )
 
     def _fail(self, error: Exception) -> None:
         """End the fan-out, rather than leave a hole in it; the client goes on."""

@@ -19,6 +19,19 @@ __all__ = ["Connection", "Link"]
 _NOBLOCK = int(zmq.NOBLOCK)
 _POLLIN = int(zmq.POLLIN)
 _STUCK_AFTER = 5.0  # seconds without a sign from a socket that should be reconnecting
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_EVENTS = int(
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | _HANDSHAKE_FAILED
+)
 _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
 _MAX_DRAIN_BYTES = 64 * 1024 * 1024
 
@@ -124,7 +137,9 @@ class Connection:
             for topic in subscriptions:
                 self.socket.subscribe(topic)
             if not self._inproc:  # inproc pipes cannot break, and tell a monitor nothing
-                self.monitor = self.socket.get_monitor_socket()
+                self.monitor = self.socket.get_monitor_socket(_EVENTS)
+                # A full monitor would stop ZeroMQ's thread, and then whoever closes the socket.
+                self.monitor.rcvhwm = 0
             if bind:
                 self.socket.bind(endpoint)
             else:
@@ -183,11 +198,7 @@ class Connection:
             self._open.add(value)
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self.retries += 1
-        elif event in (
-            zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-        ):
+        elif event & _HANDSHAKE_FAILED:
             self.refused_handshakes += 1
         elif event == zmq.EVENT_DISCONNECTED:
             return self._note_disconnected(value)

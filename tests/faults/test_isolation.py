@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -21,6 +22,7 @@ from kvindex import (
     ZmqEventPublisher,
 )
 from kvindex.subscribe import RankBatch, StreamItem, Subscriber
+from kvindex.subscribe.connection import Connection as LinkedSocket
 from kvindex.testing import FakeEngine, Faults, LaneFaults
 from tests.live import (
     PATIENCE,
@@ -231,3 +233,31 @@ def test_sink_that_fails_is_counted_and_the_stream_goes_on() -> None:
             assert subscriber.wait_for(lambda s: s[RANK].seq == 2, PATIENCE)
             assert seen == [0, 1, 2]
             assert subscriber.statistics()["thread"]["sink_failures"] == 3
+
+
+def test_strangers_that_connect_and_hang_up_while_we_are_held_do_not_freeze_the_process() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(target=_close_a_bound_socket_after_a_port_scan)
+    child.start()
+    child.join(PATIENCE)
+    try:
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join(PATIENCE)
+
+
+def _close_a_bound_socket_after_a_port_scan() -> None:
+    """Close a listening socket whose monitor nobody has read since strangers came and went."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listening = LinkedSocket(context, zmq.SUB, f"tcp://127.0.0.1:{port}", Link(), bind=True)
+    for _ in range(1_500):
+        try:
+            with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+                stranger.recv(1)
+        except OSError:
+            break  # ZeroMQ's thread has stopped: closing will show it
+    listening.close()
+    context.term()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvindex.errors import ClosedError, DecodeError
@@ -17,6 +19,7 @@ from kvindex.fanout.ports import follow_names
 from kvindex.fanout.tap import StreamTap
 from kvindex.rank import Rank
 from kvindex.subscribe import RankAdded, RankLost, RankRemoved, RanksRenamed
+from kvindex.subscribe.state import State
 from kvindex.testing import ManualClock
 from kvindex.wire import CacheSettings, GroupSpec
 from tests.unit.test_status_board import status
@@ -165,6 +168,28 @@ def test_a_name_that_cannot_be_written_ends_it_too() -> None:
     tap.batch(Rank("\udc80"), b"payload")
     tap.statuses([])
     assert failures == ["failed"]
+
+
+@pytest.mark.parametrize(
+    "unencodable", [{"counters": {"lost_batches": 2**64}}, {"lag": 2**70}, {"reason": "\udc80"}]
+)
+def test_a_status_that_cannot_be_encoded_is_cut_and_ends_nothing(
+    unencodable: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    tap, sent, failures = tapped()
+    bad = status(A, state=State.REPAIRING, complete=False, **unencodable)
+    for _ in range(2):
+        tap.batch(A, b"payload")
+        tap.statuses([bad, status(B)])
+    assert (failures, tap.failure) == ([], None)
+    assert len(caplog.records) == 1
+    assert tap.statistics() == {"entries": 6, "heartbeats": 0, "statuses_cut": 2}
+    for message in sent.messages:
+        first, cut, other = message.entries
+        assert (first, other) == (Applied(A, b"payload"), Shown(status(B)))
+        assert isinstance(cut, Shown)
+        assert cut.status.trust[:2] == bad.trust[:2]
+        assert "could not be sent on" in cut.status.reason
 
 
 def test_names_of_ports_follow_their_ranks() -> None:
