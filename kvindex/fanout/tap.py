@@ -160,9 +160,7 @@ class StreamTap:
             return encode_message(msgspec.structs.replace(message, entries=entries))
 
     def _encodable(self, shown: Shown) -> Shown:
-        """Return a status as it is, or only what an answer needs of it where that is all that can
-        be encoded.
-        """
+        """Return a status as it is; if it cannot be encoded, only what an answer needs of it."""
         try:
             msgspec.msgpack.encode(shown)
             return shown

@@ -10,12 +10,14 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any, NamedTuple
 
 import zmq
 
 from kvindex.errors import ConfigurationError, DecodeError
 from kvindex.rank import Rank
 from kvindex.subscribe.actions import Action, Ask, Batch, Deliver, Drop, Lost, Restarted
+from kvindex.subscribe.allowance import Allowance
 from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import Connection, Link
 from kvindex.subscribe.cursor import SavedCursor
@@ -25,6 +27,7 @@ from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.read_run import read_run
 from kvindex.subscribe.resumption import Resumption
 from kvindex.subscribe.sequencer import Sequencer
+from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.stream import Decode, Fingerprint, RankLost, RankRestarted
 from kvindex.subscribe.topic_check import TopicCheck
@@ -37,6 +40,13 @@ __all__ = ["Feed"]
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL = 10.0  # seconds between log lines of one kind for one rank
+
+
+class Row(NamedTuple):
+    """Live batches in order, numbered without a hole, that are still to be delivered."""
+
+    first_seq: int
+    batches: list[Any]
 
 
 class Feed:
@@ -53,6 +63,7 @@ class Feed:
         fingerprint: makes hashes of them.
         outlet: where ordered items go.
         on_named: told once the publisher's batches have named its dp_rank.
+        clock: the subscriber's clock, by which a turn is bounded.
         now: the present, in seconds of the subscriber's clock.
 
     Raises:
@@ -72,6 +83,7 @@ class Feed:
         fingerprint: Fingerprint,
         outlet: Outlet,
         on_named: Callable[[Feed], None],
+        clock: Callable[[], float],
         now: float,
     ) -> None:
         self.worker = worker.worker
@@ -80,15 +92,20 @@ class Feed:
         self.named: int | None = None
         self.failure = ""
         self.closed = False
+        self.shown_live = False
         self.address = address
         self.sequencer = Sequencer(config, now=now)
         self.counters: Counter[str] = Counter()
         self.topic = TopicCheck(worker.topic.encode())
         self.replay: Connection | None = None
         self._request: int | None = None
-        self._epoch = 0
-        self._actions: deque[Action] = deque()
+        self._replies: deque[list[bytes]] = deque()  # to that request, for which no time was left
+        self.epoch = 0
+        self.seq: int | None = None
+        # What the sequencer wants and there was no time for: it is that far ahead of the sink.
+        self._actions: deque[Action | Row] = deque()
         self._obeying = False
+        self._allowance = Allowance(clock)
         self._context = context
         self._watch = watch
         self._link = link
@@ -114,6 +131,7 @@ class Feed:
 
     def start(self, resumption: Resumption, now: float) -> None:
         """Begin, where something was saved from there; before anything else, and once."""
+        self._allowance.begin()
         if resumption.restored:
             self._resume(resumption, now)
         if self.live.connected:
@@ -128,10 +146,12 @@ class Feed:
             self._named_by_cursor = True
         cursor = None if saved is None else saved.cursor
         self._obey(self.sequencer.resume(cursor, now, refused=resumption.refused), now)
-        self._epoch = self.sequencer.epoch
+        self.epoch, self.seq = self.sequencer.epoch, self.sequencer.seq
 
-    def cursor(self, fingerprints: str) -> SavedCursor | None:
+    def cursor(self, fingerprints: str, now: float) -> SavedCursor | None:
         """Return all that another process must know to go on from here; None if it cannot."""
+        while self._actions and not self._obeying:  # the cursor must stand where the sink does
+            self._work_off(now)
         cursor = self.sequencer.cursor()
         if cursor is None:
             return None
@@ -174,6 +194,10 @@ class Feed:
 
     def pump(self, now: float) -> None:
         """Take what the sockets have, up to a bound, so that other feeds get their turn."""
+        self._allowance.begin()
+        self._work_off(now)
+        if self._actions:
+            return
         for found in self._live.take(now):
             if isinstance(found, bool):
                 self._on_connection(found, now)
@@ -189,14 +213,19 @@ class Feed:
         else:
             self._obey(self.sequencer.disconnected(now), now)
 
-    def _on_messages(self, messages: Sequence[list[bytes]], now: float) -> None:
+    def _on_messages(self, messages: list[list[bytes]], now: float) -> None:
         """Take live messages: runs of ordinary ones at once, each other one by itself."""
         position = 0
-        while position < len(messages):
+        while position < len(messages) and not self._actions:
             position += self._take_run(messages, position, now)
+            if self._actions or (position and not self._allowance.left()):
+                break
             if position < len(messages):
                 self._on_live(messages[position], now)
                 position += 1
+                if not self._allowance.left():
+                    break
+        self._live.give_back(messages[position:])
 
     def _take_run(self, messages: Sequence[list[bytes]], position: int, now: float) -> int:
         """Take the messages from `position` on that are ordinary; return how many those were."""
@@ -210,12 +239,12 @@ class Feed:
             self._decode,
             self._fingerprint,
             named=self.named is not None,
+            time_left=self._allowance.left,
         )
         taken = self.sequencer.live_run(first_seq, run.timestamps, run.fingerprints, now)
         if taken:
-            self.last_event_at = now
-            batches = run.batches[:taken]
-            self._outlet.put_batches(self.rank, self._epoch, first_seq, batches, replayed=False)
+            self._actions.append(Row(first_seq, run.batches[:taken]))
+            self._work_off(now)
         return taken
 
     def _on_live(self, frames: list[bytes], now: float) -> None:
@@ -239,15 +268,19 @@ class Feed:
 
     def _pump_replay(self, now: float) -> None:
         connection, request = self.replay, self._request
-        if connection is None or request is None:
+        if connection is None or request is None or self._actions:
             return
-        messages = connection.receive()
-        if not connection.drained:
-            self._look_again()
+        if not self._replies:
+            self._replies.extend(connection.receive())
+            if not connection.drained:
+                self._look_again()
         for _ in connection.changes(now):
             pass  # only `trouble()` cares
-        for frames in messages:
-            self._on_reply(request, frames, now)
+        while self._replies:  # of another request there are none as yet
+            self._on_reply(request, self._replies.popleft(), now)
+            if self._actions or not self._allowance.left():
+                self._look_again()
+                return
             if self._request != request:  # the sequencer has turned to another request
                 return
 
@@ -300,6 +333,7 @@ class Feed:
         deadline = self.deadline
         if deadline is None or deadline > now:
             return False
+        self._allowance.begin()
         stuck_at = self.live.stuck_at
         if stuck_at is not None and stuck_at <= now:
             self._live.reopen(now)
@@ -312,24 +346,39 @@ class Feed:
     def _obey(self, actions: list[Action], now: float) -> None:
         """Do what the sequencer wants, in its order, also where doing it brings more."""
         self._actions.extend(actions)
+        self._work_off(now)
+
+    def _work_off(self, now: float) -> None:
+        """Do what is to be done, as far as there is time; what is left comes first next time."""
         if self._obeying:
             return
         self._obeying = True
         try:
             while self._actions:
                 self._do(self._actions.popleft(), now)
+                if not self._allowance.left():
+                    break
         finally:
             self._obeying = False
+        if self._actions:
+            self._look_again()
 
-    def _do(self, action: Action, now: float) -> None:
+    @property
+    def pending(self) -> int:
+        """How many batches are in order but not delivered, for want of time."""
+        return sum(
+            len(action.batches) if isinstance(action, Row) else isinstance(action, Deliver)
+            for action in self._actions
+        )
+
+    def _do(self, action: Action | Row, now: float) -> None:
         if self.closed:
             return  # removed by its own sink, in the middle of a turn
-        if isinstance(action, Deliver):
-            self.last_event_at = now
+        if isinstance(action, Row):
+            self._deliver(action, now, replayed=False)
+        elif isinstance(action, Deliver):
             batch = action.batch
-            self._outlet.put_batches(
-                self.rank, self._epoch, batch.seq, [batch.payload], replayed=action.replayed
-            )
+            self._deliver(Row(batch.seq, [batch.payload]), now, replayed=action.replayed)
         elif isinstance(action, Ask):
             self._ask(action, now)
         elif isinstance(action, Drop):
@@ -337,11 +386,27 @@ class Feed:
         elif isinstance(action, Lost):
             self._tell_lost(action, now)
         elif isinstance(action, Restarted):
-            self._epoch = action.epoch
+            self.epoch, self.seq = action.epoch, None
             if self._named_by_cursor:  # whoever speaks here now may have another name
                 self._named_by_cursor, self.named = False, None
             logger.info("%s: restarted (%s): epoch %d", self.rank, action.reason, action.epoch)
             self._outlet.put(RankRestarted(self.rank, action.epoch, action.reason))
+
+    def _deliver(self, row: Row, now: float, *, replayed: bool) -> None:
+        self.last_event_at = now
+        first_seq, batches = row
+        self.seq = first_seq - 1 + len(batches)
+        done = self._outlet.put_batches(
+            self.rank,
+            self.epoch,
+            first_seq,
+            batches,
+            replayed=replayed,
+            time_left=self._allowance.left,
+        )
+        if done < len(batches):
+            self.seq = first_seq - 1 + done
+            self._actions.appendleft(Row(first_seq + done, batches[done:]))
 
     def _tell_lost(self, lost: Lost, now: float) -> None:
         if self._may_log("lost", now):
@@ -354,7 +419,7 @@ class Feed:
                 ": dropping what the rank held" if lost.reset else "",
             )
         self._outlet.put(
-            RankLost(self.rank, self._epoch, lost.reason, lost.first_seq, lost.last_seq, lost.reset)
+            RankLost(self.rank, self.epoch, lost.reason, lost.first_seq, lost.last_seq, lost.reset)
         )
 
     def _ask(self, ask: Ask, now: float) -> None:
@@ -381,6 +446,7 @@ class Feed:
             self._close(self.replay)
             self.replay = None
         self._request = None
+        self._replies.clear()
 
     def _look_again(self) -> None:
         self._watch.look_again(self)
@@ -399,7 +465,9 @@ class Feed:
 
     def status(self, now: float) -> RankStatus:
         """Return a snapshot; `last_event_age` is the time of the last event, made an age later."""
-        return feed_status(self, now)
+        status = feed_status(self, now)
+        self.shown_live = status.state is State.LIVE
+        return status
 
     def close(self, now: float) -> None:
         """Close the sockets and the sequencer; idempotent."""
@@ -408,4 +476,5 @@ class Feed:
         self.closed = True
         self._close_replay(None)
         self._live.close()
-        self._obey(self.sequencer.close(now), now)
+        self.sequencer.close(now)
+        self._actions.clear()

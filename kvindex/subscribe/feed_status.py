@@ -21,10 +21,10 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
         rank=feed.rank,
         state=_state(feed),
         reason=_reason(feed),
-        epoch=sequencer.epoch,
-        seq=sequencer.seq,
+        epoch=feed.epoch,
+        seq=feed.seq,
         complete=sequencer.complete,
-        lag=sequencer.lag,
+        lag=sequencer.lag + feed.pending,
         connected=feed.live.connected,
         endpoint=feed.address.endpoint,
         replay_endpoint=feed.address.replay,
@@ -42,11 +42,16 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
 
 
 def _state(feed: Feed) -> State:
-    """Return the stream's state; a topic that filters everything is not live."""
+    """Return the stream's state; a topic that filters everything is not live.
+
+    Nor is a stream whose repair brought more than there was time to apply yet. One that was live
+    and merely is behind stays so, with its `lag`.
+    """
     state = feed.sequencer.state
-    if state is State.LIVE and (feed.topic.contradicted or feed.topic.open):
-        return State.SYNCING
-    return state
+    if state is not State.LIVE:
+        return state
+    behind = not feed.shown_live and feed.pending > 0
+    return State.SYNCING if behind or feed.topic.contradicted or feed.topic.open else state
 
 
 def _all_counters(feed: Feed) -> dict[str, int]:
@@ -70,7 +75,10 @@ def _reason(feed: Feed) -> str:
         return feed.topic.trouble()
     state = feed.sequencer.state
     if state is State.LIVE:
-        return "waiting for the first message, to see its topic" if feed.topic.open else ""
+        if feed.topic.open:
+            return "waiting for the first message, to see its topic"
+        behind = 0 if feed.shown_live else feed.pending
+        return f"applying what came: {behind} batches to go" if behind else ""
     trouble = feed.replay.trouble() if feed.replay is not None else ""
     reason = feed.sequencer.reason
     if trouble:

@@ -64,6 +64,8 @@ class LiveLink:
         self._counters = counters
         self._parting = False  # the connection broke; what it brought is not all read
         self._closed = False
+        self._drained = False  # whether the last look left nothing behind
+        self._rest: list[list[bytes]] = []  # messages that were given back
         self._opened_at = -math.inf  # the first one is replaced whenever it breaks
         self.connection = open_()
 
@@ -86,9 +88,15 @@ class LiveLink:
                 yield from self._part(now)
                 break
         yield messages
-        if parting and self._parting and self.connection.drained:
+        if parting and self._parting and self._drained and not self._rest:
             yield from self._part(now)
         elif self._parting:  # what came between the last look and the end is still to be read
+            self._look_again()
+
+    def give_back(self, messages: list[list[bytes]]) -> None:
+        """Take messages back for which there was no time: the next `take` begins with them."""
+        if messages:
+            self._rest = messages
             self._look_again()
 
     def reopen(self, now: float) -> bool:
@@ -104,6 +112,8 @@ class LiveLink:
         self._counters["reopened"] += 1
         self._opened_at = now
         self._parting = False
+        self._note_dropped(len(self._rest))
+        self._rest = []
         self._close(given_up)
         return True
 
@@ -114,8 +124,12 @@ class LiveLink:
             self._close(self.connection)
 
     def _received(self) -> list[list[bytes]]:
-        messages = self.connection.receive()
-        if not self.connection.drained:
+        if self._rest:
+            messages, self._rest, self._drained = self._rest, [], False
+        else:
+            messages = self.connection.receive()
+            self._drained = self.connection.drained
+        if not self._drained:
             self._look_again()
         return messages
 

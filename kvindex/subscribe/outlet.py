@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvindex.rank import Rank
@@ -67,22 +67,29 @@ class Outlet:
         batches: Sequence[Any],
         *,
         replayed: bool,
-    ) -> None:
-        """Hand over batches of one rank, numbered from `first_seq` on without a hole."""
+        time_left: Callable[[], bool] = lambda: True,
+    ) -> int:
+        """Hand over batches of one rank, numbered from `first_seq` on without a hole.
+
+        Returns:
+            How many of them: one at least, and all if there is time.
+        """
         on_batch = self._on_batch
-        if on_batch is None:
-            for seq, batch in enumerate(batches, first_seq):
-                self.put(RankBatch(rank, epoch, seq, batch, replayed))
-            return
-        for batch in batches:
+        for count, batch in enumerate(batches):
             if self.shut:
-                return
-            try:
-                on_batch(rank, batch)
-            except Exception as error:
-                self._note_failure(RankBatch.__name__, error)
-            if self.forked:
-                raise SystemExit
+                break
+            if on_batch is None:
+                self.put(RankBatch(rank, epoch, first_seq + count, batch, replayed))
+            else:
+                try:
+                    on_batch(rank, batch)
+                except Exception as error:
+                    self._note_failure(RankBatch.__name__, error)
+                if self.forked:
+                    raise SystemExit
+            if not time_left():
+                return count + 1
+        return len(batches)
 
     def put_statuses(self, statuses: Sequence[RankStatus]) -> None:
         """Hand over what the board shows anew, perhaps nothing."""

@@ -13,7 +13,7 @@ for `_on_live` to find out: this only looks whether all is well.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvindex.errors import DecodeError
@@ -46,6 +46,7 @@ def read_run(
     fingerprint: Fingerprint,
     *,
     named: bool,
+    time_left: Callable[[], bool] = lambda: True,
 ) -> Run:
     """Return the ordinary messages that `messages` begins with.
 
@@ -56,6 +57,7 @@ def read_run(
         decode: makes batches of payloads.
         fingerprint: makes hashes of them.
         named: whether the publisher's dp_rank is known already.
+        time_left: asked after each message whether there is time for a further one.
     """
     run = Run([], [], [])
     batches, timestamps, fingerprints = run
@@ -71,6 +73,8 @@ def read_run(
             timestamps.append(batch.ts)
             fingerprints.append(fingerprint(payload))
             seq += 1
+            if not time_left():
+                break
     except (ValueError, struct.error, DecodeError):
         pass  # not three frames, no seq of eight bytes, or no batch
     return run

@@ -111,7 +111,7 @@ class Roster:
             UnknownRankError: no such rank.
         """
         feed = self.feeds[find_rank(rank, self.feeds)]
-        saved = feed.cursor(self._fingerprints.identity)
+        saved = feed.cursor(self._fingerprints.identity, self._clock())
         return None if saved is None else saved.encode()
 
     def add(self, worker: Worker, saved: SavedRanks) -> None:
@@ -173,6 +173,7 @@ class Roster:
             fingerprint=self._fingerprints.of,
             outlet=self._outlet,
             on_named=self._settle_names,
+            clock=self._clock,
             now=now,
         )
 

@@ -58,9 +58,9 @@ epoch's first batch are refused by ts; where replay has them nevertheless, repla
 
 **Without replay** (none configured, or its buffer proved to be empty) a gap waits for reordered
 batches until something behind it has waited for one time-out, and is then lost, so that several
-gaps are waited for at once and not one after the other. A reconnect is a restart at the next batch. What is
-delivered while the buffer is empty is taken on trust; when a probe finds something in it after
-all, that trust ends with a restart and a join.
+gaps are waited for at once and not one after the other. A reconnect is a restart at the next
+batch. What is delivered while the buffer is empty is taken on trust; when a probe finds something
+in it after all, that trust ends with a restart and a join.
 
 **Layers.** `Ordering` moves the cursor and makes every action; `Repairing` judges what replay
 says; `LiveRun` takes rows of ordinary batches at once; `Sequencer` has the other entrances and

@@ -112,6 +112,27 @@ def test_what_is_unread_when_zeromq_has_connected_anew_is_dropped(at_once: bool)
     assert link.take() == [True, "n"]
 
 
+def test_what_is_given_back_comes_first_and_before_the_end_of_its_connection() -> None:
+    old = Scripted((["a", "b"], True, [False]), (["c"], True, []), ([], True, []))
+    link = Link(old, Scripted((["n"], True, [True])))
+    for found in link.live.take(1.0):
+        assert isinstance(found, list)
+        link.live.give_back(found[1:])
+    assert link.take() == ["b"]
+    assert link.take() == ["c", False]
+    assert link.take() == [True, "n"]
+
+
+def test_what_was_given_back_is_dropped_with_its_socket() -> None:
+    link = Link(Scripted((["a", "b"], True, [])), Scripted((["n"], True, [True])))
+    for found in link.live.take(1.0):
+        assert isinstance(found, list)
+        link.live.give_back(found)
+    assert link.live.reopen(1.5)
+    assert link.counters["unread_dropped"] == 2
+    assert link.take() == [True, "n"]
+
+
 def test_where_we_bind_the_socket_stays_and_what_is_unread_is_dropped() -> None:
     port = Scripted(
         (["a"], False, [False, True]), (["b", "c"], False, []), (["d"], True, []), (["n"], True, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +35,20 @@ def test_on_batch_gets_the_batches_and_the_sink_everything_else() -> None:
     outlet.put(RankRemoved(RANK))
     assert batches == [(RANK, "a"), (RANK, "b")]
     assert items == [RankRemoved(RANK)]
+
+
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_batches_are_handed_over_one_at_least_as_long_as_there_is_time(by_batch: bool) -> None:
+    taken: list[Any] = []
+    outlet = Outlet(
+        taken.append, (lambda rank, b: taken.append(b)) if by_batch else None, Counter()
+    )
+    times = iter([True, False, False])
+    put = partial(outlet.put_batches, RANK, 0, 0, replayed=False, time_left=lambda: next(times))
+    assert [put(["a", "b", "c"]), put(["c"])] == [2, 1]
+    assert len(taken) == 3
+    outlet.shut = True
+    assert put(["d", "e"]) == 2, "they are done with"
 
 
 def fail_on_b(batch: object) -> None:

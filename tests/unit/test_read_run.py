@@ -36,6 +36,13 @@ def test_what_follows_is_read_with_what_the_sequencer_needs() -> None:
     assert run.fingerprints == [hash(b"7"), hash(b"3.5"), hash(b"9")]
 
 
+def test_a_run_ends_when_time_does_but_has_one_message_at_least() -> None:
+    times = iter([True, True, False])
+    messages = [message(seq) for seq in range(7, 20)]
+    run = read_run(messages, 7, b"kv", Note, hash, named=False, time_left=lambda: next(times))
+    assert run.timestamps == [7.0, 8.0, 9.0]
+
+
 def test_no_messages_are_no_run() -> None:
     assert read() == Run([], [], [])
 

@@ -49,7 +49,7 @@ def test_states_read_as_their_names() -> None:
 
 
 def entry(seq: int, size: int = 10, *, confirmed: bool = False) -> HeldBatch:
-    return HeldBatch(batch(seq, size=size), asked=1, confirmed=confirmed)
+    return HeldBatch(batch(seq, size=size), asked=1, confirmed=confirmed, arrived_at=0.0)
 
 
 def test_held_is_sorted_and_bounded() -> None:
