@@ -163,19 +163,24 @@ class Client(Answering):
         self.subscriber.remove(worker)
 
     def wait_live(
-        self, timeout: float = 5.0, *, ranks: Iterable[RankName] | str | None = None
+        self,
+        timeout: float = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
     ) -> None:
         """Return once every rank (or each of those given) is live.
 
         Args:
             timeout: longest wait, in seconds.
             ranks: wait for these only.
+            complete: insist on every batch since the publisher's first having been applied.
 
         Raises:
             NotLiveError: time ran out (a TimeoutError); it names the ranks, and for each what is
                 wrong and what to try.
         """
-        self.subscriber.wait_live(timeout, ranks=ranks)
+        self.subscriber.wait_live(timeout, ranks=ranks, complete=complete)
 
     def wait_for(
         self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float

@@ -135,17 +135,21 @@ class EncodeError(KVIndexError, ValueError):
 
 
 class BusyError(KVIndexError, TimeoutError):
-    """The owning thread was too busy to carry out a call in time; nothing was done.
+    """The owning thread was too busy to carry out a call in time, or to finish it.
 
     Attributes:
         timeout: how long the call waited, in seconds.
+        begun: whether the call has begun: then it is finished as soon as the sink returns. If
+            not, it will not be carried out.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, *, begun: bool = False) -> None:
         self.timeout = timeout
+        self.begun = begun
+        outcome = "the call has begun and ends when that does" if begun else "nothing was done"
         super().__init__(
             f"the subscriber's thread was busy for {timeout:g} s: its sink has not returned; "
-            "nothing was done"
+            f"{outcome}"
         )
 
 

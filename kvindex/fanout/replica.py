@@ -121,13 +121,17 @@ class Replica(Answering):
         return self._board.get(rank)
 
     def wait_live(
-        self, timeout: float = 5.0, *, ranks: Iterable[RankName] | str | None = None
+        self,
+        timeout: float = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
     ) -> None:
         """Return once every rank (or each of those given) is live.
 
         Args and Raises: as `Client.wait_live`.
         """
-        self._board.wait_live(ranks, timeout)
+        self._board.wait_live(ranks, timeout, complete=complete)
 
     def wait_for(
         self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float

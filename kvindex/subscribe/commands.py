@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +18,15 @@ __all__ = ["Commands"]
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+
+
+class _Call:
+    """A command, its answer, and when it began (by `time.monotonic`)."""
+
+    def __init__(self, command: Callable[[], Any]) -> None:
+        self.command = command
+        self.done: Future[Any] = Future()
+        self.begun_at = 0.0
 
 
 class Commands:
@@ -34,7 +44,7 @@ class Commands:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.running = False
         self._wake = wake
-        self._queue: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._queue: deque[_Call] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -43,50 +53,73 @@ class Commands:
 
         Raises:
             ClosedError: the owner takes no more commands.
-            BusyError: it did not come to it in time; the command will not run.
+            BusyError: it did not come to it in time, and the command will not run; or it did,
+                but has been running it for as long.
         """
-        done = self._put(command)
+        call = self._put(command)
+        result: _Result
         try:
-            return done.result(timeout)
+            result = call.done.result(timeout)
         except concurrent.futures.TimeoutError:
-            if not done.cancel():
-                return done.result()  # it has begun after all
-            raise BusyError(timeout) from None
+            if call.done.cancel():
+                raise BusyError(timeout) from None
+            result = self._rest(call, timeout)
+        return result
+
+    @staticmethod
+    def _rest(call: _Call, timeout: float) -> Any:
+        """Wait for what has begun until it has had `timeout` seconds."""
+        left = call.begun_at + timeout - time.monotonic()
+        concurrent.futures.wait([call.done], max(0.0, left))
+        if not call.done.done():
+            raise BusyError(timeout, begun=True)
+        return call.done.result()
 
     def post(self, command: Callable[[], None]) -> None:
         """Have a command run by the owning thread, from that thread; failures are logged."""
-        self._put(command).add_done_callback(_log_failure)
+        self._put(command).done.add_done_callback(_log_failure)
 
-    def _put(self, command: Callable[[], _Result]) -> Future[_Result]:
-        done: Future[_Result] = Future()
+    def _put(self, command: Callable[[], Any]) -> _Call:
+        call = _Call(command)
         with self._lock:
             if self._closed:
                 raise ClosedError("the subscriber is closed")
-            self._queue.append((command, done))
+            self._queue.append(call)
         self._wake()
-        return done
+        return call
 
     def run(self) -> None:
-        """Run what waits."""
+        """Run what waits; what is no `Exception` (SystemExit, CancelledError) goes on to the owner.
+
+        Its caller gets it in any case.
+        """
         self.running = True
-        while self._queue:
-            command, done = self._queue.popleft()
-            if not done.set_running_or_notify_cancel():
-                continue
-            try:
-                result = command()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(result)
-        self.running = False
+        try:
+            while self._queue:
+                self._run(self._queue.popleft())
+        finally:
+            self.running = False
+
+    @staticmethod
+    def _run(call: _Call) -> None:
+        call.begun_at = time.monotonic()
+        if not call.done.set_running_or_notify_cancel():
+            return
+        try:
+            result = call.command()
+        except BaseException as error:
+            call.done.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            call.done.set_result(result)
 
     def close(self) -> None:
         """Refuse what waits and what comes."""
         with self._lock:
             self._closed = True
         while self._queue:
-            _, done = self._queue.popleft()
+            done = self._queue.popleft().done
             if done.set_running_or_notify_cancel():
                 done.set_exception(ClosedError("the subscriber is closed"))
 

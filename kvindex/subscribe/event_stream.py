@@ -24,6 +24,7 @@ class _Waiting:
 
     def __init__(self, max_items: int) -> None:
         self.closed = ""  # why, once it is
+        self._ended = False  # nothing more comes
         self._max_items = max_items
         self._items: deque[StreamItem] = deque()
         self._changed = threading.Condition()
@@ -37,16 +38,27 @@ class _Waiting:
                 self._items.append(item)
                 self._changed.notify_all()
 
-    def take(self, timeout: float | None) -> StreamItem:
-        """Return the next item; as `EventStream.get`."""
+    def take(self, timeout: float | None) -> StreamItem | None:
+        """Return the next item, as `EventStream.get`; None when there is none and none will come."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.closed or self._items, timeout):
+            ready = self._changed.wait_for(
+                lambda: self.closed or self._ended or self._items, timeout
+            )
+            if not ready:
                 raise TimeoutError(f"no item within {timeout} s")
             if self.closed:
                 raise ClosedError(self.closed)
+            if not self._items:
+                return None
             item = self._items.popleft()
             self._changed.notify_all()
             return item
+
+    def end(self) -> None:
+        """Take note that nothing more comes: what waits can still be taken."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def close(self, reason: str = _CLOSED) -> None:
         """Give nothing any more, and end all waiting."""
@@ -87,7 +99,7 @@ class EventStream:
             raise ConfigurationError(f"max_items must be at least 1, not {max_items}")
         self._waiting = waiting = _Waiting(max_items)
         prepare_forks(waiting, _Waiting.prepare_fork)
-        self.subscriber = Subscriber(workers, sink=waiting.put, on_stop=waiting.close, **options)
+        self.subscriber = Subscriber(workers, sink=waiting.put, on_stop=waiting.end, **options)
 
     def get(self, timeout: float | None = None) -> StreamItem:
         """Return the next item, waiting for it at most `timeout` seconds (None: as long as needed).
@@ -95,20 +107,30 @@ class EventStream:
         Raises:
             TimeoutError: none came in time.
             ClosedError: the stream was closed, or is that of the process that this one was forked
-                from.
+                from; or its subscriber ended and every item that waited was taken, then with the
+                reason.
         """
-        return self._waiting.take(timeout)
+        item = self._waiting.take(timeout)
+        if item is None:
+            raise ClosedError(f"the event stream has ended: {self.subscriber.ended}")
+        return item
 
     def __iter__(self) -> Iterator[StreamItem]:
-        """Iterate until the stream is closed."""
+        """Iterate until the stream is closed.
+
+        Raises:
+            ClosedError: the subscriber ended in another way, as in `get`.
+        """
         while True:
             try:
                 yield self.get()
             except ClosedError:
-                return
+                if self._waiting.closed == _CLOSED:
+                    return
+                raise
 
     def close(self) -> None:
-        """End the iteration and the subscription; idempotent."""
+        """End the iteration and the subscription, and drop what waits; idempotent."""
         self._waiting.close()
         self.subscriber.close()
 

@@ -6,7 +6,7 @@ Written by that thread alone, read and waited on by any.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -106,6 +106,11 @@ class StatusBoard:
         with self._changed:
             return tuple(sorted(self._statuses))
 
+    @property
+    def ended(self) -> str | None:
+        """Why the writing thread has ended; None while it runs."""
+        return self._ended
+
     def check_open(self) -> None:
         """Raise ClosedError, with the reason, once the writing thread has ended."""
         if self._ended is not None:
@@ -146,20 +151,30 @@ class StatusBoard:
         return {rank: self._aged(status) for rank, status in statuses}
 
     def wait_for(self, condition: Callable[[Statuses], bool], timeout: float) -> bool:
-        """Wait until the snapshots meet a condition; return whether they did in time.
+        """Wait until the snapshots, as of `get`, meet a condition; return whether they did in time.
 
         Raises:
             ClosedError: the writing thread has ended, or ended meanwhile.
         """
         with self._changed:
             met = self._changed.wait_for(
-                lambda: self._ended is not None or condition(self._statuses), timeout
+                lambda: (
+                    self._ended is not None
+                    or condition(_Snapshots(dict(self._statuses), self._aged))
+                ),
+                timeout,
             )
             self.check_open()
             return met
 
-    def wait_live(self, ranks: Iterable[RankName] | str | None, timeout: float) -> None:
-        """Wait until every rank, or each of these, is live.
+    def wait_live(
+        self,
+        ranks: Iterable[RankName] | str | None,
+        timeout: float,
+        *,
+        complete: bool = False,
+    ) -> None:
+        """Wait until every rank, or each of these, is live, and complete if that is wanted.
 
         Raises:
             NotLiveError: time ran out.
@@ -171,19 +186,24 @@ class StatusBoard:
             with self._changed:
                 names = [ranks] if isinstance(ranks, str) else ranks
                 wanted = [rank for name in names for rank in self._find(name)]
-        if not self.wait_for(lambda _: not self._late(wanted), timeout):
+        if not self.wait_for(lambda _: not self._late(wanted, complete), timeout):
             with self._changed:
-                raise NotLiveError(timeout, self._late(wanted))
+                raise NotLiveError(timeout, self._late(wanted, complete))
 
-    def _late(self, wanted: list[Rank] | None) -> dict[Rank, str]:
-        """Return the ranks that are not live, and why."""
+    def _late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str]:
+        """Return the ranks that are not live, or not complete, and why."""
         late = {}
         for rank in self._statuses if wanted is None else map(self._name, wanted):
             status = self._statuses.get(rank)
             if status is None:
                 late[rank] = "it is not subscribed to any more"
-            elif status.state is not State.LIVE:
+                continue
+            status = self._believed(status)
+            if status.state is not State.LIVE:
                 late[rank] = status.reason or f"its state is {status.state}"
+            elif complete and not status.complete:
+                why = status.reason or "batches were lost, or published before we came"
+                late[rank] = f"it is live, but not complete: {why}"
         return late
 
     def _find(self, name: RankName) -> list[Rank]:
@@ -219,6 +239,25 @@ class StatusBoard:
             return status
         age = max(0.0, self._clock() - status.last_event_age)
         return msgspec.structs.replace(status, last_event_age=age)
+
+
+class _Snapshots(Mapping[Rank, RankStatus]):
+    """Statuses of one moment that nobody can change, each made true when it is looked at."""
+
+    def __init__(
+        self, statuses: dict[Rank, RankStatus], aged: Callable[[RankStatus], RankStatus]
+    ) -> None:
+        self._statuses = statuses
+        self._aged = aged
+
+    def __getitem__(self, rank: Rank) -> RankStatus:
+        return self._aged(self._statuses[rank])
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(self._statuses)
+
+    def __len__(self) -> int:
+        return len(self._statuses)
 
 
 def _trust(status: RankStatus, stuck: bool) -> Trust:

@@ -131,6 +131,11 @@ class Subscriber:
         """The ranks subscribed to, sorted."""
         return self._board.ranks
 
+    @property
+    def ended(self) -> str | None:
+        """Why the thread has ended, so that nothing more comes; None while it runs."""
+        return self._board.ended
+
     def add(
         self, worker: Worker, *, resume: Mapping[Rank, bytes] | SavedRanks = _NO_CURSORS
     ) -> None:
@@ -180,7 +185,8 @@ class Subscriber:
 
         Raises:
             ClosedError: the subscriber is closed.
-            BusyError: a slow sink held the thread for too long, or this is called by the sink.
+            BusyError: a slow sink held the thread for too long, or the function did (then `begun`
+                is true), or this is called by the sink.
         """
         self._board.check_open()
         if not self._thread.is_current:
@@ -237,13 +243,19 @@ class Subscriber:
         return {"ranks": ranks, "thread": dict(self._counters)}
 
     def wait_live(
-        self, timeout: float = 5.0, *, ranks: Iterable[RankName] | str | None = None
+        self,
+        timeout: float = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
     ) -> None:
         """Return once every rank (or each of those given) is live.
 
         Args:
             timeout: longest wait, in seconds.
             ranks: wait for these only.
+            complete: insist on every batch since the publisher's first having been applied. It
+                takes a replay endpoint that answers, and a buffer that still has all.
 
         Raises:
             NotLiveError: time ran out (a TimeoutError); it names the ranks, and for each what is
@@ -251,7 +263,7 @@ class Subscriber:
             UnknownRankError: one of `ranks` is not subscribed to.
             ClosedError: the subscriber is or was closed meanwhile.
         """
-        self._board.wait_live(ranks, timeout)
+        self._board.wait_live(ranks, timeout, complete=complete)
 
     def wait_for(
         self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
@@ -259,7 +271,8 @@ class Subscriber:
         """Wait until the ranks' statuses meet a condition; return whether they did in time.
 
         Args:
-            condition: called with the latest snapshots, whenever one has changed.
+            condition: called with the latest snapshots, whenever one has changed; it must not
+                call this object.
             timeout: longest wait, in seconds.
 
         Raises:

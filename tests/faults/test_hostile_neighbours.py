@@ -89,10 +89,18 @@ def test_a_thread_that_fails_ends_every_wait_with_the_reason(
 ) -> None:
     with FakeEngine("engine") as engine:
         stream = EventStream([worker_of(engine)], replay=QUICK)
-        assert isinstance(stream.get(PATIENCE), RankAdded)
+        for number in range(5):
+            engine.serve(prompt(number))
+        last = engine.published - 1
+        assert stream.subscriber.wait_for(lambda s: s[RANK].seq == last, PATIENCE)
         monkeypatch.setattr(stream.subscriber._thread, "_sleep", lambda: _fail(0))
         stream.subscriber._thread._watch.wake()
-        assert [item for item in stream if isinstance(item, RankAdded)] == []  # it ends
+        items: list[StreamItem] = []
+        with pytest.raises(ClosedError, match=r"has ended: .*a planted bug"):
+            items.extend(stream)
+        assert [item.seq for item in items if isinstance(item, RankBatch)] == list(range(last + 1))
+        with pytest.raises(ClosedError, match="a planted bug"):
+            stream.get(0.0)
         with pytest.raises(ClosedError, match="a planted bug"):
             stream.subscriber.add(Worker("late", "tcp://127.0.0.1:1"))
         assert stream.subscriber.status(RANK).state is State.CLOSED

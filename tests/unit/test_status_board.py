@@ -138,3 +138,38 @@ def test_a_disowned_board_needs_no_lock_and_is_closed_with_the_reason() -> None:
     assert {status.state for status in board.all().values()} == {State.CLOSED}
     with pytest.raises(ClosedError, match="forked"):
         board.wait_live(None, timeout=PATIENCE)
+
+
+def test_nobody_is_live_for_those_who_wait_while_the_thread_is_stuck() -> None:
+    board = Board()
+    board.wait_live([A], 0.0)
+    board.now = PATIENCE
+    with pytest.raises(NotLiveError, match="stuck for 10 s"):
+        board.wait_live([A], 0.0)
+    assert not board.wait_for(lambda statuses: statuses[A].state is State.LIVE, 0.0)
+    board.sign(board.now)
+    board.wait_live([A], 0.0)
+
+
+def test_whoever_insists_on_complete_ranks_waits_for_them() -> None:
+    board = Board()
+    board.wait_live([A], 0.0, complete=True)
+    board.show([status(A, complete=False, reason="no replay endpoint")])
+    board.wait_live([A], 0.0)
+    with pytest.raises(NotLiveError, match="a/0: it is live, but not complete: no replay endpoint"):
+        board.wait_live([A], 0.0, complete=True)
+
+
+def test_what_a_condition_is_shown_cannot_be_changed_and_has_ages_not_times() -> None:
+    board = Board()
+    board.now = 7.0
+    board.show([status(A, last_event_age=5.0)])
+    shown: list[Any] = []
+    assert not board.wait_for(lambda statuses: bool(shown.append(statuses)), 0.0)  # type: ignore[func-returns-value]
+    board.remove("b")
+    assert set(shown[0]) == {A, B}
+    assert len(shown[0]) == 2
+    assert shown[0][A].last_event_age == 2.0
+    for change in ("clear", "pop", "update", "__setitem__"):
+        assert not hasattr(shown[0], change)
+    assert board.ranks == (A,)
