@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import msgspec
+
 from kvindex import Client, Rank, RankStatus, State
 from kvindex.cli.output import Colour, painted
 
@@ -17,7 +19,7 @@ class Narrator:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._started = time.monotonic()
-        self._told = {rank: client.status(rank) for rank in client.ranks}
+        self._told = _ageless({rank: client.status(rank) for rank in client.ranks})
         self._latest: Mapping[Rank, RankStatus] = self._told
         self._gaps: dict[Rank, RankStatus] = {}  # ranks with an open gap, as they were before it
 
@@ -34,8 +36,8 @@ class Narrator:
                 self._tell()
 
     def _changed(self, statuses: Mapping[Rank, RankStatus]) -> bool:
-        self._latest = dict(statuses)
-        return any(self._latest[rank] is not told for rank, told in self._told.items())
+        self._latest = _ageless(statuses)
+        return any(self._latest[rank] != told for rank, told in self._told.items())
 
     def _tell(self) -> None:
         for rank, before in self._told.items():
@@ -59,3 +61,9 @@ class Narrator:
             asked = now.replays_asked > self._gaps.pop(rank).replays_asked
             how = "by replay" if asked else "by late messages"
             self.say(f"{rank}: repaired {how}, whole through batch {now.seq}", "green")
+
+
+def _ageless(statuses: Mapping[Rank, RankStatus]) -> dict[Rank, RankStatus]:
+    """Return the statuses without the ages, which change though nothing happens."""
+    replace = msgspec.structs.replace
+    return {rank: replace(status, last_event_age=None) for rank, status in statuses.items()}

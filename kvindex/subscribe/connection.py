@@ -12,6 +12,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvindex.errors import ConfigurationError
+from kvindex.subscribe.host_check import HostCheck
 from kvindex.subscribe.worker import Curve
 
 __all__ = ["Connection", "Link"]
@@ -97,6 +98,7 @@ class Connection:
         curve: CURVE keys, or None.
         bind: bind instead of connecting.
         subscriptions: topics to subscribe to (SUB only).
+        host: asked, when nobody answers, whether the endpoint's host is known.
 
     Raises:
         ConfigurationError: ZeroMQ refuses the endpoint.
@@ -117,8 +119,10 @@ class Connection:
         *,
         bind: bool = False,
         subscriptions: tuple[bytes, ...] = (),
+        host: HostCheck | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self.host = HostCheck(endpoint) if host is None else host
         self.retries = 0
         self.refused_handshakes = 0
         self.drained = False
@@ -188,6 +192,8 @@ class Connection:
             event = parse_monitor_message(self.monitor.recv_multipart(_NOBLOCK))
             self._changed_at = now
             change = self._note(int(event["event"]), int(event["value"]))
+            if self.retries and not self._bound:
+                self.host.ask(now)
             if change is not None:
                 yield change
 
@@ -250,10 +256,11 @@ class Connection:
         if self.mute:
             return f"{self.endpoint} accepts connections, but has not shaken hands as ZeroMQ does"
         if self.retries:
-            return (
-                f"nothing listens at {self.endpoint}, or its host is unknown "
-                f"(failed attempts: {self.retries})"
-            )
+            trouble = self.host.trouble
+            why = trouble or f"nothing listens at {self.endpoint}"
+            if trouble is None:
+                why += ", or its host is unknown"
+            return f"{why} (failed attempts: {self.retries})"
         return f"no connection to {self.endpoint} yet"
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class _Waiting:
                 self._changed.notify_all()
 
     def take(self, timeout: float | None) -> StreamItem | None:
-        """Return the next item, as `EventStream.get`; None when there is none and none will come."""
+        """Return the next item, as `EventStream.get`; None when none is left and none will come."""
         with self._changed:
             ready = self._changed.wait_for(
                 lambda: self.closed or self._ended or self._items, timeout

@@ -21,7 +21,8 @@ from kvindex.subscribe.allowance import Allowance
 from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import Connection, Link
 from kvindex.subscribe.cursor import SavedCursor
-from kvindex.subscribe.feed_status import feed_status
+from kvindex.subscribe.feed_status import feed_status, unrepairable
+from kvindex.subscribe.host_check import HostCheck
 from kvindex.subscribe.live_link import LiveLink
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.read_run import read_run
@@ -93,6 +94,7 @@ class Feed:
         self.failure = ""
         self.closed = False
         self.shown_live = False
+        self.lost_at: float | None = None  # when the connection broke, until there is another
         self.address = address
         self.sequencer = Sequencer(config, now=now)
         self.counters: Counter[str] = Counter()
@@ -118,6 +120,9 @@ class Feed:
         self._logged_at: dict[str, float] = {}
         self.last_event_at: float | None = None
         self._named_by_cursor = False
+        self._host = HostCheck(address.endpoint)
+        self._replay_host = HostCheck(address.replay or "")
+        self._was_up = self._told_down = self._told_unrepairable = False  # as it was logged
         self._live = LiveLink(
             self._open_live,
             self._close,
@@ -177,6 +182,7 @@ class Feed:
             self._curve,
             bind=self.bind,
             subscriptions=tuple(wanted),
+            host=self._host,
         )
         self._watch_all(connection)
         return connection
@@ -207,6 +213,7 @@ class Feed:
 
     def _on_connection(self, connected: bool, now: float) -> None:
         logger.debug("%s: %s", self.rank, "connected" if connected else "disconnected")
+        self.lost_at = None if connected else now
         if connected:
             self.topic.connected(now)
             self._obey(self.sequencer.connected(now), now)
@@ -429,7 +436,14 @@ class Feed:
         assert endpoint is not None  # the sequencer was told whether there is one
         self._request = ask.request
         try:
-            self.replay = Connection(self._context, zmq.DEALER, endpoint, self._link, self._curve)
+            self.replay = Connection(
+                self._context,
+                zmq.DEALER,
+                endpoint,
+                self._link,
+                self._curve,
+                host=self._replay_host,
+            )
             self._watch_all(self.replay)
             self.replay.socket.send_multipart(replay_request(ask.start_seq), zmq.NOBLOCK)
         except (ConfigurationError, zmq.ZMQError) as error:
@@ -467,7 +481,26 @@ class Feed:
         """Return a snapshot; `last_event_age` is the time of the last event, made an age later."""
         status = feed_status(self, now)
         self.shown_live = status.state is State.LIVE
+        self._log_changes(status, now)
         return status
+
+    def _log_changes(self, status: RankStatus, now: float) -> None:
+        """Log that the engine is gone or back, and that its replay endpoint is of no use."""
+        if status.state in (State.CONNECTING, State.STALE) and self._was_up:
+            self._was_up = False
+            if self._may_log("down", now):
+                self._told_down = True
+                level = logging.INFO if status.state is State.STALE else logging.WARNING
+                logger.log(level, "%s: %s: %s", self.rank, status.state, status.reason)
+        elif status.state is State.LIVE and not self._was_up:
+            self._was_up = True
+            if self._told_down or self._may_log("up", now):
+                self._told_down = False
+                logger.info("%s: live: %s", self.rank, status.endpoint)
+        trouble = unrepairable(self) if self.address.replay is not None else ""
+        if trouble and not self._told_unrepairable and self._may_log("unrepairable", now):
+            logger.warning("%s: %s", self.rank, trouble)
+        self._told_unrepairable = bool(trouble)
 
     def close(self, now: float) -> None:
         """Close the sockets and the sequencer; idempotent."""

@@ -10,7 +10,7 @@ from kvindex.subscribe.status import RankStatus
 if TYPE_CHECKING:
     from kvindex.subscribe.feed import Feed
 
-__all__ = ["feed_status"]
+__all__ = ["feed_status", "unrepairable"]
 
 
 def feed_status(feed: Feed, now: float) -> RankStatus:
@@ -20,7 +20,7 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
     return RankStatus(
         rank=feed.rank,
         state=_state(feed),
-        reason=_reason(feed),
+        reason=_reason(feed, now),
         epoch=feed.epoch,
         seq=feed.seq,
         complete=sequencer.complete,
@@ -64,13 +64,13 @@ def _all_counters(feed: Feed) -> dict[str, int]:
     return counters
 
 
-def _reason(feed: Feed) -> str:
+def _reason(feed: Feed, now: float) -> str:
     if feed.failure:
         return feed.failure
     if feed.closed:
         return "closed"
     if not feed.live.connected:
-        return _connection_trouble(feed)
+        return _connection_trouble(feed, now)
     if feed.topic.contradicted:
         return feed.topic.trouble()
     state = feed.sequencer.state
@@ -78,7 +78,7 @@ def _reason(feed: Feed) -> str:
         if feed.topic.open:
             return "waiting for the first message, to see its topic"
         behind = 0 if feed.shown_live else feed.pending
-        return f"applying what came: {behind} batches to go" if behind else ""
+        return f"applying what came: {behind} batches to go" if behind else unrepairable(feed)
     trouble = feed.replay.trouble() if feed.replay is not None else ""
     reason = feed.sequencer.reason
     if trouble:
@@ -91,12 +91,32 @@ def _reason(feed: Feed) -> str:
     return reason
 
 
-def _connection_trouble(feed: Feed) -> str:
+def unrepairable(feed: Feed) -> str:
+    """Return why nothing can be repaired at present, and what that means; "" if it can."""
+    why = feed.sequencer.unrepairable
+    if not why:
+        return ""
+    replay = feed.address.replay
+    where = "" if replay is None else f" (replay: {replay}, its port is replay port + dp_rank)"
+    partial = "" if feed.sequencer.complete else "it is not complete, and "
+    return f"{why}{where}: {partial}every gap is a loss"
+
+
+def _connection_trouble(feed: Feed, now: float) -> str:
     trouble = feed.live.trouble()
+    was_connected = feed.lost_at is not None or feed.sequencer.state is not State.CONNECTING
+    if was_connected and not feed.live.refused_handshakes:
+        ago = 0.0 if feed.lost_at is None else now - feed.lost_at
+        lost = f"connection to {feed.address.endpoint} lost {ago:.0f} s ago"
+        retries = feed.live.retries
+        failed = f"failed attempts to connect again: {retries}" if retries else ""
+        return "; ".join(filter(None, (lost, failed, feed.live.host.trouble)))
     if feed.bind:
         return f"listening at {feed.address.endpoint}: no publisher has connected; {trouble}"
     if feed.live.refused_handshakes:
         return f"{trouble}: is this the PUB port (+ dp_rank), and not the replay port?"
+    if feed.live.host.trouble:
+        return trouble
     if feed.live.retries:
         return (
             f"{trouble}: is the engine up, with KV events on, at this port (+ dp_rank)? An "

@@ -48,6 +48,8 @@ class Ordering:
         self._dropped = -1
         # Whether the publisher keeps batches for replay: None until it is seen.
         self._buffering: bool | None = None
+        # Replay requests in a row that nothing answered.
+        self._unanswered = 0
         self._refused = 0
         self._quiet_since = now
         self._probe_factor = 1

@@ -173,6 +173,7 @@ class Repairing(Ordering):
             self._ask(repair)
             return
         self._counters["replay_timeouts"] += 1
+        self._unanswered += not repair.replies
         self._close_request(repair)
         self._retry_or_give_up(repair, "replay_timeout")
 

@@ -182,6 +182,15 @@ class Sequencer(LiveRun):
             gap_due=self._gap_due,
         )
 
+    @property
+    def unrepairable(self) -> str:
+        """Why nothing can be repaired at present, for people; empty while replay may help."""
+        if not self._config.has_replay:
+            return "no replay endpoint"
+        if self._unanswered >= self._config.replay.attempts:
+            return f"the last {self._unanswered} replay requests were not answered"
+        return "the publisher keeps no batches for replay" if self._buffering is False else ""
+
     def last_event_age(self, now: float) -> float | None:
         """Return the seconds since the last delivery; None if there was none."""
         return None if self._delivered_at is None else max(0.0, now - self._delivered_at)
@@ -277,6 +286,7 @@ class Sequencer(LiveRun):
             return self.replayed_damaged(request, batch.seq, now)
         if self._enter(now) and (repair := self._current(request)) is not None:
             self._prove_life()
+            self._unanswered = 0
             repair.saw(batch.seq, now)
             advanced = self._take_reply(repair, batch)
             self._stop_flood(repair, advanced)
@@ -297,6 +307,7 @@ class Sequencer(LiveRun):
         """Take note of the end marker of `request`."""
         if self._enter(now) and (repair := self._current(request)) is not None:
             self._counters["replays_ended"] += 1
+            self._unanswered = 0
             self._prove_life()
             self._close_request(repair)
             self._take_end(repair, request)
@@ -306,6 +317,7 @@ class Sequencer(LiveRun):
         """Take note that the socket of `request` failed."""
         if self._enter(now) and (repair := self._current(request)) is not None:
             self._counters["replays_failed"] += 1
+            self._unanswered += 1
             self._close_request(repair)
             self._retry_or_give_up(repair, "replay_failed")
         return self._leave()

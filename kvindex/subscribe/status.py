@@ -18,7 +18,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rank: which rank.
         state: what the stream is doing.
-        reason: why it is not live, or what it waits for, and what to try; "" if all is well.
+        reason: why it is not live, or what it waits for, and what to try; of a live rank, why
+            gaps cannot be repaired (no replay endpoint, or none that answers); "" if all is well.
         epoch: counts the publisher's restarts, from 0.
         seq: number of the last applied batch, None before the first.
         complete: whether every batch since the publisher's first was applied.

@@ -121,11 +121,14 @@ class Worker(msgspec.Struct, frozen=True):
             if not isinstance(value, allowed) or isinstance(value, bytes):
                 wanted = " or ".join(kind.__name__ for kind in allowed)
                 raise ConfigurationError(f"{name} must be {wanted}, not {value!r}")
-        if not self.bind and "*" in str(self.endpoint):
-            raise ConfigurationError(
-                f"endpoint {self.endpoint!r}: nobody can connect to '*', which is what the engine "
-                "binds; give its host, or bind=True"
-            )
+        connected = {"replay": self.replay, **({} if self.bind else {"endpoint": self.endpoint})}
+        for name, endpoints in connected.items():
+            if "*" in str(endpoints):
+                or_bind = ", or bind=True" if name == "endpoint" else ""
+                raise ConfigurationError(
+                    f"{name} {endpoints!r}: nobody can connect to '*', which is what the engine "
+                    f"binds; give its host{or_bind}"
+                )
 
     def publishers(self) -> list[PublisherAddress]:
         """Return the address of each rank's publisher, by dp_rank."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvindex import Client, NotLiveError, Rank, State, Worker, ZmqEventPublisher, connect
+from kvindex.subscribe import host_check
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
 from tests.live import PATIENCE, client_of, link_to, wait_status, worker_of
@@ -146,3 +147,61 @@ def test_one_engine_under_two_names_is_warned_of_unless_their_topics_differ(
         assert "are both at" not in caplog.text
         client.add(Worker("c", [endpoint], topic="x"))
     assert f"workers 'a' and 'c' are both at {endpoint}" in caplog.text
+
+
+def test_a_rank_whose_replay_never_answered_says_so_while_it_is_live_and_once_in_the_log(
+    unused_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeEngine("engine") as engine:
+        endpoint = f"tcp://127.0.0.1:{unused_port}"
+        with client_of(Worker("engine", engine.endpoint, replay=endpoint)) as client:
+            client.wait_live(PATIENCE)
+            status = client.status(RANK)
+            assert "replay requests were not answered" in status.reason
+            assert endpoint in status.reason
+            assert not status.complete
+            with pytest.raises(NotLiveError, match=r"not complete: .* were not answered"):
+                client.wait_live(0.0, complete=True)
+        told = [r for r in caplog.records if r.levelname == "WARNING" and endpoint in r.message]
+        assert len(told) == 1, caplog.text
+
+
+def test_a_rank_without_replay_says_so_while_it_is_live() -> None:
+    with FakeEngine("engine", replay=False) as engine:
+        with client_of(worker_of(engine)) as client:
+            client.wait_live(PATIENCE)
+            assert client.status(RANK).reason.startswith("no replay endpoint: ")
+
+
+def test_an_engine_that_dies_and_comes_back_is_logged_and_its_reason_says_since_when(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "kvindex")
+    with FakeEngine("engine") as engine, link_to(engine) as link:
+        with client_of(worker_of(engine, link)) as client:
+            client.wait_live(PATIENCE)
+            link.cut()
+            assert client.wait_for(lambda s: s[RANK].state is State.CONNECTING, PATIENCE)
+            status = client.status(RANK)
+            assert f"connection to {link.endpoint} lost 0 s ago" in status.reason
+            assert "is the engine up" not in status.reason
+            link.heal()
+            client.wait_live(PATIENCE)
+        told = [(r.levelname, r.message) for r in caplog.records if link.endpoint in r.message]
+        assert [level for level, _ in told] == ["INFO", "WARNING", "INFO"], told
+        assert told[0] == told[2] == ("INFO", f"engine/0: live: {link.endpoint}")
+        assert "connecting: connection to" in told[1][1]
+
+
+def test_a_host_that_is_unknown_is_told_from_a_port_where_nothing_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def resolve(host: str, port: None) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(host_check.HostCheck.__init__, "__defaults__", (resolve,))
+    with client_of(Worker("engine", "tcp://no-such-host.invalid:5557")) as client:
+        assert client.wait_for(lambda s: "is unknown (" in s[RANK].reason, PATIENCE)
+        reason = client.status(RANK).reason
+        assert "the host 'no-such-host.invalid' is unknown" in reason
+        assert "is the engine up" not in reason

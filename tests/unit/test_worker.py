@@ -75,6 +75,8 @@ def test_a_mapping_names_the_dp_ranks() -> None:
         ({"replay": ["tcp://h:3", "tcp://h:4"]}, "replay lists 2, but endpoint says 1"),
         ({"endpoint": None}, "endpoint must be str"),
         ({"endpoint": "tcp://*:5557"}, "nobody can connect to"),
+        ({"replay": "tcp://*:5657"}, "replay 'tcp://[*]:5657': nobody can connect to"),
+        ({"replay": ["tcp://*:5657"], "bind": True}, "nobody can connect to"),
         ({"dp_size": "2"}, "dp_size must be int"),
         ({"topic": b"kv"}, "topic must be str"),
         ({"curve": 3}, "curve must be Curve"),
