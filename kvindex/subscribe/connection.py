@@ -12,6 +12,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvindex.errors import ConfigurationError
+from kvindex.subscribe.endless import EndlessMessages
 from kvindex.subscribe.host_check import HostCheck
 from kvindex.subscribe.worker import Curve
 
@@ -33,6 +34,8 @@ _EVENTS = int(
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | _HANDSHAKE_FAILED
 )
+_HWM = 100_000
+_HWM_WITH_REPLAY = 1_000
 _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
 _MAX_DRAIN_BYTES = 64 * 1024 * 1024
 
@@ -41,7 +44,9 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """Socket settings for every connection.
 
     Attributes:
-        hwm: messages queued in a socket before the publisher's side drops (as the engines' own).
+        hwm: messages queued in a socket before the publisher's side queues, and then drops. By
+            default 1,000 where replay can bring again what is dropped, else 100,000, as the
+            engines' own.
         max_message_bytes: a larger message closes the connection.
         heartbeat: seconds between ZMTP pings, so that a dead peer is noticed.
         heartbeat_timeout: seconds without a pong after which the connection counts as dead.
@@ -53,8 +58,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         ConfigurationError: a value is not positive.
     """
 
-    hwm: int = 100_000
-    max_message_bytes: int = 64 * 1024 * 1024
+    hwm: int | None = None
+    max_message_bytes: int = 8 * 1024 * 1024
     heartbeat: float = 5.0
     heartbeat_timeout: float = 15.0
     reconnect: float = 0.1
@@ -63,13 +68,20 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if not (value is None and name == "hwm") and not value > 0:
                 raise ConfigurationError(f"{name} must be positive, not {getattr(self, name)!r}")
 
-    def configure(self, socket: zmq.Socket[bytes], curve: Curve | None) -> None:
+    def queued(self, *, repairable: bool) -> int:
+        """Return how many messages a socket queues, by whether replay can bring them again."""
+        return self.hwm or (_HWM_WITH_REPLAY if repairable else _HWM)
+
+    def configure(
+        self, socket: zmq.Socket[bytes], curve: Curve | None, *, repairable: bool = False
+    ) -> None:
         """Apply these settings, and CURVE keys if any, to a socket before it connects."""
         socket.linger = 0
-        socket.rcvhwm = self.hwm
+        socket.rcvhwm = self.queued(repairable=repairable)
         socket.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(self.heartbeat))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(self.heartbeat_timeout))
@@ -98,6 +110,7 @@ class Connection:
         curve: CURVE keys, or None.
         bind: bind instead of connecting.
         subscriptions: topics to subscribe to (SUB only).
+        repairable: whether replay can bring again what is dropped for want of room.
         host: asked, when nobody answers, whether the endpoint's host is known.
 
     Raises:
@@ -119,6 +132,7 @@ class Connection:
         *,
         bind: bool = False,
         subscriptions: tuple[bytes, ...] = (),
+        repairable: bool = False,
         host: HostCheck | None = None,
     ) -> None:
         self.endpoint = endpoint
@@ -130,6 +144,7 @@ class Connection:
         self._handshakes = 0  # how many of them have shaken hands
         self._inproc = endpoint.startswith("inproc://")
         self._bound = bind
+        self._endless = EndlessMessages(link.max_message_bytes)
         self._changed_at: float | None = None
         self.monitor: zmq.Socket[bytes] | None = None
         try:
@@ -137,7 +152,7 @@ class Connection:
         except zmq.ZMQError as error:
             raise ConfigurationError(f"no socket for {endpoint!r} can be had: {error}") from error
         try:
-            link.configure(self.socket, curve)
+            link.configure(self.socket, curve, repairable=repairable)
             for topic in subscriptions:
                 self.socket.subscribe(topic)
             if not self._inproc:  # inproc pipes cannot break, and tell a monitor nothing
@@ -180,7 +195,16 @@ class Connection:
                 messages.append(frames)
         except zmq.Again:
             self.drained = True
+        if messages:
+            self._endless.note_whole()
         return messages
+
+    def cut_endless(self) -> int:
+        """Hang up on peers that send a message without end; return how many. To be called often."""
+        monitor = self.monitor
+        if monitor is None or not self.drained:
+            return 0
+        return self._endless.cut(self._open, lambda: not int(monitor.get(zmq.EVENTS)) & _POLLIN)
 
     def postpone(self, now: float) -> None:
         """Count as changed now: look for a socket that gave up only later."""

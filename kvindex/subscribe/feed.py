@@ -129,7 +129,7 @@ class Feed:
             self._look_again,
             self._note_refused,
             bind=self.bind,
-            hwm=link.hwm,
+            hwm=link.queued(repairable=address.replay is not None),
             pause=link.max_reconnect,
             counters=self.counters,
         )
@@ -182,6 +182,7 @@ class Feed:
             self._curve,
             bind=self.bind,
             subscriptions=tuple(wanted),
+            repairable=self.address.replay is not None,
             host=self._host,
         )
         self._watch_all(connection)
@@ -347,6 +348,22 @@ class Feed:
         self.topic.decide(now)
         self._obey(self.sequencer.tick(now), now)
         return True
+
+    def cut_endless(self, now: float) -> None:
+        """Hang up on peers that send a message without end."""
+        for connection in (self.live, self.replay):
+            if connection is None or self.closed:
+                continue
+            cut = connection.cut_endless()
+            if cut:
+                self.counters["endless_messages"] += cut
+                self._look_again()
+                if self._may_log("endless", now):
+                    logger.warning(
+                        "%s: a message from %s had no end; the connection was closed",
+                        self.rank,
+                        connection.endpoint,
+                    )
 
     # What the sequencer wants -----------------------------------------------------------------
 

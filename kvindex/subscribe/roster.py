@@ -98,6 +98,11 @@ class Roster:
             feed.close(now)
             return True
 
+    def cut_endless(self, now: float) -> None:
+        """Have every feed hang up on peers that send a message without end."""
+        for feed in self.feeds.values():
+            self.guard(feed, feed.cut_endless, now)
+
     def publish(self, feeds: Iterable[Feed], now: float) -> None:
         """Show others the new statuses of these feeds."""
         statuses = [feed.status(now) for feed in feeds if self.feeds.get(feed.rank) is feed]

@@ -89,6 +89,7 @@ class SubscriberThread:
             counters=counters,
             clock=clock,
         )
+        self._cut_at = clock()  # when peers that send without end are looked for next
         self.commands = Commands(self._watch.wake)
         self.stopping = False
         self._thread = threading.Thread(target=self._run, name="kvindex-subscriber", daemon=True)
@@ -153,6 +154,9 @@ class SubscriberThread:
                 if roster.guard(feed, feed.tick, now):
                     touched[feed] = None
                 roster.deadlines.set(feed, feed.deadline)
+        if now >= self._cut_at:
+            self._cut_at = now + _MAX_SLEEP
+            roster.cut_endless(now)
         roster.publish(touched, now)
 
     def _sleep(self) -> float:

@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
 
+import pytest
 import zmq
 
 from kvindex import (
@@ -261,3 +263,36 @@ def _close_a_bound_socket_after_a_port_scan() -> None:
             break  # ZeroMQ's thread has stopped: closing will show it
     listening.close()
     context.term()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
+def test_publisher_of_a_message_without_end_is_hung_up_on_and_harms_no_other() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, FakeEngine("good") as good:
+        attacker = threading.Thread(target=_send_without_end, args=(server,), daemon=True)
+        attacker.start()
+        bad = Worker("bad", f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        small = Link(max_message_bytes=1024 * 1024)
+        with client_of(bad, worker_of(good), link=small) as client:
+            wait_counter(client, Rank("bad", 0), "endless_messages")
+            attacker.join(PATIENCE)
+            assert not attacker.is_alive()
+            good.serve(prompt(1))
+            caught_up(client, good)
+            assert_true(client, good)
+
+
+def _send_without_end(server: socket.socket) -> None:
+    """Shake hands as a publisher does, and send frames of one message until nobody listens."""
+    peer, _ = server.accept()
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
+    with peer:
+        peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        peer.recv(64, socket.MSG_WAITALL)
+        peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        peer.recv(1)  # of its own READY: before that it takes no messages
+        frame = b"\x03" + (60_000).to_bytes(8, "big") + bytes(60_000)  # more will follow
+        try:
+            while True:
+                peer.sendall(frame)
+        except OSError:
+            pass  # it was hung up on

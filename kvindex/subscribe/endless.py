@@ -1,0 +1,90 @@
+"""Peers that send a message without end.
+
+ZeroMQ bounds the size of a frame and counts whole messages. A message of frames that are always
+followed by another is never whole: it grows in memory, and nobody is told. But the system knows
+how much a TCP connection has brought. When that is more than any message may have, and no message
+has become whole meanwhile, the connection is shut down, and ZeroMQ drops what it had of it.
+
+Linux only, and TCP only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterable
+
+__all__ = ["EndlessMessages"]
+
+_SLACK = 16 * 1024 * 1024  # bytes that the system and ZeroMQ may have read ahead
+_INFO_BYTES = 136  # of Linux's struct tcp_info, up to and with tcpi_bytes_received
+_bytes_received = struct.Struct("=Q")
+
+
+class EndlessMessages:
+    """Watches the connections of one socket.
+
+    Args:
+        max_message_bytes: largest frame. A message may have two such: its topic and its payload.
+    """
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._limit = 2 * max_message_bytes + _SLACK
+        self._whole = False  # whether a message has become whole since the last look
+        self._brought: dict[int, int] = {}  # by descriptor, when one last had
+
+    def note_whole(self) -> None:
+        """Take note that a message was received."""
+        self._whole = True
+
+    def cut(self, descriptors: Iterable[int], unchanged: Callable[[], bool]) -> int:
+        """Shut down the connections that bring a message without end; return how many.
+
+        Args:
+            descriptors: of the connections, as the socket's monitor told them.
+            unchanged: whether the monitor has told nothing new: if it has, a descriptor may be
+                another connection's by now.
+        """
+        brought = {}
+        cut = 0
+        for descriptor in descriptors:
+            try:
+                connection = socket.socket(fileno=os.dup(descriptor))
+            except OSError:
+                continue  # closed just now
+            with connection:
+                size = _received(connection)
+                if size is None or not unchanged():
+                    continue
+                brought[descriptor] = size
+                if not self._whole and size - self._brought.get(descriptor, 0) > self._limit:
+                    cut += _shut_down(connection)
+        if self._whole:
+            self._whole, self._brought = False, brought
+        return cut
+
+
+def _received(connection: socket.socket) -> int | None:
+    """Return how many bytes a TCP connection has brought in all; None where that is not known."""
+    if sys.platform != "linux" or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    except OSError:
+        return None
+    if len(info) < _INFO_BYTES:
+        return None
+    (size,) = _bytes_received.unpack_from(info, _INFO_BYTES - _bytes_received.size)
+    return int(size)
+
+
+def _shut_down(connection: socket.socket) -> bool:
+    try:
+        # ZeroMQ closes it when it sees the end; the peer then is reset, not left waiting for room.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False  # it broke just now
+    return True
