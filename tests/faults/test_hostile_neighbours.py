@@ -276,3 +276,16 @@ def test_a_stuck_thread_makes_its_ranks_stale(monkeypatch: pytest.MonkeyPatch) -
             assert status.state is State.STALE
             assert "stuck" in status.reason
             go_on.set()
+
+
+def test_a_sink_that_blocks_when_a_rank_is_added_does_not_hold_the_caller_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subscriber_module, "_COMMAND_TIMEOUT", 0.2)
+    go_on = threading.Event()
+    with Subscriber(sink=lambda item: go_on.wait(PATIENCE) and None) as subscriber:
+        with pytest.raises(BusyError, match="the call has begun") as raised:
+            subscriber.add(Worker("late", "tcp://127.0.0.1:1"))
+        assert raised.value.begun
+        go_on.set()
+        assert subscriber.wait_for(lambda statuses: Rank("late", 0) in statuses, PATIENCE)
