@@ -283,7 +283,11 @@ def test_a_sink_that_blocks_when_a_rank_is_added_does_not_hold_the_caller_for_ev
 ) -> None:
     monkeypatch.setattr(subscriber_module, "_COMMAND_TIMEOUT", 0.2)
     go_on = threading.Event()
-    with Subscriber(sink=lambda item: go_on.wait(PATIENCE) and None) as subscriber:
+
+    def sink(item: StreamItem) -> None:
+        go_on.wait(PATIENCE)
+
+    with Subscriber(sink=sink) as subscriber:
         with pytest.raises(BusyError, match="the call has begun") as raised:
             subscriber.add(Worker("late", "tcp://127.0.0.1:1"))
         assert raised.value.begun
