@@ -507,8 +507,7 @@ class Feed:
             self._was_up = False
             if self._may_log("down", now):
                 self._told_down = True
-                level = logging.INFO if status.state is State.STALE else logging.WARNING
-                logger.log(level, "%s: %s: %s", self.rank, status.state, status.reason)
+                logger.info("%s: %s: %s", self.rank, status.state, status.reason)
         elif status.state is State.LIVE and not self._was_up:
             self._was_up = True
             if self._told_down or self._may_log("up", now):
