@@ -125,7 +125,7 @@ class EventStream:
             try:
                 yield self.get()
             except ClosedError:
-                if self._waiting.closed == _CLOSED:
+                if self._waiting.closed:
                     return
                 raise
 
