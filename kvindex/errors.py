@@ -21,7 +21,7 @@ KVIndexError
 │   ├── ReaderDiedError                       readers: what they had not read is lost to them
 │   └── ReaderEvictedError                    the writer removed this reader from the queue
 ├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
-└── InvariantError       (also AssertionError)  a structure failed its own `check()`: our bug
+└── InvariantError       (also AssertionError)  a structure is not whole: our bug, or half changed
 ```
 
 Each also inherits the builtin that a stranger would catch.
@@ -240,4 +240,8 @@ class NotLiveError(KVIndexError, TimeoutError):
 
 
 class InvariantError(KVIndexError, AssertionError):
-    """A structure failed its own `check()`: please report it, it is a bug in kvindex."""
+    """A structure is not whole.
+
+    It failed its own `check()`: please report it, it is a bug in kvindex. Or a change of it was cut
+    short, as the message says: by what a signal's handler raised, for instance.
+    """

@@ -175,13 +175,11 @@ class Replica(Answering):
             self._follower.close()
 
     def _prepare_fork(self, fork: Fork) -> None:
-        """Have no message half applied, and no query half answered, by threads a child lacks."""
+        """Have no message half applied by a thread that a child lacks."""
         copy = self._follower.copy
         fork.do_in_child(partial(self._disown, copy))
         # Not for ever: a handler that forks may have come in a query that the message waits for.
-        until = time.monotonic() + _FORK_PATIENCE
-        for lock in (copy.applying, *copy.index._locks):
-            fork.hold(lock, max(0.0, until - time.monotonic()))
+        fork.hold(copy.applying, _FORK_PATIENCE)
 
     def _disown(self, copy: Copy) -> None:
         """In a forked child: go on with a copy that nobody keeps, and a board that says so."""

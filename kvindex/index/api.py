@@ -7,7 +7,6 @@ Two classes fill it in: `kvindex.index.reference.Index`, the readable specificat
 from __future__ import annotations
 
 import os
-import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -62,7 +61,10 @@ class BaseIndex(ABC):
         max_orphans: at most this many blocks of a rank are held for want of their parent;
             beyond it the oldest are dropped and counted.
 
-    Thread safety: every method may be called from any thread; one lock guards the whole index.
+    Thread safety: every method may be called from any thread; one lock guards the whole index. A
+    signal's handler may call every method, too; where it interrupted a change, the Python index
+    raises InUseError, and the native one where it interrupted one of the set of ranks and would
+    change that itself. A forked child has an index of its own, as it was at the fork.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index, Rank
@@ -378,13 +380,6 @@ class BaseIndex(ABC):
     @abstractmethod
     def _restore(self, rank: Rank, body: memoryview) -> None:
         """Restore a rank from the body of a section; raises SnapshotError."""
-
-    # Forks -----------------------------------------------------------------------------------
-
-    @property
-    def _locks(self) -> tuple[threading.Lock, ...]:
-        """What must be held during a fork: the child lacks the thread that would give it back."""
-        return ()
 
     # Insight ---------------------------------------------------------------------------------
 

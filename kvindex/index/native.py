@@ -7,7 +7,6 @@ so that a query sees one state of it without a lock.
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
@@ -29,6 +28,7 @@ from kvindex.index.api import (
     wanted_ranks,
 )
 from kvindex.index.explanation import Asked, Holding
+from kvindex.index.guard import Guard
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, lora_tag, tagged_lora
 from kvindex.index.labels import ResidentBlock, no_room
 from kvindex.index.match import Match, RankMatch
@@ -132,7 +132,7 @@ class Index(BaseIndex):
         self._core_apply = self._core.apply
         self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
         self._directory = _Directory(self._ids, {})
-        self._changing = threading.RLock()  # held while the directory is replaced
+        self._guard = Guard(self._core)  # of the directory, while it is replaced
 
     @property
     def seed(self) -> int:
@@ -148,15 +148,17 @@ class Index(BaseIndex):
         self._add(rank)
 
     def remove(self, rank: Rank) -> None:
-        with self._changing:
+        def remove() -> None:
             ids = dict(self._directory.ids)
             rank_id = ids.pop(rank, None)
             if rank_id is not None:
                 self._replace(ids)
                 self._core.remove(rank_id)
 
+        self._guard.change(remove)
+
     def rename(self, names: Mapping[Rank, Rank]) -> None:
-        with self._changing:
+        def rename() -> None:
             ids = dict(self._directory.ids)
             moved = {new: ids.pop(old) for old, new in names.items() if old in ids}
             replaced = [ids.pop(rank) for rank in moved if rank in ids]
@@ -164,6 +166,8 @@ class Index(BaseIndex):
             self._replace(ids)
             for rank_id in replaced:
                 self._core.remove(rank_id)
+
+        self._guard.change(rename)
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
         groups = {
@@ -316,7 +320,7 @@ class Index(BaseIndex):
         return body
 
     def _restore(self, rank: Rank, body: memoryview) -> None:
-        with self._changing:
+        def restore() -> None:
             ids = dict(self._directory.ids)
             rank_id = ids.get(rank)
             restored = self._core.restore(rank_id, body)
@@ -327,6 +331,8 @@ class Index(BaseIndex):
             if rank_id is None:
                 ids[rank if type(rank) is Rank else Rank(*rank)] = restored
                 self._replace(ids)
+
+        self._guard.change(restore)
 
     # Insight ---------------------------------------------------------------------------------
 
@@ -351,16 +357,19 @@ class Index(BaseIndex):
         rank_id = self._directory.ids.get(rank)
         if rank_id is not None:
             return rank_id
-        with self._changing:
+
+        def add() -> int:
             ids = dict(self._directory.ids)
             if rank not in ids:
                 ids[rank if type(rank) is Rank else Rank(*rank)] = self._core.add()
                 self._replace(ids)
             return ids[rank]
 
+        return self._guard.change(add)
+
     def _replace(self, ids: Mapping[Rank, int]) -> None:
-        self._ids = ids
-        self._directory = _Directory(ids, {rank_id: rank for rank, rank_id in ids.items()})
+        directory = _Directory(ids, {rank_id: rank for rank, rank_id in ids.items()})
+        self._ids, self._directory = ids, directory
         self._core.set_order([ids[rank] for rank in sorted(ids)])
 
     def _readable(self, token_ids: TokenIds) -> array[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvindex.index.api import (
     wanted_ranks,
 )
 from kvindex.index.explanation import Asked, Holding
+from kvindex.index.guard import Guard
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.index.labels import Budget, ResidentBlock
 from kvindex.index.match import FoundMatches, Match
@@ -55,7 +55,7 @@ class Index(BaseIndex):
         self._budget = Budget(max_blocks)
         self._max_orphans = max_orphans
         self._ranks: dict[Rank, RankBlocks] = {}
-        self._lock = threading.Lock()
+        self._guard = Guard()
 
     @property
     def seed(self) -> int:
@@ -65,21 +65,21 @@ class Index(BaseIndex):
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        with self._lock:
-            return tuple(sorted(self._ranks))
+        return self._guard.ask(lambda: tuple(sorted(self._ranks)))
 
     def add(self, rank: Rank) -> None:
-        with self._lock:
-            self._rank(rank)
+        self._guard.change(lambda: self._rank(rank))
 
     def remove(self, rank: Rank) -> None:
-        with self._lock:
+        def remove() -> None:
             blocks = self._ranks.pop(rank, None)
             if blocks is not None:
                 blocks.clear()
 
+        self._guard.change(remove)
+
     def rename(self, names: Mapping[Rank, Rank]) -> None:
-        with self._lock:
+        def rename() -> None:
             moved = {new: self._ranks.pop(old) for old, new in names.items() if old in self._ranks}
             for rank, blocks in moved.items():
                 replaced = self._ranks.pop(rank, None)
@@ -88,20 +88,19 @@ class Index(BaseIndex):
                 blocks.rename(rank)
                 self._ranks[rank] = blocks
 
+        self._guard.change(rename)
+
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
-        with self._lock:
-            self._rank(rank).configure(settings)
+        self._guard.change(lambda: self._rank(rank).configure(settings))
 
     def __len__(self) -> int:
-        with self._lock:
-            return self._budget.used
+        return self._guard.ask(lambda: self._budget.used)
 
     # Events ----------------------------------------------------------------------------------
 
     def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
         decoded = batch if isinstance(batch, EventBatch) else decode_batch(batch)
-        with self._lock:
-            self._rank(rank).apply(decoded)
+        self._guard.change(lambda: self._rank(rank).apply(decoded))
 
     # Queries ---------------------------------------------------------------------------------
 
@@ -119,7 +118,8 @@ class Index(BaseIndex):
         wanted_media = folded_media(media)
         check_options(lora, salt, block_size)
         prompt = Prompt(token_ids, text=self._stored_text)
-        with self._lock:
+
+        def answer() -> Match:
             wanted = self._wanted(ranks)
             namespaces = self._namespaces(lora or None, block_size, extra_keys)
             extras = packed_extras(extra_keys, lora, salt)
@@ -133,13 +133,16 @@ class Index(BaseIndex):
             matches = list(rank_matches(held, wanted, prompt.length))
             units = [blocks.groups.unit for blocks in wanted.values()]
             sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
-        if not any(found.blocks for found in matches):
-            check_block_size(block_size, units)
-        return Match(FoundMatches(matches, sizes), sizes.keys())
+            if not any(found.blocks for found in matches):
+                check_block_size(block_size, units)
+            return Match(FoundMatches(matches, sizes), sizes.keys())
+
+        return self._guard.ask(answer)
 
     def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
         prompt = Prompt(token_ids)
-        with self._lock:
+
+        def look() -> tuple[Match, list[Holding]]:
             wanted = self._wanted(asked.ranks)
             held: Held = {}
             for namespace in self._namespaces(asked.lora, asked.block_size, None):
@@ -168,7 +171,9 @@ class Index(BaseIndex):
             }
             sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
             matches = FoundMatches(rank_matches(counted, wanted, prompt.length), sizes)
-        return Match(matches, sizes.keys()), holdings
+            return Match(matches, sizes.keys()), holdings
+
+        return self._guard.ask(look)
 
     # Snapshots -------------------------------------------------------------------------------
 
@@ -176,13 +181,12 @@ class Index(BaseIndex):
         return self._keys.child(self._keys.root(Namespace(16, "lora", 1)), b"key check")
 
     def _dump(self, rank: Rank) -> bytes:
-        with self._lock:
-            image = self._known(rank).image()
-        return write_image(image)
+        return write_image(self._guard.ask(lambda: self._known(rank).image()))
 
     def _restore(self, rank: Rank, body: memoryview) -> None:
         image = read_image(body)
-        with self._lock:
+
+        def restore() -> None:
             before = self._ranks.get(rank)
             self._budget.check_room(image.resident(), 0 if before is None else len(before))
             if before is not None:
@@ -190,16 +194,12 @@ class Index(BaseIndex):
                 del self._ranks[rank]
             self._rank(rank).restore(image)
 
-    # Forks -----------------------------------------------------------------------------------
-
-    @property
-    def _locks(self) -> tuple[threading.Lock, ...]:
-        return (self._lock,)
+        self._guard.change(restore)
 
     # Insight ---------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        with self._lock:
+        def count() -> dict[str, Any]:
             ranks = {str(rank): _rank_statistics(b) for rank, b in sorted(self._ranks.items())}
             return {
                 "blocks": self._budget.used,
@@ -209,8 +209,10 @@ class Index(BaseIndex):
                 "ranks": ranks,
             }
 
+        return self._guard.ask(count)
+
     def check(self) -> None:
-        with self._lock:
+        def check() -> None:
             self._tree.check()
             size = 0
             for blocks in self._ranks.values():
@@ -218,6 +220,8 @@ class Index(BaseIndex):
                 size += len(blocks)
             if size != self._budget.used:
                 raise InvariantError(f"{size} blocks resident, counted {self._budget.used}")
+
+        self._guard.ask(check)
 
     # Private ---------------------------------------------------------------------------------
 
@@ -257,25 +261,23 @@ class Index(BaseIndex):
         return found
 
     def _view_size(self, rank: Rank) -> int:
-        with self._lock:
-            return len(self._known(rank))
+        return self._guard.ask(lambda: len(self._known(rank)))
 
     def _view_clear(self, rank: Rank) -> None:
-        with self._lock:
-            self._known(rank).clear()
+        self._guard.change(lambda: self._known(rank).clear())
 
     def _view_statistics(self, rank: Rank) -> dict[str, Any]:
-        with self._lock:
-            return _rank_statistics(self._known(rank))
+        return self._guard.ask(lambda: _rank_statistics(self._known(rank)))
 
     def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
-        with self._lock:
+        def origins() -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
             blocks = self._known(rank)
             return largest_loras(blocks.labels.by_lora()), blocks.salts()
 
+        return self._guard.ask(origins)
+
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
-        with self._lock:
-            return iter(list(self._known(rank).labels.walk()))
+        return iter(self._guard.ask(lambda: list(self._known(rank).labels.walk())))
 
 
 def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include <chrono>
+#include <optional>
 #include <thread>
 
 namespace kvindex {
@@ -29,6 +30,26 @@ class GilReleased {
 
  private:
   PyThreadState* state_;
+};
+
+// The GIL is kept for the scope's length, unless the index has to be waited for: then it is let go,
+// and is had again when the scope ends, by when the index is given back. Nothing of Python is to be
+// touched within the scope.
+class GilUntilWaiting {
+ public:
+  GilUntilWaiting() { current_ = this; }
+  ~GilUntilWaiting() { current_ = nullptr; }
+  GilUntilWaiting(const GilUntilWaiting&) = delete;
+  GilUntilWaiting& operator=(const GilUntilWaiting&) = delete;
+
+  // Called by a thread that is about to wait, in such a scope or without the GIL.
+  static void waiting() {
+    if (current_ != nullptr && !current_->released_) current_->released_.emplace();
+  }
+
+ private:
+  static inline thread_local GilUntilWaiting* current_ = nullptr;
+  std::optional<GilReleased> released_;
 };
 
 }  // namespace kvindex

@@ -2,7 +2,8 @@
 //
 // The GIL is released for work that is long beside a hand-over of it: payloads of kLongPayload
 // bytes and more, prompts of more than kFirstTokens tokens. It is never waited for while the
-// index is locked, and the index is never waited for while it is held, except where noted.
+// index is locked, and the index is never waited for while it is held: what calls into it holds a
+// GilReleased or a GilUntilWaiting.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -66,6 +67,13 @@ struct PyAnswer {
   }
 };
 
+// Do something short that asks the index, without the GIL if that has to be waited for.
+template <class Work>
+auto waiting_freely(Work&& work) {
+  const GilUntilWaiting gil;
+  return work();
+}
+
 // What `apply` says: kvindex/index/native.py knows these numbers.
 enum class Applied : int { done, unknown_rank, unusual };
 
@@ -81,13 +89,20 @@ Applied apply_payload(PyIndex& self, uint32_t rank, const uint8_t* data, size_t 
     if (batch.capacity() > kMostKept) batch = Batch();
     return applied;
   };
-  if (size < kLongPayload) return work();  // may wait for queries with the GIL held: they are short
+  if (size < kLongPayload) {
+    const GilUntilWaiting gil;
+    return work();
+  }
   const GilReleased released;
   return work();
 }
 
 Applied apply_packed(PyIndex& self, uint32_t rank, const Batch& batch) {
-  if (batch.tokens.size() < kLongPayload / 4) return apply_batch(self, rank, batch);
+  // A token has four bytes, and a hash nine at most.
+  if (batch.tokens.size() * 4 + batch.wide.size() * 8 + batch.hashes.size() * 9 < kLongPayload) {
+    const GilUntilWaiting gil;
+    return apply_batch(self, rank, batch);
+  }
   const GilReleased released;
   return apply_batch(self, rank, batch);
 }
@@ -212,7 +227,7 @@ nb::dict named_counts(const Names& names, const Values& values, bool zeros) {
 }
 
 std::optional<nb::dict> rank_statistics(const PyIndex& self, uint32_t rank) {
-  const auto statistics = self.index.statistics(rank);
+  const auto statistics = waiting_freely([&] { return self.index.statistics(rank); });
   if (!statistics) return std::nullopt;
   nb::dict all = named_counts(kCounterNames, statistics->counters, true);
   all["blocks"] = statistics->blocks;
@@ -237,7 +252,7 @@ std::optional<nb::dict> rank_statistics(const PyIndex& self, uint32_t rank) {
 }
 
 nb::dict tree_statistics(const PyIndex& self) {
-  const TreeStatistics statistics = self.index.statistics();
+  const auto statistics = waiting_freely([&] { return self.index.statistics(); });
   nb::dict all;
   all["blocks"] = statistics.blocks;
   all["unique_blocks"] = statistics.unique_blocks;
@@ -247,7 +262,10 @@ nb::dict tree_statistics(const PyIndex& self) {
 
 // (label, depth, medium, group, copies, block size, LoRA tag) of each resident block in each place.
 std::optional<nb::list> walk(const PyIndex& self, uint32_t rank) {
-  const auto resident = self.index.walk(rank);
+  const auto resident = [&] {
+    const GilReleased released;
+    return self.index.walk(rank);
+  }();
   if (!resident) return std::nullopt;
   nb::list all;
   for (const ResidentBlock& block : *resident) {
@@ -263,6 +281,7 @@ std::optional<nb::list> walk(const PyIndex& self, uint32_t rank) {
 
 std::optional<std::string> check(const PyIndex& self) {
   try {
+    const GilReleased released;
     self.index.check();
   } catch (const InvariantError& error) {
     return error.what();
@@ -280,7 +299,7 @@ bool configure(PyIndex& self, uint32_t rank, const std::map<uint32_t, PlainSpec>
   for (const auto& [group_idx, spec] : groups) {
     settings.groups[group_idx] = {std::get<0>(spec), std::get<1>(spec), std::get<2>(spec)};
   }
-  return self.index.configure(rank, settings);
+  return waiting_freely([&] { return self.index.configure(rank, settings); });
 }
 
 // What a query cannot do without, for benchmarks: converting tokens, and hashing them.
@@ -307,7 +326,7 @@ void bind_index(nb::module_& module) {
   index
       .def(nb::init<nb::bytes, std::optional<uint64_t>, size_t>(), "secrets"_a,
            "max_blocks"_a.none(), "max_orphans"_a)
-      .def("add", [](PyIndex& self) { return self.index.add(); })
+      .def("add", [](PyIndex& self) { return waiting_freely([&] { return self.index.add(); }); })
       .def("remove", [](PyIndex& self, uint32_t rank) {
         const GilReleased released;
         return self.index.remove(rank);
@@ -318,7 +337,7 @@ void bind_index(nb::module_& module) {
       })
       .def("configure", &configure)
       .def("set_order", [](PyIndex& self, const std::vector<uint32_t>& ranks) {
-        self.index.set_order(ranks);
+        waiting_freely([&] { self.index.set_order(ranks); });
       })
       .def("apply", &apply, "rank"_a, "batch"_a.none())
       .def("match", [](nb::handle self, nb::handle token_ids) {
@@ -338,8 +357,12 @@ void bind_index(nb::module_& module) {
                     make_query(lora, extras, std::move(media), std::move(ranks), block_size));
       }, "token_ids"_a, "lora"_a, "extras"_a, "media"_a.none(), "ranks"_a.none(), "block_size"_a)
       .def("salts", &salts)
-      .def("__len__", [](const PyIndex& self) { return self.index.size(); })
-      .def("size", [](const PyIndex& self, uint32_t rank) { return self.index.size(rank); })
+      .def("__len__", [](const PyIndex& self) {
+        return waiting_freely([&] { return self.index.size(); });
+      })
+      .def("size", [](const PyIndex& self, uint32_t rank) {
+        return waiting_freely([&] { return self.index.size(rank); });
+      })
       .def("statistics", &tree_statistics)
       .def("rank_statistics", &rank_statistics)
       .def("stored_text", [](const PyIndex& self) {
@@ -347,10 +370,17 @@ void bind_index(nb::module_& module) {
         return self.index.stored_text();
       })
       .def("block_sizes", [](const PyIndex& self, nb::bytes lora) {
-        return self.index.block_sizes(text(lora));
+        const std::string name = text(lora);
+        return waiting_freely([&] { return self.index.block_sizes(name); });
       })
       .def("walk", &walk)
-      .def("check", &check);
+      .def("check", &check)
+      .def("hold_for_fork", [](PyIndex& self) {
+        const GilReleased released;
+        self.index.hold_for_fork();
+        return true;
+      })
+      .def("end_fork", [](PyIndex& self, bool in_child) { self.index.end_fork(in_child); });
   bind_snapshots(index);
   nb::class_<PyAnswer>(module, "Answer")
       .def_prop_ro("best", [](const PyAnswer& self) -> std::optional<nb::tuple> {

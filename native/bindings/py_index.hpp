@@ -8,6 +8,7 @@
 #include <cstring>
 #include <optional>
 
+#include "bindings/gil.hpp"
 #include "core/index.hpp"
 
 namespace kvindex {
@@ -39,7 +40,8 @@ class SimpleBuffer {
 
 struct PyIndex {
   PyIndex(nanobind::bytes secrets, std::optional<uint64_t> max_blocks, size_t max_orphans)
-      : index(key_secrets(secrets), scramble(secrets), max_blocks, max_orphans) {}
+      : index(key_secrets(secrets), scramble(secrets), max_blocks, max_orphans,
+              &GilUntilWaiting::waiting) {}
 
   static uint64_t word(nanobind::bytes secrets, size_t i) {
     if (secrets.size() != kSecretBytes) throw nanobind::value_error("secrets of a wrong size");

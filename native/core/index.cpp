@@ -20,8 +20,8 @@ constexpr uint64_t kWorthTrimmingAll = 5'000;
 }  // namespace
 
 Index::Index(const KeyMaker::Secrets& secrets, const Scramble& scramble,
-             std::optional<uint64_t> max_blocks, size_t max_orphans)
-    : shared_(KeyMaker(secrets), scramble) {
+             std::optional<uint64_t> max_blocks, size_t max_orphans, BeforeWaiting before_waiting)
+    : before_waiting_(before_waiting), shared_(KeyMaker(secrets), scramble) {
   shared_.budget.limit = max_blocks;
   shared_.max_orphans = max_orphans;
   renew_sizes();
@@ -30,15 +30,31 @@ Index::Index(const KeyMaker::Secrets& secrets, const Scramble& scramble,
 // Locking ------------------------------------------------------------------------------------
 
 std::unique_lock<RwLock> Index::alone() const {
-  std::unique_lock held(lock_);
+  std::unique_lock held(lock_, std::try_to_lock);
+  if (!held.owns_lock()) {
+    before_waiting_();
+    held.lock();
+  }
   if (half_done_) throw HalfDone();
   return held;
 }
 
 std::shared_lock<RwLock> Index::together() const {
-  std::shared_lock held(lock_);
+  std::shared_lock held(lock_, std::try_to_lock);
+  if (!held.owns_lock()) {
+    before_waiting_();
+    held.lock();
+  }
   if (half_done_) throw HalfDone();
   return held;
+}
+
+void Index::end_fork(bool in_child) {
+  if (in_child) {
+    new (&lock_) RwLock();  // the old one is not destroyed: it may be held
+  } else {
+    lock_.unlock_shared();
+  }
 }
 
 // Ranks --------------------------------------------------------------------------------------

@@ -73,9 +73,11 @@ struct NoRoom : std::runtime_error {
 class Index {
  public:
   using RankId = uint32_t;  // never used twice
+  using BeforeWaiting = void (*)();  // called by a thread that has to wait for the lock
 
   Index(const KeyMaker::Secrets& secrets, const Scramble& scramble,
-        std::optional<uint64_t> max_blocks, size_t max_orphans);
+        std::optional<uint64_t> max_blocks, size_t max_orphans,
+        BeforeWaiting before_waiting = [] {});
 
   // Make a rank; it comes last in the order of ranks.
   RankId add();
@@ -118,6 +120,11 @@ class Index {
   // Assert every invariant. Throws InvariantError. O(everything).
   void check() const;
 
+  // Wait until nothing is half changed, and keep it so until this thread has forked.
+  void hold_for_fork() { lock_.hold_for_fork(); }
+  // The lock is given back, or made anew in a child: threads that it lacks may have held it.
+  void end_fork(bool in_child);
+
  private:
   static constexpr uint32_t kGone = 0xffffffffu;
 
@@ -136,6 +143,7 @@ class Index {
   bool change(RankId rank, Change&& change);
 
   mutable RwLock lock_;
+  BeforeWaiting before_waiting_;
   bool half_done_ = false;
   Shared shared_;
   std::vector<RankSlot> slots_;

@@ -1,38 +1,56 @@
-// A lock for many readers or one writer.
+// A lock for many readers or one writer, in which neither keeps the other out.
 //
-// Where the platform can, a waiting writer goes before new readers: a stream of queries must not
-// keep events out.
+// A writer that waits closes a turnstile that every later reader has to pass: readers that overlap
+// without end would else keep it out where the platform prefers readers, as musl always does. The
+// turnstile is open again once the writer has the lock, so readers that came meanwhile go before the
+// next writer. While no writer waits, a reader pays one load for it.
 #pragma once
 
 #include <pthread.h>
+
+#include <atomic>
+#include <mutex>
 
 namespace kvindex {
 
 class RwLock {
  public:
-  RwLock() {
-    pthread_rwlockattr_t kind;
-    pthread_rwlockattr_init(&kind);
-#ifdef PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP
-    pthread_rwlockattr_setkind_np(&kind, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
-#endif
-    pthread_rwlock_init(&lock_, &kind);
-    pthread_rwlockattr_destroy(&kind);
-  }
+  RwLock() = default;
   ~RwLock() { pthread_rwlock_destroy(&lock_); }
   RwLock(const RwLock&) = delete;
   RwLock& operator=(const RwLock&) = delete;
 
   // As the standard's shared_mutex, for its guards.
-  void lock() { pthread_rwlock_wrlock(&lock_); }
+  void lock() {
+    if (try_lock()) return;
+    ++waiting_;
+    {
+      const std::lock_guard closed(turnstile_);
+      pthread_rwlock_wrlock(&lock_);
+    }
+    --waiting_;
+  }
   bool try_lock() { return pthread_rwlock_trywrlock(&lock_) == 0; }
   void unlock() { pthread_rwlock_unlock(&lock_); }
-  void lock_shared() { pthread_rwlock_rdlock(&lock_); }
-  bool try_lock_shared() { return pthread_rwlock_tryrdlock(&lock_) == 0; }
+  void lock_shared() {
+    if (writer_waits()) {
+      const std::lock_guard passed(turnstile_);
+    }
+    pthread_rwlock_rdlock(&lock_);
+  }
+  bool try_lock_shared() { return !writer_waits() && pthread_rwlock_tryrdlock(&lock_) == 0; }
   void unlock_shared() { pthread_rwlock_unlock(&lock_); }
 
+  // Wait for a writer that has the lock, and for none that waits, and then keep every writer out.
+  void hold_for_fork() { pthread_rwlock_rdlock(&lock_); }
+
+  // Whether some writer has to wait for others.
+  bool writer_waits() const { return waiting_.load(std::memory_order_relaxed) != 0; }
+
  private:
-  pthread_rwlock_t lock_;
+  pthread_rwlock_t lock_ = PTHREAD_RWLOCK_INITIALIZER;
+  std::mutex turnstile_;
+  std::atomic<unsigned> waiting_{0};
 };
 
 }  // namespace kvindex

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/rw_lock.hpp"
 #include "core/snapshot.hpp"
 #include "tests/expect.hpp"
 #include "tests/made_batch.hpp"
@@ -177,6 +178,44 @@ class Crowd {
   std::atomic<uint64_t> asked_{0};
 };
 
+// Each reader gives the lock back only when another one has it, so it is never free: a writer gets
+// in all the same, before a count of readings that is out of all proportion.
+class Overlapping {
+ public:
+  void run() {
+    std::vector<std::thread> readers;
+    for (int i = 0; i < 3; ++i) readers.emplace_back([this] { read(); });
+    while (readings_ < 100) std::this_thread::yield();
+    for (int turn = 0; turn < 10; ++turn) {
+      const uint64_t before = readings_;
+      lock_.lock();
+      EXPECT(readings_ < before + kTooMany);
+      lock_.unlock();
+    }
+    done_ = true;
+    for (std::thread& reader : readers) reader.join();
+  }
+
+ private:
+  static constexpr uint64_t kTooMany = 100'000;
+
+  void read() {
+    while (!done_ && readings_ < 10 * kTooMany) {
+      lock_.lock_shared();
+      const uint64_t mine = ++readings_;
+      for (int i = 0; i < 1000 && readings_ == mine; ++i) std::this_thread::yield();
+      lock_.unlock_shared();
+    }
+  }
+
+  RwLock lock_;
+  std::atomic<uint64_t> readings_{0};
+  std::atomic<bool> done_{false};
+};
+
 }  // namespace
 
-int main() { Crowd(rounds(1500)).run(); }
+int main() {
+  Overlapping().run();
+  Crowd(rounds(1500)).run();
+}

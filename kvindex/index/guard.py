@@ -1,0 +1,172 @@
+"""The lock of an index, for those that meet it at an awkward time: signal handlers and forks.
+
+Threads wait for each other. Two others cannot: a signal's handler, which runs in the middle of what
+its own thread is doing, and a forked child, which lacks the thread that would give the lock back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import starmap
+from typing import Protocol, TypeVar
+
+from kvindex.errors import InUseError, InvariantError, SnapshotError, UnknownRankError
+
+__all__ = ["Guard", "HeldInForks"]
+
+_PATIENCE = 5.0  # seconds for which a fork waits for changes under way
+
+_Result = TypeVar("_Result")
+
+
+class HeldInForks(Protocol):
+    """What has a lock of its own that is to be held while its process forks."""
+
+    def hold_for_fork(self) -> bool:
+        """Wait until nothing is half changed, and keep it so; True."""
+
+    def end_fork(self, in_child: bool) -> None:
+        """Give the lock back; in a child it is made anew, held or not."""
+
+
+class Guard:
+    """One thread at a time changes an index, or asks for what is guarded with it.
+
+    A signal's handler that interrupts a question may ask and change what it likes: the question
+    is asked again if something was changed meanwhile. One that interrupts a change gets InUseError,
+    since nothing true can be answered then.
+
+    Args:
+        core: what has a lock of its own, held during forks too. Its changes are whole or not done
+            at all; without it, one that an exception cuts short leaves the index unusable.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    def __init__(self, core: HeldInForks | None = None) -> None:
+        self._core = core
+        self._lock = threading.RLock()
+        self._changing = False
+        self._changes = 0
+        self._broken = ""
+        _guards[self] = None
+
+    def ask(self, question: Callable[[], _Result]) -> _Result:
+        """Return the answer to a question while nothing changes."""
+        with self._lock:
+            while True:
+                self._check()
+                changes = self._changes
+                try:
+                    answer = question()
+                except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError):
+                    if changes == self._changes:
+                        raise
+                else:
+                    if changes == self._changes:
+                        return answer
+
+    def change(self, work: Callable[[], _Result]) -> _Result:
+        """Do a change while nobody else changes or asks; return what it returns."""
+        with self._lock:
+            self._check()
+            try:
+                self._changing = True
+                return work()
+            except (UnknownRankError, SnapshotError):  # refused before anything was changed
+                raise
+            except BaseException as error:
+                if self._core is None:
+                    self._broken = f"{type(error).__name__} was raised in the middle of a change"
+                raise
+            finally:
+                self._changes += 1
+                self._changing = False
+
+    def _check(self) -> None:
+        if self._changing:
+            raise InUseError(
+                "a signal's handler interrupted a change of this index and cannot use it: note "
+                "the signal there, and act on it when the handler has returned"
+            )
+        if self._broken:
+            raise InvariantError(f"the index is half changed: {self._broken}; make a new one")
+
+    def _hold(self, taken: list[bool], until: float) -> None:
+        """Take the locks, the own one if it can be had in time, and note which were had."""
+        # In one C call each: what a signal's handler raises leaves it not taken, or noted.
+        taken.extend(map(self._lock.acquire, (True,), (max(0.0, until - time.monotonic()),)))
+        if self._core is not None:
+            taken.extend(starmap(self._core.hold_for_fork, ((),)))
+
+    def _end_fork(self, taken: list[bool], in_child: bool) -> None:
+        if self._core is not None and (in_child or len(taken) == 2):
+            self._core.end_fork(in_child)
+        if taken[:1] == [True]:
+            self._lock.release()
+        elif in_child:
+            self._lock = threading.RLock()
+            if self._changing and self._core is None:
+                self._broken = "another thread was changing it when this process was forked"
+            self._changing = False
+
+
+# Forks -------------------------------------------------------------------------------------------
+# Hooks are called in the reverse order of their registration. These are registered at import,
+# before those of whatever feeds an index: so an index is held after all that its feeders hold, last
+# before the fork, and can be used again before they are told.
+
+_Held = tuple[Guard, "list[bool]"]
+
+
+class _Forking(threading.local):
+    """What a thread holds while it forks."""
+
+    def __init__(self) -> None:
+        self.held: list[_Held] = []
+
+
+_guards: weakref.WeakKeyDictionary[Guard, None] = weakref.WeakKeyDictionary()
+_forking = _Forking()
+
+
+def _living() -> Iterable[Guard]:
+    # Their references are copied in one step: other threads make indexes meanwhile.
+    return filter(None, [reference() for reference in _guards.keyrefs()])
+
+
+def _before() -> None:
+    held = _forking.held = []
+    until = time.monotonic() + _PATIENCE
+    interrupted: BaseException | None = None
+    for guard in _living():
+        taken: list[bool] = []
+        held.append((guard, taken))
+        try:
+            guard._hold(taken, until)
+        except BaseException as error:  # Python forks all the same: the others are held, too
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted  # Python says so, and goes on
+
+
+def _after(in_child: bool) -> None:
+    held, _forking.held = _forking.held, []
+    for guard, taken in held:
+        guard._end_fork(taken, in_child)
+    if in_child:  # those that other threads made since
+        for guard in set(_living()) - {guard for guard, _ in held}:
+            guard._end_fork([], in_child)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before,
+        after_in_parent=partial(_after, False),
+        after_in_child=partial(_after, True),
+    )
