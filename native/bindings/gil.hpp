@@ -4,10 +4,14 @@
 #include <Python.h>
 
 #include <chrono>
+#include <cstddef>
 #include <optional>
 #include <thread>
 
 namespace kvindex {
+
+// Bytes of a payload from which on it is worth a hand-over of the GIL.
+inline constexpr size_t kLongPayload = 1024;
 
 // The GIL is let go for the scope's length.
 //

@@ -32,7 +32,6 @@ namespace kvindex {
 
 namespace {
 
-constexpr size_t kLongPayload = 1024;
 constexpr size_t kFirstTokens = 1024;
 constexpr size_t kMostKept = size_t{4} << 20;  // bytes of a thread's batch between payloads
 

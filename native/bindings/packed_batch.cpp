@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/gil.hpp"
 #include "core/decode.hpp"
 
 namespace nb = nanobind;
@@ -189,7 +190,11 @@ void bind_packed_batch(nb::module_& module) {
       [](nb::bytes payload) -> std::optional<PackedBatch> {
         PackedBatch packed;
         const auto* data = static_cast<const uint8_t*>(payload.data());
-        if (decode(data, payload.size(), packed.batch) == Verdict::unusual) return std::nullopt;
+        std::optional<GilReleased> released;
+        if (payload.size() >= kLongPayload) released.emplace();
+        const Verdict verdict = decode(data, payload.size(), packed.batch);
+        released.reset();
+        if (verdict == Verdict::unusual) return std::nullopt;
         return packed;
       },
       nb::arg("payload"));

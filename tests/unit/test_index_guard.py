@@ -1,4 +1,7 @@
-"""Signal handlers and forks meet an index at any moment: they get what is true, or an error."""
+"""Signal handlers and forks meet an index at any moment: they get what is true, or an error.
+
+And whoever works or waits in it lets other threads run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +23,9 @@ import pytest
 import kvindex
 from kvindex import EventBatch, Index, InUseError, InvariantError, Rank
 from kvindex.index import guard as guard_module
-from kvindex.index import reference
+from kvindex.index import read_batch, reference
 from kvindex.index.guard import Guard
+from kvindex.wire import encode_batch
 from tests.unit.index_events import A, B, prompt, stored
 
 PATIENCE = 30.0
@@ -325,3 +330,30 @@ for thread in threads:
 def test_whoever_waits_for_the_index_lets_other_threads_run() -> None:
     # With the GIL held in any of these, the thread that is waited for never runs again.
     subprocess.run([sys.executable, "-c", WAITERS], check=True, timeout=PATIENCE)
+
+
+@pytest.mark.skipif(kvindex.BACKEND != "native", reason="the Python index decodes in Python")
+def test_other_threads_run_while_a_long_payload_is_decoded() -> None:
+    payload = encode_batch(EventBatch(ts=0.0, events=[stored(*range(200_000))]))
+    steps, done = [0], threading.Event()
+
+    def step() -> None:
+        while not done.is_set():
+            steps[0] += 1
+            time.sleep(0)  # gives the GIL away, and has it again when somebody else does
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # whoever has the GIL is not asked for it
+    thread = threading.Thread(target=step)
+    try:
+        thread.start()
+        for _ in range(50):
+            before = steps[0]
+            read_batch(payload)
+            if steps[0] > before:
+                return
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        thread.join()
+    pytest.fail("no other thread had a turn while the payload was decoded")
