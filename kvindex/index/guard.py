@@ -15,7 +15,7 @@ from functools import partial
 from itertools import starmap
 from typing import Protocol, TypeVar
 
-from kvindex.errors import InUseError, InvariantError, SnapshotError, UnknownRankError
+from kvindex.errors import InUseError, InvariantError, UnknownRankError
 
 __all__ = ["Guard", "HeldInForks"]
 
@@ -78,7 +78,7 @@ class Guard:
             try:
                 self._changing = True
                 return work()
-            except (UnknownRankError, SnapshotError):  # refused before anything was changed
+            except (UnknownRankError, TypeError, ValueError, OverflowError):  # of what was given
                 raise
             except BaseException as error:
                 if self._core is None:

@@ -5,13 +5,26 @@
 #include <set>
 
 #include "core/rank_blocks.hpp"
+#include "core/utf8.hpp"
 
 namespace kvindex {
 
 namespace {
 
+constexpr size_t kMostDigits = 640;  // of a LoRA's number: Python reads that many, however it is set
+
 void require(bool truth, const char* what) {
   if (!truth) throw ImageError(std::string("the section says what cannot be: ") + what);
+}
+
+// Whether this is a LoRA's native name: none, "s" and its name, or "i" and its number.
+bool is_lora(std::string_view tag) {
+  if (tag.empty()) return true;
+  const std::string_view name = tag.substr(1);
+  if (tag[0] == 's') return !name.empty() && is_utf8_or_surrogates(name);
+  const std::string_view digits = name.substr(name.starts_with('-') ? 1 : 0);
+  return tag[0] == 'i' && !digits.empty() && digits.size() <= kMostDigits && digits[0] != '0' &&
+         digits.find_first_not_of("0123456789") == std::string_view::npos;
 }
 
 // Whether no two of some things are equal; changes their order.
@@ -48,11 +61,13 @@ class ImageCheck {
       const std::pair shape{root.block_size, root.lookahead};
       require(std::find(image_.shapes.begin(), image_.shapes.end(), shape) != image_.shapes.end(),
               "a namespace of an unknown shape");
+      require(is_lora(root.lora), "a LoRA without a name");
     }
     require(image_.places.size() <= RankBlocks::kMostPlaces, "too many places");
     for (size_t i = 0; i < image_.places.size(); ++i) {
       require(std::count(image_.places.begin(), image_.places.end(), image_.places[i]) == 1,
               "a place twice");
+      require(is_utf8_or_surrogates(image_.places[i].medium), "a medium that is no text");
     }
   }
 
@@ -150,10 +165,14 @@ class ImageCheck {
 
   void learned() const {
     for (const auto& [group_idx, group] : image_.groups) {
+      require(is_utf8_or_surrogates(group.spec.kind), "a kind that is no text");
       require(group.spec.valid(), "a group without its window");
       require(group.block_size == 0 || image_.unit != 0, "blocks without a unit");
       require(group.told || !group.configured, "a kind that nobody told");
       require(image_.unit == 0 || group.block_size % image_.unit == 0, "blocks of no whole units");
+    }
+    for (const auto& [tag, count] : image_.skipped) {
+      require(is_utf8_or_surrogates(tag), "a tag that is no text");
     }
     require(image_.skipped.size() <= RankBlocks::kMostTags + 1, "too many tags");
     require(image_.torn.size() <= RankBlocks::kMostTorn, "too many torn labels");

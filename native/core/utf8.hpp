@@ -9,6 +9,8 @@ namespace kvindex {
 
 bool is_ascii(std::string_view text);
 bool is_utf8(std::string_view text);
+// Likewise, surrogates included: what CPython makes of any of its strings by "surrogatepass".
+bool is_utf8_or_surrogates(std::string_view text);
 
 // The number of characters of valid UTF-8.
 size_t count_characters(std::string_view text);

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import pytest
 
 from kvindex import BACKEND, AllBlocksCleared, CacheSettings, EventBatch, GroupSpec, Index, Rank
@@ -346,6 +347,39 @@ def test_an_image_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
     for name, value in change.items():
         setattr(image, name, value)
     assert refused(lambda: read_image(write_image(image))) == "content"
+
+
+@pytest.mark.parametrize("text", ["DISK", "sqlx", "mamba", "TagX"])
+def test_what_is_no_text_is_refused(text: str) -> None:
+    index = Index(seed=1)
+    index.describe_groups(A, {1: GroupSpec("mamba")})
+    index.apply(A, EventBatch(ts=0.0, events=[stored(0, medium="DISK", lora_name="sqlx")]))
+    index.apply(A, msgspec.msgpack.encode([0.0, [["TagX"]], None]))
+    body = index._dump(A)
+    other = Index(seed=1)
+    other._restore(A, memoryview(body))
+    assert other.statistics()["ranks"] == index.statistics()["ranks"]
+    for damage in (b"\xff", b"\x80", b"\xc3"):
+        damaged = body.replace(text.encode(), damage + text.encode()[1:])
+        assert damaged != body
+        assert refused(lambda body=damaged: other._restore(B, memoryview(body))) == "content"
+    assert other.ranks == (A,)
+
+
+@pytest.mark.skipif(BACKEND != "native", reason="of the native section's form")
+@pytest.mark.parametrize("tag", [b"s", b"i", b"x12", b"i0", b"i1x", b"i-", b"i" + b"1" * 641])
+def test_a_lora_that_none_can_have_is_refused(tag: bytes) -> None:
+    index = index_of(stored(0, lora_name="sqlx"), seed=1)
+    for good in (b"i12", b"i-7", b"s\xed\xa0\x80"):
+        index._restore(B, memoryview(with_lora(index._dump(A), good)))
+        assert list(index.tree(B).walk())
+    body = with_lora(index._dump(A), tag)
+    assert refused(lambda: index._restore(B, memoryview(body))) == "content"
+
+
+def with_lora(body: bytes, tag: bytes) -> bytes:
+    size = bytes([len(tag)]) if len(tag) < 128 else bytes([0x80 | len(tag) & 0x7F, len(tag) >> 7])
+    return body.replace(b"\x05ssqlx", size + tag)
 
 
 # Files
