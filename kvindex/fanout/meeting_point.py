@@ -117,7 +117,7 @@ def peer_uid(connection: socket.socket) -> int:
 def check_platform() -> None:
     """Raise ConfigurationError where such sockets are not to be had."""
     if fcntl is None or not hasattr(socket, "SO_PEERCRED"):
-        raise ConfigurationError("kvindex.fanout needs Linux")
+        raise ConfigurationError("kvindex.fanout needs Linux; elsewhere connect in each process")
 
 
 def _check_path(path: Path) -> None:

@@ -37,6 +37,8 @@ __all__ = ["MAKER", "Segment", "check_platform", "sweep"]
 logger = logging.getLogger(__name__)
 
 _FOLDER = "/dev/shm"
+# Not blocking: on a file that somebody has leased, open(2) would sleep until the lease is broken.
+_OPENED = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PARTIES_AT = 1 << 40  # beyond every byte of memory
 _PARTIES = 1 << 20
 
@@ -124,7 +126,7 @@ class Segment:
         if "/" in name or "\0" in name or name in ("", ".", ".."):
             raise SegmentError(f"{name!r} cannot name shared memory")
         try:
-            descriptor = os.open(f"{_FOLDER}/{name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(f"{_FOLDER}/{name}", _OPENED)
         except (OSError, UnicodeEncodeError) as error:
             raise SegmentError(
                 getattr(error, "errno", errno.EINVAL),
@@ -211,7 +213,9 @@ def sweep() -> int:
             continue
         path = f"{_FOLDER}/{name}"
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if os.lstat(path).st_uid != os.geteuid():
+                continue  # another user may give his file such a name
+            descriptor = os.open(path, _OPENED)
         except OSError:
             continue  # gone meanwhile
         try:

@@ -422,7 +422,9 @@ NB_MODULE(_native, module) {
   kvindex::bind_fingerprints(module);
   kvindex::bind_packed_batch(module);
   kvindex::bind_index(module);
+#ifdef __linux__
   kvindex::bind_ring(module);
+#endif
   module.def("floor_convert", &kvindex::floor_convert, "token_ids"_a);
   module.def("floor_hash", &kvindex::floor_hash, "token_ids"_a, "block_size"_a);
 }

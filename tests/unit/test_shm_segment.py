@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import re
 import resource
+import signal
 import stat
 import subprocess
 import sys
@@ -356,6 +358,48 @@ def test_making_a_segment_sweeps() -> None:
     dead.write_bytes(bytes(4096))
     Segment.make(4096, b"").close()
     assert not dead.exists()
+
+
+def test_a_sweep_waits_for_nobody_who_has_leased_a_file() -> None:
+    leased = FOLDER / f"kvindex-{os.geteuid()}-{'2' * 32}"
+    leased.write_bytes(bytes(4096))
+    held = os.open(leased, os.O_RDONLY)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # tells the holder to give the lease back
+    try:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        sweeping = threading.Thread(target=sweep, daemon=True)
+        sweeping.start()
+        sweeping.join(20.0)  # the kernel breaks a lease after 45 s
+        assert not sweeping.is_alive()
+        with pytest.raises(SegmentError, match="cannot be attached"):
+            Segment.attach(leased.name)
+    finally:
+        os.close(held)
+        signal.signal(signal.SIGIO, before)
+        leased.unlink(missing_ok=True)
+
+
+def test_a_sweep_does_not_open_what_another_user_gave_such_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    victim = os.geteuid() + 1
+    foreign = FOLDER / f"kvindex-{victim}-{'3' * 32}"
+    foreign.write_bytes(bytes(4096))
+    opened: list[Any] = []
+
+    def spy(path: Any, *arguments: Any, **options: Any) -> int:
+        opened.append(path)
+        return open_file(path, *arguments, **options)
+
+    open_file = os.open
+    monkeypatch.setattr(os, "geteuid", lambda: victim)
+    monkeypatch.setattr(os, "open", spy)
+    try:
+        sweep()
+        assert foreign.exists()
+        assert str(foreign) not in map(str, opened)
+    finally:
+        foreign.unlink()
 
 
 def test_where_there_are_no_such_locks_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
