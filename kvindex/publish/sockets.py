@@ -16,7 +16,9 @@ __all__ = ["CurveServer", "PublisherSockets", "open_sockets"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_REQUEST_BYTES = 64 * 1024
+# All that peers have to say: subscriptions (a topic each), and requests for replay. ZeroMQ holds
+# its handshake to the same limit.
+_MAX_INBOUND_BYTES = 4096
 _MAX_REQUEST_FRAMES = 4
 _ZERO_COPY_BYTES = 64 * 1024
 _LINGER_MARGIN = 50  # ms that libzmq tries on after our wait, to tell "gave up" from "done"
@@ -119,7 +121,6 @@ def open_sockets(
             return PublisherSockets(pub, None)
         router = _open(context, zmq.ROUTER, replay_endpoint, curve, opened)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # no room and no peer become errors, not loss
-        router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         _attach(router, replay_endpoint, True, "replay", data_parallel_rank)
         return PublisherSockets(pub, router)
     except BaseException:
@@ -140,6 +141,7 @@ def _open(
     except zmq.ZMQError as error:
         raise ConfigurationError(f"no socket for {endpoint}: {error}") from error
     opened.append(socket)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_INBOUND_BYTES)
     if "[" in endpoint or "::" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     if curve is not None:

@@ -42,6 +42,7 @@ from kvindex.shm import (
 )
 from kvindex.shm.remote import RemoteSender
 from tests.e2e.queue_peers import DEADLINE, is_left
+from tests.e2e.raw_peers import RawPeer
 from tests.ring_rules import by_pythons_rule, follow_way
 
 SOON = 1.0
@@ -450,6 +451,18 @@ def test_pickle_is_refused_unless_both_sides_ask_for_it() -> None:
     with MessageQueue(1, 1) as writer:
         with pytest.raises(ConfigurationError, match="codec is 'msgpack'"):
             MessageQueue.create_from_handle(writer.export_handle(), 0, codec="pickle")
+
+
+def test_without_its_key_an_encrypted_queue_hears_nobody_out() -> None:
+    with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=CurveServer.generate()) as writer:
+        address = writer.export_handle().remote_address
+        assert address is not None
+        with RawPeer(address) as peer:  # speaks in the clear
+            peer.ready(b"DEALER")
+            peer.wait_closed()
+        with RawPeer(address, b"CURVE") as peer:  # has not the key to say hello with
+            peer.command(b"HELLO", b"\1\0" + bytes(192))
+            peer.wait_closed()
 
 
 @pytest.mark.parametrize("n_local", [0, 1])

@@ -22,6 +22,7 @@ from tests.e2e.publish_peers import (
     seqs,
     wait_until,
 )
+from tests.e2e.raw_peers import RawPeer
 
 Make = Callable[..., ZmqEventPublisher]
 
@@ -264,3 +265,27 @@ def test_curve_keys_come_in_pairs_and_fit(make: Make) -> None:
         make(curve_secret_key=secret)
     with pytest.raises(ConfigurationError, match="40 characters"):
         make(curve_public_key=b"short", curve_secret_key=secret)
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["live", "replay"])
+def test_who_sends_more_than_any_peer_has_to_say_is_hung_up_on(
+    context: Context, make: Make, replayed: bool
+) -> None:
+    publisher = make(replay_endpoint="tcp://127.0.0.1:0")
+    live = Live(context, publisher.endpoint)
+    seq = live.join(publisher)
+    endpoint = publisher.replay_endpoint if replayed else publisher.endpoint
+    assert endpoint is not None
+    with RawPeer(endpoint) as peer:
+        peer.ready(b"DEALER" if replayed else b"SUB")
+        peer.frame(b"\x01", length=8192)  # the rest would only have to be stored
+        peer.wait_closed()
+    publisher.publish(batch())
+    assert live.receive().seq == seq
+
+
+def test_a_subscription_to_a_long_topic_is_served(context: Context, make: Make) -> None:
+    topic = "kv@" + "p" * 3500
+    publisher = make(topic=topic)
+    live = Live(context, publisher.endpoint, topic=topic.encode())
+    live.join(publisher)
