@@ -255,6 +255,39 @@ void test_label_names(Choices& choices) {
   }
 }
 
+// How many of some keys have the same 32 bits there as another one.
+size_t repeated(const std::vector<Key>& keys, unsigned shift) {
+  std::vector<uint32_t> pieces;
+  for (const Key key : keys) pieces.push_back(static_cast<uint32_t>(key >> shift));
+  std::sort(pieces.begin(), pieces.end());
+  return keys.size() -
+         static_cast<size_t>(std::unique(pieces.begin(), pieces.end()) - pieces.begin());
+}
+
+// What docs/guarantees.md supposes of keys, shown on pieces of them: those of like blocks meet as
+// often as random numbers do, be it that the blocks differ or only what comes before them.
+void test_prefix_keys(Choices& choices) {
+  constexpr size_t kCount = 1 << 17;
+  constexpr size_t kTooMany = 40;  // 2 are expected
+  const KeyMaker maker(made_secrets(choices.word()));
+  const Key parent = choices.word();
+  for (const uint32_t place : {0u, 1u, 7u, 15u}) {
+    std::vector<uint32_t> tokens(16, 7);
+    const Digest same = maker.tokens(tokens.data(), tokens.size());
+    std::vector<Key> siblings;
+    std::vector<Key> followers;
+    for (size_t i = 0; i < kCount; ++i) {
+      tokens[place] = static_cast<uint32_t>(i);
+      siblings.push_back(maker.child(parent, maker.tokens(tokens.data(), tokens.size())));
+      followers.push_back(maker.child(i << place, same));
+    }
+    for (const unsigned shift : {0u, 16u, 32u}) {
+      EXPECT(repeated(siblings, shift) < kTooMany);
+      EXPECT(repeated(followers, shift) < kTooMany);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -272,6 +305,7 @@ int main() {
     test_head_table(choices);
     test_strand_pool(choices);
     test_label_names(choices);
+    test_prefix_keys(choices);
   }
   test_strand_room();
 }
