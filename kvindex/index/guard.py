@@ -19,7 +19,8 @@ from kvindex.errors import InUseError, InvariantError, UnknownRankError
 
 __all__ = ["Guard", "HeldInForks"]
 
-_PATIENCE = 5.0  # seconds for which a fork waits for changes under way
+_ATTEMPTS = 100  # at a question that signal handlers change the index under
+_PATIENCE = 5.0  # seconds for which a fork waits for what is under way
 
 _Result = TypeVar("_Result")
 
@@ -59,7 +60,7 @@ class Guard:
     def ask(self, question: Callable[[], _Result]) -> _Result:
         """Return the answer to a question while nothing changes."""
         with self._lock:
-            while True:
+            for _ in range(_ATTEMPTS):
                 self._check()
                 changes = self._changes
                 try:
@@ -70,6 +71,10 @@ class Guard:
                 else:
                     if changes == self._changes:
                         return answer
+        raise InUseError(
+            f"signal handlers changed this index in the middle of each of {_ATTEMPTS} attempts to "
+            "answer: change it more rarely there"
+        )
 
     def change(self, work: Callable[[], _Result]) -> _Result:
         """Do a change while nobody else changes or asks; return what it returns."""

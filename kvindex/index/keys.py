@@ -3,6 +3,8 @@
 The key of a block is a keyed hash of the key before it and of the block's *content*: its packed
 tokens, the lookahead tokens that its identity covers, and its extra keys. Engine hashes take no
 part, so engines with other hash seeds, algorithms or restarts still meet at the same key.
+
+These keys have 128 bits; the native core's have 64, and docs/guarantees.md says what that comes to.
 """
 
 from __future__ import annotations

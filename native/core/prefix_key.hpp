@@ -7,8 +7,8 @@
 // The compression is NH (Black, Halevi, Krawczyk, Krovetz, Rogaway: "UMAC: Fast and Secure Message
 // Authentication", 1999) over 64-bit words with secret words: two contents of equal length share a
 // digest with probability 2**-64, whoever chose them. The secrets come from the index's seed and
-// never leave it. A key is compared only with the few keys that follow one known block, so 64 bits
-// are plenty.
+// never leave it. A key is compared only with the keys that follow one known block: docs/guarantees.md
+// says how rarely 64 bits then err, and what is proven of it and what supposed.
 #pragma once
 
 #include <array>

@@ -5,6 +5,7 @@ And whoever works or waits in it lets other threads run.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -165,6 +167,21 @@ def test_an_error_of_a_question_is_its_callers() -> None:
     with pytest.raises(LookupError, match="no such thing"):
         guard.ask(fail)
     assert guard.ask(lambda: 1) == 1
+
+
+def test_a_question_that_is_never_left_alone_ends() -> None:
+    guard = Guard()
+    with pytest.raises(InUseError, match="each of 100 attempts"):
+        guard.ask(lambda: guard.change(lambda: None))  # as a handler would, each time
+    assert guard.ask(lambda: 1) == 1
+
+
+def test_only_who_uses_an_index_keeps_it() -> None:
+    index = Index()
+    guard = weakref.ref(index._guard)
+    del index
+    gc.collect()
+    assert guard() is None
 
 
 # Forks -------------------------------------------------------------------------------------------
