@@ -362,7 +362,7 @@ def test_what_is_no_text_is_refused(text: str) -> None:
     for damage in (b"\xff", b"\x80", b"\xc3"):
         damaged = body.replace(text.encode(), damage + text.encode()[1:])
         assert damaged != body
-        assert refused(lambda body=damaged: other._restore(B, memoryview(body))) == "content"
+        assert refused(partial(other._restore, B, memoryview(damaged))) == "content"
     assert other.ranks == (A,)
 
 
