@@ -307,7 +307,7 @@ def test_a_handler_may_fork_in_the_middle_of_a_change(monkeypatch: pytest.Monkey
 
 WAITERS = """
 import threading
-from kvindex import EventBatch, BlockStored, Index, Rank
+from kvindex import BlockStored, CacheSettings, EventBatch, Index, Rank
 from kvindex.wire import encode_batch
 
 A = Rank("a")
@@ -319,7 +319,7 @@ calls = [
     lambda: index.apply(A, payload),
     lambda: index.apply(A, batch),
     lambda: index.add(Rank("b")),
-    lambda: index.describe_groups(A, {}),
+    lambda: index.configure(A, CacheSettings()),
     lambda: index.rename({A: A}),
     lambda: index.match([1, 2]),
     lambda: index.match([1, 2], extra_keys=[["x"]]),

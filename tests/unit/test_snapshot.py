@@ -352,7 +352,7 @@ def test_an_image_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("text", ["DISK", "sqlx", "mamba", "TagX"])
 def test_what_is_no_text_is_refused(text: str) -> None:
     index = Index(seed=1)
-    index.describe_groups(A, {1: GroupSpec("mamba")})
+    index.configure(A, CacheSettings(groups={1: GroupSpec("mamba")}))
     index.apply(A, EventBatch(ts=0.0, events=[stored(0, medium="DISK", lora_name="sqlx")]))
     index.apply(A, msgspec.msgpack.encode([0.0, [["TagX"]], None]))
     body = index._dump(A)
