@@ -65,6 +65,14 @@ inline Index made_index(uint64_t seed, std::optional<uint64_t> max_blocks = std:
   return Index(made_secrets(seed), scramble, max_blocks, max_orphans);
 }
 
+// What is told of one group, and nothing else.
+inline CacheSettings made_settings(uint32_t group_idx, std::string_view kind,
+                                   std::optional<int64_t> window = std::nullopt) {
+  CacheSettings settings;
+  settings.groups[group_idx] = GroupSpec{std::string(kind), window, std::nullopt};
+  return settings;
+}
+
 inline Query made_query(const std::vector<uint32_t>& tokens) {
   Query query;
   query.tokens = {TokenView::Kind::u32, tokens.data(), tokens.size(), tokens.size()};
