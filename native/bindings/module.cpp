@@ -185,7 +185,10 @@ nb::tuple look(nb::handle self, nb::handle token_ids, Query query) {
 }
 
 std::optional<nb::list> salts(const PyIndex& self, uint32_t rank) {
-  const auto found = self.index.salts(rank);
+  const auto found = [&] {
+    const GilReleased released;
+    return self.index.salts(rank);
+  }();
   if (!found) return std::nullopt;
   nb::list all;
   for (const auto& [lora, extra] : *found) {
