@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvindex.backend import warn_of_fallback
@@ -17,10 +18,12 @@ from kvindex.index.api import (
     folded_media,
     largest_loras,
     packed_extras,
+    rank_limit,
     shown_loras,
     wanted_ranks,
 )
 from kvindex.index.explanation import Asked, Holding
+from kvindex.index.hold import Hold, WholeHold
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.index.labels import Budget, ResidentBlock
 from kvindex.index.match import FoundMatches, Match
@@ -46,16 +49,21 @@ class Index(BaseIndex):
         *,
         seed: int | None = None,
         max_blocks: int | None = None,
+        max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
     ) -> None:
-        check_limits(seed, max_blocks, max_orphans)
+        check_limits(seed, max_blocks, max_blocks_per_rank, max_orphans)
         self._keys = KeyMaker(seed)
         warn_of_fallback()
         self._tree = RadixTree(self._keys)
-        self._budget = Budget(max_blocks)
+        self._max_blocks_per_rank = rank_limit(max_blocks, max_blocks_per_rank)
+        self._budget = Budget(max_blocks, self._max_blocks_per_rank)
         self._max_orphans = max_orphans
         self._ranks: dict[Rank, RankBlocks] = {}
         self._lock = threading.Lock()
+        # Ranks whose change is not done, and lets others go first (`Hold`).
+        self._changing: set[RankBlocks] = set()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def seed(self) -> int:
@@ -74,23 +82,29 @@ class Index(BaseIndex):
 
     def remove(self, rank: Rank) -> None:
         with self._lock:
-            blocks = self._ranks.pop(rank, None)
-            if blocks is not None:
-                blocks.clear()
+            if rank in self._ranks:
+                self._empty(rank)
+                self._ranks.pop(rank, None)
 
     def rename(self, names: Mapping[Rank, Rank]) -> None:
         with self._lock:
+            taken = [new for old, new in names.items() if old in self._ranks and new not in names]
+            for rank in taken:
+                if rank in self._ranks:
+                    self._empty(rank)
+            while any(self._ranks.get(rank) in self._changing for rank in taken):
+                self._changed.wait()
             moved = {new: self._ranks.pop(old) for old, new in names.items() if old in self._ranks}
             for rank, blocks in moved.items():
                 replaced = self._ranks.pop(rank, None)
                 if replaced is not None:
-                    replaced.clear()
+                    replaced.clear(WholeHold())
                 blocks.rename(rank)
                 self._ranks[rank] = blocks
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
         with self._lock:
-            self._rank(rank).configure(settings)
+            self._unchanging(lambda: self._rank(rank)).configure(settings)
 
     def __len__(self) -> int:
         with self._lock:
@@ -100,8 +114,8 @@ class Index(BaseIndex):
 
     def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
         decoded = batch if isinstance(batch, EventBatch) else decode_batch(batch)
-        with self._lock:
-            self._rank(rank).apply(decoded)
+        with self._lock, self._held(lambda: self._rank(rank)) as (blocks, hold):
+            blocks.apply(decoded, hold)
 
     # Queries ---------------------------------------------------------------------------------
 
@@ -177,16 +191,17 @@ class Index(BaseIndex):
 
     def _dump(self, rank: Rank) -> bytes:
         with self._lock:
-            image = self._known(rank).image()
+            image = self._unchanging(lambda: self._known(rank)).image()
         return write_image(image)
 
     def _restore(self, rank: Rank, body: memoryview) -> None:
         image = read_image(body)
         with self._lock:
-            before = self._ranks.get(rank)
+            while (before := self._ranks.get(rank)) in self._changing:
+                self._changed.wait()
             self._budget.check_room(image.resident(), 0 if before is None else len(before))
             if before is not None:
-                before.clear()
+                before.clear(WholeHold())
                 del self._ranks[rank]
             self._rank(rank).restore(image)
 
@@ -211,6 +226,8 @@ class Index(BaseIndex):
 
     def check(self) -> None:
         with self._lock:
+            while self._changing:
+                self._changed.wait()
             self._tree.check()
             size = 0
             for blocks in self._ranks.values():
@@ -220,6 +237,29 @@ class Index(BaseIndex):
                 raise InvariantError(f"{size} blocks resident, counted {self._budget.used}")
 
     # Private ---------------------------------------------------------------------------------
+
+    def _unchanging(self, find: Callable[[], RankBlocks]) -> RankBlocks:
+        """Return a rank once no change of it is under way; others may go first until then."""
+        while (blocks := find()) in self._changing:
+            self._changed.wait()
+        return blocks
+
+    @contextmanager
+    def _held(self, find: Callable[[], RankBlocks]) -> Iterator[tuple[RankBlocks, Hold]]:
+        """Give a rank and a hold to change it by."""
+        blocks = self._unchanging(find)
+        hold = Hold(self._lock, lambda: self._changing.add(blocks))
+        try:
+            yield blocks, hold
+        finally:
+            if hold.paused:
+                self._changing.discard(blocks)
+                self._changed.notify_all()
+
+    def _empty(self, rank: Rank) -> None:
+        """Clear a rank that is about to go; it keeps its name until nothing of it is left."""
+        with self._held(lambda: self._rank(rank)) as (blocks, hold):
+            blocks.clear(hold)
 
     def _rank(self, rank: Rank) -> RankBlocks:
         blocks = self._ranks.get(rank)
@@ -261,8 +301,8 @@ class Index(BaseIndex):
             return len(self._known(rank))
 
     def _view_clear(self, rank: Rank) -> None:
-        with self._lock:
-            self._known(rank).clear()
+        with self._lock, self._held(lambda: self._known(rank)) as (blocks, hold):
+            blocks.clear(hold)
 
     def _view_statistics(self, rank: Rank) -> dict[str, Any]:
         with self._lock:
@@ -275,7 +315,7 @@ class Index(BaseIndex):
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
         with self._lock:
-            return iter(list(self._known(rank).labels.walk()))
+            return iter(list(self._unchanging(lambda: self._known(rank)).labels.walk()))
 
 
 def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:

@@ -69,27 +69,32 @@ struct PyAnswer {
 // What `apply` says: kvindex/index/native.py knows these numbers.
 enum class Applied : int { done, unknown_rank, unusual };
 
-Applied apply_batch(PyIndex& self, uint32_t rank, const Batch& batch) {
-  return self.index.apply(rank, batch) ? Applied::done : Applied::unknown_rank;
+// With the GIL held unless `released`; a long change lets it go.
+Applied apply_batch(PyIndex& self, uint32_t rank, const Batch& batch, bool released) {
+  std::optional<GilReleased> late;
+  const auto release = [&] {
+    if (!released) late.emplace();
+  };
+  return self.index.apply(rank, batch, release) ? Applied::done : Applied::unknown_rank;
 }
 
 Applied apply_payload(PyIndex& self, uint32_t rank, const uint8_t* data, size_t size) {
-  const auto work = [&] {
+  const auto work = [&](bool released) {
     thread_local Batch batch;
     const bool is_decoded = decode(data, size, batch) == Verdict::decoded;
-    const Applied applied = is_decoded ? apply_batch(self, rank, batch) : Applied::unusual;
+    const Applied applied = is_decoded ? apply_batch(self, rank, batch, released) : Applied::unusual;
     if (batch.capacity() > kMostKept) batch = Batch();
     return applied;
   };
-  if (size < kLongPayload) return work();  // may wait for queries with the GIL held: they are short
+  if (size < kLongPayload) return work(false);  // may wait for queries with the GIL held: they are short
   const GilReleased released;
-  return work();
+  return work(true);
 }
 
 Applied apply_packed(PyIndex& self, uint32_t rank, const Batch& batch) {
-  if (batch.tokens.size() < kLongPayload / 4) return apply_batch(self, rank, batch);
+  if (batch.tokens.size() < kLongPayload / 4) return apply_batch(self, rank, batch, false);
   const GilReleased released;
-  return apply_batch(self, rank, batch);
+  return apply_batch(self, rank, batch, true);
 }
 
 // Apply a PackedBatch or a payload; whatever else it is, is unusual.
@@ -247,7 +252,10 @@ nb::dict tree_statistics(const PyIndex& self) {
 
 // (label, depth, medium, group, copies, block size, LoRA tag) of each resident block in each place.
 std::optional<nb::list> walk(const PyIndex& self, uint32_t rank) {
-  const auto resident = self.index.walk(rank);
+  const auto resident = [&] {
+    const GilReleased released;
+    return self.index.walk(rank);
+  }();
   if (!resident) return std::nullopt;
   nb::list all;
   for (const ResidentBlock& block : *resident) {
@@ -263,6 +271,7 @@ std::optional<nb::list> walk(const PyIndex& self, uint32_t rank) {
 
 std::optional<std::string> check(const PyIndex& self) {
   try {
+    const GilReleased released;
     self.index.check();
   } catch (const InvariantError& error) {
     return error.what();
@@ -280,6 +289,7 @@ bool configure(PyIndex& self, uint32_t rank, const std::map<uint32_t, PlainSpec>
   for (const auto& [group_idx, spec] : groups) {
     settings.groups[group_idx] = {std::get<0>(spec), std::get<1>(spec), std::get<2>(spec)};
   }
+  const GilReleased released;
   return self.index.configure(rank, settings);
 }
 
@@ -305,8 +315,8 @@ uint64_t floor_hash(nb::handle token_ids, uint32_t block_size) {
 void bind_index(nb::module_& module) {
   nb::class_<PyIndex> index(module, "Index");
   index
-      .def(nb::init<nb::bytes, std::optional<uint64_t>, size_t>(), "secrets"_a,
-           "max_blocks"_a.none(), "max_orphans"_a)
+      .def(nb::init<nb::bytes, std::optional<uint64_t>, std::optional<uint64_t>, size_t>(),
+           "secrets"_a, "max_blocks"_a.none(), "max_blocks_per_rank"_a.none(), "max_orphans"_a)
       .def("add", [](PyIndex& self) { return self.index.add(); })
       .def("remove", [](PyIndex& self, uint32_t rank) {
         const GilReleased released;

@@ -62,7 +62,7 @@ inline Index made_index(uint64_t seed, std::optional<uint64_t> max_blocks = std:
                         size_t max_orphans = 16'384) {
   Choices choices(seed);
   const Scramble scramble(choices.word(), choices.word(), choices.word());
-  return Index(made_secrets(seed), scramble, max_blocks, max_orphans);
+  return Index(made_secrets(seed), scramble, max_blocks, std::nullopt, max_orphans);
 }
 
 inline Query made_query(const std::vector<uint32_t>& tokens) {

@@ -177,6 +177,86 @@ class Crowd {
   std::atomic<uint64_t> asked_{0};
 };
 
+constexpr uint32_t kLong = 5 * Hold::kBlocks;
+
+Batch long_chain(uint32_t blocks, uint64_t first_label) {
+  std::vector<uint64_t> labels;
+  std::vector<uint32_t> all;
+  for (uint32_t block = 0; block < blocks; ++block) {
+    labels.push_back(first_label + block);
+    all.push_back(block);
+  }
+  return MadeBatch().stored(labels, std::nullopt, all, 1).batch;
+}
+
+uint32_t held(const Index& index, Index::RankId rank) {
+  const Batch prompt = long_chain(kLong, 1);
+  Answer answer;
+  index.match(made_query(prompt.tokens), answer);
+  for (const FoundRank& found : answer.ranks) {
+    if (found.rank == rank) return found.blocks;
+  }
+  return 0;
+}
+
+// While a long change of a rank pauses, others change theirs, by long batches too, and whoever needs
+// that rank whole waits.
+void change_long(bool remove) {
+  Index index = made_index(2);
+  const Index::RankId rank = index.add();
+  const Index::RankId other = index.add();
+  std::thread waiting;
+  bool paused = false;
+  const auto at_pause = [&] {
+    paused = true;
+    waiting = std::thread([&] {
+      if (remove) {
+        EXPECT(index.remove(rank));
+      } else {
+        EXPECT(index.image(rank)->resident() == kLong);
+      }
+    });
+    EXPECT(held(index, rank) <= kLong);
+    EXPECT(index.apply(other, long_chain(kLong / 2, 1'000'000)));
+    EXPECT(index.apply(other, MadeBatch().removed({1'000'000 + kLong / 2 - 1}).batch));
+    EXPECT(held(index, other) == kLong / 2 - 1);
+    EXPECT(index.clear(other));
+  };
+  EXPECT(index.apply(rank, long_chain(kLong, 1), at_pause));
+  EXPECT(paused);
+  waiting.join();
+  index.check();
+  EXPECT(held(index, rank) == (remove ? 0 : kLong));
+  EXPECT(index.size() == (remove ? 0 : kLong));
+}
+
+// Many threads change the same rank by long batches; each batch is whole.
+void change_one_rank(int turns) {
+  Index index = made_index(3);
+  const Index::RankId rank = index.add();
+  const auto work = [&](uint32_t blocks) {
+    const Batch chain = long_chain(blocks, blocks);
+    for (int turn = 0; turn < turns; ++turn) {
+      EXPECT(index.apply(rank, MadeBatch().cleared().batch));
+      EXPECT(index.apply(rank, chain));
+      EXPECT(index.image(rank).has_value());
+      EXPECT(held(index, rank) <= kLong);
+    }
+  };
+  std::thread one([&] { work(kLong); });
+  std::thread another([&] { work(kLong - 3); });
+  one.join();
+  another.join();
+  index.check();
+  EXPECT(index.clear(rank));
+  EXPECT(index.size() == 0 && index.statistics().unique_blocks == 0);
+}
+
 }  // namespace
 
-int main() { Crowd(rounds(1500)).run(); }
+int main() {
+  Crowd(rounds(1500)).run();
+  change_long(false);
+  change_long(true);
+  change_one_rank(rounds(20));
+}
