@@ -33,6 +33,23 @@ class Hold {
   size_t done_ = 0;
 };
 
+// Something to call when a change turns out to be a long one; it must outlive the change.
+class AtPause {
+ public:
+  AtPause() = default;
+  template <class Call>
+  AtPause(const Call& call)
+      : what_(&call), call_([](const void* what) { (*static_cast<const Call*>(what))(); }) {}
+
+  void operator()() const {
+    if (call_ != nullptr) call_(what_);
+  }
+
+ private:
+  const void* what_ = nullptr;
+  void (*call_)(const void*) = nullptr;
+};
+
 // Keeps the lock to the end.
 class WholeHold final : public Hold {
   void pause(const std::function<void()>& work) override {

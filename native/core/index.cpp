@@ -64,10 +64,13 @@ void Index::wait_unchanging(Held& held, std::optional<RankId> rank) const {
 // A change of one rank, which gives the lock back now and then.
 class Index::Change final : public Hold {
  public:
-  Change(Index& index, RankId rank, const AtPause& at_pause)
+  Change(Index& index, RankId rank, AtPause at_pause)
       : index_(index), at_pause_(at_pause), held_(index.alone()) {
-    index_.wait_unchanging(held_, rank);
     slot_ = index_.slot_of(rank);
+    if (slot_ != kGone && index_.slots_[slot_].changing) {
+      index_.wait_unchanging(held_, rank);
+      slot_ = index_.slot_of(rank);
+    }
     index_.half_done_ = true;  // if the work throws, it stays so
   }
   ~Change() override {
@@ -85,7 +88,7 @@ class Index::Change final : public Hold {
     index_.renew_sizes();
     index_.half_done_ = false;
     held_.unlock();
-    if (!paused_ && at_pause_) at_pause_();
+    if (!paused_) at_pause_();
     paused_ = true;
     if (work) work();
     held_.lock();
@@ -95,7 +98,7 @@ class Index::Change final : public Hold {
   }
 
   Index& index_;
-  const AtPause& at_pause_;
+  const AtPause at_pause_;
   std::unique_lock<RwLock> held_;
   uint32_t slot_ = kGone;
   bool paused_ = false;
@@ -143,7 +146,7 @@ void Index::renew_sizes() {
 }
 
 template <class Work>
-bool Index::change(RankId rank, const AtPause& at_pause, Work&& work) {
+bool Index::change(RankId rank, AtPause at_pause, Work&& work) {
   bool shrunk = false;
   {
     Change change(*this, rank, at_pause);
@@ -184,7 +187,7 @@ bool Index::configure(RankId rank, const CacheSettings& settings) {
   return change(rank, {}, [&](RankBlocks& blocks, Hold&) { blocks.configure(settings); });
 }
 
-bool Index::apply(RankId rank, const Batch& batch, const AtPause& at_pause) {
+bool Index::apply(RankId rank, const Batch& batch, AtPause at_pause) {
   return change(rank, at_pause,
                 [&](RankBlocks& blocks, Hold& hold) { blocks.apply(batch, hold); });
 }

@@ -87,11 +87,10 @@ class Index {
   RankId add();
   // The others are false, or return nothing, if the rank is gone. `at_pause` is called once, without
   // the lock, if the change is a long one.
-  using AtPause = std::function<void()>;
   bool remove(RankId rank);
   bool clear(RankId rank);
   bool configure(RankId rank, const CacheSettings& settings);
-  bool apply(RankId rank, const Batch& batch, const AtPause& at_pause = {});
+  bool apply(RankId rank, const Batch& batch, AtPause at_pause = {});
 
   // Say which rank comes before which where they hold equally much; those left out come last.
   void set_order(const std::vector<RankId>& ranks);
@@ -146,7 +145,7 @@ class Index {
   void trim_if_shrunk();
   class Change;
   template <class Work>
-  bool change(RankId rank, const AtPause& at_pause, Work&& work);
+  bool change(RankId rank, AtPause at_pause, Work&& work);
 
   mutable RwLock lock_;
   mutable std::condition_variable_any changed_;  // a long change is done

@@ -95,8 +95,16 @@ void Labels::write_down() {
   further_.clear();
 }
 
+// How many further (block, group) pairs there may be.
+uint64_t Labels::room() const {
+  const auto left = [](const std::optional<uint64_t>& limit, uint64_t used) {
+    return !limit ? ~uint64_t{0} : *limit - std::min(*limit, used);
+  };
+  return std::min(left(budget_.rank_limit, size_), left(budget_.limit, budget_.used));
+}
+
 bool Labels::grow() {
-  if (full() || budget_.spent()) return false;
+  if (room() == 0) return false;
   ++size_;
   ++budget_.used;
   return true;
@@ -115,7 +123,6 @@ void Labels::put(const Label& label, BlockRef block) {
 
 // Note that an owner has come to have copies of a block, or has none any more.
 void Labels::note_held(const Label& label, BlockRef block, OwnerId owner, bool holds) {
-  if (several_.empty()) return;
   const auto several = several_.find(label);
   if (several == several_.end() || !several->second.sorted_by_owner) return;
   BlockSet& held = several->second.held_by(owner, scramble_);
@@ -124,13 +131,15 @@ void Labels::note_held(const Label& label, BlockRef block, OwnerId owner, bool h
 
 size_t Labels::add_new(const Label* labels, const Stretch& blocks, OwnerId owner) {
   const BlockRef first = block_ref(blocks.strand, blocks.offset);
-  uint32_t added = 0;
-  for (; added < blocks.count && grow(); ++added) {
-    put(labels[added], first + added);
-    note_held(labels[added], first + added, owner, true);
+  const auto count = static_cast<uint32_t>(std::min<uint64_t>(blocks.count, room()));
+  for (uint32_t i = 0; i < count; ++i) {
+    put(labels[i], first + i);
+    if (!several_.empty()) note_held(labels[i], first + i, owner, true);
   }
-  tally(first) += added;
-  return added;
+  size_ += count;
+  budget_.used += count;
+  if (count != 0) tally(first) += count;
+  return count;
 }
 
 bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t count) {
@@ -143,7 +152,7 @@ bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t cou
     ++tally(block);
   }
   if (!known_label) put(label, block);
-  if (known == 0) note_held(label, block, owner, true);
+  if (known == 0 && !several_.empty()) note_held(label, block, owner, true);
   duplicates_ += known != 0 ? count : count - 1;
   if (!written_down()) {
     const uint64_t further = known != 0 ? count : count - 1;
@@ -193,7 +202,7 @@ bool Labels::drop(const Label& label, BlockRef block, OwnerId owner) {
     --budget_.used;
     --tally(block);
   }
-  note_held(label, block, owner, false);
+  if (!several_.empty()) note_held(label, block, owner, false);
   if (!any) forget(label, block);
   return last_label;
 }

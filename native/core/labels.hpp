@@ -31,8 +31,6 @@ struct Budget {
   std::optional<uint64_t> limit;
   std::optional<uint64_t> rank_limit;  // of one rank
   uint64_t used = 0;
-
-  bool spent() const { return limit && used >= *limit; }
 };
 
 // What is counted together: the prompts of a namespace that do, or do not, start under a salt or
@@ -169,6 +167,7 @@ class Labels {
   static uint64_t residence(BlockRef block, OwnerId owner) { return uint64_t{block} << 32 | owner; }
   bool placed(const Label& label, BlockRef block, BlockRef newest) const;
   bool in_group(const Label& label, BlockRef block, uint32_t group_idx) const;
+  uint64_t room() const;
   bool grow();
   // How many resident blocks there are of the prompts that this one is of.
   uint64_t& tally(BlockRef block) {

@@ -473,8 +473,10 @@ void RankBlocks::relocate(const Label* labels, size_t number, OwnerId owner, Hol
 // Put a chain of blocks into the tree, cut by cut, and after each all held blocks that waited for
 // it. The last block of a cut stays while others go first: this rank holds it.
 void RankBlocks::place(BlockRef parent, Chain chain, Hold& hold) {
+  const bool is_short = chain.count * chain.scale <= Hold::kBlocks;
+  const size_t most = is_short ? chain.count : std::max<size_t>(1, Hold::kBlocks / chain.scale);
   while (chain.count != 0) {
-    const Chain cut = chain.first(std::max<size_t>(1, Hold::kBlocks / chain.scale));
+    const Chain cut = chain.first(most);
     const size_t added = place_some(parent, cut, hold);
     if (added < cut.count) {
       ignore(no_room(), chain.count - added);
