@@ -141,9 +141,11 @@ class Session {
 
   void configure(Index::RankId rank, std::span<const uint8_t> bytes) {
     static const std::array<GroupSpec, 4> kSpecs{
-        GroupSpec{}, GroupSpec{"mamba", std::nullopt}, GroupSpec{"sliding_window", 5},
-        GroupSpec{"encoder_only_attention", std::nullopt}};
-    if (bytes.size() >= 2) index_.configure(rank, {{bytes[0] & 3u, kSpecs[bytes[1] & 3u]}});
+        GroupSpec{}, GroupSpec{"mamba", std::nullopt, std::nullopt},
+        GroupSpec{"sliding_window", 5, std::nullopt},
+        GroupSpec{"encoder_only_attention", std::nullopt, std::nullopt}};
+    if (bytes.size() < 2) return;
+    index_.configure(rank, made_settings(bytes[0] & 3u, kSpecs[bytes[1] & 3u]));
   }
 
   Index index_;

@@ -65,6 +65,12 @@ inline Index made_index(uint64_t seed, std::optional<uint64_t> max_blocks = std:
   return Index(made_secrets(seed), scramble, max_blocks, std::nullopt, max_orphans);
 }
 
+inline CacheSettings made_settings(uint32_t group_idx, const GroupSpec& spec) {
+  CacheSettings settings;
+  settings.groups[group_idx] = spec;
+  return settings;
+}
+
 inline Query made_query(const std::vector<uint32_t>& tokens) {
   Query query;
   query.tokens = {TokenView::Kind::u32, tokens.data(), tokens.size(), tokens.size()};

@@ -95,7 +95,7 @@ class Crowd {
     for (int turn = 0; turn < turns_; ++turn) {
       const Index::RankId rank = index_.add();
       EXPECT(index_.apply(rank, part));
-      index_.configure(rank, {{1, GroupSpec{"mamba", std::nullopt}}});
+      index_.configure(rank, made_settings(1, {"mamba", std::nullopt, std::nullopt}));
       index_.set_order({rank, steady_, growing_});
       EXPECT(index_.remove(rank));
       EXPECT(!index_.apply(rank, part));
