@@ -38,7 +38,7 @@ from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
 from kvindex.wire import CacheSettings, EventBatch
-from kvindex.wire.decode import decode_uncommon
+from kvindex.wire.decode import bounded, check_blocks, decode_uncommon
 
 __all__ = ["Index", "read_batch"]
 
@@ -47,11 +47,19 @@ _MAX_WINDOW = 2**63 - 1
 
 
 def read_batch(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatch:
-    """Return the events in a payload, decoded once, in the form that is quickest to apply.
+    """Return the events in a payload of a stream, in the form that is quickest to apply.
 
     Raises:
-        DecodeError: as `kvindex.wire.decode_batch`.
+        DecodeError: as `kvindex.wire.decode_batch`; or it names more blocks than a batch may.
     """
+    batch = _decoded(payload)
+    if isinstance(batch, EventBatch):
+        return bounded(batch, len(payload))
+    check_blocks(batch.blocks, len(payload))
+    return batch
+
+
+def _decoded(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatch:
     if isinstance(payload, (bytearray, memoryview)):
         payload = bytes(payload)
     packed = decode(payload) if isinstance(payload, bytes) else None
@@ -211,7 +219,7 @@ class Index(BaseIndex):
     ) -> None:
         """Apply what is typed, not decoded natively, or of a rank that is not known (any more)."""
         if not isinstance(batch, (EventBatch, PackedBatch)):
-            batch = read_batch(batch)  # before the rank becomes known by what may be no payload
+            batch = _decoded(batch)  # before the rank becomes known by what may be no payload
         packed = pack_batch(batch) if isinstance(batch, EventBatch) else batch
         while self._core.apply(self._add(rank), packed) != _APPLIED:
             pass  # removed by another thread in between: it is known again now

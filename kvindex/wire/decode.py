@@ -7,8 +7,7 @@ decides. The rules for what is odd:
 
 - What is new is ignored: unknown fields, further elements, unknown tags (`EventBatch.skipped`).
 - What is missing at the end has its default.
-- What is too much (`MAX_BLOCKS`, `kvindex.wire.extra_keys.MAX_VALUES`) refuses the whole batch: to
-  apply it would keep other ranks waiting.
+- What is too much (`kvindex.wire.extra_keys.MAX_VALUES`) refuses the whole batch.
 - What is wrong in an event that we know refuses the whole batch: half a batch could leave blocks
   in the index that the engine has removed.
 
@@ -40,7 +39,10 @@ __all__ = [
     "MAX_RARE_BYTES",
     "MAX_SKIPPED",
     "MAX_TAG",
+    "bounded",
+    "check_blocks",
     "decode_batch",
+    "decode_bounded",
     "decode_uncommon",
 ]
 
@@ -48,7 +50,8 @@ MAX_RARE_BYTES: Final = 1 << 20
 """How long a payload may be that is not of the common forms."""
 
 MAX_BLOCKS: Final = 1 << 17
-"""How many blocks the events of one batch may name in all: with 16 tokens each, two million tokens.
+"""How many blocks the events of one batch of a stream may name in all: with 16 tokens each, two
+million tokens. To apply more would keep other ranks waiting.
 
 A message of 8 MiB, the longest by default, has room for hardly more of such blocks.
 """
@@ -90,8 +93,8 @@ def decode_batch(payload: bytes | bytearray | memoryview) -> EventBatch:
         payload: the last frame of a live or replay message.
 
     Raises:
-        DecodeError: the bytes are not msgpack, not an event batch, hold an event that is known
-            but malformed, or name too many blocks. Nothing else is raised, whatever the bytes are.
+        DecodeError: the bytes are not msgpack, not an event batch, or hold an event that is known
+            but malformed. Nothing else is raised, whatever the bytes are.
 
     Complexity: O(bytes). Thread safety: pure.
 
@@ -119,6 +122,35 @@ def decode_uncommon(payload: bytes | bytearray | memoryview) -> EventBatch:
     if size > MAX_RARE_BYTES:
         raise _too_long(size)
     return decode_batch(payload)
+
+
+def check_blocks(blocks: int, size: int) -> None:
+    """Refuse a batch of a stream that names more than `MAX_BLOCKS`.
+
+    Raises:
+        DecodeError: it does.
+    """
+    if blocks > MAX_BLOCKS:
+        raise DecodeError(
+            f"a batch ({size} bytes) whose events name {blocks} blocks, over {MAX_BLOCKS}",
+            size=size,
+        )
+
+
+def decode_bounded(payload: bytes) -> EventBatch:
+    """As `decode_batch`, for a batch of a stream.
+
+    Raises:
+        DecodeError: likewise; or it names more than `MAX_BLOCKS`.
+    """
+    return bounded(decode_batch(payload), len(payload))
+
+
+def bounded(batch: EventBatch, size: int) -> EventBatch:
+    """Return a batch that does not name more than `MAX_BLOCKS`; raises DecodeError."""
+    removed_or_stored = (e for e in batch.events if not isinstance(e, AllBlocksCleared))
+    check_blocks(sum(len(event.block_hashes) for event in removed_or_stored), size)
+    return batch
 
 
 def _too_long(size: int) -> DecodeError:
@@ -181,7 +213,6 @@ def _batch(raw: Any, rare: _Rare) -> EventBatch:
     dp_rank = raw[2] if len(raw) > 2 else None
     events: list[Event] = []
     skipped: list[str] = []
-    blocks = 0
     for position, raw_event in enumerate(raw_events):
         try:
             event = _event(raw_event, rare)
@@ -191,10 +222,6 @@ def _batch(raw: Any, rare: _Rare) -> EventBatch:
             skipped.append(event)
         else:
             events.append(event)
-            if not isinstance(event, AllBlocksCleared):
-                blocks += len(event.block_hashes)
-    if blocks > MAX_BLOCKS:
-        raise DecodeError(f"its events name {blocks} blocks, over {MAX_BLOCKS}")
     dp_rank = fields.optional_small_int(dp_rank, "dp_rank")
     return EventBatch(_timestamp(ts), events, dp_rank, tuple(skipped[:MAX_SKIPPED]))
 

@@ -15,11 +15,10 @@ namespace {
 
 using std::string_view;
 
-constexpr size_t kMaxSkipped = 256;  // these five are limits of the Python decoder
+constexpr size_t kMaxSkipped = 256;  // these four are limits of the Python decoder
 constexpr size_t kMaxTag = 64;
 constexpr size_t kMaxText = 1024;
 constexpr size_t kMaxHashBytes = 64;
-constexpr size_t kMaxBlocks = size_t{1} << 17;  // of one batch
 
 constexpr uint32_t kRequired =
     bit(Field::block_hashes) | bit(Field::token_ids) | bit(Field::block_size);
@@ -192,7 +191,6 @@ Reader EventReader::read_field(Reader in, Field field) {
 Reader EventReader::read_hashes(Reader in) {
   if (!in.read_array(event_->hashes_count)) return {};
   event_->hashes_begin = size_of(out_.hashes);
-  if (out_.hashes.size() + event_->hashes_count > kMaxBlocks) return {};
   out_.hashes.resize(out_.hashes.size() + event_->hashes_count);
   WireHash* const hashes = out_.hashes.data() + event_->hashes_begin;
   for (uint32_t i = 0; i < event_->hashes_count; ++i) {
