@@ -17,6 +17,7 @@ from benchmarks.measures import (
     cycles,
     fanout,
     growth,
+    hostile,
     ingest,
     latency,
     load,
@@ -41,6 +42,7 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "load": load.run,
     "queue": queue.run,
     "fanout": fanout.run,
+    "hostile": hostile.run,
 }
 PARTS: dict[str, str] = {"queue": "queue figures"}
 """Between which comments the measures are written that are not in the table of all others."""

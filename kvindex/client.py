@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from kvindex.answering import Answering
-from kvindex.errors import UnknownRankError
+from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
 from kvindex.rank import Rank, Trust
@@ -31,15 +31,23 @@ from kvindex.subscribe import (
     Worker,
 )
 
-__all__ = ["Client", "connect", "follow_item"]
+__all__ = ["MAX_BLOCKS_PER_RANK", "Client", "connect", "follow_item"]
 
 _RESUME_WITHIN = 600.0  # seconds: any service discovery has told all workers by then
+
+MAX_BLOCKS_PER_RANK: Final = 10_000_000
+"""Most resident blocks of one rank in an index that a client makes for itself.
+
+No engine has as many: with blocks of 16 tokens that is a cache of 160 million tokens, and with
+pages of one token still that of a node of eight GPUs. A hostile rank needs some GB for it at worst.
+"""
 
 
 def connect(
     workers: Iterable[Worker] | Worker = (),
     *,
     index: Index | None = None,
+    max_blocks_per_rank: int | None = None,
     resume: str | os.PathLike[str] | None = None,
     resume_within: float = _RESUME_WITHIN,
     **options: Any,
@@ -52,6 +60,8 @@ def connect(
         workers: one worker or several; more can be added later.
         index: the index to fill; a new one by default. With `resume` it must have the seed of the
             index that was saved.
+        max_blocks_per_rank: of the new index; 10,000,000 by default. What one rank sends beyond it
+            is left out and counted (`ignored`, "max_blocks_per_rank").
         resume: a file that `Client.save` wrote, perhaps in another process. Each rank that is in
             it starts with what it held then, and replay brings what it has missed, if its
             publisher proves to be the same; if not, it starts from scratch. Ranks of workers that
@@ -76,7 +86,14 @@ def connect(
         True
         >>> client.close()
     """
-    return Client(workers, index=index, resume=resume, resume_within=resume_within, **options)
+    return Client(
+        workers,
+        index=index,
+        max_blocks_per_rank=max_blocks_per_rank,
+        resume=resume,
+        resume_within=resume_within,
+        **options,
+    )
 
 
 class Client(Answering):
@@ -101,15 +118,22 @@ class Client(Answering):
         workers: Iterable[Worker] | Worker = (),
         *,
         index: Index | None = None,
+        max_blocks_per_rank: int | None = None,
         resume: str | os.PathLike[str] | None = None,
         resume_within: float = _RESUME_WITHIN,
         tap: Tap | None = None,
         **options: Any,
     ) -> None:
+        if index is not None and max_blocks_per_rank is not None:
+            raise ConfigurationError(
+                "max_blocks_per_rank is for the index that a client makes: with index=, give it to"
+                " that one, Index(max_blocks_per_rank=...)"
+            )
+        limit = MAX_BLOCKS_PER_RANK if max_blocks_per_rank is None else max_blocks_per_rank
         records: list[SnapshotRecord] = []
         if resume is not None:
-            index, records = read_saved(resume, index)
-        self._index = Index() if index is None else index
+            index, records = read_saved(resume, index, limit)
+        self._index = Index(max_blocks_per_rank=limit) if index is None else index
         self._saved = SavedState(
             self._index,
             records,

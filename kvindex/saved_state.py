@@ -21,13 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def read_saved(
-    path: str | os.PathLike[str], index: Index | None
+    path: str | os.PathLike[str], index: Index | None, max_blocks_per_rank: int | None = None
 ) -> tuple[Index | None, list[SnapshotRecord]]:
     """Return an index of the file's seed and all that the file holds; nothing if there is none.
 
     Args:
         path: what `Client.save` wrote.
         index: the index to be filled, or None for a new one.
+        max_blocks_per_rank: of a new one.
 
     Raises:
         ConfigurationError: it is no path.
@@ -40,7 +41,7 @@ def read_saved(
         )
     try:
         with SnapshotReader(path) as reader:
-            index = _index_for(reader, index)
+            index = _index_for(reader, index, max_blocks_per_rank)
             records = list(reader)
     except FileNotFoundError:
         logger.info("there is no snapshot at %s: every rank begins anew", os.fspath(path))
@@ -60,12 +61,14 @@ def read_saved(
     return index, records
 
 
-def _index_for(reader: SnapshotReader, index: Index | None) -> Index:
+def _index_for(
+    reader: SnapshotReader, index: Index | None, max_blocks_per_rank: int | None
+) -> Index:
     """Return the index that takes a snapshot's sections, or raise SnapshotError."""
     if reader.backend != Index.backend:
         raise wrong_backend(reader.backend, Index.backend)
     if index is None:
-        return Index(seed=reader.seed)
+        return Index(seed=reader.seed, max_blocks_per_rank=max_blocks_per_rank)
     if index.seed != reader.seed:
         raise SnapshotError(
             "the snapshot was made by an index with another seed: give Index(seed=...) the seed "

@@ -33,11 +33,18 @@ def _tasks(name: str) -> dict[str, Any]:
         "memory": Remembering(adapter, name),
     }
     if name == "kvindex":
+        from benchmarks.sides.besieged import Besieged
         from benchmarks.sides.fanned import Fanned
         from benchmarks.sides.floor import Floor
         from benchmarks.sides.subscribed import Subscribed
 
-        return {**tasks, "zmq": Subscribed(), "floor": Floor(), "fan": Fanned()}
+        return {
+            **tasks,
+            "zmq": Subscribed(),
+            "floor": Floor(),
+            "fan": Fanned(),
+            "siege": Besieged(),
+        }
     return tasks
 
 

@@ -73,6 +73,12 @@ def add_parser(commands: Commands) -> None:
         metavar="S",
         help="print the counters every S seconds, too, each time as a line of JSON",
     )
+    parser.add_argument(
+        "--max-blocks-per-rank",
+        type=count,
+        metavar="N",
+        help="most blocks kept of one rank (default: 10,000,000)",
+    )
     add_worker_arguments(parser)
     parser.set_defaults(run=run, log_from=logging.WARNING)
 
@@ -120,6 +126,7 @@ def _opened(arguments: argparse.Namespace, workers: list[Worker]) -> FanOut:
             arguments.path,
             patience=arguments.patience,
             max_replicas=arguments.max_replicas,
+            max_blocks_per_rank=arguments.max_blocks_per_rank,
             resume=arguments.state or None,
         )
     except SnapshotError as error:  # it begins with the path

@@ -19,7 +19,7 @@ class Copy:
     """What a snapshot and the messages after it make.
 
     Args:
-        seed: of the server's index.
+        seed, max_blocks_per_rank: of the server's index.
 
     Attributes:
         index: as the server's after the same message.
@@ -33,8 +33,8 @@ class Copy:
         applying: held while a message is applied; who holds it finds the copy whole.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        self.index = Index(seed=seed)
+    def __init__(self, seed: int | None = None, max_blocks_per_rank: int | None = None) -> None:
+        self.index = Index(seed=seed, max_blocks_per_rank=max_blocks_per_rank)
         self.statuses: dict[Rank, RankStatus] = {}
         self.names: dict[Rank, Rank] = {}
         self.changed: set[Rank] = set()

@@ -6,7 +6,7 @@ as they are.
 ```
 joiner                                      server
 Hello(protocol, backend, pid) ────────────►
-                                  ◄──────── Welcome(place, ring, seed)      or Refused(reason)
+                                  ◄──────── Welcome(place, ring, seed, …)   or Refused(reason)
 Attached() ───────────────────────────────►   lets it into the ring, then
                                   ◄──────── Begin(number)
                                   ◄──────── Taken(rank, number, …), section     for each rank
@@ -54,7 +54,7 @@ __all__ = [
     "frame_bytes",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1 << 20
 MAX_SECTION_BYTES = 1 << 34
@@ -93,11 +93,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
         place: its place in the ring.
         ring: the ring's handle.
         seed: of the server's index, 16 bytes, little-endian.
+        max_blocks_per_rank: of the server's index.
     """
 
     place: int
     ring: tuple[int, int, int, str]
     seed: bytes
+    max_blocks_per_rank: int | None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -174,7 +174,7 @@ class Membership:
         welcome = link.receive()
         if not isinstance(welcome, Welcome):
             raise DecodeError(f"a server that greets with {type(welcome).__name__}")
-        self.copy = Copy(int.from_bytes(welcome.seed, "little"))
+        self.copy = Copy(int.from_bytes(welcome.seed, "little"), welcome.max_blocks_per_rank)
         ring = ShmRingBuffer(*welcome.ring)
         try:
             self.receiver = RingReceiver(

@@ -182,8 +182,9 @@ class Reception:
         taken = {guest.place for guest in self._guests.values()}
         for place in self._places:
             if place not in taken and self._outflow.is_free(place):
-                seed = self._client.index.seed.to_bytes(16, "little")
-                return Welcome(place, self._outflow.handle, seed)
+                index = self._client.index
+                seed = index.seed.to_bytes(16, "little")
+                return Welcome(place, self._outflow.handle, seed, index.max_blocks_per_rank)
         self._counters["away_full"] += 1
         return Refused(
             f"all {len(self._places)} places are taken: start the server with a larger "

@@ -46,7 +46,8 @@ class FanOut:
             longer is taken off, and joins anew by itself.
         max_replicas: most processes at a time.
         chunk_bytes, chunks: size of the ring in shared memory, which takes their product.
-        options: as for `kvindex.connect`: `resume`, `on_loss`, `replay`, …; not `index`.
+        options: as for `kvindex.connect`: `max_blocks_per_rank` (replicas keep to it too),
+            `resume`, `on_loss`, `replay`, …; not `index`.
 
     Attributes:
         client: the client that it fills; it can be asked as well, and workers added and removed.

@@ -31,7 +31,7 @@ if TYPE_CHECKING or BACKEND == "native":
 else:
     from kvindex.index.reference import Index
     from kvindex.wire import Fingerprints
-    from kvindex.wire import decode_batch as read_batch
+    from kvindex.wire.decode import decode_bounded as read_batch
 
 __all__ = [
     "Ending",

@@ -43,6 +43,7 @@ __all__ = [
     "folded_media",
     "largest_loras",
     "packed_extras",
+    "rank_limit",
     "shown_loras",
     "wanted_ranks",
 ]
@@ -58,6 +59,9 @@ class BaseIndex(ABC):
         seed: seed of the prefix keys, 0 … 2**128 - 1; random when None.
         max_blocks: at most this many resident blocks over all ranks; what does not fit is left
             out and counted (`ignored`, "max_blocks"). None: no limit.
+        max_blocks_per_rank: at most this many of one rank, so that none uses up what there is for
+            all; what does not fit is left out and counted likewise ("max_blocks_per_rank"). By
+            default nine tenths of a `max_blocks` of 10,000 or more, else no limit.
         max_orphans: at most this many blocks of a rank are held for want of their parent;
             beyond it the oldest are dropped and counted.
 
@@ -81,14 +85,22 @@ class BaseIndex(ABC):
     backend: ClassVar[Backend]
     """Which implementation this is; snapshots are taken back by the same one only."""
 
+    _max_blocks_per_rank: int | None
+
     @abstractmethod
     def __init__(
         self,
         *,
         seed: int | None = None,
         max_blocks: int | None = None,
+        max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
     ) -> None: ...
+
+    @property
+    def max_blocks_per_rank(self) -> int | None:
+        """How many resident blocks one rank may have; None: no limit."""
+        return self._max_blocks_per_rank
 
     @property
     @abstractmethod
@@ -289,7 +301,8 @@ class BaseIndex(ABC):
 
         Raises:
             SnapshotError: the section cannot be restored here; the index is as before. Its
-                `reason` says why; "room": it does not fit `max_blocks`.
+                `reason` says why; "room": it does not fit `max_blocks` or
+                `max_blocks_per_rank`.
             ConfigurationError: it is no bytes.
 
         Complexity: O(blocks of the section and of the rank).
@@ -319,6 +332,7 @@ class BaseIndex(ABC):
         source: SnapshotSource,
         *,
         max_blocks: int | None = None,
+        max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
     ) -> _SomeIndex:
         """Return an index as a snapshot tells it.
@@ -326,6 +340,7 @@ class BaseIndex(ABC):
         Args:
             source: a path, a file open for reading, or the bytes of a snapshot.
             max_blocks: as for a new index.
+            max_blocks_per_rank: likewise.
             max_orphans: likewise.
 
         Raises:
@@ -343,7 +358,12 @@ class BaseIndex(ABC):
         with SnapshotReader(source) as reader:
             if reader.backend != cls.backend:
                 raise wrong_backend(reader.backend, cls.backend)
-            index = cls(seed=reader.seed, max_blocks=max_blocks, max_orphans=max_orphans)
+            index = cls(
+                seed=reader.seed,
+                max_blocks=max_blocks,
+                max_blocks_per_rank=max_blocks_per_rank,
+                max_orphans=max_orphans,
+            )
             for record in reader:
                 index.restore(record.rank, record.section)
         return index
@@ -354,6 +374,7 @@ class BaseIndex(ABC):
         data: bytes | bytearray | memoryview,
         *,
         max_blocks: int | None = None,
+        max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
     ) -> _SomeIndex:
         """Return an index as the bytes of a snapshot tell it.
@@ -364,7 +385,12 @@ class BaseIndex(ABC):
         """
         view = bytes_of(data, "a snapshot in memory (a file is read by Index.load)")
         source = data if isinstance(data, bytes) else view
-        return cls.load(source, max_blocks=max_blocks, max_orphans=max_orphans)
+        return cls.load(
+            source,
+            max_blocks=max_blocks,
+            max_blocks_per_rank=max_blocks_per_rank,
+            max_orphans=max_orphans,
+        )
 
     def _identity(self) -> Identity:
         return Identity(self.backend, self.seed, self._key_check())
@@ -462,15 +488,27 @@ class TreeView:
         return self._index._view_walk(self.rank)
 
 
-def check_limits(seed: object, max_blocks: int | None, max_orphans: int) -> None:
+def check_limits(
+    seed: object, max_blocks: int | None, max_blocks_per_rank: int | None, max_orphans: int
+) -> None:
     """Refuse settings of an index that cannot work."""
-    for name, value in (("seed", seed), ("max_blocks", max_blocks)):
+    limits = (("max_blocks", max_blocks), ("max_blocks_per_rank", max_blocks_per_rank))
+    for name, value in (("seed", seed), *limits):
         if not isinstance(value, (int, type(None))):
             raise ConfigurationError(f"{name} must be an int or None, not {value!r}")
-    if max_blocks is not None and max_blocks < 1:
-        raise ConfigurationError(f"max_blocks must be at least 1 block, not {max_blocks}")
+    for name, limit in limits:
+        if limit is not None and limit < 1:
+            raise ConfigurationError(f"{name} must be at least 1 block, not {limit}")
     if max_orphans < 0:
         raise ConfigurationError(f"max_orphans must be at least 0 blocks, not {max_orphans}")
+
+
+def rank_limit(max_blocks: int | None, max_blocks_per_rank: int | None) -> int | None:
+    """Return how many blocks one rank may have: not all of many, unless it is told so."""
+    if max_blocks is None or max_blocks_per_rank is not None:
+        return max_blocks_per_rank
+    for_others = max_blocks // 10_000 * 1_000
+    return max_blocks - for_others if for_others else None
 
 
 def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> list[Rank]:

@@ -10,19 +10,26 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
-from typing import Protocol, TypeVar
+from typing import Final, NoReturn, Protocol, TypeVar
 
 from kvindex.errors import InUseError, InvariantError, UnknownRankError
 
-__all__ = ["Guard", "HeldInForks"]
+__all__ = ["HOLD_BLOCKS", "Guard", "HeldInForks", "Hold", "WholeHold"]
+
+HOLD_BLOCKS: Final = 1024
+"""How many blocks of a long change, or as much other work, others wait for at most."""
+
+_MOMENT = 1e-5  # seconds without the lock: whoever waits for it needs some to wake up
 
 _ATTEMPTS = 100  # at a question that signal handlers change the index under
 _PATIENCE = 5.0  # seconds for which a fork waits for what is under way
 
 _Result = TypeVar("_Result")
+_Part = TypeVar("_Part")
 
 
 class HeldInForks(Protocol):
@@ -55,6 +62,9 @@ class Guard:
         self._changing = False
         self._changes = 0
         self._broken = ""
+        # Parts whose change is not done and lets others go first, by the thread that changes them.
+        self._paused: dict[object, int] = {}
+        self._done = threading.Condition(self._lock)
         _guards[self] = None
 
     def ask(self, question: Callable[[], _Result]) -> _Result:
@@ -93,12 +103,61 @@ class Guard:
                 self._changes += 1
                 self._changing = False
 
+    def change_part(
+        self, find: Callable[[], _Part], work: Callable[[_Part, Hold], _Result]
+    ) -> _Result:
+        """Do a change of one part, such as a rank, that may let others go first now and then.
+
+        Who changes the same part, or needs it whole (`settled`), waits until the change is done.
+
+        Args:
+            find: finds the part, with the lock held.
+            work: changes it, and says by `Hold.did` when others may go first.
+        """
+        with self.settled(find) as part:
+            try:
+                return self.change(lambda: work(part, Hold(self, part)))
+            finally:
+                if self._paused.pop(part, None) is not None:
+                    self._done.notify_all()
+
+    @contextmanager
+    def settled(self, find: Callable[[], _Part]) -> Iterator[_Part]:
+        """Hold the lock at a moment when no change of a part is under way; yield the part."""
+        with self._lock:
+            self._check()
+            while (part := find()) in self._paused:
+                if self._paused[part] == threading.get_ident():
+                    self._refuse_handler()
+                self._done.wait()
+                self._check()
+            yield part
+
+    def is_paused(self, part: object) -> bool:
+        """Whether a change of a part is under way, and lets others go first; needs the lock."""
+        return part in self._paused
+
+    def _pause(self, part: object) -> None:
+        self._paused[part] = threading.get_ident()
+        self._changes += 1
+        self._changing = False
+        try:
+            self._let_others_go()
+        finally:
+            self._changing = True
+
+    def _let_others_go(self) -> None:
+        self._done.wait(_MOMENT)  # gives the lock back, however often this thread holds it
+
+    def _refuse_handler(self) -> NoReturn:
+        raise InUseError(
+            "a signal's handler interrupted a change of this index and cannot use it: note "
+            "the signal there, and act on it when the handler has returned"
+        )
+
     def _check(self) -> None:
         if self._changing:
-            raise InUseError(
-                "a signal's handler interrupted a change of this index and cannot use it: note "
-                "the signal there, and act on it when the handler has returned"
-            )
+            self._refuse_handler()
         if self._broken:
             raise InvariantError(f"the index is half changed: {self._broken}; make a new one")
 
@@ -112,6 +171,8 @@ class Guard:
     def _end_fork(self, taken: list[bool], in_child: bool) -> None:
         if self._core is not None and (in_child or len(taken) == 2):
             self._core.end_fork(in_child)
+        if in_child:  # what was paused stays as far as it came
+            self._paused.clear()
         if taken[:1] == [True]:
             self._lock.release()
         elif in_child:
@@ -119,6 +180,42 @@ class Guard:
             if self._changing and self._core is None:
                 self._broken = "another thread was changing it when this process was forked"
             self._changing = False
+        if in_child:
+            self._done = threading.Condition(self._lock)
+
+
+class Hold:
+    """A guard as a long change of one part holds it.
+
+    Args:
+        guard: whose lock is held.
+        part: what is changed.
+    """
+
+    def __init__(self, guard: Guard, part: object) -> None:
+        self._guard = guard
+        self._part = part
+        self._blocks = 0
+
+    def did(self, blocks: int) -> None:
+        """Say that so many blocks are done, at a moment when everything shared is whole.
+
+        Others may go first then. They may change other parts; they see a part of this change.
+        """
+        self._blocks += blocks
+        if self._blocks >= HOLD_BLOCKS:
+            self._blocks = 0
+            self._guard._pause(self._part)
+
+
+class WholeHold(Hold):
+    """Keeps the lock to the end."""
+
+    def __init__(self) -> None:
+        """Need no guard: its lock is never given back."""
+
+    def did(self, blocks: int) -> None:
+        """Go on."""
 
 
 # Forks -------------------------------------------------------------------------------------------

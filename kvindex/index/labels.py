@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from kvindex.errors import InvariantError, SnapshotError
+from kvindex.index.guard import HOLD_BLOCKS, Hold
 from kvindex.index.keys import Lora
 from kvindex.index.rank_image import LabelImage, PlacementImage
-from kvindex.index.tree import Block, Owner
+from kvindex.index.tree import Block, Owner, RadixTree
 from kvindex.wire import BlockHash
 
-__all__ = ["Budget", "Label", "Labels", "ResidentBlock", "no_room"]
+__all__ = ["Budget", "Label", "Labels", "ResidentBlock", "cuts", "no_room"]
+
+_Some = TypeVar("_Some")
 
 
 class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +48,19 @@ class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Budget:
-    """How many blocks are resident over all the ranks of an index, and how many may be."""
+    """How many blocks are resident over all the ranks of an index, and how many may be.
 
-    __slots__ = ("limit", "used")
+    Attributes:
+        limit: over all ranks.
+        rank_limit: of one rank.
+        used: resident now.
+    """
 
-    def __init__(self, limit: int | None) -> None:
+    __slots__ = ("limit", "rank_limit", "used")
+
+    def __init__(self, limit: int | None, rank_limit: int | None) -> None:
         self.limit = limit
+        self.rank_limit = rank_limit
         self.used = 0
 
     def spent(self) -> bool:
@@ -62,15 +73,17 @@ class Budget:
         Raises:
             SnapshotError: they do not, and nothing is changed.
         """
+        if self.rank_limit is not None and wanted > self.rank_limit:
+            raise no_room(wanted, self.rank_limit, "max_blocks_per_rank")
         if self.limit is not None and self.used - leaving + wanted > self.limit:
-            raise no_room(wanted, self.limit - self.used + leaving)
+            raise no_room(wanted, self.limit - self.used + leaving, "max_blocks")
 
 
-def no_room(wanted: int, room: int) -> SnapshotError:
-    """Return the error for a section that is larger than what `max_blocks` leaves."""
+def no_room(wanted: int, room: int, limit: str) -> SnapshotError:
+    """Return the error for a section that is larger than what a limit leaves."""
     return SnapshotError(
-        f"the section has {wanted} resident blocks, and max_blocks leaves room for {max(room, 0)}:"
-        " give the index a higher max_blocks, or synchronize the rank from its engine",
+        f"the section has {wanted} resident blocks, and {limit} leaves room for {max(room, 0)}:"
+        f" give the index a higher {limit}, or synchronize the rank from its engine",
         reason="room",
     )
 
@@ -79,19 +92,47 @@ class Label:
     """An engine hash: the block it names and how many copies each owner has of it.
 
     Engines that hash only a block's own tokens (SGLang 0.4.8-0.5.5) use one hash for equal pages
-    at several places of the tree; `other` then links to the label's other blocks.
+    at several places of the tree; `other` then links to the label's next older block, and `newer`
+    back.
     """
 
-    __slots__ = ("block", "copies", "other")
+    __slots__ = ("block", "copies", "newer", "other")
 
     def __init__(self, block: Block, other: Label | None) -> None:
         self.block = block
         self.copies: dict[Owner, int] = {}
+        self.newer: Label | None = None
         self.other = other
+        if other is not None:
+            other.newer = self
 
     def in_group(self, group_idx: int) -> bool:
         """Whether the block is resident in a group, on any medium."""
         return any(owner.group_idx == group_idx for owner in self.copies)
+
+
+class _Several:
+    """The blocks of a hash that names several, each found at once.
+
+    Attributes:
+        labels: by block.
+        held: those that each owner has copies of.
+    """
+
+    __slots__ = ("held", "labels")
+
+    def __init__(self) -> None:
+        self.labels: dict[Block, Label] = {}
+        self.held: dict[Owner, dict[Label, None]] = {}
+
+    def add(self, label: Label) -> None:
+        self.labels[label.block] = label
+        for owner in label.copies:
+            self.note(label, owner)
+
+    def note(self, label: Label, owner: Owner) -> None:
+        """Note that an owner has come to have copies of a block."""
+        self.held.setdefault(owner, {})[label] = None
 
 
 class Labels:
@@ -102,11 +143,15 @@ class Labels:
         duplicates: how many further physical copies of resident blocks were counted.
     """
 
-    __slots__ = ("_budget", "_newest", "_prompts", "_shared", "_size", "ambiguous", "duplicates")
+    __slots__ = (
+        *("_budget", "_newest", "_prompts", "_several", "_shared", "_size"),
+        *("ambiguous", "duplicates"),
+    )
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._newest: dict[BlockHash, Label] = {}
+        self._several: dict[BlockHash, _Several] = {}
         # Further labels of one owner on a block that it already holds under another label.
         self._shared: Counter[tuple[Block, Owner]] = Counter()
         self._size = 0
@@ -118,6 +163,11 @@ class Labels:
     def __len__(self) -> int:
         return self._size
 
+    def full(self) -> bool:
+        """Whether the rank has as many blocks as one rank may have."""
+        limit = self._budget.rank_limit
+        return limit is not None and self._size >= limit
+
     def get(self, block_hash: BlockHash) -> Label | None:
         """Return the newest block of this hash, if any is resident."""
         return self._newest.get(block_hash)
@@ -128,6 +178,14 @@ class Labels:
         while label is not None:
             yield label
             label = label.other
+
+    def held_in(self, block_hash: BlockHash, owner: Owner) -> list[Label]:
+        """Return the blocks of this hash that an owner has copies of; costs what it returns."""
+        several = self._several.get(block_hash)
+        if several is not None:
+            return list(several.held.get(owner, ()))
+        label = self._newest.get(block_hash)
+        return [label] if label is not None and owner in label.copies else []
 
     def placements(self) -> Iterator[tuple[BlockHash, Label]]:
         """Yield each (hash, block named so)."""
@@ -147,14 +205,19 @@ class Labels:
         Must come before the tree learns of the owner.
         """
         newest = self._newest.get(block_hash)
-        label = newest if newest is None or newest.block is block else self._find(newest, block)
+        several = self._several.get(block_hash)
+        label = newest if newest is None or newest.block is block else None
+        if label is None and several is not None:
+            label = several.labels.get(block)
         if (label is None or not label.in_group(owner.group_idx)) and not self._grow(block):
             return False
         if label is None:
-            label = self._newest[block_hash] = Label(block, newest)
+            label, several = self._put(block_hash, block), self._several.get(block_hash)
             self.ambiguous += newest is not None
         known = label.copies.get(owner, 0)
         label.copies[owner] = known + copies
+        if several is not None:
+            several.note(label, owner)
         self.duplicates += copies if known else copies - 1
         if not known and owner in block.run.owners:
             self._shared[block, owner] += 1
@@ -166,6 +229,9 @@ class Labels:
         if label.copies[owner]:
             return False
         del label.copies[owner]
+        several = self._several.get(block_hash)
+        if several is not None:
+            del several.held[owner][label]
         if not label.in_group(owner.group_idx):
             self._size -= 1
             self._budget.used -= 1
@@ -184,17 +250,22 @@ class Labels:
             del self._shared[label.block, owner]
         return False
 
-    def clear(self) -> dict[Owner, list[Block]]:
-        """Forget every label; return what each owner held."""
+    def clear(self, tree: RadixTree, hold: Hold) -> None:
+        """Forget every label; the tree learns of it."""
         held: dict[Owner, dict[Block, None]] = {}
         for block, owner in self.holdings():
             held.setdefault(owner, {})[block] = None
+            hold.did(1)
+        for owner, blocks in held.items():
+            for some in cuts(list(blocks)):
+                tree.disown(some, owner)
+                hold.did(len(some))
         self._newest.clear()
+        self._several.clear()
         self._shared.clear()
         self._budget.used -= self._size
         self._size = 0
         self._prompts.clear()
-        return {owner: list(blocks) for owner, blocks in held.items()}
 
     def image(
         self, positions: Mapping[Block, int], places: Mapping[Owner, int]
@@ -216,9 +287,10 @@ class Labels:
         held: dict[Owner, Counter[int]] = {owner: Counter() for owner in owners}
         for block_hash, placements in image:
             for position, copies in placements:
-                label = Label(blocks[position], self._newest.get(block_hash))
+                label = self._put(block_hash, blocks[position])
                 label.copies = {owners[place]: count for place, count in copies}
-                self._newest[block_hash] = label
+                if block_hash in self._several:
+                    self._several[block_hash].add(label)
                 groups = len({owner.group_idx for owner in label.copies})
                 self._size += groups
                 self._prompts[label.block.run.prompts] += groups
@@ -276,31 +348,46 @@ class Labels:
         return Counter(owner for _, owner in holdings)
 
     def _grow(self, block: Block) -> bool:
-        if self._budget.spent():
+        if self.full() or self._budget.spent():
             return False
         self._size += 1
         self._prompts[block.run.prompts] += 1
         self._budget.used += 1
         return True
 
-    @staticmethod
-    def _find(newest: Label, block: Block) -> Label | None:
-        label: Label | None = newest
-        while label is not None and label.block is not block:
-            label = label.other
+    def _put(self, block_hash: BlockHash, block: Block) -> Label:
+        """Make a block the newest of a hash, without copies yet."""
+        newest = self._newest.get(block_hash)
+        label = self._newest[block_hash] = Label(block, newest)
+        if newest is not None:
+            several = self._several.get(block_hash)
+            if several is None:
+                several = self._several[block_hash] = _Several()
+                several.add(newest)
+            several.add(label)
         return label
 
     def _forget(self, block_hash: BlockHash, label: Label) -> None:
-        newest = self._newest[block_hash]
-        if newest is not label:
-            while newest.other is not label:
-                assert newest.other is not None
-                newest = newest.other
-            newest.other = label.other
-        elif label.other is not None:
-            self._newest[block_hash] = label.other
+        older, newer = label.other, label.newer
+        if older is not None:
+            older.newer = newer
+        if newer is not None:
+            newer.other = older
+        elif older is not None:
+            self._newest[block_hash] = older
         else:
             del self._newest[block_hash]
+        several = self._several.get(block_hash)
+        if several is not None:
+            del several.labels[label.block]
+            if len(several.labels) == 1:
+                del self._several[block_hash]
+
+
+def cuts(blocks: Sequence[_Some]) -> Iterator[Sequence[_Some]]:
+    """Yield what a change does at a time without giving the index's lock back."""
+    for start in range(0, len(blocks), HOLD_BLOCKS):
+        yield blocks[start : start + HOLD_BLOCKS]
 
 
 def _placement(

@@ -24,6 +24,7 @@ from kvindex.index.api import (
     folded_media,
     largest_loras,
     packed_extras,
+    rank_limit,
     shown_loras,
     wanted_ranks,
 )
@@ -36,7 +37,8 @@ from kvindex.index.packing import group_number, pack_batch, pack_text
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
-from kvindex.wire import CacheSettings, EventBatch, decode_batch
+from kvindex.wire import CacheSettings, EventBatch
+from kvindex.wire.decode import bounded, check_blocks, decode_uncommon
 
 __all__ = ["Index", "read_batch"]
 
@@ -44,14 +46,24 @@ _APPLIED = 0  # what Core.apply says if all went well
 _MAX_WINDOW = 2**63 - 1
 
 
-def read_batch(payload: bytes) -> PackedBatch | EventBatch:
-    """Return the events in a payload, decoded once, in the form that is quickest to apply.
+def read_batch(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatch:
+    """Return the events in a payload of a stream, in the form that is quickest to apply.
 
     Raises:
-        DecodeError: as `kvindex.wire.decode_batch`.
+        DecodeError: as `kvindex.wire.decode_batch`; or it names more blocks than a batch may.
     """
-    packed = decode(payload)
-    return decode_batch(payload) if packed is None else packed
+    batch = _decoded(payload)
+    if isinstance(batch, EventBatch):
+        return bounded(batch, len(payload))
+    check_blocks(batch.blocks, len(payload))
+    return batch
+
+
+def _decoded(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatch:
+    if isinstance(payload, (bytearray, memoryview)):
+        payload = bytes(payload)
+    packed = decode(payload) if isinstance(payload, bytes) else None
+    return decode_uncommon(payload) if packed is None else packed
 
 
 class _Directory(NamedTuple):
@@ -121,14 +133,19 @@ class Index(BaseIndex):
         *,
         seed: int | None = None,
         max_blocks: int | None = None,
+        max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
     ) -> None:
-        check_limits(seed, max_blocks, max_orphans)
+        check_limits(seed, max_blocks, max_blocks_per_rank, max_orphans)
         self._seed = KeyMaker(seed).seed
         secrets = _secrets(self._seed)
         # More than 64 bits is no limit, and no machine holds that many orphans.
-        limit = None if max_blocks is None else min(max_blocks, 2**64 - 1)
-        self._core = Core(secrets, limit, min(max_orphans, 2**63 - 1))
+        self._max_blocks_per_rank = rank_limit(max_blocks, max_blocks_per_rank)
+        total, of_rank = (
+            None if limit is None else min(limit, 2**64 - 1)
+            for limit in (max_blocks, self._max_blocks_per_rank)
+        )
+        self._core = Core(secrets, total, of_rank, min(max_orphans, 2**63 - 1))
         self._core_apply = self._core.apply
         self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
         self._directory = _Directory(self._ids, {})
@@ -206,7 +223,7 @@ class Index(BaseIndex):
     ) -> None:
         """Apply what is typed, not decoded natively, or of a rank that is not known (any more)."""
         if not isinstance(batch, (EventBatch, PackedBatch)):
-            batch = decode_batch(batch)  # before the rank becomes known by what may be no payload
+            batch = _decoded(batch)  # before the rank becomes known by what may be no payload
         packed = pack_batch(batch) if isinstance(batch, EventBatch) else batch
         while self._core.apply(self._add(rank), packed) != _APPLIED:
             pass  # removed by another thread in between: it is known again now

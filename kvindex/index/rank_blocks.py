@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvindex.errors import InvariantError
 from kvindex.index.chains import chain_images, needed_runs, restored_blocks
+from kvindex.index.guard import HOLD_BLOCKS, Hold
 from kvindex.index.keys import (
     Lora,
     Namespace,
@@ -16,7 +17,7 @@ from kvindex.index.keys import (
     has_own_extras,
     stored_namespace,
 )
-from kvindex.index.labels import Budget, Label, Labels
+from kvindex.index.labels import Budget, Label, Labels, cuts
 from kvindex.index.orphans import Orphan, Orphans
 from kvindex.index.rank_groups import RankGroups
 from kvindex.index.rank_image import MAX_PLACES, MAX_TORN, RankImage
@@ -59,6 +60,11 @@ class _Chain(NamedTuple):
     scale: int
     owner: Owner
     salted: bool = False  # of a chain that starts its prompts
+
+    def cut(self, start: int, stop: int) -> _Chain:
+        """Return blocks `start` … `stop - 1` of the chain, as far as there are so many."""
+        contents = self.contents[start * self.scale : stop * self.scale]
+        return self._replace(hashes=self.hashes[start:stop], contents=contents)
 
     def after(self, start: int) -> _Chain:
         """Return the chain without its first `start` blocks."""
@@ -115,9 +121,9 @@ class RankBlocks:
         """Take the user's word for what the events leave unsaid."""
         self.groups.configure(settings)
 
-    def clear(self) -> None:
+    def clear(self, hold: Hold) -> None:
         """Forget everything held and learned: what comes next may be another engine's."""
-        self._drop_all()
+        self._drop_all(hold)
         self.groups.forget()
         self._owners.clear()
 
@@ -184,23 +190,24 @@ class RankBlocks:
             if owned[owner] != owner.resident:
                 raise InvariantError(f"{owner!r}: {owned[owner]} blocks have labels")
 
-    def apply(self, batch: EventBatch) -> None:
+    def apply(self, batch: EventBatch, hold: Hold) -> None:
         """Apply a batch's events in order."""
         for tag in batch.skipped:
             known = tag in self.skipped or len(self.skipped) < _MAX_TAGS
             self.skipped[tag if known else "(other)"] += 1
         self._announced = None
-        self._learn_sizes(batch)
+        self._learn_sizes(batch, hold)
         for event in batch.events:
             if isinstance(event, BlockStored):
-                self._store(event)
+                self._store(event, hold)
             elif isinstance(event, BlockRemoved):
-                self._remove(event)
+                self._remove(event, hold)
             elif isinstance(event, AllBlocksCleared):
                 self.counters["cleared"] += 1
-                self._drop_all()
+                self._drop_all(hold)
+            hold.did(1)
 
-    def _learn_sizes(self, batch: EventBatch) -> None:
+    def _learn_sizes(self, batch: EventBatch, hold: Hold) -> None:
         """Learn the unit from all of a batch first: its groups' sizes come one after the other."""
         unit = self.groups.unit
         for event in batch.events:
@@ -210,11 +217,10 @@ class RankBlocks:
             # What is held lies in the tree by the old unit, where nothing new would meet it.
             if len(self.labels):
                 self.ignored["unit_changed"] += len(self.labels)
-            self._drop_all()
+            self._drop_all(hold)
 
-    def _drop_all(self) -> None:
-        for owner, blocks in self.labels.clear().items():
-            self._tree.disown(blocks, owner)
+    def _drop_all(self, hold: Hold) -> None:
+        self.labels.clear(self._tree, hold)
         self.orphans.clear()
         self._positions_unknown = False
         self._torn.clear()
@@ -222,14 +228,14 @@ class RankBlocks:
 
     # Storing ---------------------------------------------------------------------------------
 
-    def _store(self, event: BlockStored) -> None:
+    def _store(self, event: BlockStored, hold: Hold) -> None:
         hashes = [fold_hash(block_hash) for block_hash in event.block_hashes]
         owner = self._owner(event.medium, event.group_idx)
         if owner is None:
             self.ignored["too_many_media"] += max(1, len(hashes))
             return
         if not event.token_ids:
-            self._relocate(hashes, owner)
+            self._relocate(hashes, owner, hold)
             return
         fault = _shape_fault(event) or self.groups.learn(event, owner.group_idx)
         if fault is not None:
@@ -237,9 +243,9 @@ class RankBlocks:
         elif not hashes:
             pass  # a sparse event of no block
         elif self._names_only(event, hashes):
-            self._relocate(hashes, owner)
+            self._relocate(hashes, owner, hold)
         else:
-            self._store_chain(event, hashes, owner)
+            self._store_chain(event, hashes, owner, hold)
 
     def _names_only(self, event: BlockStored, hashes: Sequence[BlockHash]) -> bool:
         """Whether only the labels of an event can be used: it does not tell the blocks' contents.
@@ -257,7 +263,9 @@ class RankBlocks:
             return False
         return any(has_own_extras(event, block) for block in range(len(hashes)))
 
-    def _store_chain(self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner) -> None:
+    def _store_chain(
+        self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner, hold: Hold
+    ) -> None:
         unit = self.groups.unit
         namespace = stored_namespace(event, unit)
         if holds_text(event.token_ids):
@@ -269,11 +277,11 @@ class RankBlocks:
         chain = _Chain(namespace, hashes, contents, event.block_size // unit, owner)
         if at_root:
             chain = chain._replace(salted=self._learn_salt(event, namespace))
-            self._store_at_root(event, chain)
+            self._store_at_root(event, chain, hold)
         elif parent is not None and parent_hash is not None:
-            self._store_after(parent, fold_hash(parent_hash), chain)
+            self._store_after(parent, fold_hash(parent_hash), chain, hold)
         else:
-            self._store_detached(event, chain)
+            self._store_detached(event, chain, hold)
 
     def _learn_salt(self, event: BlockStored, namespace: Namespace) -> bool:
         """Remember under which extra keys prompts start; say if these have some."""
@@ -293,7 +301,7 @@ class RankBlocks:
             owner = self._owners[place] = Owner(self.rank, *place)
         return owner
 
-    def _store_at_root(self, event: BlockStored, chain: _Chain) -> None:
+    def _store_at_root(self, event: BlockStored, chain: _Chain, hold: Hold) -> None:
         if event.parent_block_hash is None and _hashes_content_only(event):
             # SGLang 0.5.1-0.5.5 names no parent for any node's first page, and its hashes do not
             # tell the position either: to place the page would be a guess.
@@ -302,7 +310,7 @@ class RankBlocks:
         elif self._is_announced_again(event, chain):
             self.counters["reannounced"] += len(chain.hashes)
         else:
-            self._place(None, chain)
+            self._place(None, chain, hold)
 
     def _is_announced_again(self, event: BlockStored, chain: _Chain) -> bool:
         """Whether vLLM's report mode "full" announces blocks that a request found cached.
@@ -336,19 +344,21 @@ class RankBlocks:
         owner = self._owners.get((medium, group_idx))
         return label is not None and owner is not None and owner in label.copies
 
-    def _store_after(self, parent: Label, parent_hash: BlockHash, chain: _Chain) -> None:
+    def _store_after(
+        self, parent: Label, parent_hash: BlockHash, chain: _Chain, hold: Hold
+    ) -> None:
         if parent.block.run.namespace != chain.namespace:
             self.ignored["parent_namespace"] += len(chain.hashes)
         elif parent.other is not None or self._is_torn(parent_hash):
             # One hash names several blocks (see `Label`): which of them is meant is not said.
             self.ignored["parent_ambiguous"] += len(chain.hashes)
         else:
-            self._place(parent.block, chain)
+            self._place(parent.block, chain, hold)
 
     def _is_torn(self, block_hash: BlockHash) -> bool:
         return block_hash in self._torn or len(self._torn) >= MAX_TORN
 
-    def _store_detached(self, event: BlockStored, chain: _Chain) -> None:
+    def _store_detached(self, event: BlockStored, chain: _Chain, hold: Hold) -> None:
         """Store blocks whose parent is not resident: known ones need none, others wait."""
         if self._positions_unknown or _hashes_content_only(event):
             self.ignored["position_unknown"] += len(chain.hashes)
@@ -360,7 +370,7 @@ class RankBlocks:
             if label is not None and label.block.run.namespace == chain.namespace:
                 if self._add_copies(block_hash, label.block, {chain.owner: 1}):
                     self.counters["stored"] += 1
-                    self._place(label.block, chain.after(i + 1))
+                    self._place(label.block, chain.after(i + 1), hold)
                 return
             if chain.scale == 1:
                 content = chain.contents[i]
@@ -369,8 +379,9 @@ class RankBlocks:
                 self.orphans.hold_label(block_hash, chain.owner)
             self.counters["orphaned"] += 1
             parent_hash = block_hash
+            hold.did(1)
 
-    def _relocate(self, hashes: Sequence[BlockHash], owner: Owner) -> None:
+    def _relocate(self, hashes: Sequence[BlockHash], owner: Owner, hold: Hold) -> None:
         """Note a further place of blocks that the event names without their tokens."""
         for block_hash in hashes:
             label = self.labels.get(block_hash)
@@ -379,11 +390,25 @@ class RankBlocks:
                 self.counters["unplaced"] += 1
             elif self._add_copies(block_hash, label.block, {owner: 1}):
                 self.counters["stored"] += 1
+            hold.did(1)
 
-    def _place(self, parent: Block | None, chain: _Chain) -> None:
-        """Put a chain of blocks into the tree, then all held blocks that waited for them."""
-        if not chain.hashes:
-            return
+    def _place(self, parent: Block | None, chain: _Chain, hold: Hold) -> None:
+        """Put a chain of blocks into the tree, cut by cut, then all held blocks that waited for it.
+
+        The last block of a cut stays while others go first: this rank holds it.
+        """
+        most = max(1, HOLD_BLOCKS // chain.scale)
+        for start in range(0, len(chain.hashes), most):
+            cut = chain.cut(start, start + most)
+            placed = self._place_some(parent, cut, hold)
+            if len(placed) < len(cut.hashes):
+                self.ignored[self._no_room()] += len(chain.hashes) - start - len(placed)
+                return
+            parent = placed[-1]
+            hold.did(len(placed) * chain.scale)
+
+    def _place_some(self, parent: Block | None, chain: _Chain, hold: Hold) -> list[Block]:
+        """Place as many blocks as there is room for, and return them."""
         units = self._tree.extend(parent, chain.namespace, chain.contents, salted=chain.salted)
         blocks = units[chain.scale - 1 :: chain.scale]
         count = 0
@@ -393,13 +418,13 @@ class RankBlocks:
             count += 1
         self._tree.own(blocks[:count], chain.owner)
         if count < len(blocks):
-            self.ignored["max_blocks"] += len(blocks) - count
             self._tree.prune(blocks[-1])
         self.counters["stored"] += count
         if len(self.orphans):
-            self._attach(list(zip(chain.hashes, blocks[:count], strict=False)))
+            self._attach(list(zip(chain.hashes, blocks[:count], strict=False)), hold)
+        return blocks[:count]
 
-    def _attach(self, placed: list[tuple[BlockHash, Block]]) -> None:
+    def _attach(self, placed: list[tuple[BlockHash, Block]], hold: Hold) -> None:
         """Give held blocks the place that has become known, and so on down the chain."""
         while placed:
             block_hash, block = placed.pop()
@@ -410,6 +435,7 @@ class RankBlocks:
                 child = self._attach_one(child_hash, orphan, block)
                 if child is not None:
                     placed.append((child_hash, child))
+            hold.did(1)
 
     def _attach_one(self, block_hash: BlockHash, orphan: Orphan, parent: Block) -> Block | None:
         if orphan.namespace != parent.run.namespace:
@@ -422,6 +448,10 @@ class RankBlocks:
         self.counters["orphans_attached"] += 1
         return block
 
+    def _no_room(self) -> str:
+        """Say why there was no room for a block."""
+        return "max_blocks_per_rank" if self.labels.full() else "max_blocks"
+
     def _add_copies(self, block_hash: BlockHash, block: Block, copies: dict[Owner, int]) -> bool:
         """Make a block resident in these owners as far as there is room; say if it is in any."""
         added = 0
@@ -430,33 +460,46 @@ class RankBlocks:
                 self._tree.own([block], owner)
                 added += 1
             else:
-                self.ignored["max_blocks"] += 1
+                self.ignored[self._no_room()] += 1
         return added > 0
 
     # Removing --------------------------------------------------------------------------------
 
-    def _remove(self, event: BlockRemoved) -> None:
+    def _remove(self, event: BlockRemoved, hold: Hold) -> None:
         owner = self._owners.get((fold_medium(event.medium), event.group_idx or 0))
         if owner is None:
             self.counters["removed_unknown"] += len(event.block_hashes)
             return
-        gone: list[Block] = []
-        for block_hash in map(fold_hash, event.block_hashes):
-            labels = [label for label in self.labels.named(block_hash) if owner in label.copies]
-            if not labels:
-                held = self.orphans.drop_copy(block_hash, owner)
-                self.counters["removed_orphans" if held else "removed_unknown"] += 1
-                continue
-            self.counters["removed"] += 1
-            # Which of several blocks of one hash is gone is not said: none may be answered for.
-            if len(labels) > 1:
-                self.counters["removed_ambiguous"] += len(labels) - 1
-                if len(self._torn) < MAX_TORN:
-                    self._torn.add(block_hash)
-            for label in labels:
-                if self.labels.drop(block_hash, label, owner):
-                    gone.append(label.block)
-        self._tree.disown(gone, owner)
+        for hashes in cuts(event.block_hashes):
+            gone: list[Block] = []
+            for block_hash in map(fold_hash, hashes):
+                gone = self._remove_one(block_hash, owner, gone, hold)
+            self._tree.disown(gone, owner)
+            hold.did(len(hashes))
+
+    def _remove_one(
+        self, block_hash: BlockHash, owner: Owner, gone: list[Block], hold: Hold
+    ) -> list[Block]:
+        """Take one copy away; return the blocks that the tree has still to disown."""
+        labels = self.labels.held_in(block_hash, owner)
+        if not labels:
+            held = self.orphans.drop_copy(block_hash, owner)
+            self.counters["removed_orphans" if held else "removed_unknown"] += 1
+            return gone
+        self.counters["removed"] += 1
+        # Which of several blocks of one hash is gone is not said: none may be answered for.
+        if len(labels) > 1:
+            self.counters["removed_ambiguous"] += len(labels) - 1
+            if len(self._torn) < MAX_TORN:
+                self._torn.add(block_hash)
+        for label in labels:
+            if self.labels.drop(block_hash, label, owner):
+                gone.append(label.block)
+            if len(gone) >= HOLD_BLOCKS:
+                self._tree.disown(gone, owner)
+                hold.did(len(gone))
+                gone = []
+        return gone
 
 
 def _plain_eagle(eagle: bool | tuple[int, ...]) -> bool | list[int]:

@@ -121,10 +121,13 @@ class RankGroups:
     def may_skip_holes(self, unit: int) -> bool:
         """Whether a match may go on after a unit that no group holds.
 
-        It may not where some group needs all blocks, each of one unit.
+        It may not where some group needs all blocks, each of one unit; where kinds are untold, any
+        group may turn out to be the one that counts.
         """
         if unit != self.unit:
             return False
+        if self.kinds_untold:
+            return any(group.block_size != unit for group in self.hashed())
         return not any(g.spec.needs_all and g.block_size == unit for g in self.hashed())
 
     def configure(self, settings: CacheSettings) -> None:

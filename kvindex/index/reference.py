@@ -16,11 +16,12 @@ from kvindex.index.api import (
     folded_media,
     largest_loras,
     packed_extras,
+    rank_limit,
     shown_loras,
     wanted_ranks,
 )
 from kvindex.index.explanation import Asked, Holding
-from kvindex.index.guard import Guard
+from kvindex.index.guard import Guard, WholeHold
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.index.labels import Budget, ResidentBlock
 from kvindex.index.match import FoundMatches, Match
@@ -46,13 +47,15 @@ class Index(BaseIndex):
         *,
         seed: int | None = None,
         max_blocks: int | None = None,
+        max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
     ) -> None:
-        check_limits(seed, max_blocks, max_orphans)
+        check_limits(seed, max_blocks, max_blocks_per_rank, max_orphans)
         self._keys = KeyMaker(seed)
         warn_of_fallback()
         self._tree = RadixTree(self._keys)
-        self._budget = Budget(max_blocks)
+        self._max_blocks_per_rank = rank_limit(max_blocks, max_blocks_per_rank)
+        self._budget = Budget(max_blocks, self._max_blocks_per_rank)
         self._max_orphans = max_orphans
         self._ranks: dict[Rank, RankBlocks] = {}
         self._guard = Guard()
@@ -71,12 +74,10 @@ class Index(BaseIndex):
         self._guard.change(lambda: self._rank(rank))
 
     def remove(self, rank: Rank) -> None:
-        def remove() -> None:
-            blocks = self._ranks.pop(rank, None)
-            if blocks is not None:
-                blocks.clear()
-
-        self._guard.change(remove)
+        with self._guard.settled(lambda: self._ranks.get(rank)) as blocks:
+            if blocks is not None:  # it keeps its name until nothing of it is left
+                self._guard.change_part(lambda: blocks, RankBlocks.clear)
+                self._guard.change(lambda: self._ranks.pop(rank, None))
 
     def rename(self, names: Mapping[Rank, Rank]) -> None:
         def rename() -> None:
@@ -84,14 +85,20 @@ class Index(BaseIndex):
             for rank, blocks in moved.items():
                 replaced = self._ranks.pop(rank, None)
                 if replaced is not None:
-                    replaced.clear()
+                    replaced.clear(WholeHold())
                 blocks.rename(rank)
                 self._ranks[rank] = blocks
 
-        self._guard.change(rename)
+        taken = [new for old, new in names.items() if old in self._ranks and new not in names]
+        for rank in taken:
+            self.remove(rank)
+        with self._guard.settled(lambda: self._first_paused(taken)):
+            self._guard.change(rename)
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
-        self._guard.change(lambda: self._rank(rank).configure(settings))
+        self._guard.change_part(
+            lambda: self._rank(rank), lambda blocks, _: blocks.configure(settings)
+        )
 
     def __len__(self) -> int:
         return self._guard.ask(lambda: self._budget.used)
@@ -100,7 +107,9 @@ class Index(BaseIndex):
 
     def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
         decoded = batch if isinstance(batch, EventBatch) else decode_batch(batch)
-        self._guard.change(lambda: self._rank(rank).apply(decoded))
+        self._guard.change_part(
+            lambda: self._rank(rank), lambda blocks, hold: blocks.apply(decoded, hold)
+        )
 
     # Queries ---------------------------------------------------------------------------------
 
@@ -181,7 +190,9 @@ class Index(BaseIndex):
         return self._keys.child(self._keys.root(Namespace(16, "lora", 1)), b"key check")
 
     def _dump(self, rank: Rank) -> bytes:
-        return write_image(self._guard.ask(lambda: self._known(rank).image()))
+        with self._guard.settled(lambda: self._known(rank)) as blocks:
+            image = self._guard.ask(blocks.image)
+        return write_image(image)
 
     def _restore(self, rank: Rank, body: memoryview) -> None:
         image = read_image(body)
@@ -190,11 +201,12 @@ class Index(BaseIndex):
             before = self._ranks.get(rank)
             self._budget.check_room(image.resident(), 0 if before is None else len(before))
             if before is not None:
-                before.clear()
+                before.clear(WholeHold())
                 del self._ranks[rank]
             self._rank(rank).restore(image)
 
-        self._guard.change(restore)
+        with self._guard.settled(lambda: self._ranks.get(rank)):
+            self._guard.change(restore)
 
     # Insight ---------------------------------------------------------------------------------
 
@@ -221,9 +233,15 @@ class Index(BaseIndex):
             if size != self._budget.used:
                 raise InvariantError(f"{size} blocks resident, counted {self._budget.used}")
 
-        self._guard.ask(check)
+        with self._guard.settled(lambda: self._first_paused(self._ranks)):
+            self._guard.ask(check)
 
     # Private ---------------------------------------------------------------------------------
+
+    def _first_paused(self, ranks: Iterable[Rank]) -> RankBlocks | None:
+        """Return one of these ranks whose change is under way, if any is."""
+        known = filter(None, map(self._ranks.get, ranks))
+        return next(filter(self._guard.is_paused, known), None)
 
     def _rank(self, rank: Rank) -> RankBlocks:
         blocks = self._ranks.get(rank)
@@ -264,7 +282,7 @@ class Index(BaseIndex):
         return self._guard.ask(lambda: len(self._known(rank)))
 
     def _view_clear(self, rank: Rank) -> None:
-        self._guard.change(lambda: self._known(rank).clear())
+        self._guard.change_part(lambda: self._known(rank), RankBlocks.clear)
 
     def _view_statistics(self, rank: Rank) -> dict[str, Any]:
         return self._guard.ask(lambda: _rank_statistics(self._known(rank)))
@@ -277,7 +295,8 @@ class Index(BaseIndex):
         return self._guard.ask(origins)
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
-        return iter(self._guard.ask(lambda: list(self._known(rank).labels.walk())))
+        with self._guard.settled(lambda: self._known(rank)) as blocks:
+            return iter(self._guard.ask(lambda: list(blocks.labels.walk())))
 
 
 def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:

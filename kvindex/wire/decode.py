@@ -7,8 +7,14 @@ decides. The rules for what is odd:
 
 - What is new is ignored: unknown fields, further elements, unknown tags (`EventBatch.skipped`).
 - What is missing at the end has its default.
+- What is too much (`kvindex.wire.extra_keys.MAX_VALUES`) refuses the whole batch.
 - What is wrong in an event that we know refuses the whole batch: half a batch could leave blocks
   in the index that the engine has removed.
+
+What is malformed, or rare, costs more to read than to send: it is read only in a payload of up to
+`MAX_RARE_BYTES`. Rare are text among the tokens, images, media that are not ASCII, and windows
+beyond 64 bits, and extension types; the native reader adds names twice in one map, map keys that
+are no text and nesting of more than 32 arrays, which no engine writes.
 
 Normal forms: bigrams (SGLang under EAGLE) become `token_ids` plus `lookahead_token_ids`; text among
 the tokens becomes ints (`kvindex.wire.quirks.text_token`); images of TensorRT-LLM become
@@ -17,6 +23,7 @@ the tokens becomes ints (`kvindex.wire.quirks.text_token`); images of TensorRT-L
 
 from __future__ import annotations
 
+import gc
 from math import isfinite
 from typing import Any, Final
 
@@ -27,7 +34,30 @@ from kvindex.wire import extra_keys as keys
 from kvindex.wire import fields
 from kvindex.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 
-__all__ = ["MAX_SKIPPED", "MAX_TAG", "decode_batch"]
+__all__ = [
+    "MAX_BLOCKS",
+    "MAX_RARE_BYTES",
+    "MAX_SKIPPED",
+    "MAX_TAG",
+    "bounded",
+    "check_blocks",
+    "decode_batch",
+    "decode_bounded",
+    "decode_uncommon",
+]
+
+MAX_RARE_BYTES: Final = 1 << 20
+"""How long a payload may be that is not of the common forms."""
+
+MAX_BLOCKS: Final = 1 << 17
+"""How many blocks the events of one batch of a stream may name in all: with 16 tokens each, two
+million tokens. To apply more would keep other ranks waiting.
+
+A message of 8 MiB, the longest by default, has room for hardly more of such blocks.
+"""
+
+MAX_TEXT_TOKENS: Final = 32_768
+"""How many tokens of one batch may be text."""
 
 MAX_SKIPPED: Final = 256
 """How many unknown tags of one batch are reported; further ones are dropped unreported."""
@@ -42,9 +72,17 @@ _STORED_FIELDS: Final = (
 )
 _REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 
+_LONG = 1 << 16  # bytes of a payload that may hold very many values
+_MOST_WINDOW = 2**63 - 1
 _MM_INFOS: Final = _STORED_FIELDS.index("group_idx")
 
+
+def _no_extension(code: int, data: memoryview) -> None:
+    raise DecodeError("it holds an extension type")
+
+
 _read = msgspec.msgpack.Decoder().decode
+_read_long = msgspec.msgpack.Decoder(ext_hook=_no_extension).decode
 _CLEARED: Final = AllBlocksCleared()
 
 
@@ -65,18 +103,98 @@ def decode_batch(payload: bytes | bytearray | memoryview) -> EventBatch:
         >>> [event.block_hashes for event in decode_batch(payload).events]
         [[7]]
     """
+    size = _size(payload)
     try:
-        return _batch(_unpack(payload))
+        return _batch(_unpack(payload, size), _Rare(size))
     except DecodeError as error:
-        size = _size(payload)
+        if size > MAX_RARE_BYTES:
+            raise _too_long(size) from None
         raise DecodeError(f"not an event batch ({size} bytes): {error}", size=size) from None
 
 
-def _unpack(payload: bytes | bytearray | memoryview) -> Any:
+def decode_uncommon(payload: bytes | bytearray | memoryview) -> EventBatch:
+    """As `decode_batch`, for a payload that is known to be malformed or rare.
+
+    Raises:
+        DecodeError: likewise; without a look if it is longer than `MAX_RARE_BYTES`.
+    """
+    size = _size(payload)
+    if size > MAX_RARE_BYTES:
+        raise _too_long(size)
+    return decode_batch(payload)
+
+
+def check_blocks(blocks: int, size: int) -> None:
+    """Refuse a batch of a stream that names more than `MAX_BLOCKS`.
+
+    Raises:
+        DecodeError: it does.
+    """
+    if blocks > MAX_BLOCKS:
+        raise DecodeError(
+            f"a batch ({size} bytes) whose events name {blocks} blocks, over {MAX_BLOCKS}",
+            size=size,
+        )
+
+
+def decode_bounded(payload: bytes) -> EventBatch:
+    """As `decode_batch`, for a batch of a stream.
+
+    Raises:
+        DecodeError: likewise; or it names more than `MAX_BLOCKS`.
+    """
+    return bounded(decode_batch(payload), len(payload))
+
+
+def bounded(batch: EventBatch, size: int) -> EventBatch:
+    """Return a batch that does not name more than `MAX_BLOCKS`; raises DecodeError."""
+    removed_or_stored = (e for e in batch.events if not isinstance(e, AllBlocksCleared))
+    check_blocks(sum(len(event.block_hashes) for event in removed_or_stored), size)
+    return batch
+
+
+def _too_long(size: int) -> DecodeError:
+    return DecodeError(
+        f"not an event batch ({size} bytes): it is malformed or of a rare form, and such payloads "
+        f"are read up to {MAX_RARE_BYTES} bytes only",
+        size=size,
+    )
+
+
+class _Rare:
+    """What of a payload is of rare forms."""
+
+    __slots__ = ("_allowed", "_texts")
+
+    def __init__(self, size: int) -> None:
+        self._allowed = size <= MAX_RARE_BYTES
+        self._texts = 0
+
+    def note(self, texts: int = 0) -> None:
+        """Refuse a rare form, or tokens that are text, where there is too much of it."""
+        self._texts += texts
+        if not self._allowed:
+            raise DecodeError("it is of a rare form")
+        if self._texts > MAX_TEXT_TOKENS:
+            raise DecodeError(f"more than {MAX_TEXT_TOKENS} tokens are text")
+
+    def note_medium(self, medium: str | None) -> None:
+        if medium is not None and not medium.isascii():
+            self.note()
+
+
+def _unpack(payload: bytes | bytearray | memoryview, size: int) -> Any:
+    # Millions of small arrays would have the collector look at all of them again and again.
+    pauses = size > _LONG and gc.isenabled()
     try:
-        return _read(payload)
+        if pauses:
+            gc.disable()
+        return (_read if size <= MAX_RARE_BYTES else _read_long)(payload)
     except Exception as error:  # msgspec raises six kinds, down to RecursionError and MemoryError
         raise DecodeError(f"{type(error).__name__}: {error}") from None
+    finally:
+        if pauses:
+            gc.enable()
 
 
 def _size(payload: bytes | bytearray | memoryview) -> int:
@@ -86,7 +204,7 @@ def _size(payload: bytes | bytearray | memoryview) -> int:
         return 0
 
 
-def _batch(raw: Any) -> EventBatch:
+def _batch(raw: Any, rare: _Rare) -> EventBatch:
     if type(raw) is not list or len(raw) < 2:
         raise DecodeError("it is no array of timestamp, events and dp_rank")
     ts, raw_events = raw[0], raw[1]
@@ -97,7 +215,7 @@ def _batch(raw: Any) -> EventBatch:
     skipped: list[str] = []
     for position, raw_event in enumerate(raw_events):
         try:
-            event = _event(raw_event)
+            event = _event(raw_event, rare)
         except DecodeError as error:
             raise DecodeError(f"event {position} of {len(raw_events)}: {error}") from None
         if isinstance(event, str):
@@ -114,7 +232,7 @@ def _timestamp(ts: Any) -> float:
     return float(ts)
 
 
-def _event(raw: Any) -> Event | str:
+def _event(raw: Any, rare: _Rare) -> Event | str:
     """One event, or its tag if nobody knows it."""
     if type(raw) is list:
         tag = raw[0] if raw else None
@@ -125,11 +243,11 @@ def _event(raw: Any) -> Event | str:
     if type(tag) is not str:
         raise DecodeError(f"its tag is {type(tag).__name__}, not str")
     if tag == "BlockStored":
-        return _stored(_named_stored(raw) if type(raw) is list else raw)
+        return _stored(_named_stored(raw) if type(raw) is list else raw, rare)
     if tag == "BlockRemoved":
         if type(raw) is list:
             raw = dict(zip(_REMOVED_FIELDS, raw[1:], strict=False))
-        return _removed(raw)
+        return _removed(raw, rare)
     return _CLEARED if tag == "AllBlocksCleared" else tag[:MAX_TAG]
 
 
@@ -163,27 +281,36 @@ def _required(raw: dict[str, Any], name: str) -> Any:
         raise DecodeError(f"{name} is missing") from None
 
 
-def _stored(raw: dict[str, Any]) -> BlockStored:
+def _stored(raw: dict[str, Any], rare: _Rare) -> BlockStored:
     get = raw.get
     hashes = fields.block_hashes(_required(raw, "block_hashes"))
     block_size = fields.small_int(_required(raw, "block_size"), "block_size")
     raw_tokens = _required(raw, "token_ids")
     lookahead = fields.tokens_per_block(get("lookahead_token_ids"))
-    token_ids = fields.tokens(raw_tokens)
+    token_ids, texts = fields.tokens(raw_tokens)
+    if texts:
+        rare.note(texts)
     if token_ids is None:
         token_ids, lookahead = fields.split_bigrams(raw_tokens, len(hashes), block_size)
+    if get("mm_keys") is not None or get("block_mm_infos") is not None:
+        rare.note()
+    medium = fields.optional_text(get("medium"), "medium")
+    rare.note_medium(medium)
+    window = fields.informational_int(get("kv_cache_spec_sliding_window"))
+    if window is not None and not -_MOST_WINDOW <= window <= _MOST_WINDOW:
+        rare.note()
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=fields.optional_hash(get("parent_block_hash"), "parent_block_hash"),
         token_ids=token_ids,
         block_size=block_size,
         lora_id=fields.optional_int(get("lora_id"), "lora_id"),
-        medium=fields.optional_text(get("medium"), "medium"),
+        medium=medium,
         lora_name=fields.optional_text(get("lora_name"), "lora_name"),
         extra_keys=_extra_keys(raw),
         group_idx=fields.optional_small_int(get("group_idx"), "group_idx"),
         kv_cache_spec_kind=fields.informational_text(get("kv_cache_spec_kind")),
-        kv_cache_spec_sliding_window=fields.informational_int(get("kv_cache_spec_sliding_window")),
+        kv_cache_spec_sliding_window=window,
         locality=fields.informational_text(get("locality")),
         ownership=fields.informational_text(get("ownership")),
         session_id=fields.informational_text(get("session_id")),
@@ -198,11 +325,13 @@ def _extra_keys(raw: dict[str, Any]) -> keys.ExtraKeys | None:
     return keys.join(own, keys.mm_infos(raw.get("block_mm_infos")))
 
 
-def _removed(raw: dict[str, Any]) -> BlockRemoved:
+def _removed(raw: dict[str, Any], rare: _Rare) -> BlockRemoved:
     get = raw.get
+    medium = fields.optional_text(get("medium"), "medium")
+    rare.note_medium(medium)
     return BlockRemoved(
         block_hashes=fields.block_hashes(_required(raw, "block_hashes")),
-        medium=fields.optional_text(get("medium"), "medium"),
+        medium=medium,
         group_idx=fields.optional_small_int(get("group_idx"), "group_idx"),
         locality=fields.informational_text(get("locality")),
         ownership=fields.informational_text(get("ownership")),

@@ -12,10 +12,13 @@ from typing import Any, Final
 
 from kvindex.errors import DecodeError
 
-__all__ = ["MAX_DEPTH", "ExtraKeys", "extra_keys", "join", "mm_infos", "mm_keys"]
+__all__ = ["MAX_DEPTH", "MAX_VALUES", "ExtraKeys", "extra_keys", "join", "mm_infos", "mm_keys"]
 
 MAX_DEPTH: Final = 4
 """Deepest accepted nesting of arrays within one block's keys; vLLM nests once."""
+
+MAX_VALUES: Final = 4096
+"""How many values one block's keys may hold, those in nested arrays included; vLLM sends a few."""
 
 ExtraKeys = list[tuple[Any, ...] | None]
 
@@ -37,6 +40,7 @@ def extra_keys(value: Any) -> ExtraKeys | None:
 
 
 def _tuple(items: list[Any], depth: int) -> tuple[Any, ...]:
+    _check_count(len(items))
     kinds = set(map(type, items))
     if float in kinds and any(type(item) is float and isnan(item) for item in items):
         raise DecodeError("extra_keys holds NaN, which equals nothing")
@@ -44,9 +48,20 @@ def _tuple(items: list[Any], depth: int) -> tuple[Any, ...]:
         return tuple(items)
     if depth == 1:
         raise DecodeError(f"extra_keys is nested deeper than {MAX_DEPTH}")
-    return tuple(
+    made = tuple(
         _tuple(item, depth - 1) if type(item) in _ARRAYS else _leaf(item) for item in items
     )
+    _check_count(_count(made))
+    return made
+
+
+def _count(items: tuple[Any, ...]) -> int:
+    return sum(1 + _count(item) if type(item) is tuple else 1 for item in items)
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_VALUES:
+        raise DecodeError(f"the extra keys of one block hold more than {MAX_VALUES} values")
 
 
 def _leaf(item: Any) -> Any:
@@ -60,7 +75,7 @@ def mm_keys(value: Any) -> ExtraKeys | None:
     if value is None:
         return None
     return [
-        None if block is None else tuple(map(_mm_key, _array(block, "mm_keys[]"))) or None
+        None if block is None else tuple(map(_mm_key, _few(block, "mm_keys[]"))) or None
         for block in _array(value, "mm_keys")
     ]
 
@@ -88,11 +103,11 @@ def _mm_info(block: Any) -> list[tuple[Any, Any]]:
     if type(block) is not dict:
         raise DecodeError(f"block_mm_infos holds {type(block).__name__}, not a map")
     pairs: list[tuple[Any, Any]] = []
-    for item in _array(block.get("mm_objects"), "mm_objects"):
+    for item in _few(block.get("mm_objects"), "mm_objects"):
         digest = item.get("mm_hash") if type(item) is dict else None
         if type(digest) not in (int, str, bytes):
             raise DecodeError("mm_objects holds something without an mm_hash")
-        spans = _array(item.get("offsets", []), "offsets")
+        spans = _few(item.get("offsets", []), "offsets")
         pairs.extend((digest, _start(span)) for span in spans)
         if not spans:
             pairs.append((digest, None))
@@ -112,6 +127,12 @@ def join(first: ExtraKeys | None, second: ExtraKeys | None) -> ExtraKeys | None:
     if len(first) != len(second):
         raise DecodeError(f"extra_keys is of {len(first)} blocks, images are of {len(second)}")
     return [(a or ()) + (b or ()) or None for a, b in zip(first, second, strict=True)]
+
+
+def _few(value: Any, name: str) -> list[Any]:
+    items = _array(value, name)
+    _check_count(len(items))
+    return items
 
 
 def _array(value: Any, name: str) -> list[Any]:

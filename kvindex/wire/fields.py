@@ -113,18 +113,20 @@ def informational_int(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def tokens(value: Any) -> list[int] | None:
-    """Return the token ids, text among them as ints; None if these are bigrams."""
+def tokens(value: Any) -> tuple[list[int] | None, int]:
+    """Return the token ids, text among them as ints, and how many are text; None if bigrams."""
     try:
-        return msgspec.convert(value, _INTS)
+        return msgspec.convert(value, _INTS), 0
     except msgspec.ValidationError:
         if type(value) is not list:
             raise DecodeError(f"token_ids is {type(value).__name__}, not an array") from None
     kinds = set(map(type, value))
     if kinds == {list}:
-        return None
+        return None, 0
     if kinds <= {int, str}:
-        return [text_token(token) if type(token) is str else token for token in value]
+        texts = [token for token in value if type(token) is str]
+        ints = {text: text_token(text) for text in set(texts)}
+        return [ints[token] if type(token) is str else token for token in value], len(texts)
     odd = ", ".join(sorted(kind.__name__ for kind in kinds - {int, str}))
     raise DecodeError(f"token_ids holds {odd}, not int")
 

@@ -326,8 +326,8 @@ uint64_t floor_hash(nb::handle token_ids, uint32_t block_size) {
 void bind_index(nb::module_& module) {
   nb::class_<PyIndex> index(module, "Index");
   index
-      .def(nb::init<nb::bytes, std::optional<uint64_t>, size_t>(), "secrets"_a,
-           "max_blocks"_a.none(), "max_orphans"_a)
+      .def(nb::init<nb::bytes, std::optional<uint64_t>, std::optional<uint64_t>, size_t>(),
+           "secrets"_a, "max_blocks"_a.none(), "max_blocks_per_rank"_a.none(), "max_orphans"_a)
       .def("add", [](PyIndex& self) { return waiting_freely([&] { return self.index.add(); }); })
       .def("remove", [](PyIndex& self, uint32_t rank) {
         const GilReleased released;

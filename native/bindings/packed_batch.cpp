@@ -177,6 +177,7 @@ void bind_packed_batch(nb::module_& module) {
       .def_prop_ro("data_parallel_rank", dp_rank)
       .def_prop_ro("dp_rank", dp_rank)
       .def("__len__", [](const PackedBatch& packed) { return packed.batch.events.size(); })
+      .def_prop_ro("blocks", [](const PackedBatch& packed) { return packed.batch.hashes.size(); })
       .def("stored", &PackedBatch::stored, nb::arg("hashes"), nb::arg("parent").none(),
            nb::arg("tokens"), nb::arg("block_size"), nb::arg("lora"), nb::arg("medium"),
            nb::arg("group_idx").none(), nb::arg("spec_kind").none(), nb::arg("spec_window").none(),

@@ -39,9 +39,10 @@ class SimpleBuffer {
 };
 
 struct PyIndex {
-  PyIndex(nanobind::bytes secrets, std::optional<uint64_t> max_blocks, size_t max_orphans)
-      : index(key_secrets(secrets), scramble(secrets), max_blocks, max_orphans,
-              &GilUntilWaiting::waiting) {}
+  PyIndex(nanobind::bytes secrets, std::optional<uint64_t> max_blocks,
+          std::optional<uint64_t> max_blocks_per_rank, size_t max_orphans)
+      : index(key_secrets(secrets), scramble(secrets), max_blocks, max_blocks_per_rank,
+              max_orphans, &GilUntilWaiting::waiting) {}
 
   static uint64_t word(nanobind::bytes secrets, size_t i) {
     if (secrets.size() != kSecretBytes) throw nanobind::value_error("secrets of a wrong size");

@@ -27,7 +27,7 @@ std::optional<nb::bytes> dump(const PyIndex& self, uint32_t rank) {
 }
 
 // The number of the restored rank; or a text that says what is wrong with the body; or how many
-// blocks it has, and how many there is room for.
+// blocks it has, how many there is room for, and which limit says so.
 nb::object restore(PyIndex& self, std::optional<uint32_t> rank, nb::handle body) {
   const SimpleBuffer buffer(body);
   if (!buffer.open()) throw nb::type_error("no bytes");
@@ -40,7 +40,7 @@ nb::object restore(PyIndex& self, std::optional<uint32_t> rank, nb::handle body)
   } catch (const ImageError& error) {
     return nb::str(error.what());
   } catch (const NoRoom& error) {
-    return nb::make_tuple(error.wanted, error.room);
+    return nb::make_tuple(error.wanted, error.room, error.what());
   }
 }
 

@@ -11,8 +11,7 @@ namespace {
 
 // Of `kvindex.wire.extra_keys`; the block's own array counts.
 constexpr int kMaxDepth = 4;
-// Of one block.
-constexpr size_t kMaxItems = 128;
+constexpr size_t kMaxValues = 4096;  // of one block, likewise
 
 using Pool = std::vector<uint8_t>;
 
@@ -94,14 +93,17 @@ bool copy_leaf(Reader& in, Pool& pool) {
   return true;
 }
 
-// Append the next value in its smallest form; `depth` is how deep arrays may be nested.
-bool copy_item(Reader& in, Pool& pool, int depth) {
+// Append the next value in its smallest form; `depth` is how deep arrays may be nested, `room` how
+// many values may come.
+bool copy_item(Reader& in, Pool& pool, int depth, size_t& room) {
+  if (room == 0) return false;
+  --room;
   if (!in.next_is_array()) return copy_leaf(in, pool);
   uint32_t count = 0;
   if (depth == 0 || !in.read_array(count)) return false;
   put_array(pool, count);
   for (uint32_t i = 0; i < count; ++i) {
-    if (!copy_item(in, pool, depth - 1)) return false;
+    if (!copy_item(in, pool, depth - 1, room)) return false;
   }
   return true;
 }
@@ -140,27 +142,29 @@ bool take_text(Reader& in, std::string_view name) {
 
 bool read_extra_keys(Reader& in, std::string_view lora_name, std::string_view salt,
                      std::vector<uint8_t>& pool, ByteRange& out) {
-  std::array<ByteRange, kMaxItems + 1> items;
-  size_t kept = 0;
+  thread_local std::vector<ByteRange> items;
+  items.clear();
+  size_t room = kMaxValues;
   uint32_t count = 0;
   const uint32_t begin = size_of(pool);
   if (!in.take_nil() && !in.read_array(count)) return false;
-  if (count > kMaxItems) return false;
+  if (count > kMaxValues) return false;
   for (uint32_t i = 0; i < count; ++i) {
     if (!lora_name.empty() && take_text(in, lora_name)) {
       lora_name = {};  // only once
+      if (room-- == 0) return false;
       continue;
     }
     const uint32_t offset = size_of(pool);
-    if (!copy_item(in, pool, kMaxDepth - 1)) return false;
-    items[kept++] = {offset, size_of(pool) - offset};
+    if (!copy_item(in, pool, kMaxDepth - 1, room)) return false;
+    items.push_back({offset, size_of(pool) - offset});
   }
   if (!salt.empty()) {
     const uint32_t offset = size_of(pool);
     put_text(pool, salt);
-    items[kept++] = {offset, size_of(pool) - offset};
+    items.push_back({offset, size_of(pool) - offset});
   }
-  sort_items(pool, std::span(items).first(kept));
+  sort_items(pool, items);
   out = {begin, size_of(pool) - begin};
   return true;
 }

@@ -82,7 +82,8 @@ GroupFault RankGroups::learn(uint32_t group_idx, const GroupSpec* told, uint32_t
     if (shapes_.size() >= kMostShapes) return GroupFault::too_many_block_sizes;
     shapes_.insert(shape);
   }
-  last_shape_ = {group_idx, block_size, lookahead};
+  // A partial or an offloaded block may still be followed by one that teaches the group's size.
+  if (group.block_size == block_size) last_shape_ = {group_idx, block_size, lookahead};
   return GroupFault::none;
 }
 
@@ -107,6 +108,7 @@ void RankGroups::changed() {
   summary_ = Summary{};
   bool all_told = true;
   bool dense = false;
+  bool all_units = true;
   bool main_needs_all = false;
   for (const auto& [group_idx, group] : groups_) {
     if (!is_hashed(group)) continue;
@@ -116,6 +118,7 @@ void RankGroups::changed() {
       main_needs_all = group.spec.needs_all();
     }
     all_told &= group.told;
+    all_units &= group.block_size == unit_;
     if (group.spec.needs_all() && group.block_size == unit_) {
       dense = true;
       summary_.only_group = group_idx;
@@ -126,7 +129,9 @@ void RankGroups::changed() {
   summary_.kinds_untold = summary_.hashed > 1 && !all_told;
   summary_.upper_bound =
       settings_.upper_bound || settings_.reports_full || summary_.kinds_untold;
-  summary_.may_skip_holes = summary_.hashed != 0 && !dense;
+  // Where kinds are untold, any group may turn out to be the one that counts.
+  summary_.may_skip_holes =
+      summary_.kinds_untold ? !all_units : summary_.hashed != 0 && !dense;
   bool any_eagle = false;
   for (auto& [group_idx, group] : groups_) {
     group.eagle = settings_.eagle || is_told_eagle(group);

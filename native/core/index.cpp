@@ -1,6 +1,7 @@
 #include "core/index.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/invariant.hpp"
 
@@ -20,9 +21,11 @@ constexpr uint64_t kWorthTrimmingAll = 5'000;
 }  // namespace
 
 Index::Index(const KeyMaker::Secrets& secrets, const Scramble& scramble,
-             std::optional<uint64_t> max_blocks, size_t max_orphans, BeforeWaiting before_waiting)
+             std::optional<uint64_t> max_blocks, std::optional<uint64_t> max_blocks_per_rank,
+             size_t max_orphans, BeforeWaiting before_waiting)
     : before_waiting_(before_waiting), shared_(KeyMaker(secrets), scramble) {
   shared_.budget.limit = max_blocks;
+  shared_.budget.rank_limit = max_blocks_per_rank;
   shared_.max_orphans = max_orphans;
   renew_sizes();
 }
@@ -52,10 +55,71 @@ std::shared_lock<RwLock> Index::together() const {
 void Index::end_fork(bool in_child) {
   if (in_child) {
     new (&lock_) RwLock();  // the old one is not destroyed: it may be held
+    new (&changed_) std::condition_variable_any();  // likewise: threads may wait for it
+    for (RankSlot& slot : slots_) slot.changing = false;  // it stays as far as it came
   } else {
     lock_.unlock_shared();
   }
 }
+
+bool Index::is_changing(std::optional<RankId> rank) const {
+  if (!rank) {
+    return std::any_of(slots_.begin(), slots_.end(),
+                       [](const RankSlot& slot) { return slot.changing; });
+  }
+  const uint32_t slot = slot_of(*rank);
+  return slot != kGone && slots_[slot].changing;
+}
+
+template <class Held>
+void Index::wait_unchanging(Held& held, std::optional<RankId> rank) const {
+  while (is_changing(rank)) {
+    before_waiting_();
+    changed_.wait(held);
+    if (half_done_) throw HalfDone();
+  }
+}
+
+// A change of one rank, which gives the lock back now and then.
+class Index::Change final : public Hold {
+ public:
+  Change(Index& index, RankId rank) : index_(index), held_(index.alone()) {
+    slot_ = index_.slot_of(rank);
+    if (slot_ != kGone && index_.slots_[slot_].changing) {
+      index_.wait_unchanging(held_, rank);
+      slot_ = index_.slot_of(rank);
+    }
+    index_.half_done_ = true;  // if the work throws, it stays so
+  }
+  ~Change() override {
+    if (!paused_) return;
+    if (slot_ != kGone) index_.slots_[slot_].changing = false;
+    index_.changed_.notify_all();
+  }
+
+  void done() { index_.half_done_ = false; }
+
+ private:
+  void pause(const std::function<void()>& work) override {
+    index_.slots_[slot_].changing = true;
+    auto scratch = std::exchange(index_.shared_.scratch, {});
+    index_.renew_sizes();
+    index_.half_done_ = false;
+    held_.unlock();
+    index_.before_waiting_();
+    paused_ = true;
+    if (work) work();
+    held_.lock();
+    if (index_.half_done_) throw HalfDone();
+    index_.half_done_ = true;
+    index_.shared_.scratch = std::move(scratch);
+  }
+
+  Index& index_;
+  std::unique_lock<RwLock> held_;
+  uint32_t slot_ = kGone;
+  bool paused_ = false;
+};
 
 // Ranks --------------------------------------------------------------------------------------
 
@@ -98,17 +162,16 @@ void Index::renew_sizes() {
   shared_.sizes = std::move(sizes);
 }
 
-template <class Change>
-bool Index::change(RankId rank, Change&& change) {
+template <class Work>
+bool Index::change(RankId rank, Work&& work) {
   bool shrunk = false;
   {
-    const auto held = alone();
+    Change change(*this, rank);
     RankBlocks* blocks = find(rank);
-    if (blocks == nullptr) return false;
-    half_done_ = true;  // if `change` throws, it stays so
-    change(*blocks);
+    if (blocks != nullptr) work(*blocks, change);
     renew_sizes();
-    half_done_ = false;
+    change.done();
+    if (blocks == nullptr) return false;
     const uint64_t used = shared_.budget.used;
     if (used > most_used_) {
       most_used_ = used;
@@ -123,9 +186,9 @@ bool Index::change(RankId rank, Change&& change) {
 }
 
 bool Index::remove(RankId rank) {
-  return change(rank, [&](RankBlocks& blocks) {
+  return change(rank, [&](RankBlocks& blocks, Hold& hold) {
     const uint32_t slot = slot_of_[rank];
-    blocks.clear();
+    blocks.clear(hold);
     slots_[slot] = RankSlot{};
     shared_.sizes.reset();
     slot_of_[rank] = kGone;
@@ -134,15 +197,15 @@ bool Index::remove(RankId rank) {
 }
 
 bool Index::clear(RankId rank) {
-  return change(rank, [](RankBlocks& blocks) { blocks.clear(); });
+  return change(rank, [](RankBlocks& blocks, Hold& hold) { blocks.clear(hold); });
 }
 
 bool Index::configure(RankId rank, const CacheSettings& settings) {
-  return change(rank, [&](RankBlocks& blocks) { blocks.configure(settings); });
+  return change(rank, [&](RankBlocks& blocks, Hold&) { blocks.configure(settings); });
 }
 
 bool Index::apply(RankId rank, const Batch& batch) {
-  return change(rank, [&](RankBlocks& blocks) { blocks.apply(batch); });
+  return change(rank, [&](RankBlocks& blocks, Hold& hold) { blocks.apply(batch, hold); });
 }
 
 void Index::set_order(const std::vector<RankId>& ranks) {
@@ -162,7 +225,8 @@ void Index::trim_if_shrunk() {
 // Snapshots ----------------------------------------------------------------------------------
 
 std::optional<RankImage> Index::image(RankId rank) const {
-  const auto held = together();
+  auto held = together();
+  wait_unchanging(held, rank);
   const RankBlocks* blocks = find(rank);
   if (blocks == nullptr) return std::nullopt;
   return blocks->image();
@@ -170,12 +234,16 @@ std::optional<RankImage> Index::image(RankId rank) const {
 
 Index::RankId Index::restore(std::optional<RankId> rank, const RankImage& image) {
   const uint64_t wanted = image.resident();
-  const auto held = alone();
+  auto held = alone();
+  if (rank) wait_unchanging(held, rank);
   const RankBlocks* const before = rank ? find(*rank) : nullptr;
   const Budget& budget = shared_.budget;
   const uint64_t staying = budget.used - (before == nullptr ? 0 : before->labels().size());
+  if (budget.rank_limit && wanted > *budget.rank_limit) {
+    throw NoRoom(wanted, *budget.rank_limit, "max_blocks_per_rank");
+  }
   if (budget.limit && (staying > *budget.limit || wanted > *budget.limit - staying)) {
-    throw NoRoom(wanted, *budget.limit - std::min(staying, *budget.limit));
+    throw NoRoom(wanted, *budget.limit - std::min(staying, *budget.limit), "max_blocks");
   }
   if (!shared_.tree.has_room(image.chains.size())) throw ImageError("the index has no more room");
   std::vector<const std::string*> media;
@@ -186,7 +254,8 @@ Index::RankId Index::restore(std::optional<RankId> rank, const RankImage& image)
   half_done_ = true;
   const RankId id = before == nullptr ? make_rank() : *rank;
   const uint32_t slot = slot_of(id);
-  slots_[slot].blocks->clear();
+  WholeHold whole;
+  slots_[slot].blocks->clear(whole);
   slots_[slot].blocks = std::make_unique<RankBlocks>(shared_, slot);
   slots_[slot].blocks->restore(image, media);
   most_used_ = std::max(most_used_, budget.used);
@@ -303,7 +372,8 @@ std::optional<RankStatistics> Index::statistics(RankId rank) const {
 }
 
 std::optional<std::vector<ResidentBlock>> Index::walk(RankId rank) const {
-  const auto held = together();
+  auto held = together();
+  wait_unchanging(held, rank);
   const RankBlocks* blocks = find(rank);
   if (blocks == nullptr) return std::nullopt;
   std::vector<ResidentBlock> all;
@@ -321,7 +391,8 @@ std::optional<std::vector<ResidentBlock>> Index::walk(RankId rank) const {
 }
 
 void Index::check() const {
-  const auto held = together();
+  auto held = together();
+  wait_unchanging(held, std::nullopt);
   std::vector<uint64_t> resident(shared_.owners.size());
   uint64_t size = 0;
   for (const RankSlot& slot : slots_) {

@@ -3,8 +3,13 @@
 // Locking rule: one `RwLock` guards everything. `apply` and whatever else changes something holds
 // it alone, queries and insight hold it together. Payloads are decoded and tokens are converted
 // before it is taken. Nothing is called back while it is held.
+//
+// A long change of a rank gives the lock back every thousand blocks (`Hold`). Until it is done,
+// the rank's slot says `changing`: queries answer from the part that is done, and whoever wants to
+// change, copy, list or check that rank waits. Changes of other ranks do not wait.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -61,10 +66,10 @@ class HalfDone : public std::bad_alloc {
   }
 };
 
-// Thrown for an image that does not fit the limit of blocks.
+// Thrown for an image that does not fit a limit of blocks; says which.
 struct NoRoom : std::runtime_error {
-  NoRoom(uint64_t wanted_blocks, uint64_t room_for)
-      : std::runtime_error("no room"), wanted(wanted_blocks), room(room_for) {}
+  NoRoom(uint64_t wanted_blocks, uint64_t room_for, const char* limit)
+      : std::runtime_error(limit), wanted(wanted_blocks), room(room_for) {}
 
   uint64_t wanted;
   uint64_t room;
@@ -73,11 +78,12 @@ struct NoRoom : std::runtime_error {
 class Index {
  public:
   using RankId = uint32_t;  // never used twice
-  using BeforeWaiting = void (*)();  // called by a thread that has to wait for the lock
+  // Called by a thread that has to wait for the lock, or gives it back in a long change.
+  using BeforeWaiting = void (*)();
 
   Index(const KeyMaker::Secrets& secrets, const Scramble& scramble,
-        std::optional<uint64_t> max_blocks, size_t max_orphans,
-        BeforeWaiting before_waiting = [] {});
+        std::optional<uint64_t> max_blocks, std::optional<uint64_t> max_blocks_per_rank,
+        size_t max_orphans, BeforeWaiting before_waiting = [] {});
 
   // Make a rank; it comes last in the order of ranks.
   RankId add();
@@ -131,6 +137,10 @@ class Index {
   // The lock, held alone or together. Throw HalfDone.
   std::unique_lock<RwLock> alone() const;
   std::shared_lock<RwLock> together() const;
+  // Let the lock go until no change of this rank (of any rank) is under way.
+  template <class Held>
+  void wait_unchanging(Held& held, std::optional<RankId> rank) const;
+  bool is_changing(std::optional<RankId> rank) const;
 
   uint32_t slot_of(RankId rank) const { return rank < slot_of_.size() ? slot_of_[rank] : kGone; }
   RankBlocks* find(RankId rank) const;
@@ -139,11 +149,13 @@ class Index {
   void renew_sizes();
   // Give memory back to the system once much less is held than before; called without the lock.
   void trim_if_shrunk();
-  template <class Change>
-  bool change(RankId rank, Change&& change);
+  class Change;
+  template <class Work>
+  bool change(RankId rank, Work&& work);
 
   mutable RwLock lock_;
   BeforeWaiting before_waiting_;
+  mutable std::condition_variable_any changed_;  // a long change is done
   bool half_done_ = false;
   Shared shared_;
   std::vector<RankSlot> slots_;

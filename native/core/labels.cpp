@@ -1,6 +1,7 @@
 #include "core/labels.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/invariant.hpp"
 
@@ -9,27 +10,38 @@ namespace kvindex {
 Labels::Labels(Tree& tree, const Owners& owners, LabelNames& names, Budget& budget,
                const Scramble& scramble)
     : tree_(tree), owners_(owners), names_(names), budget_(budget), ints_(scramble),
-      named_(scramble), older_(0, LabelHash(scramble)) {}
+      named_(scramble), scramble_(scramble), several_(0, LabelHash(scramble)) {}
 
 BlockRef Labels::newest(const Label& label) const { return table(label).find(label.value); }
 
-std::vector<BlockRef> Labels::named(const Label& label) const {
-  std::vector<BlockRef> blocks;
-  const BlockRef first = newest(label);
-  if (first == kNoBlock) return blocks;
-  blocks.push_back(first);
-  if (const auto older = older_.find(label); older != older_.end()) {
-    blocks.insert(blocks.end(), older->second.rbegin(), older->second.rend());
+BlockSet& Labels::Several::held_by(OwnerId owner, const Scramble& scramble) {
+  for (auto& [some, own] : held) {
+    if (some == owner) return own;
   }
+  return held.emplace_back(owner, BlockSet(scramble)).second;
+}
+
+std::vector<BlockRef> Labels::held_in(const Label& label, OwnerId owner, Hold& hold) {
+  Several& several = several_.find(label)->second;
+  if (!several.sorted_by_owner) {
+    several.blocks.for_each([&](BlockRef block) {
+      for (const Copies& some : held(label, block)) {
+        several.held_by(some.owner, scramble_).add(block);
+      }
+      hold.did(1);
+    });
+    several.sorted_by_owner = true;
+  }
+  std::vector<BlockRef> blocks;
+  several.held_by(owner, scramble_).for_each([&](BlockRef block) { blocks.push_back(block); });
   return blocks;
 }
 
 bool Labels::placed(const Label& label, BlockRef block, BlockRef newest) const {
   if (newest == block) return true;
-  if (newest == kNoBlock || older_.empty()) return false;
-  const auto older = older_.find(label);
-  return older != older_.end() &&
-         std::find(older->second.begin(), older->second.end(), block) != older->second.end();
+  if (newest == kNoBlock || several_.empty()) return false;
+  const auto several = several_.find(label);
+  return several != several_.end() && several->second.blocks.contains(block);
 }
 
 std::vector<Copies> Labels::held(const Label& label, BlockRef block) const {
@@ -75,7 +87,7 @@ bool Labels::crowds(const Label& label, BlockRef block) const {
 }
 
 void Labels::write_down() {
-  auto counted = std::make_unique<Counted>(0, PlacementHash{older_.hash_function()});
+  auto counted = std::make_unique<Counted>(0, PlacementHash{several_.hash_function()});
   placements([&](const Label& label, BlockRef block) {
     counted->emplace(Placement{label, block}, held(label, block));
   });
@@ -83,8 +95,16 @@ void Labels::write_down() {
   further_.clear();
 }
 
+// How many further (block, group) pairs there may be.
+uint64_t Labels::room() const {
+  const auto left = [](const std::optional<uint64_t>& limit, uint64_t used) {
+    return !limit ? ~uint64_t{0} : *limit - std::min(*limit, used);
+  };
+  return std::min(left(budget_.rank_limit, size_), left(budget_.limit, budget_.used));
+}
+
 bool Labels::grow() {
-  if (budget_.spent()) return false;
+  if (room() == 0) return false;
   ++size_;
   ++budget_.used;
   return true;
@@ -95,16 +115,31 @@ void Labels::put(const Label& label, BlockRef block) {
   names_.acquire(label);
   if (before == kNoBlock) return;
   table(label).replace(label.value, block);
-  older_[label].push_back(before);
+  Several& several = several_.try_emplace(label, scramble_).first->second;
+  several.blocks.add(before);  // if the label had only this one so far
+  several.blocks.add(block);
   ++ambiguous_;
 }
 
-size_t Labels::add_new(const Label* labels, const Stretch& blocks) {
+// Note that an owner has come to have copies of a block, or has none any more.
+void Labels::note_held(const Label& label, BlockRef block, OwnerId owner, bool holds) {
+  const auto several = several_.find(label);
+  if (several == several_.end() || !several->second.sorted_by_owner) return;
+  BlockSet& held = several->second.held_by(owner, scramble_);
+  holds ? held.add(block) : held.erase(block);
+}
+
+size_t Labels::add_new(const Label* labels, const Stretch& blocks, OwnerId owner) {
   const BlockRef first = block_ref(blocks.strand, blocks.offset);
-  uint32_t added = 0;
-  for (; added < blocks.count && grow(); ++added) put(labels[added], first + added);
-  tally(first) += added;
-  return added;
+  const auto count = static_cast<uint32_t>(std::min<uint64_t>(blocks.count, room()));
+  for (uint32_t i = 0; i < count; ++i) {
+    put(labels[i], first + i);
+    if (!several_.empty()) note_held(labels[i], first + i, owner, true);
+  }
+  size_ += count;
+  budget_.used += count;
+  if (count != 0) tally(first) += count;
+  return count;
 }
 
 bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t count) {
@@ -117,6 +152,7 @@ bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t cou
     ++tally(block);
   }
   if (!known_label) put(label, block);
+  if (known == 0 && !several_.empty()) note_held(label, block, owner, true);
   duplicates_ += known != 0 ? count : count - 1;
   if (!written_down()) {
     const uint64_t further = known != 0 ? count : count - 1;
@@ -166,24 +202,21 @@ bool Labels::drop(const Label& label, BlockRef block, OwnerId owner) {
     --budget_.used;
     --tally(block);
   }
+  if (!several_.empty()) note_held(label, block, owner, false);
   if (!any) forget(label, block);
   return last_label;
 }
 
 void Labels::forget(const Label& label, BlockRef block) {
   if (written_down()) counted_->erase({label, block});
-  const auto older = older_.empty() ? older_.end() : older_.find(label);
-  if (older == older_.end()) {
+  const auto several = several_.empty() ? several_.end() : several_.find(label);
+  if (several == several_.end()) {
     table(label).erase(label.value);
   } else {
-    std::vector<BlockRef>& blocks = older->second;
-    if (newest(label) == block) {
-      table(label).replace(label.value, blocks.back());
-      blocks.pop_back();
-    } else {
-      blocks.erase(std::find(blocks.begin(), blocks.end(), block));
-    }
-    if (blocks.empty()) older_.erase(older);
+    BlockSet& blocks = several->second.blocks;
+    blocks.erase(block);
+    table(label).replace(label.value, blocks.newest());
+    if (blocks.size() == 1) several_.erase(several);
   }
   names_.release(label);
 }
@@ -203,20 +236,20 @@ void Labels::restore(const Label& label, BlockRef block, uint64_t groups) {
 }
 
 void Labels::restore_order(const Label& label, const std::vector<BlockRef>& oldest_first) {
-  const auto older = older_.find(label);
-  if (older == older_.end()) return;
-  std::unordered_map<BlockRef, size_t> turns;
-  for (const BlockRef block : oldest_first) turns.emplace(block, turns.size() + 1);
-  const auto turn = [&](BlockRef block) {
-    const auto found = turns.find(block);
-    return found == turns.end() ? 0 : found->second;
-  };
-  std::vector<BlockRef>& blocks = older->second;
-  blocks.push_back(newest(label));
-  std::stable_sort(blocks.begin(), blocks.end(),
-                   [&](BlockRef one, BlockRef other) { return turn(one) < turn(other); });
-  table(label).replace(label.value, blocks.back());
-  blocks.pop_back();
+  const auto several = several_.find(label);
+  if (several == several_.end()) return;
+  BlockSet listed(scramble_);
+  for (const BlockRef block : oldest_first) listed.add(block);
+  BlockSet& blocks = several->second.blocks;
+  BlockSet ordered(scramble_);
+  blocks.for_each([&](BlockRef block) {
+    if (!listed.contains(block)) ordered.add(block);
+  });
+  listed.for_each([&](BlockRef block) {
+    if (blocks.contains(block)) ordered.add(block);
+  });
+  blocks = std::move(ordered);
+  table(label).replace(label.value, blocks.newest());
 }
 
 void Labels::restore_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies) {
@@ -239,26 +272,20 @@ void Labels::count_shared() {
   }
 }
 
-void Labels::clear() {
+void Labels::clear(Hold& hold) {
   std::vector<BlockRef> blocks;
   blocks.reserve(ints_.size() + named_.size());
   placements([&](const Label& label, BlockRef block) {
     blocks.push_back(block);
     names_.release(label);
+    hold.did(1);
   });
-  ints_.clear();
-  named_.clear();
-  older_.clear();
-  further_.clear();
-  counted_.reset();
-  shared_.clear();
-  budget_.used -= size_;
-  size_ = 0;
-  prompts_.clear();
-  tally_ = nullptr;
   // Backwards: ends of strands first, so that most of what is dropped is only cut off.
-  std::sort(blocks.begin(), blocks.end(), std::greater<>());
-  blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
+  const auto sort = [&] {
+    std::sort(blocks.begin(), blocks.end(), std::greater<>());
+    blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
+  };
+  blocks.size() < Hold::kBlocks ? sort() : hold.aside(sort);
   for (size_t i = 0; i < blocks.size();) {
     // A stretch of neighbours in one strand. A strand may be dropped by what comes before it, but
     // not while the rank holds a block of it.
@@ -273,8 +300,25 @@ void Labels::clear() {
       tree_.release(stretch, places_[place]);
     }
     tree_.prune(blocks[i]);
+    hold.did(stretch.count + places_.size());
     i = stop;
   }
+  budget_.used -= size_;
+  size_ = 0;
+  prompts_.clear();
+  tally_ = nullptr;
+  ints_.clear();
+  named_.clear();
+  Ambiguous several(0, several_.hash_function());
+  several.swap(several_);
+  const auto further = std::exchange(further_, {});
+  const auto shared = std::exchange(shared_, {});
+  auto counted = std::move(counted_);
+  if (blocks.size() < Hold::kBlocks) return;
+  hold.aside([&] {
+    several.clear();
+    counted.reset();
+  });
 }
 
 void Labels::check(std::vector<uint64_t>& resident) const {

@@ -3,7 +3,7 @@
 // Nearly always a label names one block, a block has one label, and there is one copy in each place
 // that the tree knows as its owner. Then a label costs an entry of `LabelTable` and nothing else:
 // its copies are read from the tree. What is rarer is kept beside: further copies (`further_`), and
-// older blocks of the same label (`older_`). Should a block ever get a second label, the tree can no
+// all blocks of a label that has several (`several_`). Should a block ever get a second label, the tree can no
 // longer tell whose copies it shows; from then on, until the rank is cleared, the copies of every
 // label are written down (`counted_`).
 //
@@ -17,6 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/block_set.hpp"
+#include "core/hold.hpp"
 #include "core/label.hpp"
 #include "core/label_table.hpp"
 #include "core/owners.hpp"
@@ -27,9 +29,8 @@ namespace kvindex {
 // The resident (block, group) pairs of an index, and how many there may be.
 struct Budget {
   std::optional<uint64_t> limit;
+  std::optional<uint64_t> rank_limit;  // of one rank
   uint64_t used = 0;
-
-  bool spent() const { return limit && used >= *limit; }
 };
 
 // What is counted together: the prompts of a namespace that do, or do not, start under a salt or
@@ -51,6 +52,7 @@ class Labels {
          const Scramble& scramble);
 
   uint64_t size() const { return size_; }  // resident (block, group) pairs
+  bool full() const { return budget_.rank_limit && size_ >= *budget_.rank_limit; }
   uint64_t ambiguous() const { return ambiguous_; }    // how often a label named a further block
   uint64_t duplicates() const { return duplicates_; }  // further physical copies counted
 
@@ -68,9 +70,10 @@ class Labels {
 
   // The newest block of a label, or kNoBlock.
   BlockRef newest(const Label& label) const;
-  // All the blocks of a label, the newest first.
-  std::vector<BlockRef> named(const Label& label) const;
-  bool ambiguous(const Label& label) const { return !older_.empty() && older_.contains(label); }
+  bool ambiguous(const Label& label) const { return !several_.empty() && several_.contains(label); }
+  // The blocks of an ambiguous label that an owner has copies of, the oldest first. The tree must
+  // know all owners. Costs what it returns; the first time what the label has.
+  std::vector<BlockRef> held_in(const Label& label, OwnerId owner, Hold& hold);
   void prefetch(const Label& label) const {
     if (!label.named) ints_.prefetch(label.value);
   }
@@ -88,7 +91,7 @@ class Labels {
 
   // Likewise for blocks that nobody holds yet; says how many there was room for. The copies must
   // not be `written_down`.
-  size_t add_new(const Label* labels, const Stretch& blocks);
+  size_t add_new(const Label* labels, const Stretch& blocks, OwnerId owner);
   bool written_down() const { return counted_ != nullptr; }
 
   // Take one copy away; true if the owner now no longer holds the block at all: then the tree must
@@ -113,11 +116,14 @@ class Labels {
 
   // Whether a placement has one copy in each place of the rank that holds the block.
   bool is_plain(const Label& label, BlockRef block) const;
-  // The older blocks of labels that have several, the newest of them last.
-  const auto& older() const { return older_; }
+  // The blocks of labels that have several.
+  template <class Visit>
+  void ambiguities(Visit&& visit) const {
+    for (const auto& [label, several] : several_) visit(label, several.blocks);
+  }
 
   // Forget every label; the tree learns of it.
-  void clear();
+  void clear(Hold& hold);
 
   // Visit each (label, block) pair.
   template <class Visit>
@@ -145,9 +151,23 @@ class Labels {
   };
   using Counted = std::unordered_map<Placement, std::vector<Copies>, PlacementHash>;
 
+  // A label that names several blocks.
+  struct Several {
+    explicit Several(const Scramble& scramble) : blocks(scramble) {}
+
+    BlockSet blocks;
+    // Those that each owner has copies of; made when `held_in` first asks.
+    std::vector<std::pair<OwnerId, BlockSet>> held;
+    bool sorted_by_owner = false;
+
+    BlockSet& held_by(OwnerId owner, const Scramble& scramble);
+  };
+  using Ambiguous = std::unordered_map<Label, Several, LabelHash>;
+
   static uint64_t residence(BlockRef block, OwnerId owner) { return uint64_t{block} << 32 | owner; }
   bool placed(const Label& label, BlockRef block, BlockRef newest) const;
   bool in_group(const Label& label, BlockRef block, uint32_t group_idx) const;
+  uint64_t room() const;
   bool grow();
   // How many resident blocks there are of the prompts that this one is of.
   uint64_t& tally(BlockRef block) {
@@ -164,6 +184,7 @@ class Labels {
   }
   void put(const Label& label, BlockRef block);
   void forget(const Label& label, BlockRef block);
+  void note_held(const Label& label, BlockRef block, OwnerId owner, bool holds);
   LabelTable& table(const Label& label) { return label.named ? named_ : ints_; }
   const LabelTable& table(const Label& label) const { return label.named ? named_ : ints_; }
 
@@ -174,7 +195,8 @@ class Labels {
   std::vector<OwnerId> places_;
   LabelTable ints_;
   LabelTable named_;
-  std::unordered_map<Label, std::vector<BlockRef>, LabelHash> older_;  // newest last
+  const Scramble& scramble_;
+  Ambiguous several_;
   std::unordered_map<uint64_t, uint64_t> further_;  // by residence: copies beyond the first
   std::unique_ptr<Counted> counted_;
   std::unordered_map<uint64_t, uint64_t> shared_;  // by residence: labels beyond the first
@@ -193,8 +215,11 @@ void Labels::placements(Visit&& visit) const {
       visit(Label{value, named}, block);
     });
   }
-  for (const auto& [label, blocks] : older_) {
-    for (const BlockRef block : blocks) visit(label, block);
+  for (const auto& [label, several] : several_) {
+    const BlockRef last = several.blocks.newest();
+    several.blocks.for_each([&](BlockRef block) {
+      if (block != last) visit(label, block);
+    });
   }
 }
 

@@ -55,6 +55,7 @@ struct RankSlot {
   std::unique_ptr<RankBlocks> blocks;  // null: not in use
   uint32_t id = 0;
   uint32_t order = 0;
+  bool changing = false;  // a change of it is not done, and lets others go first
 };
 
 // Answer a query. Reads the shared state only; scratch memory is the thread's own.

@@ -16,10 +16,11 @@ const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredName
     "too_many_media",   "block_size",           "token_count",  "extra_keys_count",
     "lookahead_count",  "too_many_groups",      "group_kind",   "partial_block",
     "too_many_block_sizes", "unit_changed",     "position_unknown", "parent_namespace",
-    "parent_ambiguous", "max_blocks"};
+    "parent_ambiguous", "max_blocks",           "max_blocks_per_rank"};
 
 namespace {
 
+constexpr size_t kTokensPerBlock = 256;  // hashing so many takes as long as placing a block
 constexpr size_t kMostScratch = 65'536;  // blocks of an event whose scratch is kept for the next
 
 // CPython's hash(()) on 64-bit machines: SGLang 0.4.8-0.5.0 names the root so.
@@ -135,23 +136,24 @@ void RankBlocks::summarize() {
              known.upper_bound, known.main_size, groups_.unit()};
 }
 
-void RankBlocks::apply(const Batch& batch) {
+void RankBlocks::apply(const Batch& batch, Hold& hold) {
   for (const ByteRange& tag : batch.skipped) skip(batch.text(tag));
   announced_.reset();
-  learn_sizes(batch);
+  learn_sizes(batch, hold);
   for (const Event& event : batch.events) {
     switch (event.kind) {
       case EventKind::stored:
-        store(batch, event);
+        store(batch, event, hold);
         break;
       case EventKind::removed:
-        remove(batch, event);
+        remove(batch, event, hold);
         break;
       case EventKind::cleared:
         count(Counter::cleared, 1);
-        drop_all();
+        drop_all(hold);
         break;
     }
+    hold.did(1);
   }
 }
 
@@ -161,8 +163,8 @@ void RankBlocks::skip(std::string_view tag) {
   ++skipped_[name];
 }
 
-void RankBlocks::clear() {
-  drop_all();
+void RankBlocks::clear(Hold& hold) {
+  drop_all(hold);
   groups_.forget();
   summarize();
   for (const Place& place : places_) shared_.owners.drop(place.owner);
@@ -170,8 +172,8 @@ void RankBlocks::clear() {
   labels_.places().clear();
 }
 
-void RankBlocks::drop_all() {
-  labels_.clear();
+void RankBlocks::drop_all(Hold& hold) {
+  labels_.clear(hold);
   orphans_.clear();
   positions_unknown_ = false;
   for (const Label& label : torn_) shared_.names.release(label);
@@ -212,27 +214,27 @@ Label RankBlocks::label(const Batch& batch, const WireHash& hash) {
 
 // Storing ------------------------------------------------------------------------------------
 
-void RankBlocks::store(const Batch& batch, const Event& event) {
+void RankBlocks::store(const Batch& batch, const Event& event, Hold& hold) {
   const uint64_t at_least_one = std::max(1u, event.hashes_count);
   const auto owner = place(batch, event);
   if (!owner) {
     ignore(Ignored::too_many_media, at_least_one);
     return;
   }
-  gather_labels(batch, event);
-  const std::vector<Label>& labels = shared_.labels;
+  gather_labels(batch, event, hold);
+  const std::vector<Label>& labels = shared_.scratch.labels;
   std::optional<Label> parent;
   if (event.has_parent) parent = label(batch, event.parent);
 
   if (event.tokens_count == 0) {
-    relocate(labels.data(), labels.size(), *owner);
+    relocate(labels.data(), labels.size(), *owner, hold);
   } else if (const Ignored fault = learn(batch, event); fault != Ignored::kCount) {
     ignore(fault, at_least_one);
   } else if (event.hashes_count != 0) {  // 0: a sparse event of no block
     if (names_only(batch, event)) {
-      relocate(labels.data(), labels.size(), *owner);
+      relocate(labels.data(), labels.size(), *owner, hold);
     } else {
-      store_whole(batch, event, *owner, parent ? &*parent : nullptr);
+      store_whole(batch, event, *owner, parent ? &*parent : nullptr, hold);
     }
   }
   for (const Label& label : labels) shared_.names.release(label);
@@ -242,17 +244,18 @@ void RankBlocks::store(const Batch& batch, const Event& event) {
 
 // Take the event's labels, and fetch what will be asked about them: it comes while the blocks are
 // hashed.
-void RankBlocks::gather_labels(const Batch& batch, const Event& event) {
-  std::vector<Label>& labels = shared_.labels;
+void RankBlocks::gather_labels(const Batch& batch, const Event& event, Hold& hold) {
+  std::vector<Label>& labels = shared_.scratch.labels;
   labels.clear();
   for (uint32_t i = 0; i < event.hashes_count; ++i) {
     labels.push_back(label(batch, batch.hashes[event.hashes_begin + i]));
     labels_.prefetch(labels.back());
+    if (i % Hold::kBlocks == Hold::kBlocks - 1) hold.did(Hold::kBlocks);
   }
 }
 
 // Learn the unit from all of a batch first: its groups' sizes come one after the other.
-void RankBlocks::learn_sizes(const Batch& batch) {
+void RankBlocks::learn_sizes(const Batch& batch, Hold& hold) {
   const uint32_t unit = groups_.unit();
   for (const Event& event : batch.events) {
     if (event.kind != EventKind::stored || event.tokens_count == 0 || event.block_size == 0 ||
@@ -266,7 +269,7 @@ void RankBlocks::learn_sizes(const Batch& batch) {
   if (unit == 0 || groups_.unit() == unit) return;
   // What is held lies in the tree by the old unit, where nothing new would meet it.
   ignore(Ignored::unit_changed, labels_.size());
-  drop_all();
+  drop_all(hold);
 }
 
 // Whether only the labels of an event can be used: it does not tell the blocks' contents.
@@ -281,22 +284,23 @@ bool RankBlocks::names_only(const Batch& batch, const Event& event) const {
 }
 
 void RankBlocks::store_whole(const Batch& batch, const Event& event, OwnerId owner,
-                             const Label* parent) {
+                             const Label* parent, Hold& hold) {
   if (holds_text(batch, event)) count(Counter::stored_text, event.hashes_count);
   const uint32_t unit = groups_.unit();
-  std::vector<Digest>& contents = shared_.contents;
+  std::vector<Digest>& contents = shared_.scratch.contents;
   contents.clear();
   for (uint32_t block = 0; block < event.hashes_count; ++block) {
     const std::string_view extra = extra_of(batch, event, block);
     for (uint32_t start = 0; start < event.block_size; start += unit) {
       contents.push_back(unit_digest(batch, event, block, start, unit, extra, shared_.keys));
     }
+    hold.did(1 + event.block_size / kTokensPerBlock);
   }
   const RootId root = shared_.tree.enter(unit, event.lookahead, batch.text(event.lora));
-  const std::vector<Label>& labels = shared_.labels;
+  const std::vector<Label>& labels = shared_.scratch.labels;
   store_chain(batch, event,
               {root, labels.data(), contents.data(), labels.size(), event.block_size / unit, owner},
-              parent);
+              parent, hold);
   shared_.tree.leave(root);
 }
 
@@ -319,16 +323,16 @@ Ignored RankBlocks::learn(const Batch& batch, const Event& event) {
 }
 
 void RankBlocks::store_chain(const Batch& batch, const Event& event, Chain chain,
-                             const Label* parent) {
+                             const Label* parent, Hold& hold) {
   const BlockRef block = parent == nullptr ? kNoBlock : labels_.newest(*parent);
   if (block != kNoBlock) {
-    store_after(block, *parent, chain);
+    store_after(block, *parent, chain, hold);
   } else if (is_root_parent(event)) {
     const std::string_view extra =
         event.has_salt ? batch.text(event.salted_first) : extra_of(batch, event, 0);
     chain.salted = learn_salt(batch.text(event.lora), extra);
     if (!event.has_salt) {
-      store_at_root(batch, event, chain);
+      store_at_root(batch, event, chain, hold);
       return;
     }
     // The salt is part of a prompt's first block only.
@@ -336,9 +340,9 @@ void RankBlocks::store_chain(const Batch& batch, const Event& event, Chain chain
     salted[0] = unit_digest(batch, event, 0, 0, groups_.unit(), extra,
                             shared_.keys);
     chain.contents = salted.data();
-    store_at_root(batch, event, chain);
+    store_at_root(batch, event, chain, hold);
   } else {
-    store_detached(batch, event, *parent, chain);
+    store_detached(batch, event, *parent, chain, hold);
   }
 }
 
@@ -357,31 +361,32 @@ bool RankBlocks::learn_salt(std::string_view lora, std::string_view extra) {
   return true;
 }
 
-void RankBlocks::store_at_root(const Batch& batch, const Event& event, const Chain& chain) {
+void RankBlocks::store_at_root(const Batch& batch, const Event& event, const Chain& chain,
+                               Hold& hold) {
   if (!event.has_parent && hashes_content_only(batch, event)) {
     // SGLang 0.5.1-0.5.5 names no parent for any node's first page, and its hashes do not tell
     // the position either: to place the page would be a guess.
     positions_unknown_ = true;
     ignore(Ignored::position_unknown, chain.count);
-  } else if (is_announced_again(event, chain)) {
+  } else if (is_announced_again(event, chain, hold)) {
     count(Counter::reannounced, chain.count);
   } else {
-    place(kNoBlock, chain);
+    place(kNoBlock, chain, hold);
   }
 }
 
 // Whether vLLM's report mode "full" announces blocks that a request found cached.
-bool RankBlocks::is_announced_again(const Event& event, const Chain& chain) {
+bool RankBlocks::is_announced_again(const Event& event, const Chain& chain, Hold& hold) {
   if (!groups_.settings().reports_full || event.has_parent) return false;
   const Label& last = chain.labels[chain.count - 1];
   if (!announced_ || announced_->first != last) {
-    announced_ = {last, would_be_found(event, chain)};
+    announced_ = {last, would_be_found(event, chain, hold)};
   }
   return announced_->second;
 }
 
 // Whether the engine's own lookup would have found a chain from the root, group by group.
-bool RankBlocks::would_be_found(const Event& event, const Chain& chain) const {
+bool RankBlocks::would_be_found(const Event& event, const Chain& chain, Hold& hold) const {
   const std::string* const medium = shared_.owners[chain.owner].medium;
   const uint64_t size = event.block_size;
   for (const auto& [group_idx, group] : groups_.known()) {
@@ -391,6 +396,7 @@ bool RankBlocks::would_be_found(const Event& event, const Chain& chain) const {
     });
     const uint64_t first = group.spec.needed_from(chain.count * size, group.block_size);
     for (size_t i = 0; i < chain.count; ++i) {
+      if (i % Hold::kBlocks == Hold::kBlocks - 1) hold.did(Hold::kBlocks);
       const uint64_t stop = (i + 1) * size;
       if (stop <= first || stop % group.block_size != 0) continue;
       const BlockRef block = labels_.newest(chain.labels[i]);
@@ -407,20 +413,21 @@ bool RankBlocks::is_torn(const Label& label) const {
   return !torn_.empty() && (torn_.contains(label) || torn_.size() >= kMostTorn);
 }
 
-void RankBlocks::store_after(BlockRef parent, const Label& parent_label, const Chain& chain) {
+void RankBlocks::store_after(BlockRef parent, const Label& parent_label, const Chain& chain,
+                             Hold& hold) {
   if (shared_.tree.root_of(parent) != chain.root) {
     ignore(Ignored::parent_namespace, chain.count);
   } else if (labels_.ambiguous(parent_label) || is_torn(parent_label)) {
     // One label names several blocks: which of them is meant is not said.
     ignore(Ignored::parent_ambiguous, chain.count);
   } else {
-    place(parent, chain);
+    place(parent, chain, hold);
   }
 }
 
 // Store blocks whose parent is not resident: known ones need none, others wait.
 void RankBlocks::store_detached(const Batch& batch, const Event& event, const Label& parent,
-                                const Chain& chain) {
+                                const Chain& chain, Hold& hold) {
   if (positions_unknown_ || hashes_content_only(batch, event)) {
     ignore(Ignored::position_unknown, chain.count);
     return;
@@ -431,7 +438,7 @@ void RankBlocks::store_detached(const Batch& batch, const Event& event, const La
     if (block != kNoBlock && shared_.tree.root_of(block) == chain.root) {
       if (add_copies(chain.labels[i], block, {{chain.owner, 1}})) {
         count(Counter::stored, 1);
-        place(block, chain.after(i + 1));
+        place(block, chain.after(i + 1), hold);
       }
       return;
     }
@@ -445,11 +452,12 @@ void RankBlocks::store_detached(const Batch& batch, const Event& event, const La
     }
     count(Counter::orphaned, 1);
     before = &chain.labels[i];
+    hold.did(1);
   }
 }
 
 // Note a further place of blocks that an event names without their tokens.
-void RankBlocks::relocate(const Label* labels, size_t number, OwnerId owner) {
+void RankBlocks::relocate(const Label* labels, size_t number, OwnerId owner, Hold& hold) {
   for (size_t i = 0; i < number; ++i) {
     const BlockRef block = labels_.newest(labels[i]);
     if (block == kNoBlock) {
@@ -458,28 +466,43 @@ void RankBlocks::relocate(const Label* labels, size_t number, OwnerId owner) {
     } else if (add_copies(labels[i], block, {{owner, 1}})) {
       count(Counter::stored, 1);
     }
+    hold.did(1);
   }
 }
 
-// Put a chain of blocks into the tree, then all held blocks that waited for them.
-void RankBlocks::place(BlockRef parent, const Chain& chain) {
-  if (chain.count == 0) return;
-  std::vector<Stretch>& stretches = shared_.chain;
+// Put a chain of blocks into the tree, cut by cut, and after each all held blocks that waited for
+// it. The last block of a cut stays while others go first: this rank holds it.
+void RankBlocks::place(BlockRef parent, Chain chain, Hold& hold) {
+  const bool is_short = chain.count * chain.scale <= Hold::kBlocks;
+  const size_t most = is_short ? chain.count : std::max<size_t>(1, Hold::kBlocks / chain.scale);
+  while (chain.count != 0) {
+    const Chain cut = chain.first(most);
+    const size_t added = place_some(parent, cut, hold);
+    if (added < cut.count) {
+      ignore(no_room(), chain.count - added);
+      return;
+    }
+    hold.did(cut.count * cut.scale);
+    chain = chain.after(cut.count);
+  }
+}
+
+// Place as many blocks as there is room for; say how many, and move `last` to the last of all.
+size_t RankBlocks::place_some(BlockRef& last, const Chain& chain, Hold& hold) {
+  std::vector<Stretch>& stretches = shared_.scratch.chain;
   stretches.clear();
-  shared_.tree.extend(parent, chain.root, chain.contents, chain.count * chain.scale, stretches,
+  shared_.tree.extend(last, chain.root, chain.contents, chain.count * chain.scale, stretches,
                       chain.salted);
-  if (chain.scale != 1) return place_scaled(chain);
+  if (chain.scale != 1) return place_scaled(last, chain, hold);
   const size_t added = add_labels(chain);
   own_chain(added, chain.owner);
-  if (added < chain.count) {
-    ignore(Ignored::max_blocks, chain.count - added);
-    if (!stretches.empty()) {
-      const Stretch& last = stretches.back();
-      shared_.tree.prune(block_ref(last.strand, last.offset));
-    }
+  if (!stretches.empty()) {
+    const Stretch& end = stretches.back();
+    last = block_ref(end.strand, end.offset + end.count - 1);
+    if (added < chain.count) shared_.tree.prune(last);
   }
   count(Counter::stored, added);
-  if (orphans_.size() == 0) return;
+  if (orphans_.size() == 0) return added;
   std::vector<std::pair<Label, BlockRef>> placed;
   for (const Stretch& stretch : stretches) {
     for (uint32_t i = 0; i < stretch.count && placed.size() < added; ++i) {
@@ -487,36 +510,39 @@ void RankBlocks::place(BlockRef parent, const Chain& chain) {
                           block_ref(stretch.strand, stretch.offset + i));
     }
   }
-  attach(std::move(placed));
+  attach(std::move(placed), hold);
+  return added;
 }
 
 // The same for blocks of several units: each is the last one of its own.
-void RankBlocks::place_scaled(const Chain& chain) {
+size_t RankBlocks::place_scaled(BlockRef& last, const Chain& chain, Hold& hold) {
   std::vector<BlockRef> units;
-  for (const Stretch& stretch : shared_.chain) {
+  for (const Stretch& stretch : shared_.scratch.chain) {
     const BlockRef first = block_ref(stretch.strand, stretch.offset);
     for (uint32_t i = 0; i < stretch.count; ++i) units.push_back(first + i);
   }
   std::vector<std::pair<Label, BlockRef>> placed;
   for (size_t i = 0; i < chain.count; ++i) {
-    const size_t last = (i + 1) * chain.scale - 1;
-    if (last >= units.size() || !add_copy(chain.labels[i], units[last], chain.owner)) break;
-    placed.emplace_back(chain.labels[i], units[last]);
+    const size_t end = (i + 1) * chain.scale - 1;
+    if (end >= units.size() || !add_copy(chain.labels[i], units[end], chain.owner)) break;
+    placed.emplace_back(chain.labels[i], units[end]);
   }
-  count(Counter::stored, placed.size());
-  if (placed.size() < chain.count) {
-    ignore(Ignored::max_blocks, chain.count - placed.size());
-    if (!units.empty()) shared_.tree.prune(units.back());
+  const size_t added = placed.size();
+  count(Counter::stored, added);
+  if (!units.empty()) {
+    last = units.back();
+    if (added < chain.count) shared_.tree.prune(last);
   }
-  if (orphans_.size() != 0) attach(std::move(placed));
+  if (orphans_.size() != 0) attach(std::move(placed), hold);
+  return added;
 }
 
 // Label the blocks of the extended chain; say how many of them the budget had room for.
 size_t RankBlocks::add_labels(const Chain& chain) {
   size_t added = 0;
-  for (const Stretch& stretch : shared_.chain) {
+  for (const Stretch& stretch : shared_.scratch.chain) {
     if (shared_.tree.unowned(stretch) && !labels_.written_down()) {  // new ones, as nearly all are
-      const size_t some = labels_.add_new(chain.labels + added, stretch);
+      const size_t some = labels_.add_new(chain.labels + added, stretch, chain.owner);
       added += some;
       if (some < stretch.count) return added;
       continue;
@@ -536,7 +562,7 @@ size_t RankBlocks::add_labels(const Chain& chain) {
 
 // Make the first blocks of the extended chain resident.
 void RankBlocks::own_chain(size_t blocks, OwnerId owner) {
-  for (Stretch stretch : shared_.chain) {
+  for (Stretch stretch : shared_.scratch.chain) {
     stretch.count = static_cast<uint32_t>(std::min<size_t>(stretch.count, blocks));
     if (stretch.count == 0) return;
     shared_.tree.own(stretch, owner);
@@ -545,7 +571,7 @@ void RankBlocks::own_chain(size_t blocks, OwnerId owner) {
 }
 
 // Give held blocks the place that has become known, and so on down the chain.
-void RankBlocks::attach(std::vector<std::pair<Label, BlockRef>> placed) {
+void RankBlocks::attach(std::vector<std::pair<Label, BlockRef>> placed, Hold& hold) {
   while (!placed.empty()) {
     const auto [label, block] = placed.back();
     placed.pop_back();
@@ -559,6 +585,7 @@ void RankBlocks::attach(std::vector<std::pair<Label, BlockRef>> placed) {
       shared_.tree.leave(orphan.root);
       shared_.names.release(child_label);
     }
+    hold.did(1);
   }
 }
 
@@ -589,7 +616,7 @@ bool RankBlocks::add_copies(const Label& label, BlockRef block, const std::vecto
     if (add_copy(label, block, some.owner, some.count)) {
       ++added;
     } else {
-      ignore(Ignored::max_blocks, 1);
+      ignore(no_room(), 1);
     }
   }
   return added != 0;
@@ -604,7 +631,7 @@ bool RankBlocks::add_copy(const Label& label, BlockRef block, OwnerId owner, uin
 
 // Removing -----------------------------------------------------------------------------------
 
-void RankBlocks::remove(const Batch& batch, const Event& event) {
+void RankBlocks::remove(const Batch& batch, const Event& event, Hold& hold) {
   const auto owner = find_place(batch, event);
   if (!owner) {
     count(Counter::removed_unknown, event.hashes_count);
@@ -612,8 +639,9 @@ void RankBlocks::remove(const Batch& batch, const Event& event) {
   }
   for (uint32_t i = 0; i < event.hashes_count; ++i) {
     const WireHash& hash = batch.hashes[event.hashes_begin + i];
+    hold.did(1);
     if (!hash.is_bytes()) {
-      remove_one({hash.value, false}, *owner);
+      remove_one({hash.value, false}, *owner, hold);
       continue;
     }
     const Label named{shared_.names.find(batch.text(hash)), true};
@@ -622,15 +650,15 @@ void RankBlocks::remove(const Batch& batch, const Event& event) {
       continue;
     }
     shared_.names.acquire(named);
-    remove_one(named, *owner);
+    remove_one(named, *owner, hold);
     shared_.names.release(named);
   }
 }
 
-void RankBlocks::remove_one(const Label& label, OwnerId owner) {
-  std::vector<BlockRef> blocks;
+void RankBlocks::remove_one(const Label& label, OwnerId owner, Hold& hold) {
   if (labels_.ambiguous(label)) {
-    blocks = labels_.named(label);
+    const std::vector<BlockRef> blocks = labels_.held_in(label, owner, hold);
+    if (!blocks.empty()) return remove_several(label, blocks, owner, hold);
   } else if (const BlockRef only = labels_.newest(label); only != kNoBlock) {
     if (labels_.copies(label, only, owner) != 0) {  // as nearly always
       count(Counter::removed, 1);
@@ -638,20 +666,21 @@ void RankBlocks::remove_one(const Label& label, OwnerId owner) {
       return;
     }
   }
-  std::erase_if(blocks, [&](BlockRef block) { return labels_.copies(label, block, owner) == 0; });
-  if (blocks.empty()) {
-    const bool held = orphans_.drop_copy(label, owner);
-    count(held ? Counter::removed_orphans : Counter::removed_unknown, 1);
-    return;
-  }
+  const bool held = orphans_.drop_copy(label, owner);
+  count(held ? Counter::removed_orphans : Counter::removed_unknown, 1);
+}
+
+// Which of several blocks of one label is gone is not said: none may be answered for.
+void RankBlocks::remove_several(const Label& label, const std::vector<BlockRef>& blocks,
+                                OwnerId owner, Hold& hold) {
   count(Counter::removed, 1);
-  // Which of several blocks of one label is gone is not said: none may be answered for.
   if (blocks.size() > 1) {
     count(Counter::removed_ambiguous, blocks.size() - 1);
     if (torn_.size() < kMostTorn && torn_.insert(label).second) shared_.names.acquire(label);
   }
   for (const BlockRef block : blocks) {
     if (labels_.drop(label, block, owner)) shared_.tree.disown(block, owner);
+    hold.did(1);
   }
 }
 

@@ -4,6 +4,7 @@
 // under its lock.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <map>
@@ -15,6 +16,7 @@
 
 #include "core/batch.hpp"
 #include "core/groups.hpp"
+#include "core/hold.hpp"
 #include "core/labels.hpp"
 #include "core/orphans.hpp"
 #include "core/rank_image.hpp"
@@ -31,6 +33,7 @@ enum class Ignored : uint8_t {
   too_many_media, block_size, token_count, extra_keys_count, lookahead_count,
   too_many_groups, group_kind, partial_block, too_many_block_sizes, unit_changed,
   position_unknown, parent_namespace, parent_ambiguous, max_blocks,
+  max_blocks_per_rank,
   kCount
 };
 
@@ -71,14 +74,16 @@ struct Shared {
   std::vector<RankSummary> summaries;  // by slot
   // Replaced as a whole, so that answers can keep it; null from a change of it to the end of that.
   std::shared_ptr<const RankSizes> sizes;
-  std::vector<Stretch> chain;   // scratch of `place`
-  std::vector<Label> labels;      // scratch of the event that is applied
-  std::vector<Digest> contents;  // likewise
+  // Of the event that is applied; put aside while another one goes first.
+  struct Scratch {
+    std::vector<Stretch> chain;  // of `place`
+    std::vector<Label> labels;
+    std::vector<Digest> contents;
+  };
+  Scratch scratch;
 
   void drop_scratch() {
-    chain = std::vector<Stretch>();  // unlike `{}`, which keeps the memory
-    labels = std::vector<Label>();
-    contents = std::vector<Digest>();
+    scratch = Scratch();
     tree.drop_scratch();
   }
 };
@@ -97,13 +102,13 @@ class RankBlocks {
   RankBlocks(const RankBlocks&) = delete;
   RankBlocks& operator=(const RankBlocks&) = delete;
 
-  void apply(const Batch& batch);
+  void apply(const Batch& batch, Hold& hold);
 
   // Take the user's word for what the events leave unsaid.
   void configure(const CacheSettings& settings);
 
   // Forget everything held and learned: what comes next may be another engine's.
-  void clear();
+  void clear(Hold& hold);
 
   // All that is held and known, and back: then there must be nothing yet, `media` must be those of
   // the image's places, and the image must have been checked.
@@ -139,38 +144,48 @@ class RankBlocks {
     Chain after(size_t start) const {
       return {root, labels + start, contents + start * scale, count - start, scale, owner, salted};
     }
+    Chain first(size_t most) const {
+      return {root, labels, contents, std::min(count, most), scale, owner, salted};
+    }
   };
 
   void count(Counter counter, uint64_t by) { counters_[static_cast<size_t>(counter)] += by; }
   void ignore(Ignored reason, uint64_t blocks) { ignored_[static_cast<size_t>(reason)] += blocks; }
+  // Why there was no room for a block.
+  Ignored no_room() const {
+    return labels_.full() ? Ignored::max_blocks_per_rank : Ignored::max_blocks;
+  }
   void summarize();
   void skip(std::string_view tag);
-  void drop_all();
+  void drop_all(Hold& hold);
 
   std::optional<OwnerId> find_place(const Batch& batch, const Event& event) const;
   std::optional<OwnerId> place(const Batch& batch, const Event& event);
   Label label(const Batch& batch, const WireHash& hash);
 
-  void store(const Batch& batch, const Event& event);
-  void gather_labels(const Batch& batch, const Event& event);
-  void learn_sizes(const Batch& batch);
+  void store(const Batch& batch, const Event& event, Hold& hold);
+  void gather_labels(const Batch& batch, const Event& event, Hold& hold);
+  void learn_sizes(const Batch& batch, Hold& hold);
   Ignored learn(const Batch& batch, const Event& event);
   bool names_only(const Batch& batch, const Event& event) const;
-  void store_whole(const Batch& batch, const Event& event, OwnerId owner, const Label* parent);
-  void store_chain(const Batch& batch, const Event& event, Chain chain, const Label* parent);
+  void store_whole(const Batch& batch, const Event& event, OwnerId owner, const Label* parent,
+                   Hold& hold);
+  void store_chain(const Batch& batch, const Event& event, Chain chain, const Label* parent,
+                   Hold& hold);
   bool learn_salt(std::string_view lora, std::string_view extra);
-  void store_at_root(const Batch& batch, const Event& event, const Chain& chain);
-  void store_after(BlockRef parent, const Label& parent_label, const Chain& chain);
+  void store_at_root(const Batch& batch, const Event& event, const Chain& chain, Hold& hold);
+  void store_after(BlockRef parent, const Label& parent_label, const Chain& chain, Hold& hold);
   void store_detached(const Batch& batch, const Event& event, const Label& parent,
-                      const Chain& chain);
-  bool is_announced_again(const Event& event, const Chain& chain);
-  bool would_be_found(const Event& event, const Chain& chain) const;
+                      const Chain& chain, Hold& hold);
+  bool is_announced_again(const Event& event, const Chain& chain, Hold& hold);
+  bool would_be_found(const Event& event, const Chain& chain, Hold& hold) const;
   bool is_torn(const Label& label) const;
-  void relocate(const Label* labels, size_t count, OwnerId owner);
-  void place(BlockRef parent, const Chain& chain);
-  void place_scaled(const Chain& chain);
+  void relocate(const Label* labels, size_t count, OwnerId owner, Hold& hold);
+  void place(BlockRef parent, Chain chain, Hold& hold);
+  size_t place_some(BlockRef& last, const Chain& chain, Hold& hold);
+  size_t place_scaled(BlockRef& last, const Chain& chain, Hold& hold);
   size_t add_labels(const Chain& chain);
-  void attach(std::vector<std::pair<Label, BlockRef>> placed);
+  void attach(std::vector<std::pair<Label, BlockRef>> placed, Hold& hold);
   BlockRef attach_one(const Label& label, const Orphan& orphan, BlockRef parent);
   bool add_copy(const Label& label, BlockRef block, OwnerId owner, uint64_t copies = 1);
   bool add_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies);
@@ -184,8 +199,10 @@ class RankBlocks {
   void restore_orphans(const RankImage& image, const std::vector<RootId>& roots);
   std::vector<Copies> restored_copies(const std::vector<CopiesImage>& copies) const;
 
-  void remove(const Batch& batch, const Event& event);
-  void remove_one(const Label& label, OwnerId owner);
+  void remove(const Batch& batch, const Event& event, Hold& hold);
+  void remove_one(const Label& label, OwnerId owner, Hold& hold);
+  void remove_several(const Label& label, const std::vector<BlockRef>& blocks, OwnerId owner,
+                      Hold& hold);
 
   Shared& shared_;
   const uint32_t slot_;

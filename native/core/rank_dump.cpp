@@ -143,12 +143,11 @@ void copy_labels(const Labels& labels, const ChainCopy& chains, LabelCopy& copy,
     if (labels.is_plain(label, block)) return;
     image.odd.push_back({position, copy.copies(labels.held(label, block))});
   });
-  for (const auto& [label, blocks] : labels.older()) {
+  labels.ambiguities([&](const Label& label, const BlockSet& blocks) {
     AmbiguousImage ambiguous{copy.label(label), {}};
-    for (const BlockRef block : blocks) ambiguous.positions.push_back(chains.position(block));
-    ambiguous.positions.push_back(chains.position(labels.newest(label)));
+    blocks.for_each([&](BlockRef block) { ambiguous.positions.push_back(chains.position(block)); });
     image.ambiguous.push_back(std::move(ambiguous));
-  }
+  });
 }
 
 void copy_orphans(const Orphans& orphans, ChainCopy& chains, LabelCopy& copy, RankImage& image) {
@@ -237,7 +236,7 @@ std::vector<BlockRef> RankBlocks::restore_blocks(const RankImage& image,
                                                  const std::vector<RootId>& roots) {
   std::vector<BlockRef> blocks;
   blocks.reserve(image.keys.size());
-  std::vector<Stretch>& stretches = shared_.chain;
+  std::vector<Stretch>& stretches = shared_.scratch.chain;
   for (const ChainImage& chain : image.chains) {
     const bool starts = chain.parent == ChainImage::kStart;
     stretches.clear();

@@ -71,7 +71,7 @@ void report(const char* name, std::vector<double> times) {
 
 Index make_index() {
   return Index(secrets(), Scramble(random_words(), random_words(), random_words()), std::nullopt,
-               16'384);
+               std::nullopt, 16'384);
 }
 
 void measure_digests() {

@@ -140,13 +140,12 @@ class Session {
   }
 
   void configure(Index::RankId rank, std::span<const uint8_t> bytes) {
-    static const std::array<const char*, 4> kKinds{"full_attention", "mamba", "sliding_window",
-                                                   "encoder_only_attention"};
+    static const std::array<GroupSpec, 4> kSpecs{
+        GroupSpec{}, GroupSpec{"mamba", std::nullopt, std::nullopt},
+        GroupSpec{"sliding_window", 5, std::nullopt},
+        GroupSpec{"encoder_only_attention", std::nullopt, std::nullopt}};
     if (bytes.size() < 2) return;
-    const std::string_view kind = kKinds[bytes[1] & 3u];
-    const bool has_window = kind == "sliding_window";
-    index_.configure(rank, made_settings(bytes[0] & 3u, kind,
-                                         has_window ? std::optional<int64_t>(5) : std::nullopt));
+    index_.configure(rank, made_settings(bytes[0] & 3u, kSpecs[bytes[1] & 3u]));
   }
 
   Index index_;

@@ -59,10 +59,17 @@ inline KeyMaker::Secrets made_secrets(uint64_t seed) {
 }
 
 inline Index made_index(uint64_t seed, std::optional<uint64_t> max_blocks = std::nullopt,
-                        size_t max_orphans = 16'384) {
+                        size_t max_orphans = 16'384,
+                        Index::BeforeWaiting before_waiting = [] {}) {
   Choices choices(seed);
   const Scramble scramble(choices.word(), choices.word(), choices.word());
-  return Index(made_secrets(seed), scramble, max_blocks, max_orphans);
+  return Index(made_secrets(seed), scramble, max_blocks, std::nullopt, max_orphans, before_waiting);
+}
+
+inline CacheSettings made_settings(uint32_t group_idx, const GroupSpec& spec) {
+  CacheSettings settings;
+  settings.groups[group_idx] = spec;
+  return settings;
 }
 
 // What is told of one group, and nothing else.

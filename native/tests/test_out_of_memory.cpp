@@ -118,7 +118,7 @@ bool fails_at(size_t allocation, const std::vector<Batch>& events) {
       index.apply(rank, event);
       index.match(query, answer);
     }
-    index.configure(rank, made_settings(1, "sliding_window", 3));
+    index.configure(rank, made_settings(1, {"sliding_window", 3, std::nullopt}));
     index.match(query, answer);
     EXPECT(index.walk(rank).has_value() && index.statistics(rank).has_value());
     index.check();

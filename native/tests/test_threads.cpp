@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <functional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/rw_lock.hpp"
@@ -96,7 +98,7 @@ class Crowd {
     for (int turn = 0; turn < turns_; ++turn) {
       const Index::RankId rank = index_.add();
       EXPECT(index_.apply(rank, part));
-      index_.configure(rank, made_settings(1, "mamba"));
+      index_.configure(rank, made_settings(1, {"mamba", std::nullopt, std::nullopt}));
       index_.set_order({rank, steady_, growing_});
       EXPECT(index_.remove(rank));
       EXPECT(!index_.apply(rank, part));
@@ -212,10 +214,95 @@ class Overlapping {
   std::atomic<uint64_t> readings_{0};
   std::atomic<bool> done_{false};
 };
+constexpr uint32_t kLong = 5 * Hold::kBlocks;
+
+Batch long_chain(uint32_t blocks, uint64_t first_label) {
+  std::vector<uint64_t> labels;
+  std::vector<uint32_t> all;
+  for (uint32_t block = 0; block < blocks; ++block) {
+    labels.push_back(first_label + block);
+    all.push_back(block);
+  }
+  return MadeBatch().stored(labels, std::nullopt, all, 1).batch;
+}
+
+uint32_t held(const Index& index, Index::RankId rank) {
+  const Batch prompt = long_chain(kLong, 1);
+  Answer answer;
+  index.match(made_query(prompt.tokens), answer);
+  for (const FoundRank& found : answer.ranks) {
+    if (found.rank == rank) return found.blocks;
+  }
+  return 0;
+}
+
+// What this thread does once, when its change pauses.
+thread_local std::function<void()> at_pause;
+
+void do_at_pause() {
+  if (const auto work = std::exchange(at_pause, nullptr)) work();
+}
+
+// While a long change of a rank pauses, others change theirs, by long batches too, and whoever needs
+// that rank whole waits.
+void change_long(bool remove) {
+  Index index = made_index(2, std::nullopt, 16, &do_at_pause);
+  const Index::RankId rank = index.add();
+  const Index::RankId other = index.add();
+  std::thread waiting;
+  bool paused = false;
+  at_pause = [&] {
+    paused = true;
+    waiting = std::thread([&] {
+      if (remove) {
+        EXPECT(index.remove(rank));
+      } else {
+        EXPECT(index.image(rank)->resident() == kLong);
+      }
+    });
+    EXPECT(held(index, rank) <= kLong);
+    EXPECT(index.apply(other, long_chain(kLong / 2, 1'000'000)));
+    EXPECT(index.apply(other, MadeBatch().removed({1'000'000 + kLong / 2 - 1}).batch));
+    EXPECT(held(index, other) == kLong / 2 - 1);
+    EXPECT(index.clear(other));
+  };
+  EXPECT(index.apply(rank, long_chain(kLong, 1)));
+  EXPECT(paused);
+  waiting.join();
+  index.check();
+  EXPECT(held(index, rank) == (remove ? 0 : kLong));
+  EXPECT(index.size() == (remove ? 0 : kLong));
+}
+
+// Many threads change the same rank by long batches; each batch is whole.
+void change_one_rank(int turns) {
+  Index index = made_index(3);
+  const Index::RankId rank = index.add();
+  const auto work = [&](uint32_t blocks) {
+    const Batch chain = long_chain(blocks, blocks);
+    for (int turn = 0; turn < turns; ++turn) {
+      EXPECT(index.apply(rank, MadeBatch().cleared().batch));
+      EXPECT(index.apply(rank, chain));
+      EXPECT(index.image(rank).has_value());
+      EXPECT(held(index, rank) <= kLong);
+    }
+  };
+  std::thread one([&] { work(kLong); });
+  std::thread another([&] { work(kLong - 3); });
+  one.join();
+  another.join();
+  index.check();
+  EXPECT(index.clear(rank));
+  EXPECT(index.size() == 0 && index.statistics().unique_blocks == 0);
+}
 
 }  // namespace
 
 int main() {
   Overlapping().run();
   Crowd(rounds(1500)).run();
+  Crowd(rounds(1500)).run();
+  change_long(false);
+  change_long(true);
+  change_one_rank(rounds(20));
 }

@@ -193,13 +193,19 @@ class World {
     }
   }
 
+  // Blocks from the start that are on one medium; if any will do, on the GPU and then on the CPU.
   static uint32_t leading(const Held& held, const Prompt& prompt, int medium) {
+    size_t on = medium >= 0 ? static_cast<size_t>(medium) : 0;
     uint32_t count = 0;
-    for (const Node node : prompt.nodes) {
-      const auto copies = held.find(node);
-      if (copies == held.end()) break;
-      if (medium >= 0 && copies->second[static_cast<size_t>(medium)] == 0) break;
-      ++count;
+    while (count < prompt.nodes.size()) {
+      const auto copies = held.find(prompt.nodes[count]);
+      if (copies != held.end() && copies->second[on] != 0) {
+        ++count;
+      } else if (medium < 0 && on == 0) {
+        on = 1;
+      } else {
+        break;
+      }
     }
     return count;
   }

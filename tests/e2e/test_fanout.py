@@ -220,6 +220,21 @@ def test_a_replica_is_asked_as_a_client_is(path: str) -> None:
             replica.__enter__()
 
 
+def test_replicas_keep_to_the_servers_bound_of_each_rank(path: str) -> None:
+    with (
+        FakeEngine("a") as a,
+        fan_out(path, worker_of(a), max_blocks_per_rank=5) as fanout,
+        join(path) as replica,
+    ):
+        a.run(BEFORE)
+        caught_up(fanout.client, a)
+        caught_up(replica, a)  # type: ignore[arg-type]  # it has what that asks
+        assert fanout.client.statistics()["ranks"]["a/0"]["ignored"]["max_blocks_per_rank"] > 0
+        assert len(fanout.client.index) <= 5
+        assert held(replica) == held(fanout.client)
+        assert replica.index.max_blocks_per_rank == 5
+
+
 def test_a_rank_that_is_not_live_at_the_server_is_not_at_a_replica(path: str) -> None:
     with fan_out(path, Worker("nobody", "tcp://127.0.0.1:9")), join(path) as replica:
         with pytest.raises(NotLiveError, match="nobody/0"):

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -27,7 +28,7 @@ from kvindex import (
 )
 from kvindex.index import native, reference
 from kvindex.index.api import BaseIndex
-from kvindex.wire import CacheSettings, Event, GroupSpec, decode_batch
+from kvindex.wire import CacheSettings, Event, GroupSpec, decode, decode_batch
 from tests.property.index_queries import Query, about, queries
 from tests.property.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
 from tests.property.test_wire_hostile_bytes import events as hostile_events
@@ -180,6 +181,22 @@ def test_hostile_events_are_read_alike(raw: list[Any], named: bool) -> None:
         twins.send(rank, payload)
         twins.compare()
     twins.ask(Query(3, 6, "list", {}))
+
+
+@many
+@given(st.lists(st.one_of(nearly_stored(), hostile_events), min_size=1, max_size=2))
+def test_of_long_payloads_both_refuse_the_same(raw: list[Any]) -> None:
+    payload = msgspec.msgpack.encode([1.0, raw, None])
+
+    def refusal(read: Callable[[bytes], Any]) -> str | None:
+        try:
+            read(payload)
+        except DecodeError as error:
+            return str(error)
+        return None
+
+    with patch.object(decode, "MAX_RARE_BYTES", 0):  # any payload is a long one
+        assert refusal(native.read_batch) == refusal(decode_batch)
 
 
 def test_any_text_that_a_program_tells_is_told_back() -> None:

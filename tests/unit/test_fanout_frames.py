@@ -31,7 +31,7 @@ from tests.unit.test_status_board import status
 
 SAID: list[JoinersFrame] = [Hello(PROTOCOL, "native", 7), Attached(), Leave()]
 ANSWERS = [
-    Welcome(3, (64, 65_536, 256, "kvindex-0-1"), b"\x01" * 16),
+    Welcome(3, (64, 65_536, 256, "kvindex-0-1"), b"\x01" * 16, 1000),
     Refused("full", final=False),
     Begin(5),
     Taken(Rank("a", 1), 6, status(Rank("a", 1)), 4096),

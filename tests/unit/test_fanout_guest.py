@@ -56,7 +56,7 @@ class Party:
 
 
 HELLO = Hello(1, "native", 42)
-WELCOME = Welcome(3, (1, 2, 3, "ring"), b"seed")
+WELCOME = Welcome(3, (1, 2, 3, "ring"), b"seed", None)
 
 
 @pytest.fixture

@@ -351,7 +351,7 @@ def test_whoever_waits_for_the_index_lets_other_threads_run() -> None:
 
 @pytest.mark.skipif(kvindex.BACKEND != "native", reason="the Python index decodes in Python")
 def test_other_threads_run_while_a_long_payload_is_decoded() -> None:
-    payload = encode_batch(EventBatch(ts=0.0, events=[stored(*range(200_000))]))
+    payload = encode_batch(EventBatch(ts=0.0, events=[stored(*range(100_000))]))
     steps, done = [0], threading.Event()
 
     def step() -> None:

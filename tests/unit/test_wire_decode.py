@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvindex.errors import DecodeError
+from kvindex.index import read_batch
 from kvindex.wire import (
     AllBlocksCleared,
     BlockRemoved,
@@ -18,7 +19,7 @@ from kvindex.wire import (
     decode_batch,
     text_token,
 )
-from kvindex.wire.decode import MAX_SKIPPED, MAX_TAG
+from kvindex.wire.decode import MAX_BLOCKS, MAX_RARE_BYTES, MAX_SKIPPED, MAX_TAG
 
 TOKENS = [10, 11, 12, 13]
 BASE = ["BlockStored", [1, 2], 9, TOKENS, 2]
@@ -361,3 +362,64 @@ def test_bytes_that_are_not_msgpack_are_refused(data: bytes) -> None:
 def test_what_is_no_buffer_is_refused(data: Any) -> None:
     with pytest.raises(DecodeError):
         decode_batch(data)
+
+
+# Bounds: what `read_batch` says is the same on both backends
+
+
+def padded(event: Any) -> bytes:
+    """A batch of this event that is longer than rare forms may be, by a field nobody knows."""
+    named = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1}
+    return payload({**named, "pad": b"." * MAX_RARE_BYTES}, event)
+
+
+@pytest.mark.parametrize("read", [decode_batch, read_batch])
+@pytest.mark.parametrize(
+    "event",
+    [
+        [],
+        {},
+        {**NAMED, "token_ids": ["a", 1, 2, 3]},
+        {**NAMED, "mm_keys": [None, [{"hash": "a", "start_offset": 0}]]},
+        {**NAMED, "block_mm_infos": [None, None]},
+        {**NAMED, "medium": "f\u00fcr"},
+        {**NAMED, "kv_cache_spec_sliding_window": 2**63},
+        {"type": "BlockRemoved", "block_hashes": [1], "medium": "\u017f"},
+        {"type": "BlockRemoved", "block_hashes": ["text"]},
+    ],
+    ids=str,
+)
+def test_what_is_malformed_or_rare_is_refused_in_a_long_payload(read: Any, event: Any) -> None:
+    data = padded(event)
+    with pytest.raises(DecodeError, match="it is malformed or of a rare form") as refused:
+        read(data)
+    assert refused.value.size == len(data)
+    assert f"({len(data)} bytes)" in str(refused.value)
+    assert f"up to {MAX_RARE_BYTES} bytes" in str(refused.value)
+    read(padded(NAMED))
+
+
+@pytest.mark.parametrize("read", [decode_batch, read_batch])
+@pytest.mark.parametrize("keys", [[1] * 4097, [[1] * 4096], [[[1, 2]] * 1400]], ids=len)
+def test_the_extra_keys_of_a_block_are_few(read: Any, keys: Any) -> None:
+    read(payload({**NAMED, "extra_keys": [None, [1] * 4096]}))
+    read(payload({**NAMED, "extra_keys": [None, [[[1, 2]] * 1300]]}))
+    with pytest.raises(DecodeError, match="extra keys of one block hold more than 4096 values"):
+        read(payload({**NAMED, "extra_keys": [None, keys]}))
+
+
+def test_a_batch_of_a_stream_names_a_bounded_number_of_blocks() -> None:
+    half = ["BlockRemoved", [1] * (MAX_BLOCKS // 2)]
+    read_batch(payload(half, half))
+    more = payload(half, half, ["BlockRemoved", [1]])
+    with pytest.raises(DecodeError, match=f"name {MAX_BLOCKS + 1} blocks, over {MAX_BLOCKS}"):
+        read_batch(more)
+    assert len(decode_batch(more).events) == 3
+
+
+@pytest.mark.parametrize("read", [decode_batch, read_batch])
+def test_a_batch_has_a_bounded_number_of_tokens_that_are_text(read: Any) -> None:
+    half = {**NAMED, "block_hashes": [1], "block_size": 16_384, "token_ids": ["a"] * 16_384}
+    read(payload(half, half))
+    with pytest.raises(DecodeError, match="more than 32768 tokens are text"):
+        read(payload(half, half, {**NAMED, "token_ids": ["a"] * 4}))
