@@ -46,6 +46,7 @@ __all__ = [
     "rank_limit",
     "shown_loras",
     "wanted_ranks",
+    "with_advice",
 ]
 
 _MAX_LORAS = 64  # distinct LoRAs of a rank that statistics name
@@ -420,7 +421,8 @@ class BaseIndex(ABC):
         became known, in blocks: `stored`, `stored_text` (with text among the tokens), `duplicates`
         (further physical copies), `reannounced`, `removed`, `removed_unknown`, `removed_orphans`,
         `orphaned`, `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by
-        reason; `skipped` events by tag; `cleared` events.
+        reason; `skipped` events by tag; `cleared` events. `advice` names settings that seem to be
+        missing or wrong, in sentences (`CacheSettings`).
         """
 
     @abstractmethod
@@ -509,6 +511,30 @@ def rank_limit(max_blocks: int | None, max_blocks_per_rank: int | None) -> int |
         return max_blocks_per_rank
     for_others = max_blocks // 10_000 * 1_000
     return max_blocks - for_others if for_others else None
+
+
+def with_advice(statistics: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's statistics with what they say of its `CacheSettings`."""
+    advice = []
+    stored = {idx: group for idx, group in statistics["groups"].items() if group["block_size"]}
+    untold = [idx for idx, group in stored.items() if not group["told"]]
+    if untold and len(stored) > 1:
+        advice.append(
+            f"the events do not tell the kinds of groups {', '.join(untold)}: answers are upper "
+            "bounds until CacheSettings(groups={...}) tells them"
+        )
+    for idx, group in stored.items():
+        if group["kind"] == "chunked_local_attention" and group["attention_chunk_size"] is None:
+            advice.append(
+                f"the events do not tell the size of group {idx}'s chunks: answers are too low "
+                "until GroupSpec(attention_chunk_size=...) tells it"
+            )
+    if statistics["reannounced"] and statistics["removed_unknown"]:
+        advice.append(
+            f'report_mode="full": {statistics["removed_unknown"]} removals named blocks that are '
+            "not held, so some stores that were taken for announcements were copies"
+        )
+    return {**statistics, "advice": advice}
 
 
 def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> list[Rank]:

@@ -27,6 +27,7 @@ from kvindex.index.api import (
     rank_limit,
     shown_loras,
     wanted_ranks,
+    with_advice,
 )
 from kvindex.index.explanation import Asked, Holding
 from kvindex.index.guard import Guard
@@ -445,7 +446,7 @@ class Index(BaseIndex):
 
 def _named_loras(statistics: dict[str, Any]) -> dict[str, Any]:
     loras = {tagged_lora(tag): count for tag, count in statistics["loras"].items()}
-    return {**statistics, "loras": shown_loras(loras)}
+    return with_advice({**statistics, "loras": shown_loras(loras)})
 
 
 def _bounded(tokens: int | None) -> int | None:

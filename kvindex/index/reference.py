@@ -19,6 +19,7 @@ from kvindex.index.api import (
     rank_limit,
     shown_loras,
     wanted_ranks,
+    with_advice,
 )
 from kvindex.index.explanation import Asked, Holding
 from kvindex.index.guard import Guard, WholeHold
@@ -300,7 +301,7 @@ class Index(BaseIndex):
 
 
 def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
-    return {
+    statistics = {
         "blocks": len(blocks),
         "orphans": len(blocks.orphans),
         "orphans_dropped": blocks.orphans.dropped,
@@ -316,8 +317,10 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
                 "kind": group.spec.kind,
                 "told": group.told,
                 "sliding_window": group.spec.sliding_window,
+                "attention_chunk_size": group.spec.attention_chunk_size,
                 "block_size": group.block_size,
             }
             for group_idx, group in sorted(blocks.groups.known().items())
         },
     }
+    return with_advice(statistics)

@@ -213,6 +213,7 @@ nb::dict groups_dict(const std::map<uint32_t, Group>& groups) {
     entry["kind"] = unicode(group.spec.kind);
     entry["told"] = group.told;
     entry["sliding_window"] = group.spec.sliding_window;
+    entry["attention_chunk_size"] = group.spec.attention_chunk_size;
     entry["block_size"] = group.block_size;
     all[nb::str(std::to_string(group_idx).c_str())] = entry;
   }

@@ -368,7 +368,13 @@ def test_statistics_count_by_reason() -> None:
     }
     counted = ("stored", "duplicates", "removed", "removed_unknown", "orphaned", "unplaced")
     assert [statistics["ranks"]["a/0"][name] for name in counted] == [3, 1, 1, 1, 1, 1]
-    group = {"kind": "full_attention", "told": False, "sliding_window": None, "block_size": SIZE}
+    group = {
+        "kind": "full_attention",
+        "told": False,
+        "sliding_window": None,
+        "attention_chunk_size": None,
+        "block_size": SIZE,
+    }
     assert statistics["ranks"]["a/0"]["groups"] == {"0": group}
 
 

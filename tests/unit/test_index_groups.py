@@ -152,6 +152,7 @@ def test_groups_are_learned_from_the_events() -> None:
         "kind": "sliding_window",
         "told": True,
         "sliding_window": SIZE + 1,
+        "attention_chunk_size": None,
         "block_size": SIZE,
     }
     apply(index, A, removed(0, 1, 5, group_idx=1))
@@ -180,6 +181,7 @@ def test_untold_groups_are_answered_by_the_one_that_reaches_furthest_and_flagged
     found = index.match(prompt(6))[A]
     assert (found.blocks, found.upper_bound) == (6, True)
     assert not told(index)["groups"]["1"]["told"]
+    assert "groups={...}" in told(index)["advice"][0]
     index.configure(A, CacheSettings(groups={0: FULL, 1: window(SIZE + 1)}))
     found = index.match(prompt(6))[A]
     assert (found.blocks, found.upper_bound) == (6, False)
@@ -257,6 +259,14 @@ def test_a_group_that_nobody_caches_prefixes_for_does_not_stop_a_window() -> Non
     encoder = stored(0, group_idx=1, base=500, kv_cache_spec_kind="cross_attention")
     index = index_of(stored(*range(6), **(SWA | {"group_idx": 0})), removed(0, 1, 2), encoder)
     assert matched(index, prompt(6)) == 6
+
+
+def test_chunks_without_a_size_are_advised_about() -> None:
+    chunked = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
+    index = index_of(stored(0, 1, **TOLD_FULL), stored(0, 1, **chunked))
+    assert "attention_chunk_size" in told(index)["advice"][0]
+    index.configure(A, CacheSettings(groups={1: chunks(8)}))
+    assert told(index)["advice"] == []
 
 
 # Sparse events, and blocks of several units
@@ -338,6 +348,9 @@ def test_every_store_is_a_copy_unless_the_user_says_that_requests_announce_again
     announcing = full_mode()
     apply(announcing, A, stored(0, 1, 2), stored(0, 1, 2), removed(0, 1, 2))
     assert (matched(announcing, prompt(3)), told(announcing)["reannounced"]) == (0, 3)
+    assert told(announcing)["advice"] == []
+    apply(announcing, A, removed(0, 1, 2))  # they were copies
+    assert 'report_mode="full"' in told(announcing)["advice"][0]
 
 
 def test_a_store_that_no_lookup_would_have_found_is_a_copy_in_report_mode_full() -> None:
