@@ -262,7 +262,7 @@ def test_a_group_that_nobody_caches_prefixes_for_does_not_stop_a_window() -> Non
 
 
 def test_chunks_without_a_size_are_advised_about() -> None:
-    chunked = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
+    chunked: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
     index = index_of(stored(0, 1, **TOLD_FULL), stored(0, 1, **chunked))
     assert "attention_chunk_size" in told(index)["advice"][0]
     index.configure(A, CacheSettings(groups={1: chunks(8)}))
