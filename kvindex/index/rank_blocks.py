@@ -22,7 +22,7 @@ from kvindex.index.orphans import Orphan, Orphans
 from kvindex.index.rank_groups import RankGroups
 from kvindex.index.rank_image import MAX_PLACES, MAX_TORN, RankImage
 from kvindex.index.tokens import holds_text
-from kvindex.index.tree import Block, Owner, RadixTree
+from kvindex.index.tree import Block, Owner, RadixTree, ancestors
 from kvindex.rank import Rank
 from kvindex.wire import (
     AllBlocksCleared,
@@ -242,6 +242,8 @@ class RankBlocks:
             self.ignored[fault] += max(1, len(hashes))
         elif not hashes:
             pass  # a sparse event of no block
+        elif len(event.token_ids) != len(hashes) * event.block_size:
+            self._store_sparsely(event, hashes, owner, hold)
         elif self._names_only(event, hashes):
             self._relocate(hashes, owner, hold)
         else:
@@ -250,13 +252,10 @@ class RankBlocks:
     def _names_only(self, event: BlockStored, hashes: Sequence[BlockHash]) -> bool:
         """Whether only the labels of an event can be used: it does not tell the blocks' contents.
 
-        * Sparse events (vLLM's windows, Mamba) leave out blocks, but not their tokens.
         * Extra keys of a block of several units do not tell which unit they belong to.
         * vLLM's connectors leave out the extra keys of blocks that they offload. Their labels are
           those of the GPU's blocks, so these tell the contents.
         """
-        if len(event.token_ids) != len(hashes) * event.block_size:
-            return True
         if event.extra_keys is None:
             return event.group_idx is not None and bool(medium_tier(fold_medium(event.medium)))
         if event.block_size == self.groups.unit:
@@ -391,6 +390,70 @@ class RankBlocks:
             elif self._add_copies(block_hash, label.block, {owner: 1}):
                 self.counters["stored"] += 1
             hold.did(1)
+
+    def _store_sparsely(
+        self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner, hold: Hold
+    ) -> None:
+        """Store blocks of a sparse event (vLLM's windows, Mamba): it leaves out some, unnamed.
+
+        A label's place is known if a whole event has named it, in whichever group. Of a window, the
+        engine keeps tails: blocks in a row, up to a place where a hit may end. Such a place has a
+        label from a whole event where other groups have larger blocks. So the labels that nobody
+        has named lie in a row before the next one that somebody has.
+        """
+        first = 0
+        before: Block | None = None  # the last block whose place is known
+        for i, block_hash in enumerate(hashes):
+            label = self.labels.get(block_hash)
+            if label is None:
+                continue
+            if first < i:
+                reach = len(event.token_ids) // self.groups.unit
+                tail = self._tail_before(label, i - first, event.block_size, owner, before, reach)
+                for unnamed, block in zip(hashes[first:i], tail, strict=False):
+                    if self._add_copies(unnamed, block, {owner: 1}):
+                        self.counters["stored"] += 1
+                        self._attach([(unnamed, block)], hold)
+                first = i if tail else first
+            self._relocate(hashes[first : i + 1], owner, hold)
+            first, before = i + 1, label.block
+        self._relocate(hashes[first:], owner, hold)
+
+    def _tail_before(
+        self,
+        label: Label,
+        count: int,
+        size: int,
+        owner: Owner,
+        before: Block | None,
+        reach: int,
+    ) -> list[Block]:
+        """Return the places of so many blocks in a row before a label's, or none if unsure.
+
+        Sure is what lies between two places where a hit may end, the label's being the first that
+        ends a tail: every other one since `before`, as far as the event reaches, has a label too,
+        and so would have been named.
+        """
+        group = self.groups.known()[owner.group_idx]
+        step, scale = self.groups.alignment // self.groups.unit, size // self.groups.unit
+        if not group.spec.has_window or self.groups.kinds_untold or label.other is not None:
+            return []
+        if step <= count * scale:
+            return []
+        places: list[Block] = []
+        for distance, block in enumerate(ancestors(label.block), 1):
+            if distance >= reach or (before is not None and block.depth <= before.depth):
+                break
+            if len(places) < count and distance % scale == 0:
+                places.append(block)
+            if (block.depth + 1) % step:
+                continue
+            if len(places) < count or places[-1] is block or not self._holds(block):
+                return []
+        return places[::-1] if len(places) == count else []
+
+    def _holds(self, block: Block) -> bool:
+        return any(owner in block.run.owners for owner in self._owners.values())
 
     def _place(self, parent: Block | None, chain: _Chain, hold: Hold) -> None:
         """Put a chain of blocks into the tree, cut by cut, then all held blocks that waited for it.

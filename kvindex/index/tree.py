@@ -40,7 +40,7 @@ from kvindex.errors import InvariantError
 from kvindex.index.keys import Key, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.rank import Rank
 
-__all__ = ["Block", "Owner", "RadixTree", "Run", "Segment"]
+__all__ = ["Block", "Owner", "RadixTree", "Run", "Segment", "ancestors"]
 
 
 class Owner:
@@ -332,6 +332,16 @@ class RadixTree:
         _require(blocks == self.block_count, f"{blocks} blocks, counted {self.block_count}")
         for owner, count in resident.items():
             _require(count == owner.resident, f"{owner!r} owns {count} blocks")
+
+
+def ancestors(block: Block) -> Iterator[Block]:
+    """Yield the blocks before a block in its prompts, the nearest first."""
+    run: Run | None = block.run
+    stop = block.depth - block.run.blocks[0].depth
+    while run is not None:
+        yield from reversed(run.blocks[:stop])
+        run = run.parent
+        stop = len(run.blocks) if run is not None else 0
 
 
 def _segments(blocks: Sequence[Block]) -> Iterator[list[Block]]:

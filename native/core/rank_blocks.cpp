@@ -231,7 +231,9 @@ void RankBlocks::store(const Batch& batch, const Event& event, Hold& hold) {
   } else if (const Ignored fault = learn(batch, event); fault != Ignored::kCount) {
     ignore(fault, at_least_one);
   } else if (event.hashes_count != 0) {  // 0: a sparse event of no block
-    if (names_only(batch, event)) {
+    if (event.tokens_count != uint64_t{event.hashes_count} * event.block_size) {
+      store_sparsely(event, *owner, hold);
+    } else if (names_only(batch, event)) {
       relocate(labels.data(), labels.size(), *owner, hold);
     } else {
       store_whole(batch, event, *owner, parent ? &*parent : nullptr, hold);
@@ -274,7 +276,6 @@ void RankBlocks::learn_sizes(const Batch& batch, Hold& hold) {
 
 // Whether only the labels of an event can be used: it does not tell the blocks' contents.
 bool RankBlocks::names_only(const Batch& batch, const Event& event) const {
-  if (event.tokens_count != uint64_t{event.hashes_count} * event.block_size) return true;
   if (!event.has_extra_keys) return event.has_group && medium_tier(batch.text(event.medium)) != 0;
   if (event.block_size == groups_.unit()) return false;
   for (uint32_t block = 0; block < event.hashes_count; ++block) {
@@ -454,6 +455,63 @@ void RankBlocks::store_detached(const Batch& batch, const Event& event, const La
     before = &chain.labels[i];
     hold.did(1);
   }
+}
+
+// Store blocks of a sparse event: it leaves out some, unnamed. A label's place is known if a whole
+// event has named it; those that nobody has named lie in a row before the next one that somebody has.
+void RankBlocks::store_sparsely(const Event& event, OwnerId owner, Hold& hold) {
+  const std::vector<Label>& labels = shared_.scratch.labels;
+  size_t first = 0;
+  BlockRef before = kNoBlock;  // the last block whose place is known
+  for (size_t i = 0; i < labels.size(); ++i) {
+    const BlockRef block = labels_.newest(labels[i]);
+    if (block == kNoBlock) continue;
+    if (first < i) {
+      const std::vector<BlockRef> tail = tail_before(event, labels[i], i - first, before);
+      for (size_t j = 0; j < tail.size(); ++j) {
+        if (!add_copies(labels[first + j], tail[j], {{owner, 1}})) continue;
+        count(Counter::stored, 1);
+        attach({{labels[first + j], tail[j]}}, hold);
+      }
+      first += tail.size();
+    }
+    relocate(labels.data() + first, i + 1 - first, owner, hold);
+    first = i + 1;
+    before = block;
+  }
+  relocate(labels.data() + first, labels.size() - first, owner, hold);
+}
+
+// The places of so many blocks in a row before a label's, or none if unsure.
+std::vector<BlockRef> RankBlocks::tail_before(const Event& event, const Label& label, size_t count,
+                                              BlockRef before) const {
+  const Group& group = groups_.known().at(event.group_idx);
+  const uint64_t unit = groups_.unit();
+  const uint64_t step = groups_.summary().cache.alignment / unit;
+  const uint64_t scale = event.block_size / unit;
+  if (!group.spec.has_window() || groups_.summary().kinds_untold || labels_.ambiguous(label) ||
+      step <= count * scale) {
+    return {};
+  }
+  std::vector<BlockRef> places;
+  BlockRef block = shared_.tree.before(labels_.newest(label));
+  for (uint64_t distance = 1; block != kNoBlock && distance < event.tokens_count / unit;
+       ++distance, block = shared_.tree.before(block)) {
+    const uint32_t depth = shared_.tree.depth(block);
+    if (before != kNoBlock && depth <= shared_.tree.depth(before)) break;
+    if (places.size() < count && distance % scale == 0) places.push_back(block);
+    if ((depth + 1) % step != 0) continue;
+    if (places.size() < count || places.back() == block || !holds(block)) return {};
+  }
+  if (places.size() != count) return {};
+  std::reverse(places.begin(), places.end());
+  return places;
+}
+
+bool RankBlocks::holds(BlockRef block) const {
+  return std::any_of(places_.begin(), places_.end(), [&](const Place& place) {
+    return shared_.tree.owned(block, place.owner);
+  });
 }
 
 // Note a further place of blocks that an event names without their tokens.

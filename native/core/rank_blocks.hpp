@@ -180,6 +180,10 @@ class RankBlocks {
   bool is_announced_again(const Event& event, const Chain& chain, Hold& hold);
   bool would_be_found(const Event& event, const Chain& chain, Hold& hold) const;
   bool is_torn(const Label& label) const;
+  void store_sparsely(const Event& event, OwnerId owner, Hold& hold);
+  std::vector<BlockRef> tail_before(const Event& event, const Label& label, size_t count,
+                                    BlockRef before) const;
+  bool holds(BlockRef block) const;
   void relocate(const Label* labels, size_t count, OwnerId owner, Hold& hold);
   void place(BlockRef parent, Chain chain, Hold& hold);
   size_t place_some(BlockRef& last, const Chain& chain, Hold& hold);

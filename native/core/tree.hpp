@@ -105,6 +105,10 @@ class Tree {
   // Whether nobody holds any of these blocks.
   bool unowned(const Stretch& blocks) const;
   bool owned(BlockRef block, OwnerId owner) const { return sets_.contains(owners(block), owner); }
+  // The block before a block, or kNoBlock.
+  BlockRef before(BlockRef block) const {
+    return offset_of(block) != 0 ? block - 1 : strands_[strand_of(block)].parent;
+  }
   uint32_t depth(BlockRef block) const { return strands_[strand_of(block)].depth + offset_of(block); }
   RootId root_of(BlockRef block) const { return strands_[strand_of(block)].root; }
   const OwnerSets& sets() const { return sets_; }

@@ -30,8 +30,10 @@ SETTINGS = {
 }
 # Some labels are never named by an event that tells their place: answers are lower then. So many
 # of them are right.
-PLACES_UNTOLD = {"swa-default": (26, 60), "bs64-16": (99, 100), "fine64": (90, 100)}
+PLACES_UNTOLD = {"swa-default": (26, 60), "fine64": (90, 100)}
 TOLD = [name for name in NAMES if name not in PLACES_UNTOLD]
+# Announcements that look like copies; an entry within a block, at which no hit ends.
+COPIES_UNTOLD = ["hybrid-full", "bs64-16"]
 
 
 @cache
@@ -95,7 +97,7 @@ def test_blocks_whose_place_is_never_told_make_answers_low_and_never_high(name: 
     assert applied(name).statistics()["orphans"] > 0, "blocks without a place are counted"
 
 
-@pytest.mark.parametrize("name", [name for name in TOLD if name != "hybrid-full"])
+@pytest.mark.parametrize("name", [name for name in TOLD if name not in COPIES_UNTOLD])
 def test_every_copy_on_the_device_is_the_schedulers(name: str) -> None:
     expected = {(block["hash"], block["group"]): block["copies"] for block in truth(name)["cached"]}
     held: Counter[Any] = Counter()

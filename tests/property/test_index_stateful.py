@@ -125,8 +125,10 @@ class IndexMachine(RuleBasedStateMachine):
         start = min(where[0], len(contents) - 1)
         stop = min(start + where[1], len(contents))
         window = kind.windows[group]
-        # Sparse events leave out blocks, but neither their tokens nor their place.
-        named = [i for i in range(start, stop) if i % 3 or not options.get("sparse", False)]
+        # Sparse events leave out blocks, but neither tokens nor their place. Where groups have
+        # blocks of several sizes, engines leave out others than these.
+        sparse = options.get("sparse", False) and {*self.model(rank).sizes.values()} == {size}
+        named = [i for i in range(start, stop) if i % 3 or not sparse]
         event = BlockStored(
             block_hashes=[hashes[i] for i in named],
             parent_block_hash=options.get("parent", hashes[start - 1] if start else None),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import CacheSettings, EventBatch, GroupSpec, Index
+from kvindex import BlockStored, CacheSettings, EventBatch, GroupSpec, Index
 from kvindex.index.groups import Cache, GroupCoverage, Spans, engine_hit
 from kvindex.wire import Event
 from tests.unit.index_events import SIZE, A, apply, index_of, matched, prompt, removed, stored, told
@@ -289,6 +289,45 @@ def test_sparse_labels_wait_for_a_whole_event_that_names_them() -> None:
     assert (matched(index, prompt(6)), told(index)["orphans"]) == (6, 0)
     apply(index, A, removed(5, group_idx=1))
     assert matched(index, prompt(6)) == 0
+
+
+WIDE_WINDOW = SWA | {"kv_cache_spec_sliding_window": 3 * SIZE}
+
+
+def wide_and_narrow(*narrow: BlockStored) -> Index:
+    """Full attention in blocks of four units, told first; then a window's events."""
+    wide = stored(3, 7, parent=None, token_ids=prompt(8), block_size=4 * SIZE, **TOLD_FULL)
+    index = Index()
+    index.apply(A, EventBatch(ts=0.0, events=[wide, *narrow]))
+    index.check()
+    return index
+
+
+def test_a_windows_tail_lies_in_a_row_before_the_label_that_a_wider_block_names() -> None:
+    tails = stored(*range(8), block_hashes=[101, 102, 103, 105, 106, 107], **WIDE_WINDOW)
+    index = wide_and_narrow(tails)
+    assert [index.match(prompt(count))[A].tokens for count in (3, 4, 7, 8)] == [
+        *[0, 4 * SIZE],
+        *[4 * SIZE, 8 * SIZE],
+    ]
+    placed = {b.block_hash: b.depth for b in index.tree(A).walk() if b.group_idx == 1}
+    assert placed == {101: 1, 102: 2, 103: 3, 105: 5, 106: 6, 107: 7}
+    apply(index, A, removed(106, base=0, group_idx=1))
+    assert index.match(prompt(8))[A].tokens == 4 * SIZE
+
+
+def test_a_tail_is_not_placed_where_a_hit_might_have_ended_before() -> None:
+    index = wide_and_narrow(stored(0, block_hashes=[], **WIDE_WINDOW))
+    apply(index, A, removed(3, group_idx=0))  # whether a tail ends there nobody tells any more
+    apply(index, A, stored(*range(8), block_hashes=[102, 103, 107], **WIDE_WINDOW))
+    assert told(index)["unplaced"] == 2
+
+
+def test_more_labels_than_lie_between_two_ends_of_hits_are_not_placed() -> None:
+    index = wide_and_narrow(
+        stored(*range(8), block_hashes=[101, 102, 104, 105, 106, 107], **WIDE_WINDOW)
+    )
+    assert told(index)["unplaced"] == 5
 
 
 def test_a_sparse_event_of_no_block_teaches_the_group_and_nothing_else() -> None:
