@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from kvindex.fanout import FanOut, Replica, join
 from kvindex.forks import prepare_forks
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire import CacheSettings, GroupSpec
+from tests.children import in_child
 from tests.e2e.fanout_peers import (
     BEFORE,
     LATER,
@@ -399,15 +398,7 @@ def test_a_child_can_ask_though_another_thread_was_asking_at_the_fork(path: str)
         )
         asking.start()
         assert within.wait(PATIENCE)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
-            pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10)  # it hangs
-            replica.match(PROMPTS[0])
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
+        assert in_child(lambda: replica.match(PROMPTS[0])) == 0
         asking.join(PATIENCE)
         assert not asking.is_alive()
         assert replica.match(PROMPTS[0])
@@ -511,12 +502,6 @@ def test_the_other_kind_of_index_is_refused_with_what_to_do(path: str) -> None:
 
 def test_a_forked_child_is_no_server_and_keeps_no_place(path: str, processes: Nursery) -> None:
     with fan_out(path) as fanout:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
-            pid = os.fork()
-        if pid == 0:
-            fanout.close()  # as a `with` that the child leaves would
-            os._exit(0)
-        os.waitpid(pid, 0)
+        assert in_child(fanout.close) == 0  # as a `with` that the child leaves would
         with join(path) as replica:
             assert replica.ranks == ()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,30 +26,11 @@ from kvindex import (
 )
 from kvindex.subscribe import Subscriber
 from kvindex.testing import FakeEngine
+from tests.children import in_child
 from tests.live import PATIENCE, caught_up, client_of, worker_of
 
 FORKED = "this process was forked; connect in the child"
 PROMPT = list(range(64))
-LIMIT = 30  # seconds after which a child that hangs is ended by SIGALRM
-
-
-def in_child(check: Callable[[], None]) -> int:
-    """Return the exit code of a child that checks something: 0, or a signal's, negative."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
-        pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(LIMIT)
-            check()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -184,7 +164,7 @@ def test_a_child_that_is_forked_on_the_thread_ends_with_it(how: str) -> None:
                 children.append(os.fork())
             if not children[0]:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(LIMIT)
+                signal.alarm(int(PATIENCE))
 
     calls: dict[str, Any] = {"sink": lambda _: None, **({} if how == "call" else {how: fork})}
     with FakeEngine("a") as engine, Subscriber([worker_of(engine)], **calls) as subscriber:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +15,7 @@ from kvindex.fanout.entries import Applied, Message
 from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank
 from kvindex.wire import BlockStored, EventBatch, encode_batch
+from tests.children import in_child
 
 RANK = Rank("a", 0)
 PATIENCE = 20.0
@@ -45,24 +44,14 @@ def others() -> Iterator[None]:
     forks._prepared.update(kept)
 
 
-def forked(child: Callable[[], bool]) -> bool:
-    """Return what a child says."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
-        pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            code = 0 if child() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 def test_a_child_is_told_once_and_the_child_of_the_child_nothing() -> None:
     told: list[str] = []
     noted = Noted(told)
-    assert forked(lambda: told == ["before", "child"] and forked(lambda: len(told) == 2))
+
+    def child() -> bool:
+        return told == ["before", "child"] and in_child(lambda: len(told) == 2) == 0
+
+    assert in_child(child) == 0
     assert noted.told == ["before"]
 
 
@@ -70,7 +59,7 @@ def test_what_is_gone_is_not_told() -> None:
     told: list[str] = []
     Noted(told)
     gc.collect()
-    assert forked(lambda: True)
+    assert in_child(lambda: True) == 0
     assert told == []
 
 
@@ -118,7 +107,7 @@ def test_an_interrupt_leaves_no_lock_taken_and_the_others_ready(
     monkeypatch.setattr("sys.unraisablehook", lambda args: said.append(args.exc_type))
     told: list[str] = []
     interrupted, noted = Interrupted(), Noted(told)
-    assert forked(lambda: told == ["before", "child"] and not interrupted.lock.locked())
+    assert in_child(lambda: told == ["before", "child"] and not interrupted.lock.locked()) == 0
     assert not interrupted.lock.locked()
     assert (noted.told, said) == (["before"], [KeyboardInterrupt])
 
@@ -133,7 +122,7 @@ def test_a_lock_that_is_not_to_be_had_stays_its_holders() -> None:
     impatient = Impatient()
     prepare_forks(impatient, Impatient.prepare)
     with impatient.lock:
-        assert forked(impatient.lock.locked)
+        assert in_child(impatient.lock.locked) == 0
         assert impatient.lock.locked()
 
 
@@ -182,7 +171,7 @@ def test_who_holds_a_copy_finds_whole_messages_in_it(monkeypatch: pytest.MonkeyP
 
     releaser = threading.Thread(target=let_go)
     releaser.start()
-    assert forked(lambda: len(copy.index) == 1 and copy.applying.acquire(blocking=False))
+    assert in_child(lambda: len(copy.index) == 1 and copy.applying.acquire(blocking=False)) == 0
     for thread in (follower, releaser):
         thread.join()
     assert not copy.applying.locked()

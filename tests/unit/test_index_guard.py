@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from kvindex.index import guard as guard_module
 from kvindex.index import read_batch, reference
 from kvindex.index.guard import Guard
 from kvindex.wire import encode_batch
+from tests.children import in_child
 from tests.unit.index_events import A, B, prompt, stored
 
 PATIENCE = 30.0
@@ -187,23 +187,6 @@ def test_only_who_uses_an_index_keeps_it() -> None:
 # Forks -------------------------------------------------------------------------------------------
 
 
-def forked(child: Callable[[], object]) -> None:
-    """Do something in a child, which must not take for ever."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
-        pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(int(PATIENCE))
-            child()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 def test_children_have_the_index_as_it_was_though_another_thread_was_changing_it() -> None:
     index = Index()
     index.apply(B, batch(0, 1))
@@ -231,7 +214,7 @@ def test_children_have_the_index_as_it_was_though_another_thread_was_changing_it
     try:
         assert started.wait(PATIENCE)
         for _ in range(20):
-            forked(child)
+            assert in_child(child) == 0
     finally:
         done.set()
         thread.join()
@@ -245,12 +228,12 @@ def test_a_grandchild_has_the_index_too() -> None:
 
     def child() -> None:
         index.apply(A, batch(2))
-        forked(grandchild)
+        assert in_child(grandchild) == 0
 
     def grandchild() -> None:
         assert index.match(prompt(3))[A].blocks == 3
 
-    forked(child)
+    assert in_child(child) == 0
     assert index.match(prompt(3))[A].blocks == 2
 
 
@@ -274,7 +257,7 @@ def test_a_fork_during_a_change_that_does_not_end_leaves_the_child_an_index_that
     thread.start()
     try:
         assert within.wait(PATIENCE)
-        forked(child)
+        assert in_child(child) == 0
     finally:
         end.set()
         thread.join()
