@@ -1,4 +1,4 @@
-"""The arguments that say which engines to listen to, shared by `tail`, `match` and `record`."""
+"""The arguments that say which engines to listen to, shared by the commands that do."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 
 import msgspec
 
-from kvindex import ConfigurationError, Worker
-from kvindex.cli.arguments import add_cache_arguments, cache_of
+from kvindex import CacheSettings, ConfigurationError, Worker
 
 __all__ = ["WORKER_FORM", "add_worker_arguments", "parse_worker", "workers_of"]
 
@@ -37,16 +36,19 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bind", action="store_true", help="listen at --endpoint, for engines that connect"
     )
-    add_cache_arguments(parser)
 
 
-def workers_of(arguments: argparse.Namespace) -> list[Worker]:
+def workers_of(arguments: argparse.Namespace, cache: CacheSettings | None = None) -> list[Worker]:
     """Return the engines that the arguments name, at least one.
+
+    Args:
+        arguments: what `add_worker_arguments` read.
+        cache: what the events of each of them leave unsaid; nothing by default.
 
     Raises:
         ConfigurationError: none is named, two have one name, or one cannot be reached as given.
     """
-    cache = cache_of(arguments)
+    cache = cache or CacheSettings()
     workers = [
         msgspec.structs.replace(parse_worker(text), cache=cache) for text in arguments.worker
     ]

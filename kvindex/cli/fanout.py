@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvindex import Client, ConfigurationError, SnapshotError, Worker
-from kvindex.cli.arguments import Commands, count, seconds
+from kvindex.cli.arguments import Commands, add_cache_arguments, cache_of, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
 from kvindex.cli.output import counted
 from kvindex.cli.states import StateChanges, state_table
@@ -80,12 +80,13 @@ def add_parser(commands: Commands) -> None:
         help="most blocks kept of one rank (default: 10,000,000)",
     )
     add_worker_arguments(parser)
+    add_cache_arguments(parser)
     parser.set_defaults(run=run, log_from=logging.WARNING)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until it is ended."""
-    workers = workers_of(arguments)
+    workers = workers_of(arguments, cache_of(arguments))
     if arguments.state:
         _check_writable(Path(arguments.state))
     with (

@@ -6,7 +6,14 @@ import argparse
 import sys
 
 from kvindex import Match, NotLiveError, connect
-from kvindex.cli.arguments import Commands, add_prompt_arguments, read_tokens, seconds
+from kvindex.cli.arguments import (
+    Commands,
+    add_cache_arguments,
+    add_prompt_arguments,
+    cache_of,
+    read_tokens,
+    seconds,
+)
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
 from kvindex.cli.output import counted, in_options, json_line, table
 
@@ -49,12 +56,13 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_worker_arguments(parser)
+    add_cache_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Connect, wait, ask, print."""
-    workers = workers_of(arguments)
+    workers = workers_of(arguments, cache_of(arguments))
     token_ids = read_tokens(arguments.tokens)
     late: dict[str, str] = {}
     with connect(workers) as client:
@@ -81,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def match_table(match: Match, prompt_tokens: int) -> str:
-    """Return what each rank holds as a table, longest first, and the best rank below."""
+    """Return a table of what each rank holds, longest first, and below it what to make of it."""
     rows = [
         (
             found.rank,
@@ -101,4 +109,7 @@ def match_table(match: Match, prompt_tokens: int) -> str:
         verdict = f"no {live}rank holds a block of {counted(prompt_tokens, 'token')}"
     else:
         verdict = f"best: {best.rank} holds {best.tokens} of {counted(prompt_tokens, 'token')}"
+    bounds = [str(found.rank) for found in match if found.blocks and found.upper_bound]
+    if bounds:
+        verdict += f"\nupper bounds, the engine's own hit may be shorter: {', '.join(bounds)}"
     return f"{table(header, rows)}\n{verdict}"

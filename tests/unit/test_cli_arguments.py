@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvindex import ConfigurationError, Worker
+from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker
 from kvindex.cli import main
-from kvindex.cli.arguments import count, parse_tokens, read_tokens, seconds
+from kvindex.cli.arguments import (
+    add_cache_arguments,
+    cache_of,
+    count,
+    parse_tokens,
+    read_tokens,
+    seconds,
+)
 from kvindex.cli.endpoints import add_worker_arguments, parse_worker, workers_of
 from kvindex.cli.record import file_names
 
@@ -173,3 +180,28 @@ def test_two_ranks_never_share_a_recording() -> None:
     clash = [Worker("a/b", "tcp://h:1"), Worker("a_b", "tcp://h:2")]
     with pytest.raises(ConfigurationError, match="same file name"):
         file_names("x", clash)
+
+
+def test_cache_settings_are_given_to_each_worker() -> None:
+    parser = argparse.ArgumentParser()
+    add_worker_arguments(parser)
+    add_cache_arguments(parser)
+    text = "--worker a=tcp://h:1 --endpoint tcp://h:2 --eagle --upper-bound"
+    text += " --group 1=sliding_window:64 --report-mode full"
+    arguments = parser.parse_args(text.split())
+    expected = CacheSettings(
+        groups={1: GroupSpec("sliding_window", 64)},
+        report_mode="full",
+        eagle=True,
+        upper_bound=True,
+    )
+    assert [worker.cache for worker in workers_of(arguments, cache_of(arguments))] == [expected] * 2
+
+
+@pytest.mark.parametrize("command", [["tail"], ["record", "frames"]], ids=" ".join)
+def test_commands_that_do_not_match_take_no_cache_settings(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--endpoint", "tcp://h:1", "--eagle"])
+    assert "unrecognized arguments: --eagle" in capsys.readouterr().err

@@ -257,7 +257,12 @@ def test_a_prompt_can_be_matched_against_the_recording(
     prompt = tmp_path / "prompt"
     prompt.write_text(" ".join(map(str, range(11))))
     assert main(["replay", path, "--probe", str(prompt)]) == 0
-    assert "best: vllm-0/0 holds 8 of 11 tokens" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "best: vllm-0/0 holds 8 of 11 tokens" in printed
+    assert "upper bound" not in printed
+    assert main(["replay", path, "--probe", str(prompt), "--upper-bound"]) == 0
+    told = "upper bounds, the engine's own hit may be shorter: vllm-0/0\n"
+    assert told in capsys.readouterr().out
     assert report(path, "--probe", str(prompt))["probe"]["vllm-0/0"]["tokens"] == 8
 
 
