@@ -8,9 +8,9 @@ so that a query sees one state of it without a lock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode
 from kvindex._native import Index as Core
@@ -45,6 +45,8 @@ __all__ = ["Index", "read_batch"]
 
 _APPLIED = 0  # what Core.apply says if all went well
 _MAX_WINDOW = 2**63 - 1
+
+_Told = TypeVar("_Told")
 
 
 def read_batch(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatch:
@@ -273,11 +275,8 @@ class Index(BaseIndex):
     ) -> Match:
         wanted_media = folded_media(media)
         check_options(lora, salt, block_size)
-        known: Collection[Rank] = directory.ids.keys()
-        wanted_ids = None
-        if ranks is not None:
-            wanted = {rank: self._known(rank, directory) for rank in wanted_ranks(ranks, known)}
-            known, wanted_ids = wanted.keys(), list(wanted.values())
+        wanted = None if ranks is None else wanted_ranks(ranks, directory.ids.keys())
+        known, wanted_ids = self._narrowed(directory, wanted)
         tag = lora_tag(lora)
         if extra_keys is not None and block_size is None:
             sizes = self._core.block_sizes(tag)
@@ -302,11 +301,7 @@ class Index(BaseIndex):
 
     def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
         directory = self._directory
-        known: Collection[Rank] = directory.ids.keys()
-        wanted_ids = None
-        if asked.ranks is not None:
-            wanted = {rank: self._known(rank, directory) for rank in asked.ranks}
-            known, wanted_ids = wanted.keys(), list(wanted.values())
+        known, wanted_ids = self._narrowed(directory, asked.ranks)
         answer, found = self._core.look(
             token_ids,
             lora_tag(asked.lora),
@@ -331,11 +326,7 @@ class Index(BaseIndex):
         return self._core.key_check().to_bytes(8, "little")
 
     def _dump(self, rank: Rank) -> bytes:
-        directory = self._directory
-        body = self._core.dump(self._known(rank, directory))
-        if body is None:
-            raise UnknownRankError(rank, directory.ids)
-        return body
+        return self._of_rank(rank, self._core.dump)
 
     def _restore(self, rank: Rank, body: memoryview) -> None:
         def restore() -> None:
@@ -401,6 +392,15 @@ class Index(BaseIndex):
         tokens.frombytes(prompt.packed(0, prompt.length))
         return tokens
 
+    def _narrowed(
+        self, directory: _Directory, wanted: Iterable[Rank] | None
+    ) -> tuple[Collection[Rank], list[int] | None]:
+        """Return the ranks that are asked for, and their numbers (None: all)."""
+        if wanted is None:
+            return directory.ids.keys(), None
+        ids = {rank: self._known(rank, directory) for rank in wanted}
+        return ids.keys(), list(ids.values())
+
     @staticmethod
     def _known(rank: Rank, directory: _Directory) -> int:
         rank_id = directory.ids.get(rank)
@@ -408,40 +408,31 @@ class Index(BaseIndex):
             raise UnknownRankError(rank, directory.ids)
         return rank_id
 
-    def _view_size(self, rank: Rank) -> int:
+    def _of_rank(self, rank: Rank, ask: Callable[[int], _Told | None]) -> _Told:
+        """Return what the core tells of a rank; None of one that was removed just now."""
         directory = self._directory
-        size = self._core.size(self._known(rank, directory))
-        if size is None:
+        told = ask(self._known(rank, directory))
+        if told is None:
             raise UnknownRankError(rank, directory.ids)
-        return size
+        return told
+
+    def _view_size(self, rank: Rank) -> int:
+        return self._of_rank(rank, self._core.size)
 
     def _view_clear(self, rank: Rank) -> None:
-        directory = self._directory
-        if not self._core.clear(self._known(rank, directory)):
-            raise UnknownRankError(rank, directory.ids)
+        self._of_rank(rank, lambda rank_id: self._core.clear(rank_id) or None)
 
     def _view_statistics(self, rank: Rank) -> dict[str, Any]:
-        directory = self._directory
-        statistics = self._core.rank_statistics(self._known(rank, directory))
-        if statistics is None:
-            raise UnknownRankError(rank, directory.ids)
-        return _named_loras(statistics)
+        return _named_loras(self._of_rank(rank, self._core.rank_statistics))
 
     def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
-        directory = self._directory
-        rank_id = self._known(rank, directory)
-        statistics, salts = self._core.rank_statistics(rank_id), self._core.salts(rank_id)
-        if statistics is None or salts is None:
-            raise UnknownRankError(rank, directory.ids)
+        statistics = self._of_rank(rank, self._core.rank_statistics)
+        salts = self._of_rank(rank, self._core.salts)
         loras = {tagged_lora(tag): count for tag, count in statistics["loras"].items()}
         return largest_loras(loras), [(tagged_lora(tag), extra) for tag, extra in salts]
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
-        directory = self._directory
-        resident = self._core.walk(self._known(rank, directory))
-        if resident is None:
-            raise UnknownRankError(rank, directory.ids)
-        return map(_resident_block, resident)
+        return map(_resident_block, self._of_rank(rank, self._core.walk))
 
 
 def _named_loras(statistics: dict[str, Any]) -> dict[str, Any]:
