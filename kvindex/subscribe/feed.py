@@ -21,6 +21,7 @@ from kvindex.subscribe.allowance import Allowance
 from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import Connection, Link
 from kvindex.subscribe.cursor import SavedCursor
+from kvindex.subscribe.feed_log import FeedLog
 from kvindex.subscribe.feed_status import feed_status, unrepairable
 from kvindex.subscribe.host_check import HostCheck
 from kvindex.subscribe.live_link import LiveLink
@@ -39,8 +40,6 @@ from kvindex.wire import parse_live, parse_replay, replay_request
 __all__ = ["Feed"]
 
 logger = logging.getLogger(__name__)
-
-_LOG_INTERVAL = 10.0  # seconds between log lines of one kind for one rank
 
 
 class Row(NamedTuple):
@@ -117,12 +116,11 @@ class Feed:
         self._fingerprint = fingerprint
         self._outlet = outlet
         self._on_named = on_named
-        self._logged_at: dict[str, float] = {}
+        self._log = FeedLog()
         self.last_event_at: float | None = None
         self._named_by_cursor = False
         self._host = HostCheck(address.endpoint)
         self._replay_host = HostCheck(address.replay or "")
-        self._was_up = self._told_down = self._told_unrepairable = False  # as it was logged
         self._live = LiveLink(
             self._open_live,
             self._close,
@@ -323,8 +321,7 @@ class Feed:
     def _note_damage(self, kind: str, error: DecodeError, now: float) -> None:
         self.counters["decode_failures"] += 1
         self.counters[kind] += 1
-        if self._may_log(kind, now):
-            logger.warning("%s: %s: %s", self.rank, kind, error)
+        self._log.warn(kind, now, "%s: %s: %s", self.rank, kind, error)
 
     # What the clock says ----------------------------------------------------------------------
 
@@ -358,12 +355,13 @@ class Feed:
             if cut:
                 self.counters["endless_messages"] += cut
                 self._look_again()
-                if self._may_log("endless", now):
-                    logger.warning(
-                        "%s: a message from %s had no end; the connection was closed",
-                        self.rank,
-                        connection.endpoint,
-                    )
+                self._log.warn(
+                    "endless",
+                    now,
+                    "%s: a message from %s had no end; the connection was closed",
+                    self.rank,
+                    connection.endpoint,
+                )
 
     # What the sequencer wants -----------------------------------------------------------------
 
@@ -433,15 +431,16 @@ class Feed:
             self._actions.appendleft(Row(first_seq + done, batches[done:]))
 
     def _tell_lost(self, lost: Lost, now: float) -> None:
-        if self._may_log("lost", now):
-            logger.warning(
-                "%s: lost batches %s to %s (%s)%s",
-                self.rank,
-                lost.first_seq,
-                "?" if lost.last_seq is None else lost.last_seq,
-                lost.reason,
-                ": dropping what the rank held" if lost.reset else "",
-            )
+        self._log.warn(
+            "lost",
+            now,
+            "%s: lost batches %s to %s (%s)%s",
+            self.rank,
+            lost.first_seq,
+            "?" if lost.last_seq is None else lost.last_seq,
+            lost.reason,
+            ": dropping what the rank held" if lost.reset else "",
+        )
         self._outlet.put(
             RankLost(self.rank, self.epoch, lost.reason, lost.first_seq, lost.last_seq, lost.reset)
         )
@@ -465,8 +464,8 @@ class Feed:
             self.replay.socket.send_multipart(replay_request(ask.start_seq), zmq.NOBLOCK)
         except (ConfigurationError, zmq.ZMQError) as error:
             self.counters["replay_socket_errors"] += 1
-            if self._may_log("replay_socket", now):
-                logger.warning("%s: cannot ask for a replay: %s", self.rank, error)
+            text = "%s: cannot ask for a replay: %s"
+            self._log.warn("replay_socket", now, text, self.rank, error)
             self._close_replay(None)
             self._obey(self.sequencer.replay_failed(ask.request, now), now)
 
@@ -483,14 +482,7 @@ class Feed:
         self._watch.look_again(self)
 
     def _note_refused(self, error: ConfigurationError, now: float) -> None:
-        if self._may_log("reopen", now):
-            logger.warning("%s: %s", self.rank, error)
-
-    def _may_log(self, kind: str, now: float) -> bool:
-        if now - self._logged_at.get(kind, -_LOG_INTERVAL) < _LOG_INTERVAL:
-            return False
-        self._logged_at[kind] = now
-        return True
+        self._log.warn("reopen", now, "%s: %s", self.rank, error)
 
     # What others may know ---------------------------------------------------------------------
 
@@ -498,25 +490,9 @@ class Feed:
         """Return a snapshot; `last_event_age` is the time of the last event, made an age later."""
         status = feed_status(self, now)
         self.shown_live = status.state is State.LIVE
-        self._log_changes(status, now)
-        return status
-
-    def _log_changes(self, status: RankStatus, now: float) -> None:
-        """Log that the engine is gone or back, and that its replay endpoint is of no use."""
-        if status.state in (State.CONNECTING, State.STALE) and self._was_up:
-            self._was_up = False
-            if self._may_log("down", now):
-                self._told_down = True
-                logger.info("%s: %s: %s", self.rank, status.state, status.reason)
-        elif status.state is State.LIVE and not self._was_up:
-            self._was_up = True
-            if self._told_down or self._may_log("up", now):
-                self._told_down = False
-                logger.info("%s: live: %s", self.rank, status.endpoint)
         trouble = unrepairable(self) if self.address.replay is not None else ""
-        if trouble and not self._told_unrepairable and self._may_log("unrepairable", now):
-            logger.warning("%s: %s", self.rank, trouble)
-        self._told_unrepairable = bool(trouble)
+        self._log.note(status, trouble, now)
+        return status
 
     def close(self, now: float) -> None:
         """Close the sockets and the sequencer; idempotent."""
