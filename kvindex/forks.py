@@ -62,7 +62,7 @@ class _Forking(threading.local):
         self.fork: Fork | None = None
 
 
-# The one state of the process that this package keeps.
+# The state of the process that this package keeps; kvindex/index/guard.py has its own, of indexes.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _prepared: weakref.WeakKeyDictionary[Any, _Prepare[Any]] = weakref.WeakKeyDictionary()
 _forking = _Forking()
