@@ -1,4 +1,4 @@
-"""How commands that run for long tell how the ranks stand: each change, and a table of all."""
+"""How long-running commands show the state of the ranks: each change, and a table of all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvindex.cli.output import in_options, printable, table
 
 __all__ = ["StateChanges", "state_table"]
 
-_PATIENCE = 3.0  # seconds that ranks have to become live before the first word on those that do not
+_PATIENCE = 3.0  # seconds for ranks to become live before those that are not are named
 
 
 class StateChanges:
-    """Says on stderr when a rank goes live, or ceases to be, and why.
+    """Says on stderr when a rank becomes live or stops being live, and why.
 
     Args:
         statuses: gives how all ranks stand.
