@@ -52,8 +52,8 @@ def read_saved(
     if without:
         logger.warning(
             "%s says of %d of the %d ranks in it what they held, but not up to which event, so "
-            "they begin anew: Index.save writes such files; write with Client.save what is to be "
-            "gone on from",
+            "they begin anew: Index.save writes such files; Client.save writes those that can be "
+            "continued from",
             os.fspath(path),
             without,
             len(records),

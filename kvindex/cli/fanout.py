@@ -37,9 +37,10 @@ def add_parser(commands: Commands) -> None:
         description=(
             "Subscribe, and let processes on this machine join with kvindex.fanout.join(PATH). "
             "Says on stderr which ranks become live or stop being live, and why; at SIGUSR1 it "
-            "shows all of them, as `kvindex status PATH` does. Runs until SIGTERM, SIGHUP or Ctrl-C, its normal ends (exit 0), and then prints "
-            "its counters as JSON, with those of each rank. Exit 1: it ended by itself, or --state "
-            "names a file that it cannot continue from, or could not write at the end."
+            "shows all of them, as `kvindex status PATH` does. Runs until SIGTERM, SIGHUP or "
+            "Ctrl-C, its normal ends (exit 0), and then prints its counters as JSON, with those of "
+            "each rank. Exit 1: it ended by itself, or --state names a file that it cannot "
+            "continue from, or could not write at the end."
         ),
     )
     parser.add_argument(

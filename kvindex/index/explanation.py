@@ -235,6 +235,13 @@ def _try_other_prompts(
                 seen[rank].tried(lora, extra, found[rank].tokens)
 
 
+class _Kind(NamedTuple):
+    """What kind of attention a group serves, and the tokens of its blocks."""
+
+    spec: GroupSpec
+    size: int
+
+
 class _Seen:
     """What is known of one rank and a prompt."""
 
@@ -299,7 +306,7 @@ class _Seen:
         elif self.other is not None:
             ending, text = Ending.PROMPTS, self._other_prompts()
         elif leading - self.match.tokens >= self.match.block_size and held is not None:
-            limits = _lacking(groups, held, leading)
+            limits = _lacking(groups, self._kinds(), leading)
             ending = Ending.GROUP if limits else Ending.ENGINE
             text = f"{_described(held)} holds the first {leading} tokens"
             for group in limits:
@@ -359,30 +366,34 @@ class _Seen:
 
     def _main(self) -> int | None:
         """Return the group whose blocks the match counts."""
-        specs = self._specs()
-        return min(specs, key=lambda idx: (not _needs_all(specs[idx]), idx), default=None)
+        kinds = self._kinds()
+        return min(kinds, key=lambda idx: (not kinds[idx].spec.needs_all, idx), default=None)
 
-    def _specs(self) -> dict[int, dict[str, Any]]:
-        return {
-            int(idx): told
+    def _kinds(self) -> dict[int, _Kind]:
+        """Return the groups that a hit depends on."""
+        kinds = {
+            int(idx): _Kind(
+                GroupSpec(told["kind"], told["sliding_window"], told["attention_chunk_size"]),
+                told["block_size"],
+            )
             for idx, told in self.known.get("groups", {}).items()
-            if told["block_size"] and GroupSpec(told["kind"], told["sliding_window"]).takes_part
         }
+        return {idx: kind for idx, kind in kinds.items() if kind.size and kind.spec.takes_part}
 
     def _groups(self, media: Collection[str] | None) -> dict[int, GroupHeld]:
         """Return what each group that takes part holds on these media."""
         groups = {}
-        for idx, told in self._specs().items():
+        for idx, (spec, size) in self._kinds().items():
             by_lookahead: dict[int, list[tuple[int, int]]] = {0: []}
             for holding in self.holdings:
                 if holding.group_idx == idx and (media is None or holding.medium in media):
                     spans = by_lookahead.setdefault(holding.lookahead, [])
-                    spans += _in_tokens(holding, told["block_size"])
+                    spans += _in_tokens(holding, size)
             unions = [tuple(_union(spans)) for spans in by_lookahead.values()]
             groups[idx] = GroupHeld(
                 group_idx=idx,
-                kind=told["kind"],
-                sliding_window=told["sliding_window"],
+                kind=spec.kind,
+                sliding_window=spec.sliding_window,
                 spans=max(unions, key=lambda union: sum(stop - start for start, stop in union)),
             )
         return groups
@@ -391,10 +402,6 @@ class _Seen:
         if self.asked.media is None or main is None:
             return 0
         return _leading(self._groups(None)[main])
-
-
-def _needs_all(told: Mapping[str, Any]) -> bool:
-    return told["sliding_window"] is None and told["kind"] != "mamba"
 
 
 def _in_tokens(holding: Holding, block_size: int) -> Iterator[tuple[int, int]]:
@@ -421,18 +428,18 @@ def _leading(held: GroupHeld | None) -> int:
 
 
 def _lacking(
-    groups: Mapping[int, GroupHeld], main: GroupHeld, leading: int
+    groups: Mapping[int, GroupHeld], kinds: Mapping[int, _Kind], leading: int
 ) -> tuple[GroupHeld, ...]:
     """Return the groups that do not hold what they need for a hit of so many tokens."""
     lacking = []
-    for group in groups.values():
-        window = None if group.kind == "mamba" else group.sliding_window
-        start = 0 if window is None else max(0, leading - window + 1)
-        if group.kind == "mamba":
-            start = leading - 1
-        if not any(span[0] <= start and leading <= span[1] for span in group.spans):
+    for idx, group in groups.items():
+        spec, size = kinds[idx]
+        cut = leading - leading % size
+        start = spec.needed_from(cut, size)
+        start -= start % size  # a chunk may begin within a block
+        if start < cut and not any(span[0] <= start and cut <= span[1] for span in group.spans):
             lacking.append(group)
-    return tuple(group for group in lacking if group is not main)
+    return tuple(lacking)
 
 
 def _described(group: GroupHeld) -> str:

@@ -159,6 +159,22 @@ def test_a_group_that_lacks_what_a_hit_needs_is_named(kind: str, window: int | N
     assert "only tokens 12 to 15" in explained.text
 
 
+def test_a_group_of_chunks_needs_no_more_than_the_chunk_that_the_hit_ends_in() -> None:
+    index = Index()
+    chunks = GroupSpec("chunked_local_attention", attention_chunk_size=2 * SIZE)
+    kinds = {0: chunks, 1: GroupSpec(), 2: GroupSpec("sliding_window", 9)}
+    index.configure(A, CacheSettings(groups=kinds))
+    apply(index, A, *(stored(*range(6), group_idx=group) for group in range(3)))
+    apply(index, A, removed(*range(4), group_idx=0), removed(4, group_idx=2))
+    explained = index.explain(prompt(5))[A]
+    assert (explained.ending, explained.match.tokens) == (Ending.GROUP, 4 * SIZE)
+    assert explained.held is not None
+    assert explained.held.kind == "full_attention", "its blocks are those that the match counts"
+    assert [group.group_idx for group in explained.limits] == [2]
+    apply(index, A, removed(4, group_idx=0))
+    assert [group.group_idx for group in index.explain(prompt(5))[A].limits] == [0, 2]
+
+
 def test_orphans_and_ignored_blocks_are_noted() -> None:
     index = index_of(stored(0), stored(5, 6), stored(9, block_size=3))
     text = str(index.explain(prompt(9)))
