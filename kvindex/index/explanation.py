@@ -353,6 +353,12 @@ class _Seen:
         return Ending.END, f"{missing}, nor is what follows"
 
     def _notes(self) -> Iterator[str]:
+        match = self.match
+        if match.tokens > match.device_tokens:
+            on_device = f"{match.device_tokens} of these tokens are on the device"
+            yield f"{on_device}; the engine decides whether it loads the rest"
+        elif match.tokens and match.upper_bound:
+            yield "an upper bound: its events do not tell all that limits a hit"
         if self.known.get("orphans"):
             yield f"{self.known['orphans']} blocks wait for a parent that was not told"
         if self.known.get("ignored"):

@@ -175,6 +175,17 @@ def test_a_group_of_chunks_needs_no_more_than_the_chunk_that_the_hit_ends_in() -
     assert [group.group_idx for group in index.explain(prompt(5))[A].limits] == [0, 2]
 
 
+def test_answers_that_are_upper_bounds_are_noted() -> None:
+    index = index_of(stored(0), stored(1, 2, medium="CPU"))
+    assert index.explain(prompt(3))[A].notes == (
+        "4 of these tokens are on the device; the engine decides whether it loads the rest",
+    )
+    assert index.explain(prompt(1))[A].notes == ()
+    index.configure(A, CacheSettings(upper_bound=True))
+    assert "an upper bound: " in str(index.explain(prompt(1)))
+    assert index.explain(tokens(50))[A].notes == ()
+
+
 def test_orphans_and_ignored_blocks_are_noted() -> None:
     index = index_of(stored(0), stored(5, 6), stored(9, block_size=3))
     text = str(index.explain(prompt(9)))
