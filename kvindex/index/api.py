@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
 from typing import Any, ClassVar, TypeVar
 
 from kvindex.backend import Backend
 from kvindex.errors import ConfigurationError
 from kvindex.index.explanation import Asked, Explanation, Holding, explain
-from kvindex.index.keys import ExtraKeys, Lora, lora_tag, pack_extra
+from kvindex.index.keys import ExtraKeys, Lora
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match
+from kvindex.index.questions import check_options, folded_media, packed_extras, wanted_ranks
 from kvindex.index.snapshot import SnapshotReader, SnapshotSource, write_snapshot
 from kvindex.index.snapshot_section import (
     Identity,
@@ -29,27 +30,16 @@ from kvindex.index.snapshot_section import (
 )
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, find_rank, find_ranks
+from kvindex.rank_lookup import RankName, find_rank
 from kvindex.wire import CacheSettings, EventBatch
-from kvindex.wire.quirks import fold_medium
 
 __all__ = [
     "BaseIndex",
     "TreeView",
-    "ambiguous_extras",
-    "check_block_size",
     "check_limits",
-    "check_options",
-    "folded_media",
-    "largest_loras",
-    "packed_extras",
     "rank_limit",
-    "shown_loras",
-    "wanted_ranks",
-    "with_advice",
 ]
 
-_MAX_LORAS = 64  # distinct LoRAs of a rank that statistics name
 _SomeIndex = TypeVar("_SomeIndex", bound="BaseIndex")
 
 
@@ -511,104 +501,3 @@ def rank_limit(max_blocks: int | None, max_blocks_per_rank: int | None) -> int |
         return max_blocks_per_rank
     for_others = max_blocks // 10_000 * 1_000
     return max_blocks - for_others if for_others else None
-
-
-def with_advice(statistics: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's statistics with what they say of its `CacheSettings`."""
-    advice = []
-    stored = {idx: group for idx, group in statistics["groups"].items() if group["block_size"]}
-    untold = [idx for idx, group in stored.items() if not group["told"]]
-    if untold and len(stored) > 1:
-        advice.append(
-            f"the events do not tell the kinds of groups {', '.join(untold)}: answers are upper "
-            "bounds until CacheSettings(groups={...}) tells them"
-        )
-    for idx, group in stored.items():
-        if group["kind"] == "chunked_local_attention" and group["attention_chunk_size"] is None:
-            advice.append(
-                f"the events do not tell the size of group {idx}'s chunks: answers are too low "
-                "until GroupSpec(attention_chunk_size=...) tells it"
-            )
-    if statistics["reannounced"] and statistics["removed_unknown"]:
-        advice.append(
-            f'report_mode="full": {statistics["removed_unknown"]} removals named blocks that are '
-            "not held, so some stores that were taken for announcements were copies"
-        )
-    return {**statistics, "advice": advice}
-
-
-def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> list[Rank]:
-    """Return the ranks that a query asks for; raises UnknownRankError for a text that is none's."""
-    if isinstance(ranks, tuple) and any(isinstance(rank, int) for rank in ranks):
-        raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
-    wanted: list[Rank] = []
-    for rank in [ranks] if isinstance(ranks, str) else ranks:
-        wanted += find_ranks(rank, known) if isinstance(rank, str) else [rank]
-    return wanted
-
-
-def check_options(lora: object, salt: object, block_size: object) -> None:
-    """Refuse what could match nothing, whatever is resident."""
-    if not isinstance(lora, (str, int, type(None))) or isinstance(lora, bool):
-        raise ConfigurationError(f"lora must be a name or a numeric id, not {lora!r}")
-    if not isinstance(salt, (str, type(None))):
-        raise ConfigurationError(f"salt must be a string, not {salt!r}")
-    if block_size is not None and not (isinstance(block_size, int) and block_size > 0):
-        raise ConfigurationError(f"block_size must be 1 token or more, not {block_size!r}")
-
-
-def check_block_size(asked: int | None, sizes: Collection[int]) -> None:
-    """Refuse a block size that no rank has, once every rank's is known (0: it is not)."""
-    if asked is None or not sizes or 0 in sizes or asked in sizes:
-        return
-    known = ", ".join(map(str, sorted(set(sizes))))
-    raise ConfigurationError(f"no rank has block_size={asked}; the ranks' block sizes: {known}")
-
-
-def folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
-    """Return the media that count, by their folded names; None for all."""
-    if media is None:
-        return None
-    names = [media] if isinstance(media, str) else list(media)
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigurationError(f"media must be names such as 'GPU', not {media!r}")
-    folded = frozenset(map(fold_medium, names))
-    if not folded:
-        raise ConfigurationError("media is empty: name at least one medium, or leave it out")
-    return folded
-
-
-def packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -> list[bytes]:
-    """Return the canonical extra keys of a query's blocks, as far as any has some."""
-    if extra_keys is None and not salt:
-        return []
-    items = list(extra_keys or [None])
-    return [
-        pack_extra(item, lora=lora, salt=salt if position == 0 else None)
-        for position, item in enumerate(items or [None])
-    ]
-
-
-def shown_loras(counts: Mapping[Lora, int]) -> dict[str, int]:
-    """Return the blocks of each LoRA by what statistics call it: those with most, and the rest."""
-    shown = {_shown_lora(lora): counts[lora] for lora in largest_loras(counts)}
-    rest = sum(counts.values()) - sum(shown.values())
-    return {**shown, "(other)": rest} if rest else shown
-
-
-def largest_loras(counts: Mapping[Lora, int]) -> list[Lora]:
-    """Return the LoRAs with most blocks."""
-    return sorted(counts, key=lambda lora: (-counts[lora], lora_tag(lora)))[:_MAX_LORAS]
-
-
-def _shown_lora(lora: Lora) -> str:
-    """Return a LoRA's name, or its id as "id 7", or "" for none."""
-    return f"id {lora}" if isinstance(lora, int) else lora or ""
-
-
-def ambiguous_extras(sizes: Iterable[int]) -> ConfigurationError:
-    """Return the error for extra keys whose blocks could be of several sizes."""
-    return ConfigurationError(
-        f"extra_keys are per block, and the index holds block sizes {sorted(sizes)}: "
-        "say which with block_size="
-    )

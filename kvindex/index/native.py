@@ -15,26 +15,22 @@ from typing import Any, NamedTuple, TypeVar
 from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode
 from kvindex._native import Index as Core
 from kvindex.errors import InvariantError, SnapshotError, UnknownRankError
-from kvindex.index.api import (
-    BaseIndex,
-    ambiguous_extras,
-    check_block_size,
-    check_limits,
-    check_options,
-    folded_media,
-    largest_loras,
-    packed_extras,
-    rank_limit,
-    shown_loras,
-    wanted_ranks,
-    with_advice,
-)
+from kvindex.index.api import BaseIndex, check_limits, rank_limit
 from kvindex.index.explanation import Asked, Holding
 from kvindex.index.guard import Guard
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, lora_tag, tagged_lora
 from kvindex.index.labels import ResidentBlock, no_room
 from kvindex.index.match import Match, RankMatch
 from kvindex.index.packing import group_number, pack_batch, pack_text
+from kvindex.index.questions import (
+    ambiguous_extras,
+    check_block_size,
+    check_options,
+    folded_media,
+    packed_extras,
+    wanted_ranks,
+)
+from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName

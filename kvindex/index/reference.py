@@ -7,28 +7,24 @@ from typing import Any
 
 from kvindex.backend import warn_of_fallback
 from kvindex.errors import InvariantError, UnknownRankError
-from kvindex.index.api import (
-    BaseIndex,
-    ambiguous_extras,
-    check_block_size,
-    check_limits,
-    check_options,
-    folded_media,
-    largest_loras,
-    packed_extras,
-    rank_limit,
-    shown_loras,
-    wanted_ranks,
-    with_advice,
-)
+from kvindex.index.api import BaseIndex, check_limits, rank_limit
 from kvindex.index.explanation import Asked, Holding
 from kvindex.index.guard import Guard, WholeHold
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.index.labels import Budget, ResidentBlock
 from kvindex.index.match import FoundMatches, Match
 from kvindex.index.matching import Held, held_blocks, rank_matches
+from kvindex.index.questions import (
+    ambiguous_extras,
+    check_block_size,
+    check_options,
+    folded_media,
+    packed_extras,
+    wanted_ranks,
+)
 from kvindex.index.rank_blocks import RankBlocks
 from kvindex.index.rank_image import read_image, write_image
+from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.tree import RadixTree
 from kvindex.rank import Rank

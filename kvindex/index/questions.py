@@ -1,0 +1,80 @@
+"""What a question to an index may be: checks of its arguments, and their canonical forms."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from kvindex.errors import ConfigurationError
+from kvindex.index.keys import ExtraKeys, Lora, pack_extra
+from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName, find_ranks
+from kvindex.wire.quirks import fold_medium
+
+__all__ = [
+    "ambiguous_extras",
+    "check_block_size",
+    "check_options",
+    "folded_media",
+    "packed_extras",
+    "wanted_ranks",
+]
+
+
+def check_options(lora: object, salt: object, block_size: object) -> None:
+    """Refuse what could match nothing, whatever is resident."""
+    if not isinstance(lora, (str, int, type(None))) or isinstance(lora, bool):
+        raise ConfigurationError(f"lora must be a name or a numeric id, not {lora!r}")
+    if not isinstance(salt, (str, type(None))):
+        raise ConfigurationError(f"salt must be a string, not {salt!r}")
+    if block_size is not None and not (isinstance(block_size, int) and block_size > 0):
+        raise ConfigurationError(f"block_size must be 1 token or more, not {block_size!r}")
+
+
+def check_block_size(asked: int | None, sizes: Collection[int]) -> None:
+    """Refuse a block size that no rank has, once every rank's is known (0: it is not)."""
+    if asked is None or not sizes or 0 in sizes or asked in sizes:
+        return
+    known = ", ".join(map(str, sorted(set(sizes))))
+    raise ConfigurationError(f"no rank has block_size={asked}; the ranks' block sizes: {known}")
+
+
+def folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
+    """Return the media that count, by their folded names; None for all."""
+    if media is None:
+        return None
+    names = [media] if isinstance(media, str) else list(media)
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"media must be names such as 'GPU', not {media!r}")
+    folded = frozenset(map(fold_medium, names))
+    if not folded:
+        raise ConfigurationError("media is empty: name at least one medium, or leave it out")
+    return folded
+
+
+def packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -> list[bytes]:
+    """Return the canonical extra keys of a query's blocks, as far as any has some."""
+    if extra_keys is None and not salt:
+        return []
+    items = list(extra_keys or [None])
+    return [
+        pack_extra(item, lora=lora, salt=salt if position == 0 else None)
+        for position, item in enumerate(items or [None])
+    ]
+
+
+def ambiguous_extras(sizes: Iterable[int]) -> ConfigurationError:
+    """Return the error for extra keys whose blocks could be of several sizes."""
+    return ConfigurationError(
+        f"extra_keys are per block, and the index holds block sizes {sorted(sizes)}: "
+        "say which with block_size="
+    )
+
+
+def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> list[Rank]:
+    """Return the ranks that a query asks for; raises UnknownRankError for a text that is none's."""
+    if isinstance(ranks, tuple) and any(isinstance(rank, int) for rank in ranks):
+        raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
+    wanted: list[Rank] = []
+    for rank in [ranks] if isinstance(ranks, str) else ranks:
+        wanted += find_ranks(rank, known) if isinstance(rank, str) else [rank]
+    return wanted
