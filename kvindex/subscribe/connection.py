@@ -70,7 +70,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not (value is None and name == "hwm") and not value > 0:
-                raise ConfigurationError(f"{name} must be positive, not {getattr(self, name)!r}")
+                raise ConfigurationError(f"{name} must be positive, not {value!r}")
 
     def queued(self, *, repairable: bool) -> int:
         """Return how many messages a socket queues, by whether replay can bring them again."""

@@ -12,9 +12,9 @@ decides. The rules for what is odd:
   in the index that the engine has removed.
 
 What is malformed, or rare, costs more to read than to send: it is read only in a payload of up to
-`MAX_RARE_BYTES`. Rare are text among the tokens, images, media that are not ASCII, and windows
-beyond 64 bits, and extension types; the native reader adds names twice in one map, map keys that
-are no text and nesting of more than 32 arrays, which no engine writes.
+`MAX_RARE_BYTES`. Rare are text among the tokens, images, media that are not ASCII, windows beyond
+64 bits and extension types. The native reader adds what no engine writes: names that stand twice in
+one map, map keys that are no text, and nesting of more than 32 arrays.
 
 Normal forms: bigrams (SGLang under EAGLE) become `token_ids` plus `lookahead_token_ids`; text among
 the tokens becomes ints (`kvindex.wire.quirks.text_token`); images of TensorRT-LLM become
