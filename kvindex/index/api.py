@@ -59,7 +59,8 @@ class BaseIndex(ABC):
     Thread safety: every method may be called from any thread; one lock guards the whole index. A
     signal's handler may call every method, too; where it interrupted a change, the Python index
     raises InUseError, and the native one where it interrupted one of the set of ranks and would
-    change that itself. A forked child has an index of its own, as it was at the fork.
+    change that itself. A forked child has an index of its own, as it was at the fork; of a change
+    of more than 1,024 blocks that another thread was making, it may have a part.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index, Rank
