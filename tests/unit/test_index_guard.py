@@ -22,7 +22,15 @@ from typing import Any
 import pytest
 
 import kvindex
-from kvindex import EventBatch, Index, InUseError, InvariantError, Rank
+from kvindex import (
+    AllBlocksCleared,
+    BlockStored,
+    EventBatch,
+    Index,
+    InUseError,
+    InvariantError,
+    Rank,
+)
 from kvindex.index import guard as guard_module
 from kvindex.index import read_batch, reference
 from kvindex.index.guard import Guard
@@ -220,6 +228,30 @@ def test_children_have_the_index_as_it_was_though_another_thread_was_changing_it
         thread.join()
     assert index.ranks == (B,)
     index.check()
+
+
+def test_a_child_has_a_part_of_a_long_change_that_another_thread_was_making() -> None:
+    blocks = 20 * guard_module.HOLD_BLOCKS
+    tokens = list(range(blocks))
+    chain = BlockStored(block_hashes=[*range(1, blocks + 1)], token_ids=tokens, block_size=1)
+    for _ in range(5):
+        index = Index()
+        index.add(A)
+
+        def child(index: Index = index) -> None:
+            index.check()
+            assert index.match(tokens)[A].blocks % guard_module.HOLD_BLOCKS == 0
+            index.apply(A, EventBatch(ts=0.0, events=[AllBlocksCleared(), stored(0)]))
+            assert len(index) == 1
+
+        change = partial(index.apply, A, EventBatch(ts=0.0, events=[chain]))
+        thread = threading.Thread(target=change)
+        thread.start()
+        while not len(index) and thread.is_alive():
+            pass
+        assert in_child(child) == 0
+        thread.join()
+        assert index.match(tokens)[A].blocks == blocks
 
 
 def test_a_grandchild_has_the_index_too() -> None:
