@@ -15,7 +15,8 @@ from typing import Any, ClassVar, TypeVar
 
 from kvindex.backend import Backend
 from kvindex.errors import ConfigurationError
-from kvindex.index.explanation import Asked, Explanation, Holding, explain
+from kvindex.index.explaining import Asked, Holding, explain
+from kvindex.index.explanation import Explanation
 from kvindex.index.keys import ExtraKeys, Lora
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match

@@ -16,7 +16,7 @@ from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode
 from kvindex._native import Index as Core
 from kvindex.errors import InvariantError, SnapshotError, UnknownRankError
 from kvindex.index.api import BaseIndex, check_limits, rank_limit
-from kvindex.index.explanation import Asked, Holding
+from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, lora_tag, tagged_lora
 from kvindex.index.labels import ResidentBlock, no_room

@@ -8,7 +8,7 @@ from typing import Any
 from kvindex.backend import warn_of_fallback
 from kvindex.errors import InvariantError, UnknownRankError
 from kvindex.index.api import BaseIndex, check_limits, rank_limit
-from kvindex.index.explanation import Asked, Holding
+from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard, WholeHold
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.index.labels import Budget, ResidentBlock

@@ -1,0 +1,314 @@
+"""Finds out why each rank's match of a prompt ends where it does."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from kvindex.errors import UnknownRankError
+from kvindex.index.explanation import (
+    Ending,
+    Explanation,
+    GroupHeld,
+    OtherPrompts,
+    RankExplanation,
+)
+from kvindex.index.groups import Spans, extend_spans
+from kvindex.index.keys import Lora
+from kvindex.index.match import Match, RankMatch
+from kvindex.index.tokens import TokenIds
+from kvindex.rank import Rank
+from kvindex.wire import GroupSpec
+
+__all__ = ["Asked", "Holding", "explain"]
+
+
+class Asked(NamedTuple):
+    """A question to an index, checked; `extras` are the canonical extra keys by block."""
+
+    lora: Lora
+    extras: list[bytes]
+    media: frozenset[str] | None
+    ranks: list[Rank] | None
+    block_size: int | None
+
+
+class Holding(NamedTuple):
+    """Which of a prompt's blocks, of one size, a rank holds in one group on one medium."""
+
+    rank: Rank
+    group_idx: int
+    medium: str
+    block_size: int
+    lookahead: int
+    spans: Spans
+
+
+class Explained(Protocol):
+    """What an index tells besides its answers."""
+
+    def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]: ...
+
+    def _view_statistics(self, rank: Rank) -> dict[str, Any]: ...
+
+    def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]: ...
+
+
+def explain(index: Explained, tokens: array[int], asked: Asked) -> Explanation:
+    """Return why each rank's match of a prompt ends; see `BaseIndex.explain`."""
+    match, holdings = index._look(tokens, asked)
+    seen = {found.rank: _Seen(index, found, asked, len(tokens)) for found in match}
+    for holding in holdings:
+        if holding.rank in seen:
+            seen[holding.rank].holdings.append(holding)
+    _try_other_prompts(index, tokens, asked, seen)
+    return Explanation(match, [some.explain() for some in seen.values()])
+
+
+def _try_other_prompts(
+    index: Explained, tokens: array[int], asked: Asked, seen: Mapping[Rank, _Seen]
+) -> None:
+    """Ask again as if for each LoRA and salt that a rank is known to have."""
+    own = asked.extras[0] if asked.extras else b""
+    tries: dict[tuple[Lora, bytes], list[Rank]] = {}
+    for rank, some in seen.items():
+        if some.whole:
+            continue
+        starts = {*some.salts, *((lora, extra) for lora in some.loras for extra in (b"", own))}
+        for start in starts - {(asked.lora, own)}:
+            tries.setdefault(start, []).append(rank)
+    for (lora, extra), ranks in tries.items():
+        extras = [extra, *asked.extras[1:]]
+        found, _ = index._look(tokens, asked._replace(lora=lora, extras=extras, ranks=None))
+        for rank in ranks:
+            if rank in found:
+                seen[rank].tried(lora, extra, found[rank].tokens)
+
+
+class _Kind(NamedTuple):
+    """What kind of attention a group serves, and the tokens of its blocks."""
+
+    spec: GroupSpec
+    size: int
+
+
+class _Seen:
+    """What is known of one rank and a prompt."""
+
+    def __init__(self, index: Explained, match: RankMatch, asked: Asked, length: int) -> None:
+        self.match = match
+        self.asked = asked
+        self.length = length
+        self.holdings: list[Holding] = []
+        self.other: OtherPrompts | None = None
+        self.known: dict[str, Any] = {}
+        self.loras: list[Lora] = []
+        self.salts: list[tuple[Lora, bytes]] = []
+        try:
+            self.known = index._view_statistics(match.rank)
+            self.loras, self.salts = index._view_origins(match.rank)
+        except UnknownRankError:
+            pass  # it was removed just now
+
+    @property
+    def whole(self) -> bool:
+        size = self.match.block_size
+        return bool(size) and self.match.tokens + size > self._countable
+
+    @property
+    def _countable(self) -> int:
+        """How many tokens of the prompt can be in a block that has its lookahead tokens."""
+        lookahead = min((holding.lookahead for holding in self.holdings), default=0)
+        return max(0, self.length - lookahead)
+
+    @property
+    def _other_block_size(self) -> bool:
+        asked = self.asked.block_size
+        return asked not in (None, self.match.block_size) and not self.holdings
+
+    def tried(self, lora: Lora, extra: bytes, tokens: int) -> None:
+        """Take in what another question would have been answered."""
+        if tokens > max(self.match.tokens, self.other.tokens if self.other else 0):
+            self.other = OtherPrompts(lora=lora, salted=bool(extra), tokens=tokens)
+
+    def explain(self) -> RankExplanation:
+        groups = self._groups(self.asked.media)
+        main = self._main()
+        held = groups.get(main) if main is not None else None
+        leading = _leading(held)
+        limits: tuple[GroupHeld, ...] = ()
+        if self.whole and self.match.tokens:
+            ending, text = Ending.WHOLE, "every whole block of the prompt is resident"
+        elif not self.known:
+            ending, text = Ending.EMPTY, "the rank was removed just now"
+        elif not self.known["blocks"]:
+            ending, text = Ending.EMPTY, "it holds nothing at all"
+        elif self._other_block_size:
+            ending = Ending.BLOCK_SIZE
+            text = (
+                f"its blocks have {self.match.block_size} tokens, not the {self.asked.block_size} "
+                "that were asked for"
+            )
+        elif self._countable < self.match.block_size:
+            ending = Ending.SHORT
+            text = f"the prompt of {self.length} tokens is shorter than one block"
+            text += f" of {self.match.block_size}"
+        elif self.other is not None:
+            ending, text = Ending.PROMPTS, self._other_prompts()
+        elif leading - self.match.tokens >= self.match.block_size and held is not None:
+            limits = _lacking(groups, self._kinds(), leading)
+            ending = Ending.GROUP if limits else Ending.ENGINE
+            text = f"{_described(held)} holds the first {leading} tokens"
+            for group in limits:
+                text += f", but {_described(group)} only {_stretches(group)}"
+            text += "" if limits else ", but the engine's own rule allows a shorter hit only"
+        elif self._on_other_media(main) > leading:
+            ending = Ending.MEDIA
+            text = f"on all media the first {self._on_other_media(main)} tokens are resident"
+        else:
+            ending, text = self._end(held)
+        return RankExplanation(
+            match=self.match,
+            ending=ending,
+            text=f"{self._hit()}: {text}",
+            held=held,
+            limits=limits,
+            other=self.other,
+            notes=tuple(self._notes()),
+        )
+
+    def _hit(self) -> str:
+        return f"{self.match.tokens} of {self.length} tokens"
+
+    def _other_prompts(self) -> str:
+        assert self.other is not None
+        asked = f"LoRA {self.asked.lora!r}" if self.asked.lora else "no LoRA"
+        lora = f"LoRA {self.other.lora!r}" if self.other.lora else "no LoRA"
+        own = bool(self.asked.extras and self.asked.extras[0])
+        salt = " and no salt" if own else ""
+        if self.other.salted:
+            which = "another salt" if own else "a salt"
+            salt = f" and {which} (or other extra keys of the first block)"
+        return f"asked with {asked}; with {lora}{salt} it would be {self.other.tokens}"
+
+    def _end(self, held: GroupHeld | None) -> tuple[Ending, str]:
+        size, tokens = self.match.block_size, self.match.tokens
+        block = tokens // size if size else 0
+        later = [span for span in (held.spans if held else ()) if span[0] > tokens]
+        missing = f"block {block} (tokens {tokens} to {tokens + size - 1}) is not resident"
+        if later:
+            return Ending.HOLE, f"{missing}, later tokens are: {_spelled(later)}"
+        if not tokens:
+            return Ending.END, "nothing of the prompt is resident, from its first block on"
+        return Ending.END, f"{missing}, nor is what follows"
+
+    def _notes(self) -> Iterator[str]:
+        match = self.match
+        if match.tokens > match.device_tokens:
+            on_device = f"{match.device_tokens} of these tokens are on the device"
+            yield f"{on_device}; the engine decides whether it loads the rest"
+        elif match.tokens and match.upper_bound:
+            yield "an upper bound: its events do not tell all that limits a hit"
+        if self.known.get("orphans"):
+            yield f"{self.known['orphans']} blocks wait for a parent that was not told"
+        if self.known.get("ignored"):
+            reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.known["ignored"].items()))
+            yield f"blocks were ignored: {reasons}"
+        if self.other is None and not self.whole and self.known.get("salted"):
+            yield (
+                f"{self.known['salted']} of its blocks are under salts (or other first extra "
+                f"keys); the last {len(self.salts)} of these were tried"
+            )
+
+    def _main(self) -> int | None:
+        """Return the group whose blocks the match counts."""
+        kinds = self._kinds()
+        return min(kinds, key=lambda idx: (not kinds[idx].spec.needs_all, idx), default=None)
+
+    def _kinds(self) -> dict[int, _Kind]:
+        """Return the groups that a hit depends on."""
+        kinds = {
+            int(idx): _Kind(
+                GroupSpec(told["kind"], told["sliding_window"], told["attention_chunk_size"]),
+                told["block_size"],
+            )
+            for idx, told in self.known.get("groups", {}).items()
+        }
+        return {idx: kind for idx, kind in kinds.items() if kind.size and kind.spec.takes_part}
+
+    def _groups(self, media: Collection[str] | None) -> dict[int, GroupHeld]:
+        """Return what each group that takes part holds on these media."""
+        groups = {}
+        for idx, (spec, size) in self._kinds().items():
+            by_lookahead: dict[int, list[tuple[int, int]]] = {0: []}
+            for holding in self.holdings:
+                if holding.group_idx == idx and (media is None or holding.medium in media):
+                    spans = by_lookahead.setdefault(holding.lookahead, [])
+                    spans += _in_tokens(holding, size)
+            unions = [tuple(_union(spans)) for spans in by_lookahead.values()]
+            groups[idx] = GroupHeld(
+                group_idx=idx,
+                kind=spec.kind,
+                sliding_window=spec.sliding_window,
+                spans=max(unions, key=lambda union: sum(stop - start for start, stop in union)),
+            )
+        return groups
+
+    def _on_other_media(self, main: int | None) -> int:
+        if self.asked.media is None or main is None:
+            return 0
+        return _leading(self._groups(None)[main])
+
+
+def _in_tokens(holding: Holding, block_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the tokens that the blocks of a holding cover.
+
+    Where a group's blocks are larger than those that the prompt was walked in, each stands at
+    its end.
+    """
+    size = holding.block_size
+    for start, stop in holding.spans:
+        yield max(0, (start + 1) * size - max(size, block_size)), stop * size
+
+
+def _union(parts: Iterable[tuple[int, int]]) -> Spans:
+    union: Spans = []
+    for start, stop in sorted(parts):
+        extend_spans(union, start, stop)
+    return union
+
+
+def _leading(held: GroupHeld | None) -> int:
+    """Return how many tokens are resident from the prompt's start."""
+    return held.spans[0][1] if held is not None and held.spans and not held.spans[0][0] else 0
+
+
+def _lacking(
+    groups: Mapping[int, GroupHeld], kinds: Mapping[int, _Kind], leading: int
+) -> tuple[GroupHeld, ...]:
+    """Return the groups that do not hold what they need for a hit of so many tokens."""
+    lacking = []
+    for idx, group in groups.items():
+        spec, size = kinds[idx]
+        cut = leading - leading % size
+        start = spec.needed_from(cut, size)
+        start -= start % size  # a chunk may begin within a block
+        if start < cut and not any(span[0] <= start and cut <= span[1] for span in group.spans):
+            lacking.append(group)
+    return tuple(lacking)
+
+
+def _described(group: GroupHeld) -> str:
+    window = f", window of {group.sliding_window} tokens" if group.sliding_window else ""
+    return f"group {group.group_idx} ({group.kind}{window})"
+
+
+def _stretches(group: GroupHeld) -> str:
+    return f"tokens {_spelled(group.spans)}" if group.spans else "nothing"
+
+
+def _spelled(spans: Collection[tuple[int, int]]) -> str:
+    words = [f"{start} to {stop - 1}" for start, stop in list(spans)[:8]]
+    more = [f"and {len(spans) - 8} further stretches"] if len(spans) > 8 else []
+    return ", ".join(words + more)
