@@ -104,12 +104,12 @@ def match_table(match: Match, prompt_tokens: int) -> str:
     header = ("rank", "tokens", "blocks", "on", "state", "complete")
     best = match.best
     if best is None:
-        some = any(found.blocks for found in match)
+        some = any(found.tokens for found in match)
         live = "live " if some else ""
         verdict = f"no {live}rank holds a block of {counted(prompt_tokens, 'token')}"
     else:
         verdict = f"best: {best.rank} holds {best.tokens} of {counted(prompt_tokens, 'token')}"
-    bounds = [str(found.rank) for found in match if found.blocks and found.upper_bound]
+    bounds = [str(found.rank) for found in match if found.tokens and found.upper_bound]
     if bounds:
         verdict += f"\nupper bounds, the engine's own hit may be shorter: {', '.join(bounds)}"
     return f"{table(header, rows)}\n{verdict}"

@@ -22,7 +22,7 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
         rank: whose answer it is.
         blocks: leading blocks of the prompt that are resident on any allowed medium; for hybrid
             models the blocks that the engine itself would hit.
-        tokens: the same in tokens.
+        tokens: the same in tokens; more, where a hit may end within a block (fine hashes, Mamba).
         block_size: tokens per block of the rank, whether it holds anything of the prompt or not; 0
             while the rank has stored nothing yet.
         by_medium: of those blocks, how many are on each medium (one on two media counts for both).
@@ -92,7 +92,7 @@ class FoundMatches:
 
     def first(self) -> RankMatch | None:
         """Return the match to prefer; see `Found`."""
-        return min((found for found in self.values() if found.blocks), key=_longest, default=None)
+        return min((found for found in self.values() if found.tokens), key=_longest, default=None)
 
 
 class Match:
@@ -139,7 +139,7 @@ class Match:
         trusted = self._trusted(first)
         if _is_live(trusted):
             return trusted
-        held = [self._trusted(found) for found in self._found.values() if found.blocks]
+        held = [self._trusted(found) for found in self._found.values() if found.tokens]
         live = [found for found in held if _is_live(found)]
         if not live and any(_is_live(self._trusted(RankMatch(rank=rank))) for rank in self._ranks):
             return None

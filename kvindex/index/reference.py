@@ -139,7 +139,7 @@ class Index(BaseIndex):
             matches = list(rank_matches(held, wanted, prompt.length))
             units = [blocks.groups.unit for blocks in wanted.values()]
             sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
-            if not any(found.blocks for found in matches):
+            if not any(found.tokens for found in matches):
                 check_block_size(block_size, units)
             return Match(FoundMatches(matches, sizes), sizes.keys())
 
