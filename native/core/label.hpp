@@ -1,6 +1,7 @@
 // Engines' labels of blocks: 64-bit ints as they are, digests of bytes by a number of our own.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -19,6 +20,7 @@ struct Label {
   bool named = false;
 
   bool operator==(const Label&) const = default;
+  auto operator<=>(const Label&) const = default;
 };
 
 // Secret, as in `LabelTable`: so that an engine cannot aim at one bucket.

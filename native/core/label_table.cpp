@@ -38,7 +38,7 @@ BlockRef LabelTable::add(uint64_t label, BlockRef block) {
   if (const Place known = locate(mark); known.slot != kSlots) {
     return bucket(known.bucket).entries[known.slot].block;
   }
-  if ((size_ + 1) * 100 > count_ * kSlots * 88) rehash(size_ * 14 / 10);
+  if (must_grow(1)) grow(1);
   put(mark, block);
   ++size_;
   return kNoBlock;

@@ -9,6 +9,7 @@
 // the label can be told from its scrambled form.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -68,6 +69,10 @@ class LabelTable {
 
   // Add a label, unless it is in the table: then return its block, else kNoBlock.
   BlockRef add(uint64_t label, BlockRef block);
+
+  // Whether so many further labels make the table grow, and that growth ahead of them.
+  bool must_grow(size_t labels) const { return (size_ + labels) * 100 > count_ * kSlots * 88; }
+  void grow(size_t labels) { rehash(std::max(size_ * 14 / 10, size_ + labels)); }
 
   // Make room for so many labels in all, so that the table need not grow up to there.
   void reserve(size_t labels) {

@@ -44,31 +44,42 @@ bool Labels::placed(const Label& label, BlockRef block, BlockRef newest) const {
   return several != several_.end() && several->second.blocks.contains(block);
 }
 
+const std::vector<Copies>* Labels::written(const Label& label, BlockRef block) const {
+  if (crowds_.empty()) return nullptr;
+  const auto crowd = crowds_.find(block);
+  if (crowd == crowds_.end()) return nullptr;
+  const auto found = counted_.find({block, label});
+  return found == counted_.end() ? &crowd->second.first : &found->second;
+}
+
 std::vector<Copies> Labels::held(const Label& label, BlockRef block) const {
-  if (written_down()) {
-    const auto found = counted_->find({label, block});
-    return found == counted_->end() ? std::vector<Copies>() : found->second;
-  }
+  if (const std::vector<Copies>* all = written(label, block)) return *all;
+  return shown(block);
+}
+
+// The copies of a block that has one label.
+std::vector<Copies> Labels::shown(BlockRef block) const {
   std::vector<Copies> all;
   for (const OwnerId owner : places_) {
-    if (const uint64_t count = copies(label, block, owner); count != 0) all.push_back({owner, count});
+    if (const uint64_t count = shown(block, owner); count != 0) all.push_back({owner, count});
   }
   return all;
 }
 
-uint64_t Labels::copies(const Label& label, BlockRef block, OwnerId owner) const {
-  if (written_down()) {
-    const auto found = counted_->find({label, block});
-    if (found == counted_->end()) return 0;
-    for (const Copies& copies : found->second) {
-      if (copies.owner == owner) return copies.count;
-    }
-    return 0;
-  }
+uint64_t Labels::shown(BlockRef block, OwnerId owner) const {
   if (!tree_.owned(block, owner)) return 0;
   if (further_.empty()) return 1;
   const auto further = further_.find(residence(block, owner));
   return further == further_.end() ? 1 : 1 + further->second;
+}
+
+uint64_t Labels::copies(const Label& label, BlockRef block, OwnerId owner) const {
+  const std::vector<Copies>* const all = written(label, block);
+  if (all == nullptr) return shown(block, owner);
+  for (const Copies& copies : *all) {
+    if (copies.owner == owner) return copies.count;
+  }
+  return 0;
 }
 
 bool Labels::in_group(const Label& label, BlockRef block, uint32_t group_idx) const {
@@ -77,22 +88,14 @@ bool Labels::in_group(const Label& label, BlockRef block, uint32_t group_idx) co
   });
 }
 
-bool Labels::crowds(const Label& label, BlockRef block) const {
-  if (written_down() || tree_.owners(block) == kNoOwners) return false;
-  if (std::none_of(places_.begin(), places_.end(),
-                   [&](OwnerId owner) { return tree_.owned(block, owner); })) {
-    return false;
+// Write down the copies of a block's only label, before the tree's owners are also those of others.
+Labels::Crowd& Labels::crowd(BlockRef block) {
+  const auto [some, is_new] = crowds_.try_emplace(block);
+  if (is_new) {
+    some->second = {1, shown(block)};
+    for (const Copies& copies : some->second.first) further_.erase(residence(block, copies.owner));
   }
-  return !placed(label, block, newest(label));
-}
-
-void Labels::write_down() {
-  auto counted = std::make_unique<Counted>(0, PlacementHash{several_.hash_function()});
-  placements([&](const Label& label, BlockRef block) {
-    counted->emplace(Placement{label, block}, held(label, block));
-  });
-  counted_ = std::move(counted);
-  further_.clear();
+  return some->second;
 }
 
 // How many further (block, group) pairs there may be.
@@ -153,33 +156,41 @@ bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t cou
   }
   if (!known_label) put(label, block);
   if (known == 0 && !several_.empty()) note_held(label, block, owner, true);
-  duplicates_ += known != 0 ? count : count - 1;
-  if (!written_down()) {
-    const uint64_t further = known != 0 ? count : count - 1;
-    if (further != 0) further_[residence(block, owner)] += further;
-    return true;
+  const uint64_t further = known != 0 ? count : count - 1;
+  duplicates_ += further;
+  if (!known_label && is_held(owners)) {
+    ++crowd(block).labels;
+    counted_.try_emplace({block, label});
   }
-  std::vector<Copies>& all = (*counted_)[{label, block}];
-  if (known == 0) {
-    all.push_back({owner, count});
+  std::vector<Copies>* const all = written(label, block);
+  if (all == nullptr) {
+    if (further != 0) further_[residence(block, owner)] += further;
+  } else if (known == 0) {
+    all->push_back({owner, count});
     if (tree_.sets().contains(owners, owner)) ++shared_[residence(block, owner)];
   } else {
-    for (Copies& copies : all) {
+    for (Copies& copies : *all) {
       if (copies.owner == owner) copies.count += count;
     }
   }
   return true;
 }
 
+// Whether the rank is among the owners of a block.
+bool Labels::is_held(SetId owners) const {
+  if (owners == kNoOwners) return false;
+  return std::any_of(places_.begin(), places_.end(),
+                     [&](OwnerId owner) { return tree_.sets().contains(owners, owner); });
+}
+
 bool Labels::drop(const Label& label, BlockRef block, OwnerId owner) {
   const uint64_t place = residence(block, owner);
   bool last_label = true;
-  if (written_down()) {
-    std::vector<Copies>& all = counted_->find({label, block})->second;
-    const auto copies = std::find_if(all.begin(), all.end(),
+  if (std::vector<Copies>* const all = written(label, block)) {
+    const auto copies = std::find_if(all->begin(), all->end(),
                                      [&](const Copies& some) { return some.owner == owner; });
     if (--copies->count != 0) return false;
-    all.erase(copies);
+    all->erase(copies);
     if (const auto shared = shared_.find(place); shared != shared_.end()) {
       last_label = false;
       if (--shared->second == 0) shared_.erase(shared);
@@ -208,7 +219,10 @@ bool Labels::drop(const Label& label, BlockRef block, OwnerId owner) {
 }
 
 void Labels::forget(const Label& label, BlockRef block) {
-  if (written_down()) counted_->erase({label, block});
+  if (const auto crowd = crowds_.find(block); crowd != crowds_.end()) {
+    counted_.erase({block, label});
+    if (--crowd->second.labels == 0) crowds_.erase(crowd);
+  }
   const auto several = several_.empty() ? several_.end() : several_.find(label);
   if (several == several_.end()) {
     table(label).erase(label.value);
@@ -222,7 +236,7 @@ void Labels::forget(const Label& label, BlockRef block) {
 }
 
 bool Labels::is_plain(const Label& label, BlockRef block) const {
-  if (!written_down() && further_.empty()) return true;
+  if (crowds_.empty() && further_.empty()) return true;
   return std::all_of(places_.begin(), places_.end(), [&](OwnerId owner) {
     return copies(label, block, owner) == (tree_.owned(block, owner) ? 1u : 0u);
   });
@@ -252,9 +266,9 @@ void Labels::restore_order(const Label& label, const std::vector<BlockRef>& olde
   table(label).replace(label.value, blocks.newest());
 }
 
-void Labels::restore_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies) {
-  if (written_down()) {
-    (*counted_)[{label, block}] = copies;
+void Labels::restore_copies(BlockRef block, const std::vector<Copies>& copies) {
+  if (const auto crowd = crowds_.find(block); crowd != crowds_.end()) {
+    crowd->second.first = copies;
     return;
   }
   for (const Copies& some : copies) {
@@ -262,11 +276,19 @@ void Labels::restore_copies(const Label& label, BlockRef block, const std::vecto
   }
 }
 
+void Labels::restore_further(const Label& label, BlockRef block,
+                             const std::vector<Copies>& copies) {
+  ++crowd(block).labels;
+  counted_[{block, label}] = copies;
+}
+
 void Labels::count_shared() {
   std::unordered_map<uint64_t, uint64_t> labels;
-  for (const auto& [placement, copies] : *counted_) {
-    for (const Copies& some : copies) ++labels[residence(placement.block, some.owner)];
-  }
+  const auto add = [&](BlockRef block, const std::vector<Copies>& copies) {
+    for (const Copies& some : copies) ++labels[residence(block, some.owner)];
+  };
+  for (const auto& [block, crowd] : crowds_) add(block, crowd.first);
+  for (const auto& [placement, copies] : counted_) add(placement.block, copies);
   for (const auto& [place, count] : labels) {
     if (count > 1) shared_[place] = count - 1;
   }
@@ -307,26 +329,43 @@ void Labels::clear(Hold& hold) {
   size_ = 0;
   prompts_.clear();
   tally_ = nullptr;
-  ints_.clear();
-  named_.clear();
-  Ambiguous several(0, several_.hash_function());
-  several.swap(several_);
-  const auto further = std::exchange(further_, {});
-  const auto shared = std::exchange(shared_, {});
-  auto counted = std::move(counted_);
+  struct {
+    LabelTable ints, named;
+    Ambiguous several;
+    std::unordered_map<uint64_t, uint64_t> further;
+    std::map<BlockRef, Crowd> crowds;
+    std::map<Placement, std::vector<Copies>> counted;
+    std::map<uint64_t, uint64_t> shared;
+  } gone{LabelTable(scramble_), LabelTable(scramble_), Ambiguous(0, several_.hash_function()),
+         {}, {}, {}, {}};
+  std::swap(gone.ints, ints_);
+  std::swap(gone.named, named_);
+  gone.several.swap(several_);
+  gone.further.swap(further_);
+  gone.crowds.swap(crowds_);
+  gone.counted.swap(counted_);
+  gone.shared.swap(shared_);
   if (blocks.size() < Hold::kBlocks) return;
   hold.aside([&] {
-    several.clear();
-    counted.reset();
+    { const auto dropped = std::move(gone); }
+    std::vector<BlockRef>().swap(blocks);  // the allocator tidies up now, and takes long
   });
+}
+
+void Labels::make_room(const Label& label, size_t labels, Hold& hold) {
+  constexpr size_t kQuick = 16'384;
+  LabelTable& some = table(label);
+  if (some.size() > kQuick && some.must_grow(labels)) hold.aside([&] { some.grow(labels); });
 }
 
 void Labels::check(std::vector<uint64_t>& resident) const {
   uint64_t size = 0;
   std::unordered_map<uint64_t, uint64_t> labels;
   std::unordered_map<uint64_t, uint64_t> prompts;
+  std::unordered_map<BlockRef, uint64_t> by_block;
   placements([&](const Label& label, BlockRef block) {
     const std::vector<Copies> all = held(label, block);
+    ++by_block[block];
     require(!all.empty(), "a label without copies");
     std::vector<uint32_t> groups;
     for (const Copies& copies : all) {
@@ -352,6 +391,14 @@ void Labels::check(std::vector<uint64_t>& resident) const {
     const uint64_t known = shared == shared_.end() ? 0 : shared->second;
     require(count - 1 == known, "labels that share a block are miscounted");
   }
+  uint64_t crowded = 0;
+  for (const auto& [block, count] : by_block) {
+    const auto crowd = crowds_.find(block);
+    crowded += crowd != crowds_.end();
+    require(crowd == crowds_.end() ? count == 1 : count == crowd->second.labels,
+            "a block's labels are miscounted");
+  }
+  require(crowded == crowds_.size(), "labels are counted of what is not resident");
   for (const auto& [place, count] : further_) {
     require(count != 0 && labels.contains(place), "further copies of what is not resident");
   }

@@ -3,15 +3,15 @@
 // Nearly always a label names one block, a block has one label, and there is one copy in each place
 // that the tree knows as its owner. Then a label costs an entry of `LabelTable` and nothing else:
 // its copies are read from the tree. What is rarer is kept beside: further copies (`further_`), and
-// all blocks of a label that has several (`several_`). Should a block ever get a second label, the tree can no
-// longer tell whose copies it shows; from then on, until the rank is cleared, the copies of every
-// label are written down (`counted_`).
+// all blocks of a label that has several (`several_`). Of a block with a second label the tree can
+// no longer tell whose copies it shows: those of its first label (`crowds_`) and of each further one
+// (`counted_`) are written down, until the rank holds it no more.
 //
 // The Python twin is kvindex/index/labels.py. Owned by the index, under its lock.
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <map>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -80,34 +80,31 @@ class Labels {
 
   uint64_t copies(const Label& label, BlockRef block, OwnerId owner) const;
 
-  // Whether a label would become a further one of a block that the rank holds already. Before it
-  // is added, every block added so far must be owned in the tree, and `write_down` be called.
-  bool crowds(const Label& label, BlockRef block) const;
-  void write_down();
+  // Let others go first while room for further labels like this one is made, if that takes long.
+  void make_room(const Label& label, size_t labels, Hold& hold);
 
   // Count copies of a block; false, and nothing counted, if the budget has no room for it. Must
   // come before the tree learns of the owner.
   bool add(const Label& label, BlockRef block, OwnerId owner, uint64_t count = 1);
 
-  // Likewise for blocks that nobody holds yet; says how many there was room for. The copies must
-  // not be `written_down`.
+  // Likewise for blocks that nobody holds yet; says how many there was room for.
   size_t add_new(const Label* labels, const Stretch& blocks, OwnerId owner);
-  bool written_down() const { return counted_ != nullptr; }
 
   // Take one copy away; true if the owner now no longer holds the block at all: then the tree must
   // learn of it before anything else.
   bool drop(const Label& label, BlockRef block, OwnerId owner);
 
   // Take over what another index knew, while there are no labels yet. First all placements, of
-  // blocks that may have no owner yet; once the tree knows the owners, what `is_plain` does not
-  // cover: `write_down` before it if any block has two labels, and `count_shared` after it.
+  // blocks that may have no owner yet; once the tree knows the owners, the copies of further labels
+  // of a block, then those of first ones that `is_plain` does not cover, and `count_shared`.
   void reserve(size_t ints, size_t named) {
     ints_.reserve(ints);
     named_.reserve(named);
   }
   void restore(const Label& label, BlockRef block, uint64_t groups);
   void restore_order(const Label& label, const std::vector<BlockRef>& oldest_first);
-  void restore_copies(const Label& label, BlockRef block, const std::vector<Copies>& copies);
+  void restore_further(const Label& label, BlockRef block, const std::vector<Copies>& copies);
+  void restore_copies(BlockRef block, const std::vector<Copies>& copies);
   void count_shared();
   void restore_counts(uint64_t ambiguous, uint64_t duplicates) {
     ambiguous_ = ambiguous;
@@ -138,18 +135,15 @@ class Labels {
 
  private:
   struct Placement {
-    Label label;
     BlockRef block;
-    bool operator==(const Placement&) const = default;
+    Label label;
+    auto operator<=>(const Placement&) const = default;
   };
-  struct PlacementHash {
-    LabelHash hash;
-
-    size_t operator()(const Placement& placement) const {
-      return hash(placement.label) ^ placement.block * size_t{0x9e3779b1u};
-    }
+  // A block that has, or had, a second label.
+  struct Crowd {
+    uint64_t labels = 0;
+    std::vector<Copies> first;  // of the label that `counted_` does not have, while there is one
   };
-  using Counted = std::unordered_map<Placement, std::vector<Copies>, PlacementHash>;
 
   // A label that names several blocks.
   struct Several {
@@ -166,6 +160,15 @@ class Labels {
 
   static uint64_t residence(BlockRef block, OwnerId owner) { return uint64_t{block} << 32 | owner; }
   bool placed(const Label& label, BlockRef block, BlockRef newest) const;
+  bool is_held(SetId owners) const;
+  uint64_t shown(BlockRef block, OwnerId owner) const;
+  std::vector<Copies> shown(BlockRef block) const;
+  // The copies of a placement where they are written down.
+  const std::vector<Copies>* written(const Label& label, BlockRef block) const;
+  std::vector<Copies>* written(const Label& label, BlockRef block) {
+    return const_cast<std::vector<Copies>*>(std::as_const(*this).written(label, block));
+  }
+  Crowd& crowd(BlockRef block);
   bool in_group(const Label& label, BlockRef block, uint32_t group_idx) const;
   uint64_t room() const;
   bool grow();
@@ -198,8 +201,10 @@ class Labels {
   const Scramble& scramble_;
   Ambiguous several_;
   std::unordered_map<uint64_t, uint64_t> further_;  // by residence: copies beyond the first
-  std::unique_ptr<Counted> counted_;
-  std::unordered_map<uint64_t, uint64_t> shared_;  // by residence: labels beyond the first
+  // Trees, as no step of theirs takes long however many there are.
+  std::map<BlockRef, Crowd> crowds_;
+  std::map<Placement, std::vector<Copies>> counted_;
+  std::map<uint64_t, uint64_t> shared_;  // by residence: labels beyond the first
   uint64_t size_ = 0;
   std::unordered_map<uint64_t, uint64_t> prompts_;  // blocks by `prompts_of`, or 0
   uint64_t tallied_ = 0;  // the prompts that `tally` was asked for last, and their blocks

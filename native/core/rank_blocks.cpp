@@ -535,6 +535,7 @@ void RankBlocks::place(BlockRef parent, Chain chain, Hold& hold) {
   const size_t most = is_short ? chain.count : std::max<size_t>(1, Hold::kBlocks / chain.scale);
   while (chain.count != 0) {
     const Chain cut = chain.first(most);
+    labels_.make_room(cut.labels[0], cut.count, hold);
     const size_t added = place_some(parent, cut, hold);
     if (added < cut.count) {
       ignore(no_room(), chain.count - added);
@@ -599,7 +600,7 @@ size_t RankBlocks::place_scaled(BlockRef& last, const Chain& chain, Hold& hold) 
 size_t RankBlocks::add_labels(const Chain& chain) {
   size_t added = 0;
   for (const Stretch& stretch : shared_.scratch.chain) {
-    if (shared_.tree.unowned(stretch) && !labels_.written_down()) {  // new ones, as nearly all are
+    if (shared_.tree.unowned(stretch)) {  // new ones, as nearly all are
       const size_t some = labels_.add_new(chain.labels + added, stretch, chain.owner);
       added += some;
       if (some < stretch.count) return added;
@@ -607,10 +608,6 @@ size_t RankBlocks::add_labels(const Chain& chain) {
     }
     for (uint32_t i = 0; i < stretch.count; ++i) {
       const BlockRef block = block_ref(stretch.strand, stretch.offset + i);
-      if (labels_.crowds(chain.labels[added], block)) {
-        own_chain(added, chain.owner);
-        labels_.write_down();
-      }
       if (!labels_.add(chain.labels[added], block, chain.owner)) return added;
       ++added;
     }
@@ -681,7 +678,6 @@ bool RankBlocks::add_copies(const Label& label, BlockRef block, const std::vecto
 }
 
 bool RankBlocks::add_copy(const Label& label, BlockRef block, OwnerId owner, uint64_t copies) {
-  if (labels_.crowds(label, block)) labels_.write_down();
   if (!labels_.add(label, block, owner, copies)) return false;
   shared_.tree.own({strand_of(block), offset_of(block), 1}, owner);
   return true;

@@ -311,15 +311,14 @@ void RankBlocks::restore_labels(const RankImage& image, const std::vector<BlockR
 }
 
 void RankBlocks::restore_odd_copies(const RankImage& image, const std::vector<BlockRef>& blocks) {
-  if (!image.further.empty()) labels_.write_down();
-  const auto restore = [&](uint32_t position, const WireHash& label, const auto& copies) {
-    labels_.restore_copies(restored_label(image, label), blocks[position], restored_copies(copies));
-  };
-  for (const OddImage& some : image.odd) {
-    restore(some.position, image.labels[some.position], some.copies);
+  for (const FurtherImage& some : image.further) {
+    labels_.restore_further(restored_label(image, some.label), blocks[some.position],
+                            restored_copies(some.copies));
   }
-  for (const FurtherImage& some : image.further) restore(some.position, some.label, some.copies);
-  if (!image.further.empty()) labels_.count_shared();
+  for (const OddImage& some : image.odd) {
+    labels_.restore_copies(blocks[some.position], restored_copies(some.copies));
+  }
+  labels_.count_shared();
 }
 
 void RankBlocks::restore_orphans(const RankImage& image, const std::vector<RootId>& roots) {

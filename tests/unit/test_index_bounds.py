@@ -110,6 +110,34 @@ def test_cost_grows_as_the_blocks_of_a_label_do(
     assert many < 64 * few + 0.01  # 16 times as much; what is quadratic takes 256 times as long
 
 
+def test_a_second_label_costs_the_same_however_many_blocks_the_rank_holds() -> None:
+    def seconds_for_one(blocks: int) -> float:
+        times = []
+        for _ in range(3):
+            index = index_of(chain(list(range(1, blocks + 1))))
+            started = time.thread_time()
+            index.apply(A, EventBatch(ts=0.0, events=[chain([blocks + 1])]))
+            times.append(time.thread_time() - started)
+        return min(times)
+
+    few, many = seconds_for_one(2_000), seconds_for_one(64_000)
+    assert many < 4 * few + 0.002
+
+
+@pytest.mark.parametrize("turned", range(6))
+def test_each_label_of_a_block_has_copies_of_its_own(turned: int) -> None:
+    copies = [(1, "GPU"), (2, "GPU"), (1, "GPU"), (2, "CPU"), (3, "CPU"), (1, "GPU")]
+    index = index_of(*[chain([label], medium=medium) for label, medium in copies])
+    assert (matched(index, range(1)), len(index)) == (1, 3)
+    for label, medium in copies[turned:] + copies[:turned]:
+        index = Index.from_bytes(index.to_bytes())
+        assert matched(index, range(1)) == 1
+        apply(index, A, BlockRemoved(block_hashes=[label], medium=medium))
+        index.check()
+    assert (matched(index, range(1)), len(index)) == (0, 0)
+    assert told(index)["removed_unknown"] == 0
+
+
 def test_a_label_keeps_the_order_of_its_blocks_whatever_goes() -> None:
     index = index_of(chain([7] * 40))
     apply(index, A, BlockRemoved(block_hashes=[7], medium="CPU"))
