@@ -158,11 +158,13 @@ bool Labels::add(const Label& label, BlockRef block, OwnerId owner, uint64_t cou
   if (known == 0 && !several_.empty()) note_held(label, block, owner, true);
   const uint64_t further = known != 0 ? count : count - 1;
   duplicates_ += further;
-  if (!known_label && is_held(owners)) {
+  std::vector<Copies>* all = nullptr;
+  if (known_label) {
+    all = written(label, block);
+  } else if (is_held(owners)) {
     ++crowd(block).labels;
-    counted_.try_emplace({block, label});
+    all = &counted_.try_emplace({block, label}).first->second;
   }
-  std::vector<Copies>* const all = written(label, block);
   if (all == nullptr) {
     if (further != 0) further_[residence(block, owner)] += further;
   } else if (known == 0) {
