@@ -47,6 +47,8 @@ _COUNTERS = (
     *("removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"),
 )
 _MAX_TAGS = 64  # distinct unknown event tags counted by name
+# Units of one block: it counts once for all bounds, and is placed without letting others go first.
+_MAX_UNITS = HOLD_BLOCKS
 _MAX_SALTS = 64  # distinct first extra keys remembered
 _MAX_SALT_BYTES = 256  # longer ones are not: a publisher chooses their length
 
@@ -246,6 +248,8 @@ class RankBlocks:
             self._store_sparsely(event, hashes, owner, hold)
         elif self._names_only(event, hashes):
             self._relocate(hashes, owner, hold)
+        elif event.block_size // self.groups.unit > _MAX_UNITS:
+            self.ignored["too_many_units"] += len(hashes)
         else:
             self._store_chain(event, hashes, owner, hold)
 

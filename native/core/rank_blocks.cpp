@@ -16,7 +16,8 @@ const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredName
     "too_many_media",   "block_size",           "token_count",  "extra_keys_count",
     "lookahead_count",  "too_many_groups",      "group_kind",   "partial_block",
     "too_many_block_sizes", "unit_changed",     "position_unknown", "parent_namespace",
-    "parent_ambiguous", "max_blocks",           "max_blocks_per_rank"};
+    "parent_ambiguous", "max_blocks",           "max_blocks_per_rank",
+    "too_many_units"};
 
 namespace {
 
@@ -235,6 +236,8 @@ void RankBlocks::store(const Batch& batch, const Event& event, Hold& hold) {
       store_sparsely(event, *owner, hold);
     } else if (names_only(batch, event)) {
       relocate(labels.data(), labels.size(), *owner, hold);
+    } else if (event.block_size / groups_.unit() > kMostUnits) {
+      ignore(Ignored::too_many_units, event.hashes_count);
     } else {
       store_whole(batch, event, *owner, parent ? &*parent : nullptr, hold);
     }
@@ -295,7 +298,7 @@ void RankBlocks::store_whole(const Batch& batch, const Event& event, OwnerId own
     for (uint32_t start = 0; start < event.block_size; start += unit) {
       contents.push_back(unit_digest(batch, event, block, start, unit, extra, shared_.keys));
     }
-    hold.did(1 + event.block_size / kTokensPerBlock);
+    hold.did(event.block_size / unit + event.block_size / kTokensPerBlock);
   }
   const RootId root = shared_.tree.enter(unit, event.lookahead, batch.text(event.lora));
   const std::vector<Label>& labels = shared_.scratch.labels;

@@ -33,7 +33,7 @@ enum class Ignored : uint8_t {
   too_many_media, block_size, token_count, extra_keys_count, lookahead_count,
   too_many_groups, group_kind, partial_block, too_many_block_sizes, unit_changed,
   position_unknown, parent_namespace, parent_ambiguous, max_blocks,
-  max_blocks_per_rank,
+  max_blocks_per_rank, too_many_units,
   kCount
 };
 
@@ -95,6 +95,8 @@ class RankBlocks {
   static constexpr size_t kMostPlaces = 64;  // distinct (medium, group) places of one rank
   // Labels remembered as ambiguous; beyond it all count as such.
   static constexpr size_t kMostTorn = 65'536;
+  // Of one block: it counts once for all bounds, and is placed without letting others go first.
+  static constexpr size_t kMostUnits = Hold::kBlocks;
   static constexpr size_t kMostSalts = 64;        // distinct first extra keys remembered
   static constexpr size_t kMostSaltBytes = 256;  // longer ones are not
 

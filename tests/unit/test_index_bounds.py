@@ -147,6 +147,20 @@ def test_a_label_keeps_the_order_of_its_blocks_whatever_goes() -> None:
     assert told(index)["removed_ambiguous"] == 39
 
 
+# Units of one block
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(1024, 2), (1025, 0), (100_000, 0)])
+def test_a_block_of_too_many_units_is_left_out_and_counted(size: int, blocks: int) -> None:
+    index = index_of(chain([1]))  # the unit is one token from now on
+    tokens = [token & 127 for token in range(2 * size)]
+    wide = BlockStored(block_hashes=[8, 9], token_ids=tokens, block_size=size, group_idx=1)
+    apply(index, A, wide)
+    assert told(index)["ignored"] == ({} if blocks else {"too_many_units": 2})
+    in_tree = index.statistics()["unique_blocks"]
+    assert (len(index), in_tree) == (1 + blocks, blocks * size or 1)
+
+
 # Blocks of one rank
 
 
