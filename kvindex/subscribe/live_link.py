@@ -125,7 +125,9 @@ class LiveLink:
 
     def _received(self) -> list[list[bytes]]:
         if self._rest:
-            messages, self._rest, self._drained = self._rest, [], False
+            messages, self._rest = self._rest, []
+            # More may have come since: a flood of whole messages is no message without end.
+            self._drained = self.connection.drained = False
         else:
             messages = self.connection.receive()
             self._drained = self.connection.drained

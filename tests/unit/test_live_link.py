@@ -123,6 +123,16 @@ def test_what_is_given_back_comes_first_and_before_the_end_of_its_connection() -
     assert link.take() == [True, "n"]
 
 
+def test_a_socket_is_not_known_to_be_empty_while_there_was_no_time_for_it() -> None:
+    connection = Scripted((["a", "b"], True, []), (["c"], True, []))
+    link = Link(connection)
+    for drained, expected in ((True, "a"), (False, "b"), (True, "c")):
+        (found,) = link.live.take(1.0)
+        assert not isinstance(found, bool)
+        assert (found[0], connection.drained) == ([expected.encode()], drained)
+        link.live.give_back(found[1:])
+
+
 def test_what_was_given_back_is_dropped_with_its_socket() -> None:
     link = Link(Scripted((["a", "b"], True, [])), Scripted((["n"], True, [True])))
     for found in link.live.take(1.0):
