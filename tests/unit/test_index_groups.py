@@ -405,11 +405,16 @@ def test_a_store_that_no_lookup_would_have_found_is_a_copy_in_report_mode_full()
 
 def test_a_hit_within_the_first_block_counts_as_one_although_no_whole_block_does() -> None:
     """Where Mamba states are kept at finer hashes, a hit may end before the first block does."""
-    mamba = {"group_idx": 1, "kv_cache_spec_kind": "mamba", "block_size": 4 * SIZE}
+    mamba: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
     index = Index()
     index.configure(A, CacheSettings(hash_block_size=SIZE))
     whole = stored(3, parent=None, token_ids=prompt(4), block_size=4 * SIZE, **TOLD_FULL)
-    apply(index, A, whole, stored(0, block_hashes=[], token_ids=prompt(4), **mamba))
+    apply(
+        index,
+        A,
+        whole,
+        stored(0, block_hashes=[], token_ids=prompt(4), block_size=4 * SIZE, **mamba),
+    )
     apply(index, A, removed(3), stored(0, **TOLD_FULL), stored(0, group_idx=1))
     match = index.match(prompt(3))
     assert (match[A].tokens, match[A].blocks) == (SIZE, 0)
