@@ -121,14 +121,15 @@ class RankGroups:
     def may_skip_holes(self, unit: int) -> bool:
         """Whether a match may go on after a unit that no group holds.
 
-        It may not where some group needs all blocks, each of one unit; where kinds are untold, any
-        group may turn out to be the one that counts.
+        It may not where some group needs all blocks, each of one unit. But where kinds are untold,
+        any group may turn out to be the one that counts; and the block that EAGLE drops reaches
+        further in groups of larger blocks.
         """
         if unit != self.unit:
             return False
-        if self.kinds_untold:
-            return any(group.block_size != unit for group in self.hashed())
-        return not any(g.spec.needs_all and g.block_size == unit for g in self.hashed())
+        dense = any(g.spec.needs_all and g.block_size == unit for g in self.hashed())
+        wider = any(group.block_size != unit for group in self.hashed())
+        return not dense or (wider and (self.kinds_untold or bool(self.settings.eagle)))
 
     def configure(self, settings: CacheSettings) -> None:
         """Take the user's word for what the events leave unsaid."""

@@ -129,9 +129,11 @@ void RankGroups::changed() {
   summary_.kinds_untold = summary_.hashed > 1 && !all_told;
   summary_.upper_bound =
       settings_.upper_bound || settings_.reports_full || summary_.kinds_untold;
-  // Where kinds are untold, any group may turn out to be the one that counts.
-  summary_.may_skip_holes =
-      summary_.kinds_untold ? !all_units : summary_.hashed != 0 && !dense;
+  // Where kinds are untold, any group may turn out to be the one that counts; and the block that
+  // EAGLE drops reaches further in groups of larger blocks.
+  const bool any_may_count =
+      summary_.kinds_untold || settings_.eagle || !settings_.eagle_groups.empty();
+  summary_.may_skip_holes = summary_.hashed != 0 && (!dense || (any_may_count && !all_units));
   bool any_eagle = false;
   for (auto& [group_idx, group] : groups_) {
     group.eagle = settings_.eagle || is_told_eagle(group);
