@@ -37,7 +37,7 @@ _EVENTS = int(
 _HWM = 100_000
 _HWM_WITH_REPLAY = 1_000
 _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
-_MAX_DRAIN_BYTES = 64 * 1024 * 1024
+_MAX_DRAIN_BYTES = 8 * 1024 * 1024
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):

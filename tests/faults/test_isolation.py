@@ -266,6 +266,24 @@ def _close_a_bound_socket_after_a_port_scan() -> None:
     context.term()
 
 
+def test_one_look_takes_no_more_than_two_of_the_largest_messages_and_says_that_more_is_left() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.XPUB) as publisher:
+        publisher.bind("inproc://large")
+        link = Link()
+        listening = LinkedSocket(context, zmq.SUB, "inproc://large", link, subscriptions=(b"",))
+        _wait_subscribed(publisher)
+        sizes = [1024 * 1024] * 40
+        for size in sizes:
+            publisher.send(bytes(size))
+        looks = []
+        while not listening.drained:
+            looks.append([len(message[0]) for message in listening.receive()])
+        assert max(map(sum, looks)) <= 2 * link.max_message_bytes
+        assert [size for look in looks for size in look] == sizes
+        listening.close()
+
+
 def test_publisher_whose_messages_are_too_large_twice_in_a_row_is_connected_to_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
