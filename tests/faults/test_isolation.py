@@ -266,7 +266,7 @@ def _close_a_bound_socket_after_a_port_scan() -> None:
     context.term()
 
 
-def test_one_look_takes_no_more_than_two_of_the_largest_messages_and_says_that_more_is_left() -> None:
+def test_one_look_takes_at_most_two_of_the_largest_messages_and_says_that_more_is_left() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.XPUB) as publisher:
         publisher.bind("inproc://large")
