@@ -291,6 +291,7 @@ def test_publisher_whose_messages_are_too_large_twice_in_a_row_is_connected_to_a
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.XPUB) as publisher:
         publisher.linger = 0
+        publisher.setsockopt(zmq.XPUB_VERBOSER, 1)  # tells of each, though one before still counts
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         # The second connection does not last: its socket stays, and ZeroMQ leaves it unconnected.
         link = Link(max_message_bytes=1024, max_reconnect=10 * PATIENCE)
