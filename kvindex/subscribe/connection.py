@@ -37,7 +37,7 @@ _EVENTS = int(
 _HWM = 100_000
 _HWM_WITH_REPLAY = 1_000
 _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
-_MAX_DRAIN_BYTES = 64 * 1024 * 1024
+_MAX_DRAIN_BYTES = 8 * 1024 * 1024
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +146,7 @@ class Connection:
         self._bound = bind
         self._endless = EndlessMessages(link.max_message_bytes)
         self._changed_at: float | None = None
+        self._retrying = True  # whether ZeroMQ goes on trying to connect, as far as it has told
         self.monitor: zmq.Socket[bytes] | None = None
         try:
             self.socket: zmq.Socket[bytes] = context.socket(kind)
@@ -227,6 +228,7 @@ class Connection:
         if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
             self._open.add(value)
         elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._retrying = True
             self.retries += 1
         elif event & _HANDSHAKE_FAILED:
             self.refused_handshakes += 1
@@ -241,6 +243,7 @@ class Connection:
 
     def _note_disconnected(self, descriptor: int) -> bool | None:
         was_connected = self.connected
+        self._retrying = False  # it says at once if it does
         # The handshake event does not say whose it was: a connection that ends while others are
         # open that never shook hands is taken for one of those (port scans, health checks).
         self.refused_handshakes += len(self._open) > self._handshakes
@@ -262,9 +265,10 @@ class Connection:
     def stuck_at(self) -> float | None:
         """When the socket counts as having given up; None while it goes on trying.
 
-        ZeroMQ does not reconnect after a refused handshake.
+        ZeroMQ does not reconnect after a refused handshake, nor after a message that breaks its
+        protocol or is too large.
         """
-        if self._bound or self.connected or self.mute or not self.refused_handshakes:
+        if self._bound or self.connected or self.mute or self._retrying:
             return None
         return None if self._changed_at is None else self._changed_at + _STUCK_AFTER
 

@@ -66,6 +66,7 @@ class Subscriber:
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.
+        BusyError: a slow sink held the thread for too long; it ends when the sink returns.
 
     Thread safety: every method may be called from any thread.
     """
@@ -120,6 +121,10 @@ class Subscriber:
             if isinstance(resume, Mapping):
                 roster = self._thread.roster
                 self.call(lambda: roster.note_strangers(Rank(*rank) for rank in resume))
+        except BusyError:
+            self._drop.detach()
+            self._thread.end(0.0)  # the sink has been waited for long enough
+            raise
         except BaseException:
             self.close()
             raise

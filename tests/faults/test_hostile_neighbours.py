@@ -293,3 +293,20 @@ def test_a_sink_that_blocks_when_a_rank_is_added_does_not_hold_the_caller_for_ev
         assert raised.value.begun
         go_on.set()
         assert subscriber.wait_for(lambda statuses: Rank("late", 0) in statuses, PATIENCE)
+
+
+def test_a_sink_that_blocks_when_the_first_rank_is_added_is_waited_for_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patience = 1.5
+    monkeypatch.setattr(subscriber_module, "_COMMAND_TIMEOUT", patience)
+    go_on = threading.Event()
+
+    def sink(item: StreamItem) -> None:
+        go_on.wait(PATIENCE)
+
+    start = time.monotonic()
+    with pytest.raises(BusyError):
+        Subscriber([Worker("engine", "tcp://127.0.0.1:1")], sink=sink)
+    assert time.monotonic() - start < 2 * patience
+    go_on.set()

@@ -24,6 +24,7 @@ from kvindex import (
     ZmqEventPublisher,
 )
 from kvindex.subscribe import RankBatch, StreamItem, Subscriber
+from kvindex.subscribe import connection as connection_module
 from kvindex.subscribe.connection import Connection as LinkedSocket
 from kvindex.testing import FakeEngine, Faults, LaneFaults
 from tests.live import (
@@ -263,6 +264,50 @@ def _close_a_bound_socket_after_a_port_scan() -> None:
             break  # ZeroMQ's thread has stopped: closing will show it
     listening.close()
     context.term()
+
+
+def test_one_look_takes_at_most_two_of_the_largest_messages_and_says_that_more_is_left() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.XPUB) as publisher:
+        publisher.bind("inproc://large")
+        link = Link()
+        listening = LinkedSocket(context, zmq.SUB, "inproc://large", link, subscriptions=(b"",))
+        _wait_subscribed(publisher)
+        sizes = [1024 * 1024] * 40
+        for size in sizes:
+            publisher.send(bytes(size))
+        looks = []
+        while not listening.drained:
+            looks.append([len(message[0]) for message in listening.receive()])
+        assert max(map(sum, looks)) <= 2 * link.max_message_bytes
+        assert [size for look in looks for size in look] == sizes
+        listening.close()
+
+
+def test_publisher_whose_messages_are_too_large_twice_in_a_row_is_connected_to_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_module, "_STUCK_AFTER", 0.1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.XPUB) as publisher:
+        publisher.linger = 0
+        publisher.setsockopt(zmq.XPUB_VERBOSER, 1)  # tells of each, though one before still counts
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        # The second connection does not last: its socket stays, and ZeroMQ leaves it unconnected.
+        link = Link(max_message_bytes=1024, max_reconnect=10 * PATIENCE)
+        with client_of(Worker("engine", f"tcp://127.0.0.1:{port}"), link=link) as client:
+            for disconnects in (1, 2):
+                _wait_subscribed(publisher)
+                publisher.send_multipart([b"", bytes(8), bytes(4096)])
+                wait_counter(client, RANK, "disconnects", disconnects)
+            _wait_subscribed(publisher)
+
+
+def _wait_subscribed(publisher: zmq.Socket[bytes]) -> None:
+    while publisher.poll(int(PATIENCE * 1000)):
+        if publisher.recv() == b"\1":
+            return
+    raise AssertionError("nobody subscribes")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
