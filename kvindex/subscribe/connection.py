@@ -35,7 +35,7 @@ _EVENTS = int(
     | _HANDSHAKE_FAILED
 )
 _HWM = 100_000
-_HWM_WITH_REPLAY = 1_000
+_HWM_WITH_REPLAY = 4_000
 _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
 _MAX_DRAIN_BYTES = 8 * 1024 * 1024
 
@@ -45,7 +45,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hwm: messages queued in a socket before the publisher's side queues, and then drops. By
-            default 1,000 where replay can bring again what is dropped, else 100,000, as the
+            default 4,000 where replay can bring again what is dropped, else 100,000, as the
             engines' own.
         max_message_bytes: a larger message closes the connection.
         heartbeat: seconds between ZMTP pings, so that a dead peer is noticed.
