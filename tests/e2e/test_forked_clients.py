@@ -82,7 +82,7 @@ def test_under_a_flood_a_child_is_closed_and_its_parent_goes_on() -> None:
         engine.serve(PROMPT)
         caught_up(client, engine)
         with flooded(engine):
-            for _ in range(40):
+            for _ in range(12):
                 assert in_child(lambda: check_closed(client, engine.rank)) == 0
         caught_up(client, engine)
         assert client.status(engine.rank).complete
