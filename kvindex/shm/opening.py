@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import zmq
+
 from kvindex.errors import ConfigurationError
 from kvindex.shm.codec import Codec, PickleCodec
 from kvindex.shm.ends import ReadingEnd, WritingEnd
@@ -47,6 +49,9 @@ def open_writing_end(
     curve = curve if n_remote else None
     if n_remote:
         _check_remote_codec(codec, encrypted=curve is not None)
+        if curve is None and zmq.has("curve"):
+            # The handle has the key: strangers at the port are refused before their first message.
+            curve = CurveServer.generate()
     local: LocalWritingEnd | None = None
     remote: RemoteWritingEnd | None = None
     if ranks:

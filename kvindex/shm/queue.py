@@ -52,7 +52,8 @@ class MessageQueue:
         on_dead_reader: what to do when a reader is gone with messages unread: "remove" it and go
             on, or "raise" ReaderDiedError once as well, when all others were sent the message.
         max_message_bytes: longest message, in bytes.
-        curve: keys that encrypt the connections to remote readers.
+        curve: keys that encrypt the connections to remote readers; new ones by default, where
+            ZeroMQ has CURVE. Whoever has the handle has the key.
         remote_window: messages that a remote reader may be behind before the writer waits.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from kvindex.errors import (
     ConfigurationError,
@@ -210,3 +211,8 @@ def test_an_address_that_readers_cannot_connect_to_is_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         parties.writer(connect_ip=connect_ip)
+
+
+def test_connections_to_remote_readers_are_encrypted_unless_zeromq_cannot() -> None:
+    with MessageQueue(n_reader=1, n_local_reader=0, connect_ip="127.0.0.1") as queue:
+        assert (queue.export_handle().remote_curve_key is not None) == zmq.has("curve")
