@@ -157,9 +157,8 @@ def _find_all(group: GroupCoverage, cache: Cache, length: int, *, drop: bool) ->
 
 
 def _find_window(group: GroupCoverage, cache: Cache, length: int, *, drop: bool) -> int:
-    assert group.spec.sliding_window is not None
     size, alignment = group.block_size, cache.alignment
-    needed = -(-(group.spec.sliding_window - 1) // size) + drop
+    needed = group.spec.window_blocks(size) + drop
     count = 0  # blocks in a row, from right to left
     for block in range(length // size - 1, -1, -1):
         if not _holds(group, cache, (block + 1) * size):

@@ -123,12 +123,17 @@ def pack_extra(items: Iterable[Any] | None, *, lora: Lora = None, salt: str | No
     vLLM repeats the LoRA name in each block's extra keys and puts the cache salt among those of
     the first one; SGLang sends both apart. The canonical form is the same for both.
     """
-    rest = list(items or ())
-    if isinstance(lora, str) and lora in rest:
-        rest.remove(lora)
+    rest = _without_lora(items, lora)
     if salt:
         rest.append(salt)
     return b"".join(sorted(_encode(item) for item in rest))
+
+
+def _without_lora(items: Iterable[Any] | None, lora: Lora) -> list[Any]:
+    rest = list(items or ())
+    if isinstance(lora, str) and lora in rest:
+        rest.remove(lora)
+    return rest
 
 
 def stored_namespace(event: BlockStored, unit: int) -> Namespace:
@@ -143,10 +148,7 @@ def has_own_extras(event: BlockStored, block: int) -> bool:
     A LoRA is no part of the content, and a salt (in vLLM a bare string at the prompt's start)
     belongs to the first unit.
     """
-    items = list((event.extra_keys or ())[block] or ())
-    lora = _lora(event)
-    if isinstance(lora, str) and lora in items:
-        items.remove(lora)
+    items = _without_lora((event.extra_keys or ())[block], _lora(event))
     at_start = block == 0 and event.parent_block_hash is None
     return not (at_start and all(isinstance(item, str) for item in items)) and bool(items)
 

@@ -9,7 +9,7 @@ from kvindex.index.groups import Cache, GroupCoverage, Spans, extend_spans, tier
 from kvindex.index.keys import Namespace, PromptKeys
 from kvindex.index.match import RankMatch
 from kvindex.index.rank_blocks import RankBlocks
-from kvindex.index.rank_groups import Group, RankGroups
+from kvindex.index.rank_groups import Group, RankGroups, main_group
 from kvindex.index.tree import Owner, RadixTree
 from kvindex.rank import Rank
 from kvindex.wire.quirks import medium_tier
@@ -76,8 +76,7 @@ def _rank_match(rank: Rank, groups: RankGroups, held: Held, length: int) -> Rank
 def _match_one_way(
     rank: Rank, groups: RankGroups, spans_of: Mapping[Owner, Spans], length: int
 ) -> RankMatch:
-    known = sorted(groups.known().items())  # the engine asks its groups in this order
-    hashed = {i: group for i, group in known if group.spec.takes_part and group.block_size}
+    hashed = groups.hashed()
     if groups.kinds_untold:
         hashed = _longest_untold(groups, hashed, spans_of)
     cache = Cache(groups.unit, groups.alignment)
@@ -86,7 +85,7 @@ def _match_one_way(
     tokens, device_tokens = tiered_hit(cache, length, coverage)
     if not tokens:
         return RankMatch(rank=rank, block_size=groups.main_block_size())
-    main = min(hashed, key=lambda idx: (not hashed[idx].spec.needs_all, idx))
+    main = main_group(hashed)
     size = hashed[main].block_size
     by_medium = {}
     for owner, spans in spans_of.items():

@@ -335,8 +335,7 @@ class RankBlocks:
         stops = range(size, size * len(chain.hashes) + 1, size)
         return all(
             self._is_held(block_hash, chain.owner.medium, group_idx)
-            for group_idx, group in self.groups.known().items()
-            if group.spec.takes_part and group.block_size
+            for group_idx, group in self.groups.hashed().items()
             for first in [group.spec.needed_from(stops[-1], group.block_size)]
             for stop, block_hash in zip(stops, chain.hashes, strict=True)
             if stop > first and stop % group.block_size == 0

@@ -16,7 +16,7 @@ from kvindex.index.rank_image import MAX_SHAPES, GroupImage, RankImage
 from kvindex.wire import BlockStored, CacheSettings, GroupSpec
 from kvindex.wire.quirks import fold_medium, medium_tier
 
-__all__ = ["Group", "RankGroups"]
+__all__ = ["Group", "RankGroups", "main_group"]
 
 # Bounds against a publisher that invents ever new ones: each namespace costs every query a walk.
 _MAX_GROUPS = 64
@@ -63,25 +63,26 @@ class RankGroups:
         return self._groups
 
     def main_block_size(self) -> int:
-        """Return the block size of the group whose blocks an answer counts, 0 before any is known.
-
-        That is the first that needs all blocks before the cut, else the first that takes part.
-        """
+        """Return the block size of the rank's `main_group`, 0 before any is known."""
         return 0 if self._main is None else self._groups[self._main].block_size
 
     def _choose_main(self) -> None:
-        """Choose that group anew: groups, their kinds or their sizes have changed."""
-        hashed = {i: g for i, g in self._groups.items() if g.spec.takes_part and g.block_size}
-        self._main = min(hashed, key=lambda i: (not hashed[i].spec.needs_all, i), default=None)
+        """Choose the main group anew: groups, their kinds or their sizes have changed."""
+        hashed = self.hashed()
+        self._main = main_group(hashed) if hashed else None
 
-    def hashed(self) -> list[Group]:
-        """Return the groups that take part in prefix caching and have stored a block."""
-        return [g for g in self._groups.values() if g.spec.takes_part and g.block_size]
+    def hashed(self) -> dict[int, Group]:
+        """Return the groups that take part in prefix caching and have stored a block.
+
+        They stand in the order in which the engine asks them.
+        """
+        known = sorted(self._groups.items())
+        return {i: group for i, group in known if group.spec.takes_part and group.block_size}
 
     @property
     def kinds_untold(self) -> bool:
         """Whether there are several groups of which some may be anything (vLLM up to 0.21)."""
-        groups = self.hashed()
+        groups = self.hashed().values()
         return len(groups) > 1 and not all(group.told for group in groups)
 
     @property
@@ -112,7 +113,7 @@ class RankGroups:
         As in vLLM: what all groups' block sizes divide, or one unit where Mamba's states are
         kept at any hash and no other group needs whole blocks.
         """
-        groups = self.hashed()
+        groups = self.hashed().values()
         fine = any(g.spec.is_mamba and g.block_size > self.unit for g in groups) and all(
             g.spec.is_mamba or g.spec.needs_all or g.block_size == self.unit for g in groups
         )
@@ -127,8 +128,9 @@ class RankGroups:
         """
         if unit != self.unit:
             return False
-        dense = any(g.spec.needs_all and g.block_size == unit for g in self.hashed())
-        wider = any(group.block_size != unit for group in self.hashed())
+        groups = self.hashed().values()
+        dense = any(group.spec.needs_all and group.block_size == unit for group in groups)
+        wider = any(group.block_size != unit for group in groups)
         return not dense or (wider and (self.kinds_untold or bool(self.settings.eagle)))
 
     def configure(self, settings: CacheSettings) -> None:
@@ -205,11 +207,10 @@ class RankGroups:
                 return
             group = self._groups[group_idx] = Group()
         alone = all(other is group or not other.block_size for other in self._groups.values())
+        group.block_size = max(known, size)
         if alone:  # a smaller block is a partial one: it has no place of its own
-            group.block_size = max(group.block_size, size)
             self.unit = gcd(group.block_size, self.settings.hash_block_size or 0)
         else:
-            group.block_size = max(group.block_size, size)
             self.unit = gcd(self.unit, size)
         self._choose_main()
 
@@ -231,6 +232,14 @@ class RankGroups:
                 return "too_many_block_sizes"
             self._shapes.add(shape)
         return None
+
+
+def main_group(groups: Mapping[int, Group]) -> int:
+    """Return the index of the group whose blocks an answer counts.
+
+    That is the first that needs all blocks before the cut, else the first.
+    """
+    return min(groups, key=lambda group_idx: (not groups[group_idx].spec.needs_all, group_idx))
 
 
 def _learn_kind(group: Group, kind: str, window: int | None) -> str | None:

@@ -71,11 +71,15 @@ class GroupSpec(msgspec.Struct, frozen=True):
         """Whether a hit needs every block before the cut."""
         return not (self.has_window or self.is_mamba or self.is_chunked)
 
+    def window_blocks(self, block_size: int) -> int:
+        """Return how many blocks before its end a hit needs of a group with a sliding window."""
+        assert self.sliding_window is not None
+        return -(-(self.sliding_window - 1) // block_size)
+
     def needed_from(self, cut: int, block_size: int) -> int:
         """Return the token from which on a hit of `cut` tokens needs the group's blocks."""
         if self.has_window:
-            assert self.sliding_window is not None
-            return max(0, cut - -(-(self.sliding_window - 1) // block_size) * block_size)
+            return max(0, cut - self.window_blocks(block_size) * block_size)
         if self.is_mamba:
             return max(0, cut - block_size)
         if self.is_chunked:
