@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from typing import Literal
 
-from kvindex import NotLiveError, Rank, RankStatus, Replay, Worker, connect
+from kvindex import NotLiveError, Rank, RankStatus, ReplayPolicy, Worker, connect
 from kvindex.testing import FakeEngine, FaultyLink
 
 prompt = list(range(160))
@@ -29,9 +29,9 @@ def lose_a_batch(on_loss: Literal["reset", "keep"]) -> None:
         engine = stack.enter_context(FakeEngine("vllm-0"))
         link = stack.enter_context(FaultyLink(engine.endpoint, engine.replay_endpoint))
         worker = Worker("vllm-0", link.endpoint, replay=link.replay_endpoint)
-        impatient = Replay(timeout=0.1, attempts=2)
+        impatient = ReplayPolicy(timeout=0.1, attempts=2)
         client = stack.enter_context(
-            connect([worker], on_loss=on_loss, replay=impatient, probe_interval=0.2)
+            connect([worker], on_loss=on_loss, replay_policy=impatient, probe_interval=0.2)
         )
         client.wait_live()
         engine.serve(prompt[:80])

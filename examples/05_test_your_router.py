@@ -5,7 +5,7 @@ python examples/05_test_your_router.py
 
 from contextlib import ExitStack
 
-from kvindex import Client, Link, Rank, Worker, connect
+from kvindex import Client, Rank, SocketOptions, Worker, connect
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, Workload
 
 
@@ -36,7 +36,7 @@ def test_the_router_finds_the_longest_prefix_in_spite_of_faults() -> None:
             for engine, link in zip(engines, links, strict=True)
         ]
         client = stack.enter_context(
-            connect(workers, probe_interval=0.2, link=Link(reconnect=0.05))
+            connect(workers, probe_interval=0.2, socket_options=SocketOptions(reconnect=0.05))
         )
         client.wait_live()
 

@@ -12,6 +12,7 @@ of a router from one subscriber, through the queue of `kvindex.shm`; import thes
 
 from kvindex.backend import BACKEND
 from kvindex.client import Client, connect
+from kvindex.curve import Curve
 from kvindex.errors import (
     BusyError,
     ClosedError,
@@ -43,7 +44,7 @@ from kvindex.publish import (
     ZmqEventPublisher,
 )
 from kvindex.rank import Rank
-from kvindex.subscribe import Curve, EventStream, Link, RankStatus, Replay, State, Worker
+from kvindex.subscribe import EventStream, RankStatus, ReplayPolicy, SocketOptions, State, Worker
 from kvindex.wire import (
     AllBlocksCleared,
     BlockRemoved,
@@ -78,7 +79,6 @@ __all__ = [
     "InvariantError",
     "KVEventsConfig",
     "KVIndexError",
-    "Link",
     "Match",
     "NotLiveError",
     "NullEventPublisher",
@@ -90,9 +90,10 @@ __all__ = [
     "RankStatus",
     "ReaderDiedError",
     "ReaderEvictedError",
-    "Replay",
+    "ReplayPolicy",
     "SegmentError",
     "SnapshotError",
+    "SocketOptions",
     "State",
     "TokenError",
     "UnknownRankError",

@@ -69,8 +69,8 @@ def connect(
             is added. If there is no such file, every rank starts from scratch.
         resume_within: seconds for which these ranks are kept; they take as much memory as in the
             file.
-        options: settings of `kvindex.subscribe.Subscriber`: `on_loss`, `replay`, `link`,
-            `probe_interval`, `stale_after`, `context`, `clock`.
+        options: settings of `kvindex.subscribe.Subscriber`: `on_loss`, `replay_policy`,
+            `socket_options`,             `probe_interval`, `stale_after`, `context`, `clock`.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvindex import Client, Match, Rank, RankStatus, Replay, State, Worker, connect
+from kvindex import Client, Match, Rank, RankStatus, ReplayPolicy, State, Worker, connect
 from kvindex.testing import FakeEngine, FaultyLink, Workload
 
 PATIENCE = 20.0  # seconds: far more than anything takes, so that a slow machine is no failure
-QUICK = Replay(timeout=0.5, attempts=3, backoff=0.02, max_backoff=0.1)
+QUICK = ReplayPolicy(timeout=0.5, attempts=3, backoff=0.02, max_backoff=0.1)
 
 # Of warm restarts: before the save, until the next process, and under it.
 BEFORE = Workload(40, seed=1)
@@ -38,7 +38,7 @@ def link_to(engine: FakeEngine, **options: Any) -> FaultyLink:
 
 
 def client_of(*workers: Worker, **options: Any) -> Client:
-    return connect(workers, **{"replay": QUICK, "probe_interval": 0.3, **options})
+    return connect(workers, **{"replay_policy": QUICK, "probe_interval": 0.3, **options})
 
 
 def caught_up(client: Client, *engines: FakeEngine, timeout: float = PATIENCE) -> None:

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 
 from kvindex import (
     Client,
-    Link,
     Rank,
     RankStatus,
-    Replay,
+    ReplayPolicy,
+    SocketOptions,
     State,
     Worker,
     connect,
@@ -93,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         client = stack.enter_context(
             connect(
                 fleet.workers(),
-                replay=Replay(timeout=0.5, attempts=8, max_backoff=0.5),
-                link=Link(reconnect=0.05, max_reconnect=0.2),
+                replay_policy=ReplayPolicy(timeout=0.5, attempts=8, max_backoff=0.5),
+                socket_options=SocketOptions(reconnect=0.05, max_reconnect=0.2),
                 probe_interval=0.5,
             )
         )

@@ -70,7 +70,7 @@ def workers_of(arguments: argparse.Namespace, cache: CacheSettings | None = None
         raise ConfigurationError(
             f"no engine named: give --endpoint tcp://HOST:PORT or --worker {WORKER_FORM}"
         )
-    names = [worker.worker for worker in workers]
+    names = [worker.name for worker in workers]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(f"two workers are called {twice[0]!r}: give each its own name")
@@ -86,7 +86,7 @@ def _refuse_shared(workers: list[Worker]) -> None:
             other = owners.setdefault((address.endpoint, worker.topic), worker)
             if other is not worker:
                 raise ConfigurationError(
-                    f"the workers {other.worker!r} and {worker.worker!r} are both at "
+                    f"the workers {other.name!r} and {worker.name!r} are both at "
                     f"{address.endpoint}: name each engine once"
                 )
 
@@ -106,7 +106,7 @@ def parse_worker(text: str) -> Worker:
 
     Examples:
         >>> worker = parse_worker("vllm-0=tcp://10.0.0.5:5557,replay=tcp://10.0.0.5:5657,dp=2")
-        >>> worker.worker, [address.replay for address in worker.publishers()]
+        >>> worker.name, [address.replay for address in worker.publishers()]
         ('vllm-0', ['tcp://10.0.0.5:5657', 'tcp://10.0.0.5:5658'])
     """
     name, equals, rest = text.partition("=")

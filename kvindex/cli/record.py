@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import zmq
 
-from kvindex import ConfigurationError, DecodeError, EncodeError, Link, Rank, Worker
+from kvindex import ConfigurationError, DecodeError, EncodeError, Rank, SocketOptions, Worker
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_worker_arguments, workers_of
 from kvindex.cli.output import Progress, counted
@@ -102,7 +102,7 @@ def file_names(
         return [(*publishers[0], Path(stem + _SUFFIX))]
     named = []
     for worker, address in publishers:
-        safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker.worker)
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker.name)
         named.append((worker, address, Path(f"{stem}-{safe}-{address.dp_rank}{_SUFFIX}")))
     if len({path for _, _, path in named}) < len(named):
         raise ConfigurationError("two workers' names give the same file name: rename one")
@@ -140,7 +140,7 @@ class _Take:
         address: PublisherAddress,
         file: BinaryIO,
     ) -> None:
-        self.rank = Rank(worker.worker, address.dp_rank)
+        self.rank = Rank(worker.name, address.dp_rank)
         self.live = 0
         self.replayed = 0
         self.bytes = 0
@@ -160,7 +160,7 @@ class _Take:
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        Link().configure(socket, self._curve)
+        SocketOptions().configure(socket, self._curve)
         return socket
 
     def receive(self, limit: int) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import msgspec
 import zmq
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError
 from kvindex.publish.endpoints import port_of
 from kvindex.publish.replay_service import SendResult
 
-__all__ = ["CurveServer", "PublisherSockets", "open_sockets"]
+__all__ = ["PublisherSockets", "open_sockets"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +22,6 @@ _MAX_INBOUND_BYTES = 4096
 _MAX_REQUEST_FRAMES = 4
 _ZERO_COPY_BYTES = 64 * 1024
 _LINGER_MARGIN = 50  # ms that libzmq tries on after our wait, to tell "gave up" from "done"
-
-
-class CurveServer(msgspec.Struct, frozen=True):
-    """The Z85 key pair with which both sockets encrypt, as CURVE servers."""
-
-    public_key: bytes
-    secret_key: bytes
 
 
 class PublisherSockets:
@@ -103,7 +96,7 @@ def open_sockets(
     replay_endpoint: str | None,
     bind: bool,
     hwm: int,
-    curve: CurveServer | None,
+    curve: Curve | None,
     data_parallel_rank: int,
 ) -> PublisherSockets:
     """Open the PUB socket and, if it has an endpoint, the ROUTER.
@@ -133,7 +126,7 @@ def _open(
     context: zmq.Context[zmq.Socket[bytes]],
     kind: int,
     endpoint: str,
-    curve: CurveServer | None,
+    curve: Curve | None,
     opened: list[zmq.Socket[bytes]],
 ) -> zmq.Socket[bytes]:
     try:
@@ -146,14 +139,9 @@ def _open(
         socket.setsockopt(zmq.IPV6, 1)
     if curve is not None:
         try:
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public_key)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key)
+            curve.configure(socket)
         except zmq.ZMQError as error:
-            raise ConfigurationError(
-                "curve_public_key and curve_secret_key are not a Z85 key pair of 40 characters "
-                f"each, or this libzmq has no CURVE: {error}"
-            ) from error
+            raise ConfigurationError(f"this libzmq has no CURVE: {error}") from error
     return socket
 
 

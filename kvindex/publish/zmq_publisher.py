@@ -9,12 +9,13 @@ from typing import Any, Final
 import msgspec
 import zmq
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError
 from kvindex.publish.config import KVEventsConfig
 from kvindex.publish.endpoints import binds_endpoint, local_endpoint, offset_endpoint
 from kvindex.publish.publisher import EventPublisher
 from kvindex.publish.publisher_loop import PublisherLoop
-from kvindex.publish.sockets import CurveServer, PublisherSockets, open_sockets
+from kvindex.publish.sockets import PublisherSockets, open_sockets
 from kvindex.wire import END_SEQ, LATEST, Dialect, EventBatch, dialect
 
 __all__ = ["ZmqEventPublisher"]
@@ -47,8 +48,7 @@ class ZmqEventPublisher(EventPublisher):
         on_full: what `publish` does when the queue is full: "block" waits for room; "drop" drops
             the batch, uses up its number, so that subscribers see a gap, and counts it.
         context: where the sockets live; by default `zmq.Context.instance()`. Never terminated.
-        curve_public_key: Z85 public key with which both sockets become CURVE servers.
-        curve_secret_key: its secret key.
+        curve: this publisher's key pair: only clients that know its public key reach it.
 
     Raises:
         ConfigurationError: a value that cannot work, or an endpoint that cannot be bound; nothing
@@ -84,8 +84,7 @@ class ZmqEventPublisher(EventPublisher):
         bind: bool | None = None,
         on_full: str = "block",
         context: zmq.Context[Any] | None = None,
-        curve_public_key: bytes | str | None = None,
-        curve_secret_key: bytes | str | None = None,
+        curve: Curve | None = None,
     ) -> None:
         super().__init__(data_parallel_rank, attn_dp_rank=attn_dp_rank)
         self._dialect = _chosen(dialect)
@@ -101,7 +100,7 @@ class ZmqEventPublisher(EventPublisher):
             on_full=on_full,  # type: ignore[arg-type]  # checked there
         )
         self._config = config
-        sockets = self._open(config, context, _curve(curve_public_key, curve_secret_key))
+        sockets = self._open(config, context, _server_keys(curve))
         self._bound_endpoint = sockets.bound_endpoint
         self._bound_replay_endpoint = sockets.bound_replay_endpoint
         self._loop = _started(config, self._dialect, sockets)
@@ -220,7 +219,7 @@ class ZmqEventPublisher(EventPublisher):
         return offset_endpoint(endpoint, data_parallel_rank) if endpoint else endpoint
 
     def _open(
-        self, config: KVEventsConfig, context: zmq.Context[Any] | None, curve: CurveServer | None
+        self, config: KVEventsConfig, context: zmq.Context[Any] | None, curve: Curve | None
     ) -> PublisherSockets:
         rank = self._data_parallel_rank
         bind = config.bind
@@ -260,20 +259,12 @@ def _chosen(chosen: Dialect | str | None) -> Dialect:
     return dialect(chosen)
 
 
-def _curve(public_key: bytes | str | None, secret_key: bytes | str | None) -> CurveServer | None:
-    if public_key is None and secret_key is None:
-        return None
-    if public_key is None or secret_key is None:
-        missing = "curve_public_key" if public_key is None else "curve_secret_key"
-        raise ConfigurationError(f"{missing} is missing: CURVE needs both keys of the pair")
-    try:
-        public, secret = (
-            key.encode("ascii") if isinstance(key, str) else bytes(key)
-            for key in (public_key, secret_key)
+def _server_keys(curve: Curve | None) -> Curve | None:
+    if curve is not None and (not isinstance(curve, Curve) or curve.server_key is not None):
+        raise ConfigurationError(
+            f"curve must be the publisher's own key pair, Curve.generate(), not {curve!r}"
         )
-    except (UnicodeError, TypeError) as error:
-        raise ConfigurationError(f"CURVE keys are 40 Z85 characters each: {error}") from error
-    return CurveServer(public, secret)
+    return curve
 
 
 def _started(config: KVEventsConfig, dialect: Dialect, sockets: PublisherSockets) -> PublisherLoop:

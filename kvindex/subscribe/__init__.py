@@ -1,7 +1,7 @@
 """Receiving every rank's batches in order, whole, and from the right publisher."""
 
-from kvindex.subscribe.config import Replay, SequencerConfig
-from kvindex.subscribe.connection import Link
+from kvindex.subscribe.config import ReplayPolicy, SequencerConfig
+from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.event_stream import EventStream
 from kvindex.subscribe.resumption import SavedRanks
 from kvindex.subscribe.state import State
@@ -22,16 +22,14 @@ from kvindex.subscribe.stream import (
     Tap,
 )
 from kvindex.subscribe.subscriber import Subscriber
-from kvindex.subscribe.worker import Curve, PublisherAddress, Worker
+from kvindex.subscribe.worker import PublisherAddress, Worker
 
 __all__ = [
     "BatchSink",
-    "Curve",
     "Decode",
     "DecodedBatch",
     "EventStream",
     "FingerprintMaker",
-    "Link",
     "PublisherAddress",
     "RankAdded",
     "RankBatch",
@@ -40,10 +38,11 @@ __all__ = [
     "RankRestarted",
     "RankStatus",
     "RanksRenamed",
-    "Replay",
+    "ReplayPolicy",
     "SavedRanks",
     "SequencerConfig",
     "Sink",
+    "SocketOptions",
     "State",
     "StreamItem",
     "Subscriber",

@@ -9,7 +9,7 @@ import msgspec
 
 from kvindex.errors import ConfigurationError
 
-__all__ = ["Replay", "SequencerConfig"]
+__all__ = ["ReplayPolicy", "SequencerConfig"]
 
 
 def _require_seconds(name: str, value: float) -> None:
@@ -22,7 +22,7 @@ def _require_count(name: str, value: int) -> None:
         raise ConfigurationError(f"{name} must be at least 1, not {value!r}")
 
 
-class Replay(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How long a subscriber waits for replay, and how often it asks.
 
     Attributes:
@@ -36,7 +36,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
             or `max_backoff` below `backoff`.
 
     Examples:
-        >>> Replay(attempts=5).timeout
+        >>> ReplayPolicy(attempts=5).timeout
         2.0
     """
 
@@ -46,13 +46,13 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     max_backoff: float = 5.0
 
     def __post_init__(self) -> None:
-        _require_seconds("replay.timeout", self.timeout)
-        _require_count("replay.attempts", self.attempts)
-        _require_seconds("replay.backoff", self.backoff)
-        _require_seconds("replay.max_backoff", self.max_backoff)
+        _require_seconds("ReplayPolicy.timeout", self.timeout)
+        _require_count("ReplayPolicy.attempts", self.attempts)
+        _require_seconds("ReplayPolicy.backoff", self.backoff)
+        _require_seconds("ReplayPolicy.max_backoff", self.max_backoff)
         if self.max_backoff < self.backoff:
             raise ConfigurationError(
-                f"replay.max_backoff {self.max_backoff!r} is below replay.backoff {self.backoff!r}"
+                f"ReplayPolicy.max_backoff {self.max_backoff!r} is below backoff {self.backoff!r}"
             )
 
 
@@ -62,7 +62,8 @@ class SequencerConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         has_replay: whether the publisher has a replay endpoint.
         on_loss: "reset" drops the rank's blocks at a loss, "keep" keeps them, flagged.
-        replay: patience with replay; its timeout is also how long a gap waits without replay.
+        replay_policy: patience with replay; its timeout is also how long a gap waits where
+            there is no replay.
         probe_interval: seconds without a new batch after which the tail is checked by replay.
         stale_after: seconds without a proof of life after which the rank is stale.
         max_held: most batches held out of order.
@@ -75,7 +76,7 @@ class SequencerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     has_replay: bool
     on_loss: Literal["reset", "keep"] = "reset"
-    replay: Replay = Replay()
+    replay_policy: ReplayPolicy = ReplayPolicy()
     probe_interval: float = 5.0
     stale_after: float = 30.0
     max_held: int = 10_000

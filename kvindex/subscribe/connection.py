@@ -11,12 +11,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError
 from kvindex.subscribe.endless import EndlessMessages
 from kvindex.subscribe.host_check import HostCheck
-from kvindex.subscribe.worker import Curve
 
-__all__ = ["Connection", "Link"]
+__all__ = ["Connection", "SocketOptions"]
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _POLLIN = int(zmq.POLLIN)
@@ -40,7 +40,7 @@ _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
 _MAX_DRAIN_BYTES = 8 * 1024 * 1024
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Socket settings for every connection.
 
     Attributes:
@@ -94,9 +94,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, round(self.heartbeat)))
         socket.setsockopt(zmq.IPV6, 1)
         if curve is not None:
-            socket.curve_serverkey = curve.server_key
-            socket.curve_publickey = curve.public_key
-            socket.curve_secretkey = curve.secret_key
+            curve.configure(socket)
 
 
 class Connection:
@@ -106,7 +104,7 @@ class Connection:
         context: the ZeroMQ context to use.
         kind: `zmq.SUB` or `zmq.DEALER`.
         endpoint: where to connect, or to bind.
-        link: socket settings.
+        socket_options: settings of the sockets.
         curve: CURVE keys, or None.
         bind: bind instead of connecting.
         subscriptions: topics to subscribe to (SUB only).
@@ -127,7 +125,7 @@ class Connection:
         context: zmq.Context[zmq.Socket[bytes]],
         kind: int,
         endpoint: str,
-        link: Link,
+        socket_options: SocketOptions,
         curve: Curve | None = None,
         *,
         bind: bool = False,
@@ -144,7 +142,7 @@ class Connection:
         self._handshakes = 0  # how many of them have shaken hands
         self._inproc = endpoint.startswith("inproc://")
         self._bound = bind
-        self._endless = EndlessMessages(link.max_message_bytes)
+        self._endless = EndlessMessages(socket_options.max_message_bytes)
         self._changed_at: float | None = None
         self._retrying = True  # whether ZeroMQ goes on trying to connect, as far as it has told
         self.monitor: zmq.Socket[bytes] | None = None
@@ -153,7 +151,7 @@ class Connection:
         except zmq.ZMQError as error:
             raise ConfigurationError(f"no socket for {endpoint!r} can be had: {error}") from error
         try:
-            link.configure(self.socket, curve, repairable=repairable)
+            socket_options.configure(self.socket, curve, repairable=repairable)
             for topic in subscriptions:
                 self.socket.subscribe(topic)
             if not self._inproc:  # inproc pipes cannot break, and tell a monitor nothing

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError, DecodeError
 from kvindex.rank import Rank
 from kvindex.subscribe.actions import Action, Ask, Batch, Deliver, Drop, Lost, Restarted
 from kvindex.subscribe.allowance import Allowance
 from kvindex.subscribe.config import SequencerConfig
-from kvindex.subscribe.connection import Connection, Link
+from kvindex.subscribe.connection import Connection, SocketOptions
 from kvindex.subscribe.cursor import SavedCursor
 from kvindex.subscribe.feed_log import FeedLog
 from kvindex.subscribe.feed_status import feed_status, unrepairable
@@ -34,7 +35,7 @@ from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.stream import Decode, Fingerprint, RankLost, RankRestarted
 from kvindex.subscribe.topic_check import TopicCheck
 from kvindex.subscribe.watch import Watch
-from kvindex.subscribe.worker import Curve, PublisherAddress, Worker
+from kvindex.subscribe.worker import PublisherAddress, Worker
 from kvindex.wire import parse_live, parse_replay, replay_request
 
 __all__ = ["Feed"]
@@ -56,7 +57,7 @@ class Feed:
         worker: whose publisher it is.
         address: where it is.
         config: the sequencer's settings.
-        link: socket settings.
+        socket_options: settings of the sockets.
         context: the ZeroMQ context.
         watch: told of every socket that is opened and closed.
         decode: makes batches of payloads.
@@ -76,7 +77,7 @@ class Feed:
         address: PublisherAddress,
         config: SequencerConfig,
         *,
-        link: Link,
+        socket_options: SocketOptions,
         context: zmq.Context[zmq.Socket[bytes]],
         watch: Watch,
         decode: Decode,
@@ -86,9 +87,9 @@ class Feed:
         clock: Callable[[], float],
         now: float,
     ) -> None:
-        self.worker = worker.worker
+        self.worker = worker.name
         self.cache = worker.cache
-        self.rank = Rank(worker.worker, address.dp_rank)
+        self.rank = Rank(worker.name, address.dp_rank)
         self.named: int | None = None
         self.failure = ""
         self.closed = False
@@ -109,7 +110,7 @@ class Feed:
         self._allowance = Allowance(clock)
         self._context = context
         self._watch = watch
-        self._link = link
+        self._socket_options = socket_options
         self._curve: Curve | None = worker.curve
         self.bind = worker.bind
         self._decode = decode
@@ -127,8 +128,8 @@ class Feed:
             self._look_again,
             self._note_refused,
             bind=self.bind,
-            hwm=link.queued(repairable=address.replay is not None),
-            pause=link.max_reconnect,
+            hwm=socket_options.queued(repairable=address.replay is not None),
+            pause=socket_options.max_reconnect,
             counters=self.counters,
         )
 
@@ -176,7 +177,7 @@ class Feed:
             self._context,
             zmq.SUB,
             self.address.endpoint,
-            self._link,
+            self._socket_options,
             self._curve,
             bind=self.bind,
             subscriptions=tuple(wanted),
@@ -456,7 +457,7 @@ class Feed:
                 self._context,
                 zmq.DEALER,
                 endpoint,
-                self._link,
+                self._socket_options,
                 self._curve,
                 host=self._replay_host,
             )

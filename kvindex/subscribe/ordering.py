@@ -99,10 +99,10 @@ class Ordering:
         waiting = [] if self._held.oldest is None else [self._held.oldest]
         if self._broken:
             waiting.append(self._broken.peekitem(0)[1])
-        return min(waiting) + self._config.replay.timeout if waiting else None
+        return min(waiting) + self._config.replay_policy.timeout if waiting else None
 
     def _begin(self, purpose: Purpose) -> None:
-        self._repair = Repair(purpose, self._config.replay)
+        self._repair = Repair(purpose, self._config.replay_policy)
         if purpose is Purpose.GAP:
             self._state = State.REPAIRING
         elif purpose is not Purpose.PROBE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from random import Random
 
-from kvindex.subscribe.config import Replay
+from kvindex.subscribe.config import ReplayPolicy
 
 __all__ = ["Purpose", "Repair"]
 
@@ -49,7 +49,7 @@ class Repair:
         until_end: whether only the end of a replay can tell that nothing is missing.
     """
 
-    def __init__(self, purpose: Purpose, settings: Replay) -> None:
+    def __init__(self, purpose: Purpose, settings: ReplayPolicy) -> None:
         self.purpose = purpose
         self.asked = 0
         self.tries = 0

@@ -268,7 +268,7 @@ class Repairing(Ordering):
     @property
     def _enough_evidence(self) -> int:
         """How many replays without a held batch refute it: one may have been a moment too early."""
-        return max(2, self._config.replay.attempts)
+        return max(2, self._config.replay_policy.attempts)
 
     def _held_missed(self, seq: int) -> bool:
         """Return whether enough replays ended without the held batch."""

@@ -17,7 +17,7 @@ from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank
 from kvindex.subscribe.config import SequencerConfig
-from kvindex.subscribe.connection import Link
+from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.deadlines import Deadlines
 from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.outlet import Outlet
@@ -44,7 +44,7 @@ class Roster:
 
     Args:
         config: settings of every sequencer, but for whether there is replay.
-        link: socket settings.
+        socket_options: settings of the sockets.
         context_for: gives the ZeroMQ context for an address.
         watch: told of every socket.
         decode: makes batches of payloads.
@@ -63,7 +63,7 @@ class Roster:
         self,
         config: SequencerConfig,
         *,
-        link: Link,
+        socket_options: SocketOptions,
         context_for: Callable[[PublisherAddress], zmq.Context[zmq.Socket[bytes]]],
         watch: Watch,
         decode: Decode,
@@ -77,7 +77,7 @@ class Roster:
         self.deadlines: Deadlines[Feed] = Deadlines()
         self._workers: set[str] = set()
         self._config = config
-        self._link = link
+        self._socket_options = socket_options
         self._context_for = context_for
         self._watch = watch
         self._decode = decode
@@ -125,13 +125,13 @@ class Roster:
         Raises:
             ConfigurationError: its id is taken, or ZeroMQ refuses an endpoint.
         """
-        if worker.worker in self._workers:
-            raise ConfigurationError(f"worker {worker.worker!r} is subscribed to already")
+        if worker.name in self._workers:
+            raise ConfigurationError(f"worker {worker.name!r} is subscribed to already")
         for endpoint in worker.shared_endpoints():
             logger.warning(
                 "worker %r: one rank publishes at %s, where another replays; "
                 "set the engine's replay port further away",
-                worker.worker,
+                worker.name,
                 endpoint,
             )
         self._warn_of_shared(worker)
@@ -142,7 +142,7 @@ class Roster:
                 feeds.append(self._feed(worker, address, now))
             plan, unused = take_up(
                 saved,
-                worker.worker,
+                worker.name,
                 [feed.address.dp_rank for feed in feeds],
                 self._fingerprints.identity,
             )
@@ -150,7 +150,7 @@ class Roster:
             for feed in feeds:
                 feed.close(now)
             raise
-        self._workers.add(worker.worker)
+        self._workers.add(worker.name)
         self._start(feeds, plan, now)
         self._note_unused(unused)
 
@@ -162,7 +162,7 @@ class Roster:
                 logger.warning(
                     "workers %r and %r are both at %s: is one engine added under two names?",
                     feed.worker,
-                    worker.worker,
+                    worker.name,
                     feed.address.endpoint,
                 )
 
@@ -171,7 +171,7 @@ class Roster:
             worker,
             address,
             msgspec.structs.replace(self._config, has_replay=address.replay is not None),
-            link=self._link,
+            socket_options=self._socket_options,
             context=self._context_for(address),
             watch=self._watch,
             decode=self._decode,

@@ -75,7 +75,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvindex.subscribe.actions import MAX_SEQ, Action, Ask, Batch, Deliver, Drop, Lost, Restarted
-from kvindex.subscribe.config import Replay, SequencerConfig
+from kvindex.subscribe.config import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.cursor import Cursor
 from kvindex.subscribe.explain import explain
 from kvindex.subscribe.live_run import LiveRun
@@ -90,7 +90,7 @@ __all__ = [
     "Deliver",
     "Drop",
     "Lost",
-    "Replay",
+    "ReplayPolicy",
     "Restarted",
     "Sequencer",
     "SequencerConfig",
@@ -187,7 +187,7 @@ class Sequencer(LiveRun):
         """Why nothing can be repaired at present, for people; empty while replay may help."""
         if not self._config.has_replay:
             return "no replay endpoint"
-        if self._unanswered >= self._config.replay.attempts:
+        if self._unanswered >= self._config.replay_policy.attempts:
             return f"the last {self._unanswered} replay requests were not answered"
         return "the publisher keeps no batches for replay" if self._buffering is False else ""
 

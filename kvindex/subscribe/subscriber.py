@@ -17,8 +17,8 @@ from kvindex.errors import BusyError, ConfigurationError
 from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
-from kvindex.subscribe.config import Replay, SequencerConfig
-from kvindex.subscribe.connection import Link
+from kvindex.subscribe.config import ReplayPolicy, SequencerConfig
+from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.resumption import SavedRanks, check_saved
 from kvindex.subscribe.status import RankStatus
@@ -53,8 +53,8 @@ class Subscriber:
         decode: makes a batch of a payload; what it returns is handed on as it is.
         fingerprints: makes hashes of payloads, by which one that comes again is known.
         on_loss: "reset" asks the sink to drop a rank's blocks at a loss, "keep" does not.
-        replay: patience with replay requests.
-        link: socket settings.
+        replay_policy: patience with replay requests.
+        socket_options: settings of the sockets.
         probe_interval: seconds without a batch after which a rank's tail is checked by replay.
         stale_after: seconds without a proof of life after which a rank is stale.
         context: ZeroMQ context for every socket. By default the process-wide one for inproc
@@ -81,8 +81,8 @@ class Subscriber:
         decode: Decode = decode_batch,
         fingerprints: FingerprintMaker | None = None,
         on_loss: Literal["reset", "keep"] = "reset",
-        replay: Replay | None = None,
-        link: Link | None = None,
+        replay_policy: ReplayPolicy | None = None,
+        socket_options: SocketOptions | None = None,
         probe_interval: float = 5.0,
         stale_after: float = 30.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
@@ -90,19 +90,20 @@ class Subscriber:
         on_statuses: StatusSink | None = None,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
-        _check_settings(replay, link, {"sink": sink, "decode": decode, "on_batch": on_batch})
+        calls = {"sink": sink, "decode": decode, "on_batch": on_batch}
+        _check_settings(replay_policy, socket_options, calls)
         saved = check_saved(resume)
         config = SequencerConfig(
             has_replay=True,
             on_loss=on_loss,
-            replay=replay or Replay(),
+            replay_policy=replay_policy or ReplayPolicy(),
             probe_interval=probe_interval,
             stale_after=stale_after,
         )
         self._counters: Counter[str] = Counter()
         self._thread = SubscriberThread(
             config,
-            link=link or Link(),
+            socket_options=socket_options or SocketOptions(),
             decode=decode,
             fingerprints=fingerprints or Fingerprints(),
             outlet=Outlet(sink, on_batch, self._counters, on_statuses),
@@ -326,14 +327,16 @@ def _drop(thread: SubscriberThread, pid: int) -> None:
     )
 
 
-def _check_settings(replay: object, link: object, calls: dict[str, object]) -> None:
-    if replay is not None and not isinstance(replay, Replay):
+def _check_settings(
+    replay_policy: object, socket_options: object, calls: Mapping[str, object]
+) -> None:
+    if replay_policy is not None and not isinstance(replay_policy, ReplayPolicy):
         raise ConfigurationError(
-            f"replay must be Replay(timeout=…, attempts=…), not {replay!r}; "
+            f"replay_policy must be ReplayPolicy(timeout=…, attempts=…), not {replay_policy!r}; "
             "the replay endpoint belongs to the Worker"
         )
-    if link is not None and not isinstance(link, Link):
-        raise ConfigurationError(f"link must be Link(…), not {link!r}")
+    if socket_options is not None and not isinstance(socket_options, SocketOptions):
+        raise ConfigurationError(f"socket_options must be SocketOptions(…), not {socket_options!r}")
     for name, call in calls.items():
         if not callable(call) and not (name == "on_batch" and call is None):
             raise ConfigurationError(f"{name} must be callable, not {call!r}")

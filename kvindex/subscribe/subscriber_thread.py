@@ -16,7 +16,7 @@ import zmq
 
 from kvindex.subscribe.commands import Commands
 from kvindex.subscribe.config import SequencerConfig
-from kvindex.subscribe.connection import Link
+from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.roster import Roster
@@ -37,7 +37,7 @@ class SubscriberThread:
 
     Args:
         config: settings of every sequencer, but for whether there is replay.
-        link: socket settings.
+        socket_options: settings of the sockets.
         decode: makes batches of payloads.
         fingerprints: makes hashes of them.
         outlet: where items go.
@@ -59,7 +59,7 @@ class SubscriberThread:
         self,
         config: SequencerConfig,
         *,
-        link: Link,
+        socket_options: SocketOptions,
         decode: Decode,
         fingerprints: FingerprintMaker,
         outlet: Outlet,
@@ -79,7 +79,7 @@ class SubscriberThread:
         self._watch = Watch()
         self.roster = Roster(
             config,
-            link=link,
+            socket_options=socket_options,
             context_for=self._context_for,
             watch=self._watch,
             decode=decode,

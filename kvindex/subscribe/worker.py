@@ -8,38 +8,17 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError
 from kvindex.wire import CacheSettings
 
-__all__ = ["Curve", "Endpoints", "PublisherAddress", "Worker", "not_a_worker", "workers_of"]
+__all__ = ["Endpoints", "PublisherAddress", "Worker", "not_a_worker", "workers_of"]
 
 Endpoints: TypeAlias = str | Sequence[str] | Mapping[int, str]
 """One endpoint for rank 0 (later ranks follow from it), one for each rank, or `{dp_rank: …}`."""
 
 _TCP_PORT = re.compile(r"(tcp://.+):(\d+)")
 _MAX_DP_SIZE = 65_536
-
-
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """CURVE keys for an encrypted, authenticated connection (Z85 text of 40 bytes each).
-
-    Attributes:
-        server_key: the publisher's public key.
-        public_key: our public key.
-        secret_key: our secret key.
-
-    Raises:
-        ConfigurationError: a key is not 40 bytes long.
-    """
-
-    server_key: bytes
-    public_key: bytes
-    secret_key: bytes
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if len(getattr(self, name)) != 40:
-                raise ConfigurationError(f"CURVE {name} must be 40 bytes of Z85 text")
 
 
 class PublisherAddress(msgspec.Struct, frozen=True):
@@ -60,7 +39,7 @@ class Worker(msgspec.Struct, frozen=True):
     """One engine deployment and the endpoints of its publishers.
 
     Attributes:
-        worker: its id, chosen by the user.
+        name: its id, chosen by the user: the `worker` of its ranks.
         endpoint: ZeroMQ endpoint of the PUB socket (tcp, ipc or inproc). One string is rank 0's:
             as the engines do, rank r then is at port + r (tcp) or has the suffix `_dp{r}`
             (inproc). Or one for each rank, as a list or as `{dp_rank: endpoint}`.
@@ -70,7 +49,7 @@ class Worker(msgspec.Struct, frozen=True):
         topic: only messages whose topic starts with this; "" (the engines' default) is all.
         bind: listen at `endpoint` ourselves, for publishers that connect (vLLM does when its
             endpoint names a concrete host). Replay is still connected to.
-        curve: CURVE keys for both sockets.
+        curve: our CURVE keys, for both sockets, with the publisher's public key as `server_key`.
         cache: what the engine's events leave unsaid of its cache: kinds of groups before vLLM
             0.22, report mode, EAGLE, and whether answers are only upper bounds.
 
@@ -83,7 +62,7 @@ class Worker(msgspec.Struct, frozen=True):
         ['tcp://10.0.0.5:5557', 'tcp://10.0.0.5:5558']
     """
 
-    worker: str
+    name: str
     endpoint: Endpoints
     replay: Endpoints | None = None
     dp_size: int | None = None
@@ -93,8 +72,8 @@ class Worker(msgspec.Struct, frozen=True):
     cache: CacheSettings = CacheSettings()
 
     def __post_init__(self) -> None:
-        if not self.worker or not isinstance(self.worker, str):
-            raise ConfigurationError(f"worker must be a non-empty string, not {self.worker!r}")
+        if not self.name or not isinstance(self.name, str):
+            raise ConfigurationError(f"name must be a non-empty string, not {self.name!r}")
         self._check_types()
         if self.dp_size is not None and not 1 <= self.dp_size <= _MAX_DP_SIZE:
             raise ConfigurationError(
@@ -104,7 +83,7 @@ class Worker(msgspec.Struct, frozen=True):
 
     def __hash__(self) -> int:
         """Return a hash of what cannot change: endpoints and settings may hold lists and dicts."""
-        return hash((self.worker, self.dp_size, self.topic, self.bind, self.curve))
+        return hash((self.name, self.dp_size, self.topic, self.bind, self.curve))
 
     def _check_types(self) -> None:
         kinds: dict[str, tuple[type, ...]] = {
@@ -121,6 +100,10 @@ class Worker(msgspec.Struct, frozen=True):
             if not isinstance(value, allowed) or isinstance(value, bytes):
                 wanted = " or ".join(kind.__name__ for kind in allowed)
                 raise ConfigurationError(f"{name} must be {wanted}, not {value!r}")
+        if self.curve is not None and self.curve.server_key is None:
+            raise ConfigurationError(
+                "curve must name the publisher's public key: Curve.generate(server_key)"
+            )
         connected = {"replay": self.replay, **({} if self.bind else {"endpoint": self.endpoint})}
         for name, endpoints in connected.items():
             if "*" in str(endpoints):
@@ -138,7 +121,7 @@ class Worker(msgspec.Struct, frozen=True):
         replays = _by_rank(self.replay, len(endpoints), "replay", of="endpoint")
         if endpoints.keys() != replays.keys():
             raise ConfigurationError(
-                f"worker {self.worker!r}: endpoint names dp_ranks {sorted(endpoints)}, "
+                f"worker {self.name!r}: endpoint names dp_ranks {sorted(endpoints)}, "
                 f"replay {sorted(replays)}; give both for the same ranks"
             )
         return [PublisherAddress(r, e, replays[r]) for r, e in sorted(endpoints.items())]

@@ -28,7 +28,7 @@ PROMPTS = [list(r.token_ids) for w in (BEFORE, MEANWHILE, LATER) for r in w][::3
 
 
 def fan_out(path: str, *workers: Worker, **options: Any) -> FanOut:
-    return FanOut(workers, path, **{"replay": QUICK, "probe_interval": 0.3, **options})
+    return FanOut(workers, path, **{"replay_policy": QUICK, "probe_interval": 0.3, **options})
 
 
 def mark(statuses: Mapping[Rank, RankStatus]) -> Mark:
@@ -162,7 +162,7 @@ class FanOutEnd:
         return told
 
     def serve(self, path: str, workers: list[Worker], **options: Any) -> None:
-        self.fanout = FanOut(workers, path, replay=QUICK, probe_interval=0.3, **options)
+        self.fanout = FanOut(workers, path, replay_policy=QUICK, probe_interval=0.3, **options)
         self.fanout.client.wait_live(PATIENCE)
 
     def server_mark(self, last: dict[Rank, int]) -> Mark:

@@ -18,8 +18,8 @@ from kvindex import (
     EventBatch,
     EventStream,
     GroupSpec,
-    Link,
     Rank,
+    SocketOptions,
     State,
     UnknownRankError,
     Worker,
@@ -130,14 +130,10 @@ def test_ipc_endpoints(tmp_path: Path) -> None:
 
 
 def test_curve_connects_with_the_right_keys_and_not_without() -> None:
-    server_public, server_secret = zmq.curve_keypair()
-    public, secret = zmq.curve_keypair()
-    curve = Curve(server_key=server_public, public_key=public, secret_key=secret)
+    server = Curve.generate()
+    curve = Curve.generate(server.public_key)
     with ZmqEventPublisher(
-        endpoint="tcp://*:0",
-        replay_endpoint="tcp://*:0",
-        curve_public_key=server_public,
-        curve_secret_key=server_secret,
+        endpoint="tcp://*:0", replay_endpoint="tcp://*:0", curve=server
     ) as publisher:
         publisher.publish(batch())
         live, replay = publisher.endpoint, publisher.replay_endpoint
@@ -249,7 +245,9 @@ def test_two_publishers_that_claim_one_dp_rank_stay_apart() -> None:
 def test_message_over_the_maximum_size_is_refused_and_the_rank_recovers() -> None:
     with ZmqEventPublisher(endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
         worker = Worker("engine", publisher.endpoint, replay=publisher.replay_endpoint)
-        with client_of(worker, link=Link(max_message_bytes=10_000, reconnect=0.02)) as client:
+        with client_of(
+            worker, socket_options=SocketOptions(max_message_bytes=10_000, reconnect=0.02)
+        ) as client:
             publisher.publish(batch())
             wait_status(client, RANK, seq=0)
             huge = BlockStored(block_hashes=[99], token_ids=[1] * 20_000, block_size=20_000)
@@ -263,7 +261,7 @@ def test_events_as_an_iterator_with_a_restart_as_a_value() -> None:
     with FakeEngine("engine") as engine:
         engine.serve(PROMPT)
         engine.serve([*PROMPT, *range(900, 950)])
-        with EventStream([worker_of(engine)], replay=QUICK, probe_interval=0.2) as stream:
+        with EventStream([worker_of(engine)], replay_policy=QUICK, probe_interval=0.2) as stream:
             items = [stream.get(PATIENCE) for _ in range(3)]
             assert items[0] == RankAdded(RANK)
             assert [item.seq for item in items[1:] if isinstance(item, RankBatch)] == [0, 1]
@@ -281,7 +279,7 @@ def test_events_as_an_iterator_with_a_restart_as_a_value() -> None:
 
 def test_a_full_event_stream_holds_the_subscriber_and_closing_frees_it() -> None:
     with FakeEngine("engine") as engine:
-        stream = EventStream([worker_of(engine)], max_items=2, replay=QUICK)
+        stream = EventStream([worker_of(engine)], max_items=2, replay_policy=QUICK)
         for number in range(10):
             engine.serve([number * 1000 + i for i in range(32)])
         assert isinstance(stream.get(PATIENCE), RankAdded)

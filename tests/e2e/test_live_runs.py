@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvindex import BlockStored, DecodeError, EventBatch, Rank, RankStatus, Replay, Worker
+from kvindex import BlockStored, DecodeError, EventBatch, Rank, RankStatus, ReplayPolicy, Worker
 from kvindex.subscribe import (
     RankAdded,
     RankBatch,
@@ -62,8 +62,8 @@ def sender(context: Context) -> Sender:
 @contextmanager
 def subscribed(sender: Sender, items: list[StreamItem], **options: Any) -> Iterator[Subscriber]:
     worker = Worker("engine", sender.endpoint, topic=options.pop("topic", ""))
-    replay = Replay(timeout=0.3)
-    with Subscriber([worker], sink=items.append, replay=replay, **options) as subscriber:
+    replay = ReplayPolicy(timeout=0.3)
+    with Subscriber([worker], sink=items.append, replay_policy=replay, **options) as subscriber:
         yield subscriber
 
 

@@ -9,6 +9,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvindex.curve import Curve
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import EventPublisherFactory, KVEventsConfig, ZmqEventPublisher
 from kvindex.wire import DIALECTS, AllBlocksCleared, EventBatch, decode_batch, dialect
@@ -222,20 +223,12 @@ def test_the_factory_makes_a_publisher_that_speaks(context: Context) -> None:
         Live(context, publisher.endpoint, topic=b"kv").join(publisher)
 
 
-@pytest.mark.parametrize("as_text", [True, False])
-def test_curve_clients_with_the_servers_key_are_served(
-    context: Context, make: Make, as_text: bool
-) -> None:
-    public, secret = zmq.curve_keypair()
-    keys: tuple[Any, Any] = (public.decode(), secret.decode()) if as_text else (public, secret)
-    publisher = make(
-        replay_endpoint="tcp://127.0.0.1:0", curve_public_key=keys[0], curve_secret_key=keys[1]
-    )
+def test_curve_clients_with_the_servers_key_are_served(context: Context, make: Make) -> None:
+    keys = Curve.generate()
+    publisher = make(replay_endpoint="tcp://127.0.0.1:0", curve=keys)
     live, asker = Live(context, None), Asker(context, None)
     for socket in (live.socket, asker.socket):
-        own_public, own_secret = zmq.curve_keypair()
-        socket.curve_serverkey = public
-        socket.curve_publickey, socket.curve_secretkey = own_public, own_secret
+        Curve.generate(keys.public_key).configure(socket)
     live.socket.connect(publisher.endpoint)
     asker.socket.connect(str(publisher.replay_endpoint))
     first = live.join(publisher)
@@ -257,14 +250,11 @@ def live_without_keys(context: Context, publisher: ZmqEventPublisher) -> bool:
     return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-def test_curve_keys_come_in_pairs_and_fit(make: Make) -> None:
-    public, secret = zmq.curve_keypair()
-    with pytest.raises(ConfigurationError, match="curve_secret_key is missing"):
-        make(curve_public_key=public)
-    with pytest.raises(ConfigurationError, match="curve_public_key is missing"):
-        make(curve_secret_key=secret)
-    with pytest.raises(ConfigurationError, match="40 characters"):
-        make(curve_public_key=b"short", curve_secret_key=secret)
+def test_a_publisher_refuses_the_keys_of_a_client(make: Make) -> None:
+    server = Curve.generate()
+    for curve in (Curve.generate(server.public_key), server.public_key):
+        with pytest.raises(ConfigurationError, match="own key pair"):
+            make(curve=curve)
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["live", "replay"])

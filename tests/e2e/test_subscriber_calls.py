@@ -27,7 +27,7 @@ def subscriber_to(
     *engines: FakeEngine, sink: Callable[[StreamItem], None], **options: Any
 ) -> Subscriber:
     workers = [worker_of(engine) for engine in engines]
-    return Subscriber(workers, sink=sink, replay=QUICK, probe_interval=0.3, **options)
+    return Subscriber(workers, sink=sink, replay_policy=QUICK, probe_interval=0.3, **options)
 
 
 def caught_up(subscriber: Subscriber, engine: FakeEngine) -> None:

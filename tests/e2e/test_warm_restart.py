@@ -20,7 +20,7 @@ from kvindex import (
     EventBatch,
     Index,
     Rank,
-    Replay,
+    ReplayPolicy,
     State,
     Worker,
     ZmqEventPublisher,
@@ -183,7 +183,7 @@ def test_until_the_overlap_is_proven_a_restored_rank_is_syncing(path: Path) -> N
         engine.run(BEFORE)
         save_of(engine, path=path)
         link.silence_replay()
-        patient = Replay(timeout=0.1, attempts=1000, backoff=0.01, max_backoff=0.02)
+        patient = ReplayPolicy(timeout=0.1, attempts=1000, backoff=0.01, max_backoff=0.02)
         with client_of(worker_of(engine, link), resume=path, replay=patient) as client:
             status = wait_status(client, RANK, state=State.SYNCING)
             assert "is still the same" in status.reason

@@ -88,7 +88,7 @@ def test_a_thread_that_fails_ends_every_wait_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with FakeEngine("engine") as engine:
-        stream = EventStream([worker_of(engine)], replay=QUICK)
+        stream = EventStream([worker_of(engine)], replay_policy=QUICK)
         for number in range(5):
             engine.serve(prompt(number))
         last = engine.published - 1
@@ -126,7 +126,7 @@ def test_calls_while_the_sink_is_stuck_say_busy_and_are_not_carried_out_later(
             assert go_on.wait(PATIENCE)
 
     with FakeEngine("engine") as engine:
-        subscriber = Subscriber([worker_of(engine)], sink=sink, replay=QUICK)
+        subscriber = Subscriber([worker_of(engine)], sink=sink, replay_policy=QUICK)
         engine.serve(prompt(1))
         assert stuck.wait(PATIENCE)
         with pytest.raises(BusyError, match="its sink has not returned"):
@@ -149,7 +149,9 @@ def test_closing_while_the_sink_is_stuck_returns_and_ends_when_the_sink_does(
             assert go_on.wait(PATIENCE)
 
     with FakeEngine("engine") as engine:
-        subscriber = Subscriber([worker_of(engine)], sink=sink, replay=QUICK, on_stop=ended.set)
+        subscriber = Subscriber(
+            [worker_of(engine)], sink=sink, replay_policy=QUICK, on_stop=ended.set
+        )
         engine.serve(prompt(1))
         assert stuck.wait(PATIENCE)
         subscriber.close()
@@ -171,7 +173,7 @@ def test_workers_can_be_added_and_removed_from_within_the_sink() -> None:
 
     with FakeEngine("engine") as engine, FakeEngine("other") as other:
         other.serve(prompt(2))
-        with Subscriber(sink=sink, replay=QUICK) as subscriber:
+        with Subscriber(sink=sink, replay_policy=QUICK) as subscriber:
             holder.append(subscriber)
             subscriber.add(worker_of(engine))
             engine.serve(prompt(1))
@@ -262,7 +264,7 @@ def test_a_stuck_thread_makes_its_ranks_stale(monkeypatch: pytest.MonkeyPatch) -
         with Subscriber(
             [worker_of(engine)],
             sink=sink,
-            replay=QUICK,
+            replay_policy=QUICK,
             stale_after=5.0,
             clock=lambda: time.monotonic() + now[0],
         ) as subscriber:

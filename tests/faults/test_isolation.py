@@ -18,8 +18,8 @@ from kvindex import (
     BlockStored,
     EventBatch,
     Index,
-    Link,
     Rank,
+    SocketOptions,
     Worker,
     ZmqEventPublisher,
 )
@@ -148,7 +148,11 @@ def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on
                 index.apply(item.rank, item.batch)
 
         with Subscriber(
-            [worker_of(engine)], sink=sink, replay=QUICK, link=Link(hwm=10), probe_interval=0.3
+            [worker_of(engine)],
+            sink=sink,
+            replay_policy=QUICK,
+            socket_options=SocketOptions(hwm=10),
+            probe_interval=0.3,
         ) as subscriber:
             subscriber.wait_live(PATIENCE)
             for number in range(4):
@@ -230,7 +234,7 @@ def test_sink_that_fails_is_counted_and_the_stream_goes_on() -> None:
             raise RuntimeError("a user's mistake")
 
     with FakeEngine("engine") as engine:
-        with Subscriber([worker_of(engine)], sink=sink, replay=QUICK) as subscriber:
+        with Subscriber([worker_of(engine)], sink=sink, replay_policy=QUICK) as subscriber:
             for number in range(3):
                 engine.serve(prompt(number))
             assert subscriber.wait_for(lambda s: s[RANK].seq == 2, PATIENCE)
@@ -255,7 +259,9 @@ def _close_a_bound_socket_after_a_port_scan() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    listening = LinkedSocket(context, zmq.SUB, f"tcp://127.0.0.1:{port}", Link(), bind=True)
+    listening = LinkedSocket(
+        context, zmq.SUB, f"tcp://127.0.0.1:{port}", SocketOptions(), bind=True
+    )
     for _ in range(1_500):
         try:
             with socket.create_connection(("127.0.0.1", port), 5) as stranger:
@@ -270,7 +276,7 @@ def test_one_look_takes_at_most_two_of_the_largest_messages_and_says_that_more_i
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.XPUB) as publisher:
         publisher.bind("inproc://large")
-        link = Link()
+        link = SocketOptions()
         listening = LinkedSocket(context, zmq.SUB, "inproc://large", link, subscriptions=(b"",))
         _wait_subscribed(publisher)
         sizes = [1024 * 1024] * 40
@@ -294,8 +300,10 @@ def test_publisher_whose_messages_are_too_large_twice_in_a_row_is_connected_to_a
         publisher.setsockopt(zmq.XPUB_VERBOSER, 1)  # tells of each, though one before still counts
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         # The second connection does not last: its socket stays, and ZeroMQ leaves it unconnected.
-        link = Link(max_message_bytes=1024, max_reconnect=10 * PATIENCE)
-        with client_of(Worker("engine", f"tcp://127.0.0.1:{port}"), link=link) as client:
+        socket_options = SocketOptions(max_message_bytes=1024, max_reconnect=10 * PATIENCE)
+        with client_of(
+            Worker("engine", f"tcp://127.0.0.1:{port}"), socket_options=socket_options
+        ) as client:
             for disconnects in (1, 2):
                 _wait_subscribed(publisher)
                 publisher.send_multipart([b"", bytes(8), bytes(4096)])
@@ -316,8 +324,8 @@ def test_publisher_of_a_message_without_end_is_hung_up_on_and_harms_no_other() -
         attacker = threading.Thread(target=_send_without_end, args=(server,), daemon=True)
         attacker.start()
         bad = Worker("bad", f"tcp://127.0.0.1:{server.getsockname()[1]}")
-        small = Link(max_message_bytes=1024 * 1024)
-        with client_of(bad, worker_of(good), link=small) as client:
+        small = SocketOptions(max_message_bytes=1024 * 1024)
+        with client_of(bad, worker_of(good), socket_options=small) as client:
             wait_counter(client, Rank("bad", 0), "endless_messages")
             attacker.join(PATIENCE)
             assert not attacker.is_alive()

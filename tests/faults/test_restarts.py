@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import zmq
 
-from kvindex import Link, Rank, State
+from kvindex import Rank, SocketOptions, State
 from kvindex.subscribe import RankBatch, RankRestarted, StreamItem, Subscriber
 from kvindex.testing import FakeEngine, Faults, LaneFaults
 from kvindex.wire import replay_end
@@ -192,7 +192,10 @@ def test_engine_restarts_while_we_are_held_up_what_it_had_sent_before_is_not_bel
     with FakeEngine("engine") as engine:
         endpoints = engine.endpoint, engine.replay_endpoint or ""
         with Subscriber(
-            [worker_of(engine)], sink=sink, replay=QUICK, link=Link(reconnect=0.01)
+            [worker_of(engine)],
+            sink=sink,
+            replay_policy=QUICK,
+            socket_options=SocketOptions(reconnect=0.01),
         ) as stream:
             assert stream.wait_for(lambda all_: all_[RANK].state is State.LIVE, PATIENCE)
             engine.serve(fresh(0))

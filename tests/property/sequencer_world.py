@@ -344,7 +344,7 @@ class World:
         oldest = self.sequencer._held.oldest
         if self.config.has_replay or oldest is None or not self.connected:
             return
-        assert self.now - oldest <= self.config.replay.timeout + 0.001
+        assert self.now - oldest <= self.config.replay_policy.timeout + 0.001
 
     def _check_lost(self, lost: Lost) -> None:
         assert lost.last_seq is not None

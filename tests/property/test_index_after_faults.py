@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvindex import EventBatch, Index, Rank
-from kvindex.subscribe import Replay
+from kvindex.subscribe import ReplayPolicy
 from kvindex.subscribe.sequencer import (
     Action,
     Deliver,
@@ -28,7 +28,7 @@ from tests.property.sequencer_world import CoincidenceError, Faults, Step, World
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 RANK = Rank("fake-0", 0)
-REPLAY = Replay(timeout=2.0, attempts=4, backoff=0.1, max_backoff=1.0)
+REPLAY = ReplayPolicy(timeout=2.0, attempts=4, backoff=0.1, max_backoff=1.0)
 
 
 def workload(requests: int, seed: int) -> Workload:
@@ -143,7 +143,7 @@ def run(world: CacheWorld, schedule: list[Step]) -> bool:
 def test_when_replay_reaches_back_the_index_equals_the_engine(
     seed: int, schedule: list[Step], faults: Faults
 ) -> None:
-    config = SequencerConfig(has_replay=True, replay=REPLAY)
+    config = SequencerConfig(has_replay=True, replay_policy=REPLAY)
     world = CacheWorld(seed=seed, faults=faults, config=config, buffer_steps=10_000)
     if run(world, schedule):
         if not world.sequencer.counters["repairs_given_up"]:
@@ -166,7 +166,7 @@ def test_when_batches_are_lost_the_index_never_holds_more_than_the_engine(
     buffer_steps: int,
     has_replay: bool,
 ) -> None:
-    config = SequencerConfig(has_replay=has_replay, replay=REPLAY)
+    config = SequencerConfig(has_replay=has_replay, replay_policy=REPLAY)
     world = CacheWorld(seed=seed, faults=faults, config=config, buffer_steps=buffer_steps)
     # A restart that no disconnect shows can be told only by a replay that reaches back far enough.
     flat = [step for part in schedule for step in part if step.kind != "unseen_restart"]
@@ -175,7 +175,7 @@ def test_when_batches_are_lost_the_index_never_holds_more_than_the_engine(
 
 
 def test_a_gap_that_waits_behind_a_repair_is_no_busy_loop() -> None:
-    config = SequencerConfig(has_replay=True, replay=REPLAY)
+    config = SequencerConfig(has_replay=True, replay_policy=REPLAY)
     bad = Faults(drop=0.05, damage=0.3, replay_late=0.2)
     world = CacheWorld(seed=168503, faults=bad, config=config, buffer_steps=0)
     assert run(world, [Step("publish", 1), Step("publish", 1), Step("publish", 9)])

@@ -17,7 +17,7 @@ from kvindex.subscribe.sequencer import (
     Ask,
     Batch,
     Deliver,
-    Replay,
+    ReplayPolicy,
     Sequencer,
     SequencerConfig,
 )
@@ -127,7 +127,7 @@ small_configs = st.builds(
     on_loss=st.sampled_from(["reset", "keep"]),
     max_held=st.sampled_from([1, 4, 100]),
     recent=st.sampled_from([1, 3, 256]),
-    replay=st.builds(Replay, attempts=st.integers(1, 2)),
+    replay_policy=st.builds(ReplayPolicy, attempts=st.integers(1, 2)),
 )
 
 

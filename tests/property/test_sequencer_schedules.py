@@ -7,7 +7,7 @@ import os
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvindex.subscribe.sequencer import Replay, SequencerConfig, State
+from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig, State
 from tests.property.sequencer_world import CoincidenceError, Faults, Step, World
 
 EXAMPLES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 500
@@ -45,7 +45,7 @@ configs = st.builds(
     on_loss=st.sampled_from(["reset", "keep"]),
     max_held=st.sampled_from([1, 3, 10_000]),
     recent=st.sampled_from([1, 4, 256]),
-    replay=st.builds(Replay, attempts=st.integers(1, 4)),
+    replay_policy=st.builds(ReplayPolicy, attempts=st.integers(1, 4)),
 )
 
 live_faults = {"drop": often, "duplicate": often, "reorder": often, "damage": sometimes}

@@ -13,7 +13,7 @@ from kvindex.subscribe.sequencer import (
     Cursor,
     Deliver,
     Lost,
-    Replay,
+    ReplayPolicy,
     Restarted,
     Sequencer,
     SequencerConfig,
@@ -35,7 +35,7 @@ class Script:
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("has_replay", True)
-        options.setdefault("replay", Replay(timeout=TIMEOUT, attempts=3, backoff=0.1))
+        options.setdefault("replay_policy", ReplayPolicy(timeout=TIMEOUT, attempts=3, backoff=0.1))
         self.now = 0.0
         self.sequencer = Sequencer(SequencerConfig(**options), now=0.0, random=Random(1))
         self.actions: list[Action] = []

@@ -81,7 +81,7 @@ def test_the_short_form_names_one_worker() -> None:
 
 def test_both_forms_add_up() -> None:
     found = workers("--worker", "a=tcp://h:1", "--worker", "b=tcp://h:2", "--endpoint", "tcp://h:3")
-    assert [worker.worker for worker in found] == ["a", "b", "worker-0"]
+    assert [worker.name for worker in found] == ["a", "b", "worker-0"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.subscribe.sequencer import Ask, Replay, State
+from kvindex.subscribe.sequencer import Ask, ReplayPolicy, State
 from tests.unit.sequencer_script import START_TS, Script, asked, batch, delivered
 
 
@@ -130,7 +130,7 @@ def while_a_probe_is_under_way() -> Script:
 
 
 def after_a_damaged_batch() -> Script:
-    script = Script(replay=Replay(attempts=3)).joined(0)
+    script = Script(replay_policy=ReplayPolicy(attempts=3)).joined(0)
     script.sequencer.damaged(None, script.now)
     return script
 

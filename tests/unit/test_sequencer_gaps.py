@@ -9,7 +9,7 @@ import pytest
 
 from kvindex.subscribe import repair
 from kvindex.subscribe.actions import MAX_SEQ
-from kvindex.subscribe.sequencer import Drop, Lost, Replay, State
+from kvindex.subscribe.sequencer import Drop, Lost, ReplayPolicy, State
 from tests.unit.sequencer_script import TIMEOUT, Script, asked, batch, delivered, lost, restarts
 
 START = 1_001.5
@@ -122,8 +122,8 @@ def test_each_reply_restarts_the_time_out() -> None:
 
 
 def test_back_off_grows_and_is_capped() -> None:
-    settings = Replay(timeout=1.0, attempts=8, backoff=0.1, max_backoff=0.4)
-    script = Script(replay=settings).joined(0)
+    settings = ReplayPolicy(timeout=1.0, attempts=8, backoff=0.1, max_backoff=0.4)
+    script = Script(replay_policy=settings).joined(0)
     script.live(2)
     waits = []
     for _ in range(7):

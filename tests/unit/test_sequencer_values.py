@@ -8,23 +8,23 @@ import pytest
 
 from kvindex.errors import ConfigurationError
 from kvindex.subscribe.held import Held, HeldBatch
-from kvindex.subscribe.sequencer import Replay, SequencerConfig, State
+from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig, State
 from tests.unit.sequencer_script import batch
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"timeout": 0.0}, "replay.timeout"),
-        ({"timeout": float("inf")}, "replay.timeout"),
-        ({"attempts": 0}, "replay.attempts"),
-        ({"backoff": -1.0}, "replay.backoff"),
-        ({"backoff": 6.0}, "replay.max_backoff"),
+        ({"timeout": 0.0}, "ReplayPolicy.timeout"),
+        ({"timeout": float("inf")}, "ReplayPolicy.timeout"),
+        ({"attempts": 0}, "ReplayPolicy.attempts"),
+        ({"backoff": -1.0}, "ReplayPolicy.backoff"),
+        ({"backoff": 6.0}, "ReplayPolicy.max_backoff"),
     ],
 )
 def test_replay_refuses_what_cannot_work(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        Replay(**options)
+        ReplayPolicy(**options)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import CacheSettings, ConfigurationError, Curve, GroupSpec, Worker, connect
+from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker, connect
 
 
 def addresses(worker: Worker) -> list[tuple[int, str, str | None]]:
@@ -57,7 +57,7 @@ def test_a_mapping_names_the_dp_ranks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"worker": ""}, "non-empty"),
+        ({"name": ""}, "non-empty"),
         ({"endpoint": "5557"}, "no endpoint"),
         ({"endpoint": "tcp://h"}, "no endpoint"),
         ({"endpoint": "inproc://"}, "no endpoint"),
@@ -88,7 +88,7 @@ def test_what_cannot_work_is_refused_with_the_reason(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Worker(**{"worker": "w", "endpoint": "tcp://h:1", **arguments})
+        Worker(**{"name": "w", "endpoint": "tcp://h:1", **arguments})
 
 
 def test_the_collision_of_adjacent_ports_is_known() -> None:
@@ -96,13 +96,6 @@ def test_the_collision_of_adjacent_ports_is_known() -> None:
     far = Worker("w", "tcp://h:5557", replay="tcp://h:5657", dp_size=2)
     assert near.shared_endpoints() == ["tcp://h:5558"]
     assert far.shared_endpoints() == []
-
-
-def test_curve_keys_have_forty_bytes() -> None:
-    key = b"x" * 40
-    Curve(server_key=key, public_key=key, secret_key=key)
-    with pytest.raises(ConfigurationError, match="public_key"):
-        Curve(server_key=key, public_key=b"short", secret_key=key)
 
 
 def test_equal_workers_are_one_in_a_set_whatever_their_endpoints_are_kept_in() -> None:

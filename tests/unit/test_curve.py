@@ -1,0 +1,31 @@
+"""CURVE keys: a value that refuses what cannot be a key pair."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvindex import ConfigurationError, Curve
+
+SERVER, OTHER = Curve.generate(), Curve.generate()
+
+
+@pytest.mark.parametrize(
+    ("public_key", "secret_key", "server_key", "wrong"),
+    [
+        (b"short", SERVER.secret_key, None, "public_key"),
+        (SERVER.public_key.decode(), SERVER.secret_key, None, "public_key"),
+        (SERVER.public_key, b"short", None, "secret_key"),
+        (SERVER.public_key, SERVER.secret_key, b"", "server_key"),
+        (SERVER.public_key, OTHER.secret_key, None, "not a pair"),
+        (SERVER.public_key, b"\xff" * 40, None, "secret_key cannot be used"),
+    ],
+)
+def test_keys_that_cannot_work_are_refused(
+    public_key: bytes, secret_key: bytes, server_key: bytes | None, wrong: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=wrong):
+        Curve(public_key=public_key, secret_key=secret_key, server_key=server_key)
+
+
+def test_the_secret_key_is_not_shown() -> None:
+    assert SERVER.secret_key.decode() not in repr(SERVER)
