@@ -127,30 +127,46 @@ class Index:
     def end_fork(self, in_child: bool) -> None: ...
 
 class RingWriter:
-    """The writing party of a ring; see `kvindex.shm.parties.WritingParty`."""
+    """The writing party of a ring; for one thread at a time, but for what says otherwise.
+
+    `spin` and `sleep` are seconds. A wait is over at a wake-up, too: it is called again.
+    """
 
     state: int
     def __init__(
         self, memory: Any, n_reader: int, max_chunks: int, max_chunk_bytes: int
     ) -> None: ...
     @property
-    def index(self) -> int: ...
+    def index(self) -> int:
+        """The chunk that is next."""
     @property
-    def seq(self) -> int: ...
-    def write(self, kind: int, data: Any, spin: float, sleep: float) -> bool: ...
-    def wait(self, spin: float, sleep: float) -> bool: ...
-    def wait_attached(self, sleep: float) -> bool: ...
-    def publish(self, kind: int, length: int) -> None: ...
-    def admit(self) -> int: ...
-    def awaited(self) -> list[int]: ...
-    def remove(self, reader: int, evict: bool) -> bool: ...
-    def reserve(self, reader: int) -> None: ...
-    def slot_state(self, reader: int) -> int: ...
-    def interrupt(self) -> None: ...
-    def statistics(self) -> dict[str, int]: ...
+    def seq(self) -> int:
+        """The number of that chunk, counted from 0 without end."""
+    def write(self, kind: int, data: Any, spin: float, sleep: float) -> bool:
+        """Copy a buffer, or a list of them, into the next chunk and publish it; False: no room."""
+    def wait(self, spin: float, sleep: float) -> bool:
+        """Return whether the next chunk, that of `index`, may be written."""
+    def wait_attached(self, sleep: float) -> bool:
+        """Return whether every reserved place has its reader."""
+    def publish(self, kind: int, length: int) -> None:
+        """Publish the next chunk, written by the caller after `wait`."""
+    def admit(self) -> int:
+        """Let joiners in, from the next message on; return how many."""
+    def awaited(self) -> list[int]:
+        """Return the places of the readers that keep the next chunk from being written."""
+    def remove(self, reader: int, evict: bool) -> bool:
+        """Count a reader no more; False if it was not active. Any thread."""
+    def reserve(self, reader: int) -> None:
+        """Keep a place for a reader that will come; before any other party is there."""
+    def slot_state(self, reader: int) -> int:
+        """Return a `SlotState`. Any thread."""
+    def interrupt(self) -> None:
+        """Let a wait of another thread return. Any thread."""
+    def statistics(self) -> dict[str, int]:
+        """Return how often it spun, slept and woke others. Any thread."""
 
 class RingReader:
-    """A reading party of a ring; see `kvindex.shm.parties.ReadingParty`."""
+    """A reading party of a ring; as `RingWriter`."""
 
     def __init__(
         self, memory: Any, n_reader: int, max_chunks: int, max_chunk_bytes: int, slot: int
@@ -160,18 +176,32 @@ class RingReader:
     @property
     def seq(self) -> int: ...
     @property
-    def active(self) -> bool: ...
+    def active(self) -> bool:
+        """Whether the writer counts this reader."""
     @property
-    def evicted(self) -> bool: ...
+    def evicted(self) -> bool:
+        """Whether the writer took this reader off."""
     @property
-    def behind(self) -> int: ...
+    def behind(self) -> int:
+        """Chunks published and not read yet."""
     @property
-    def state(self) -> int: ...
-    def attach(self) -> bool: ...
-    def leave(self) -> None: ...
-    def read(self, limit: int, spin: float, sleep: float) -> tuple[int, Any] | None: ...
-    def release(self) -> None: ...
-    def ready(self) -> bool: ...
-    def wait_state(self, bits: int, sleep: float) -> bool: ...
+    def state(self) -> int:
+        """The ring's state bits."""
+    def attach(self) -> bool:
+        """Take the place whose lock is held; return whether it had been reserved."""
+    def leave(self) -> None:
+        """Give the place up."""
+    def read(self, limit: int, spin: float, sleep: float) -> tuple[int, Any] | None:
+        """Return the next chunk's kind, and its bytes if they are at most `limit`.
+
+        If they are more: their number, and the chunk stays taken until `release`. None: nothing
+        came, or this reader was evicted meanwhile.
+        """
+    def release(self) -> None:
+        """Give back the chunk that `read` left taken."""
+    def ready(self) -> bool:
+        """Return whether `read` has something to return."""
+    def wait_state(self, bits: int, sleep: float) -> bool:
+        """Return whether the ring's state has one of these bits."""
     def interrupt(self) -> None: ...
     def statistics(self) -> dict[str, int]: ...

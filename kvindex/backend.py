@@ -1,9 +1,12 @@
 """Which implementation of the index runs: the native one, or the one in Python.
 
 The native one runs wherever its module was built. The environment variable `KVINDEX_BACKEND`
-overrides that: "python" never loads the module, "native" makes its absence an error. If it is unset
+overrides that: "python" takes the Python index, "native" makes a missing module an error. If unset
 and there is no native module, the Python index runs, and the first index of the process logs a
 warning.
+
+This is about the index only. Queues in shared memory and the fan-out have no Python twin: they load
+the native module when they are used, whichever index runs, and raise SegmentError without it.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Follower:
     def _follow(self, membership: Membership) -> None:
         """Apply messages until there are no more."""
         codec = MsgpackCodec()
-        while not self._stop.is_set():  # looked at here, too: a time-out may be the ring's lock's
+        while not self._stop.is_set():
             try:
                 body = membership.receiver.receive(codec, self._stale_after, self._stop, quiet=True)
             except QueueTimeoutError:

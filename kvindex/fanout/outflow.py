@@ -23,7 +23,6 @@ __all__ = ["Allowance", "Outflow"]
 logger = logging.getLogger(__name__)
 
 _REGAINED = 0.1  # of the time that passes without waiting
-_LOG_INTERVAL = 10.0  # seconds between two warnings about the ring's lock
 
 
 class Allowance:
@@ -73,7 +72,7 @@ class Outflow:
         ConfigurationError: a size is out of range.
         SegmentError: the shared memory cannot be had.
 
-    Thread safety: one thread, but `statistics`, `is_free`, `stop_waiting` and `close` from any.
+    Thread safety: one thread, but `statistics`, `is_free` and `close` from any.
     """
 
     def __init__(
@@ -94,8 +93,6 @@ class Outflow:
         self._clock = clock
         self._allowances: dict[int, Allowance] = {}
         self._counters: Counter[str] = Counter()
-        self._waits_for_lock = True
-        self._warned_at = -_LOG_INTERVAL
 
     @property
     def handle(self) -> RingHandle:
@@ -111,7 +108,6 @@ class Outflow:
 
         Raises:
             ClosedError: it is closed.
-            QueueTimeoutError: the ring's lock is not to be had, and `stop_waiting` was called.
         """
         self._counters["messages"] += 1
         self._counters["bytes"] += len(body)
@@ -138,12 +134,7 @@ class Outflow:
             "bytes": self._counters["bytes"],
             "chunks": sender["chunks"],
             "evicted": sender["readers_evicted"],
-            "lock_waits": self._counters["lock_waits"],
         }
-
-    def stop_waiting(self) -> None:
-        """Have `send` wait no longer for a process that is stopped inside the ring's lock."""
-        self._waits_for_lock = False
 
     def close(self) -> None:
         """Tell every reader that nothing more will come. Idempotent."""
@@ -163,21 +154,13 @@ class Outflow:
             began = self._clock()
             try:
                 done = self._put_in_time(kind, parts, size)
-            except QueueTimeoutError as error:  # nothing was sent
-                if not self._waits_for_lock:
-                    raise
-                self._note_locked(error)
             finally:
                 self.blocked += self._clock() - began
 
     def _put_in_time(
         self, kind: int, parts: list[bytes | bytearray | memoryview], size: int
     ) -> bool:
-        """Wait as long as every late reader may; return whether it was sent.
-
-        Raises:
-            QueueTimeoutError: the ring's lock was not to be had.
-        """
+        """Wait as long as every late reader may; return whether it was sent."""
         late = self._sender.laggards()
         timeout = min((self._allowance(place).left() for place in late), default=0.0)
         try:
@@ -189,13 +172,6 @@ class Outflow:
         for place in late:
             self._allowance(place).spend()
         return True
-
-    def _note_locked(self, error: QueueTimeoutError) -> None:
-        self._counters["lock_waits"] += 1
-        now = self._clock()
-        if now - self._warned_at >= _LOG_INTERVAL:
-            self._warned_at = now
-            logger.warning("no replica is sent anything for now: %s", error)
 
     def _allowance(self, place: int) -> Allowance:
         """Return a place's allowance; who joins anew does not begin with all of it."""

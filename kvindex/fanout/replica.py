@@ -22,6 +22,7 @@ from kvindex.forks import Fork, prepare_forks
 from kvindex.index import Index
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
+from kvindex.shm.ring import check_native
 from kvindex.subscribe import RankStatus, State
 from kvindex.subscribe.status_board import StatusBoard
 
@@ -54,8 +55,10 @@ def join(
         QueueTimeoutError: the replica was not complete in time (a TimeoutError); it says why.
         ConfigurationError: it never can be: the server's index is of another kind, or a value
             cannot work.
+        SegmentError: there is no native module, which the ring needs; whichever index runs.
     """
     check_platform()
+    check_native()
     for name, value in (("timeout", timeout), ("stale_after", stale_after)):
         if not 0 < value < math.inf:
             raise ConfigurationError(f"{name} must be above 0 s, not {value!r}")

@@ -56,7 +56,7 @@ class FanOut:
     Raises:
         ConfigurationError: a value cannot work, a living server is at `path`, or others could write
             there.
-        SegmentError: the shared memory cannot be had.
+        SegmentError: the shared memory cannot be had, or there is no native module.
         OSError: the socket cannot be made.
 
     Thread safety: every method may be called from any thread.
@@ -137,10 +137,8 @@ class FanOut:
         that came, went, were gone without a word, and were taken off for being slow. `turned_away`:
         connections that did not become replicas, by reason. `messages`, `bytes`, `chunks`: sent, to
         all at once; `entries`, `heartbeats`: in them. `blocked_seconds`: for which the subscriber's
-        thread waited for slow replicas. `lock_waits`: how often the ring's lock was not to be had
-        in time and was asked for again, without the native core. `sections_taken`: copies of ranks
-        that were made for those who join; who join together share them. `snapshots_begun_again`:
-        because ranks were renamed.
+        thread waited for slow replicas. `sections_taken`: copies of ranks that were made for those
+        who join; who join together share them. `snapshots_begun_again`: because ranks were renamed.
         """
         return {**self._reception.statistics(), **self._counters()}
 
@@ -172,7 +170,6 @@ class FanOut:
             return  # it is the parent's
         self._closing = True
         # Those that use others first; may be interrupted and called again.
-        self._outflow.stop_waiting()
         self._reception.close()
         self.client.close()
         self._outflow.close()

@@ -1,7 +1,7 @@
 """Where everything lies in a ring's memory; native/shm/layout.hpp says the same.
 
 ```
-0      header: magic, version, rule, geometry: written before the memory gets its name, never again
+0      header: magic, version, geometry: written before the memory gets its name, never again
        64 state · 128 `published` · 192 `space` · 256 next seq: words of a cache line each
 4096   a slot of 64 bytes for each reader: state, spinning, first seq
 …      a record for each chunk: seq, length, kind, a written flag, a read flag for each reader
@@ -32,15 +32,14 @@ __all__ = [
     "SPACE",
     "STATE",
     "Layout",
-    "Rule",
     "SlotState",
 ]
 
 HEADER_BYTES = 4096
 _LINE = 64
-_HEADER = struct.Struct("=8sIIIIQ")  # magic, version, rule, n_reader, max_chunks, max_chunk_bytes
+_HEADER = struct.Struct("=8sIIIQ")  # magic, version, n_reader, max_chunks, max_chunk_bytes
 _MAGIC = b"KVIXRING"
-_VERSION = 1
+_VERSION = 2
 
 STATE, PUBLISHED, SPACE, NEXT_SEQ = 64, 128, 192, 256  # offsets in the header
 SLOT_STATE, SLOT_START = 0, 8  # in a slot
@@ -51,13 +50,6 @@ READY, CLOSED = 1, 2  # bits of the state word
 _MAX_READERS = 4096
 _MAX_CHUNKS = 1 << 20
 _MAX_CHUNK_BYTES = 1 << 40
-
-
-class Rule(enum.IntEnum):
-    """By which rule the parties keep each other's accesses in order; all of them by the same."""
-
-    ATOMICS = 1  # the native core
-    LOCK = 2  # Python
 
 
 class SlotState(enum.IntEnum):
@@ -119,21 +111,15 @@ class Layout(msgspec.Struct, frozen=True):
         """Size of the whole memory, in bytes."""
         return self.chunk(self.max_chunks)
 
-    def header(self, rule: Rule) -> bytes:
+    def header(self) -> bytes:
         """Return the header of a new ring."""
-        return _HEADER.pack(
-            _MAGIC, _VERSION, rule, self.n_reader, self.max_chunks, self.max_chunk_bytes
-        )
+        return _HEADER.pack(_MAGIC, _VERSION, self.n_reader, self.max_chunks, self.max_chunk_bytes)
 
-    def check_header(self, memory: memoryview, name: str) -> Rule:
-        """Return the rule of a ring of this layout.
-
-        Raises:
-            SegmentError: the memory is something else.
-        """
+    def check_header(self, memory: memoryview, name: str) -> None:
+        """Raise SegmentError unless the memory is a ring of this layout."""
         if len(memory) < HEADER_BYTES:
             raise SegmentError(f"shared memory {name} of {len(memory)} bytes is no ring")
-        magic, version, rule, *geometry = _HEADER.unpack_from(memory)
+        magic, version, *geometry = _HEADER.unpack_from(memory)
         if magic != _MAGIC:
             raise SegmentError(f"shared memory {name} is not a ring of kvindex")
         if version != _VERSION:
@@ -148,10 +134,6 @@ class Layout(msgspec.Struct, frozen=True):
             )
         if len(memory) < self.total_bytes:
             raise SegmentError(f"ring {name} has {len(memory)} bytes, not {self.total_bytes}")
-        try:
-            return Rule(rule)
-        except ValueError:
-            raise SegmentError(f"ring {name} follows an unknown rule {rule}") from None
 
 
 def _up(value: int, unit: int) -> int:

@@ -21,8 +21,7 @@ from kvindex.errors import (
 from kvindex.shm.codec import Buffer, Codec
 from kvindex.shm.layout import CLOSED, READY
 from kvindex.shm.messages import CONTINUED, MORE, Assembly, decode
-from kvindex.shm.parties import ClosedParty, ParentsParty, mutex_of, within
-from kvindex.shm.ring import ShmRingBuffer
+from kvindex.shm.ring import CLOSED_END, ShmRingBuffer, closed_party, parents_party
 from kvindex.shm.waiting import Patience, Waiting
 
 __all__ = ["RingReceiver"]
@@ -60,7 +59,6 @@ class RingReceiver:
         self._messages = 0
         self._closed = False
         self._party = ring.reader(slot)
-        self._mutex = mutex_of(self._party)
         ring.segment.on_fork = self._disown
 
     def receive(
@@ -80,7 +78,7 @@ class RingReceiver:
             quiet: never warn of a long wait.
 
         Raises:
-            QueueTimeoutError: none came in time, or the ring's lock was not to be had.
+            QueueTimeoutError: none came in time.
             QueueClosedError: the writer has closed the queue, and all of it was read.
             WriterDiedError: the writer is gone, and all that it published whole was read.
             ReaderEvictedError: the writer took this reader off.
@@ -107,10 +105,11 @@ class RingReceiver:
                     return decode(got[0], got[1], codec)
                 return self._decode_in_place(*got, codec)
         chunks = self._chunks(_COPIED, timeout, cancel, patience, quiet=quiet)
-        if self._mutex is None or timeout is None:
-            return self._join(got, chunks, codec, timeout)
-        with self._mutex.within(timeout):
-            return self._join(got, chunks, codec, timeout)
+        while True:
+            with self._body(got or next(chunks)) as message:
+                if message is not None:
+                    return self._decoded(message, codec)
+            got = None
 
     @contextmanager
     def message(
@@ -119,15 +118,13 @@ class RingReceiver:
         """Give the next message's bytes, read-only, where they are if they are in one chunk.
 
         Raises: as `receive`; at the end of the `with` ReaderEvictedError, if the bytes may have
-            been overwritten meanwhile, and QueueTimeoutError, if the chunk could not be given back:
-            then the message is read again.
+            been overwritten meanwhile.
         """
         self._check_open()
         chunks = self._chunks(0, timeout, cancel, None, quiet=quiet)
         while True:
-            with within(self._mutex, timeout):
-                got = next(chunks)
-            with self._body(got, timeout) as message:
+            got = next(chunks)
+            with self._body(got) as message:
                 if message is not None:
                     with memoryview(message[1]) as view, view.toreadonly() as body:
                         yield body
@@ -141,22 +138,20 @@ class RingReceiver:
             WriterDiedError, QueueClosedError, ClosedError: it never will.
         """
         self._check_open()
-        with within(self._mutex, timeout):
-            sleep = 0.0  # that the writer is gone may be known already
-            while not self._party.wait_state(READY | CLOSED, sleep):
-                self._check_open()
-                if not self.ring.writer_lives():
-                    self._bury_writer()
-                if patience.exhausted:
-                    raise QueueTimeoutError(
-                        f"the queue was not ready in {timeout:g} s: the writer waits for other "
-                        "readers",
-                        timeout=timeout or 0.0,
-                    )
-                patience.warn("the queue to be ready")
-                sleep = patience.slice()
-            if not self._party.state & READY and not self._party.ready():
-                raise QueueClosedError("the writer closed the queue before it was ready")
+        sleep = 0.0  # that the writer is gone may be known already
+        while not self._party.wait_state(READY | CLOSED, sleep):
+            self._check_open()
+            if not self.ring.writer_lives():
+                self._bury_writer()
+            if patience.exhausted:
+                raise QueueTimeoutError(
+                    f"the queue was not ready in {timeout:g} s: the writer waits for other readers",
+                    timeout=timeout or 0.0,
+                )
+            patience.warn("the queue to be ready")
+            sleep = patience.slice()
+        if not self._party.state & READY and not self._party.ready():
+            raise QueueClosedError("the writer closed the queue before it was ready")
 
     @property
     def seq(self) -> int:
@@ -191,25 +186,11 @@ class RingReceiver:
         if not self.ring.segment.closed:
             if not self.ring.writer_lives():
                 self.ring.segment.unlink()  # which the writer can do no more
-            party, self._party = self._party, ClosedParty(self._party)
+            party, self._party = self._party, closed_party(self._party)
             party.leave()
             party.interrupt()
             del party  # and with it the memory, unless a thread is still inside
         self.ring.close()
-
-    def _join(
-        self,
-        got: tuple[int, Any] | None,
-        chunks: Iterator[tuple[int, Any]],
-        codec: Codec,
-        timeout: float | None,
-    ) -> Any:
-        """Return the object of the message that the next chunks make."""
-        while True:
-            with self._body(got or next(chunks), timeout) as message:
-                if message is not None:
-                    return self._decoded(message, codec)
-            got = None
 
     def _chunks(
         self,
@@ -287,50 +268,38 @@ class RingReceiver:
         raise WriterDiedError("the writer is gone without having closed the queue")
 
     @contextmanager
-    def _body(
-        self, got: tuple[int, Any], timeout: float | None
-    ) -> Iterator[tuple[int, Buffer] | None]:
+    def _body(self, got: tuple[int, Any]) -> Iterator[tuple[int, Buffer] | None]:
         """Give the message that a chunk completes, if it does; the bytes go when it ends."""
         kind, data = got
-        if type(data) is bytes:
-            message = self._add(self._party.seq - 1, kind, data)
-            self._added = None
+        if type(data) is not bytes and not kind & (MORE | CONTINUED):
+            self._assembly.give_up()
+            try:
+                with self.ring.get_data(self._party.index) as chunk, chunk[:data] as body:
+                    yield kind, body
+            finally:
+                self._give_back(whole=True)
+        elif type(data) is not bytes:
+            yield self._add_in_place(kind, data)
+        else:
+            message = self._assembly.add(kind, data)
             self._messages += message is not None
             yield message
-            return
-        if kind & (MORE | CONTINUED):
-            message = self._join_fragment(kind, data, timeout)
-            self._messages += message is not None
-            yield message
-            return
-        self._assembly.give_up()
-        try:
-            with self.ring.get_data(self._party.index) as chunk, chunk[:data] as body:
-                yield kind, body
-        finally:
-            self._end_in_place(timeout)
 
-    def _join_fragment(
-        self, kind: int, length: int, timeout: float | None
-    ) -> tuple[int, Buffer] | None:
+    def _add_in_place(self, kind: int, length: int) -> tuple[int, Buffer] | None:
         """Return the message that a fragment completes, if it does; the chunk is given back."""
+        seq = self._party.seq
         try:
-            with self.ring.get_data(self._party.index) as chunk, chunk[:length] as piece:
-                whole = self._add(self._party.seq, kind, piece)
+            # If an interrupt kept it from being given back, it is read again, and was added.
+            if self._added is None or self._added[0] != seq:
+                with self.ring.get_data(self._party.index) as chunk, chunk[:length] as piece:
+                    self._added = seq, self._assembly.add(kind, piece)
         except DecodeError:
-            self._check_whole(self._give_back(timeout))
+            self._give_back(whole=False)
             raise
-        evicted = self._give_back(timeout)
+        message = self._added[1]
+        self._give_back(whole=message is not None)
         self._added = None
-        self._check_whole(evicted)
-        return whole
-
-    def _add(self, seq: int, kind: int, piece: Buffer) -> tuple[int, Buffer] | None:
-        """Return the message that a chunk completes, if it does."""
-        # A chunk that could not be given back is read again.
-        if self._added is None or self._added[0] != seq:
-            self._added = seq, self._assembly.add(kind, piece)
-        return self._added[1]
+        return message
 
     def _decode_in_place(self, kind: int, length: int, codec: Codec) -> Any:
         """Decode the chunk that `read` left taken, and give it back."""
@@ -341,23 +310,14 @@ class RingReceiver:
             with memoryview(self.ring.segment.memory) as memory, memory[at : at + length] as body:
                 return self._decoded((kind, body), codec)
         finally:
-            self._end_in_place(None)
+            self._give_back(whole=True)
 
-    def _end_in_place(self, timeout: float | None) -> None:
-        """Give back the chunk of a whole message, which then counts as read."""
-        evicted = self._give_back(timeout)
-        self._messages += 1
-        self._check_whole(evicted)
-
-    def _give_back(self, timeout: float | None) -> bool:
-        """Let the writer have the chunk; return whether it may have had it before."""
+    def _give_back(self, whole: bool) -> None:
+        """Let the writer have the chunk; raise ReaderEvictedError if it may have had it before."""
         self._check_open()  # closed meanwhile by another thread: the writer waits no more
-        with within(self._mutex, timeout):
-            evicted = self._party.evicted
-            self._party.release()
-        return evicted
-
-    def _check_whole(self, evicted: bool) -> None:
+        evicted = self._party.evicted
+        self._party.release()
+        self._messages += whole
         if evicted:
             raise ReaderEvictedError("taken off while reading: the message may be damaged")
 
@@ -374,8 +334,8 @@ class RingReceiver:
 
     def _disown(self) -> None:
         """In a forked child: this end is the parent's."""
-        self._party = ParentsParty()
+        self._party = parents_party(self._party)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("this end of the queue is closed")
+            raise ClosedError(CLOSED_END)

@@ -11,25 +11,39 @@ read by 1      1              0              0              0
 
 The writer goes round and writes a chunk when every reader has read what was in it; a reader goes
 round and reads each chunk that is written and that it has not read. Who may touch which byte when,
-and why that is safe, is argued in native/shm/ring.hpp for the native core and in ring_python.py
-for Python; every party of one ring follows the same of the two rules, which its header names.
+and why that is safe, is argued in native/shm/ring.hpp. Both parties are native code: Python has no
+atomics, so without the native module there is no ring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvindex.errors import ClosedError, ConfigurationError, SegmentError
 from kvindex.shm.layout import Layout
-from kvindex.shm.parties import OWN_RULE, ReadingParty, WritingParty, open_reader, open_writer
-from kvindex.shm.segment import MAKER, Segment
+from kvindex.shm.segment import MAKER, Segment, check_platform
 
-__all__ = ["RingHandle", "ShmRingBuffer"]
+if TYPE_CHECKING:
+    from kvindex._native import RingReader, RingWriter
+
+__all__ = [
+    "CLOSED_END",
+    "RingHandle",
+    "ShmRingBuffer",
+    "check_native",
+    "closed_party",
+    "parents_party",
+]
 
 RingHandle = tuple[int, int, int, str]
 """What attaches to a ring: n_reader, max_chunk_bytes, max_chunks, name."""
+
+CLOSED_END = "this end of the queue is closed"
+"""What ClosedError says of such an end."""
+
+Party = TypeVar("Party", "RingReader", "RingWriter")
 
 
 class ShmRingBuffer:
@@ -49,7 +63,7 @@ class ShmRingBuffer:
 
     Raises:
         ConfigurationError: a size is out of range, or the name is no str.
-        SegmentError: there is no room, or no such ring.
+        SegmentError: there is no room, no such ring, or no native module.
 
     Thread safety: the views are plain memory; who may write them when is the protocol's business.
 
@@ -74,15 +88,15 @@ class ShmRingBuffer:
         self.layout = Layout(n_reader, max_chunks, max_chunk_bytes)
         if name is not None and not isinstance(name, str):
             raise ConfigurationError(f"name must be a ring's, a str, or None, not {name!r}")
+        check_native()
         self.is_maker = name is None
         if name is None:
-            self.segment = Segment.make(self.layout.total_bytes, self.layout.header(OWN_RULE))
-            self._rule = OWN_RULE
+            self.segment = Segment.make(self.layout.total_bytes, self.layout.header())
             return
         self.segment = Segment.attach(name)
         try:
             with memoryview(self.segment.memory) as memory:
-                self._rule = self.layout.check_header(memory, name)
+                self.layout.check_header(memory, name)
         except SegmentError:
             self.segment.close()
             raise
@@ -124,14 +138,16 @@ class ShmRingBuffer:
         with memoryview(self.segment.memory)[at : at + 1 + self.layout.n_reader] as view:
             yield view
 
-    def writer(self) -> WritingParty:
+    def writer(self) -> RingWriter:
         """Return the writing party; the ring's maker is the only one to have it."""
         segment = self._attached()
         if not self.is_maker:
             raise SegmentError(f"only the maker of ring {self.name} writes to it")
-        return open_writer(segment, self.layout, self._rule)
+        from kvindex._native import RingWriter
 
-    def reader(self, slot: int) -> ReadingParty:
+        return RingWriter(segment.memory, *self._geometry)
+
+    def reader(self, slot: int) -> RingReader:
         """Take a place and return its reading party.
 
         Raises:
@@ -140,7 +156,9 @@ class ShmRingBuffer:
         if not 0 <= slot < self.layout.n_reader:
             raise SegmentError(f"ring {self.name} has no place {slot}")
         segment = self._attached()
-        party = open_reader(segment, self.layout, self._rule, slot)
+        from kvindex._native import RingReader
+
+        party = RingReader(segment.memory, *self._geometry, slot)
         if not segment.hold(_lock_of(slot)):
             raise SegmentError(f"place {slot} of ring {self.name} has a living reader already")
         party.attach()
@@ -175,6 +193,10 @@ class ShmRingBuffer:
             f"for {layout.n_reader} readers>"
         )
 
+    @property
+    def _geometry(self) -> tuple[int, int, int]:
+        return self.layout.n_reader, self.layout.max_chunks, self.layout.max_chunk_bytes
+
     def _attached(self) -> Segment:
         """Return the mapping; in a forked child attach one of its own first."""
         if self.segment.inherited:
@@ -191,3 +213,40 @@ class ShmRingBuffer:
 
 def _lock_of(slot: int) -> int:
     return MAKER + 1 + slot
+
+
+class _Gone:
+    """What an end has in place of its party, whose memory it must not keep."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError(self._why)
+
+
+def closed_party(party: Party) -> Party:
+    """Return what a closed end has in its party's place: only what that counted can be asked."""
+    gone: Any = _Gone(CLOSED_END)
+    counted = party.statistics()
+    gone.seq, gone.statistics = party.seq, lambda: counted
+    return cast("Party", gone)
+
+
+def parents_party(_: Party) -> Party:
+    """Return what a forked child has in place of its parent's party: every use is refused."""
+    why = "this end of the queue belongs to the parent process; attach one by the queue's handle"
+    return cast("Party", _Gone(why))
+
+
+def check_native() -> None:
+    """Raise SegmentError where there are no rings, and say what is missing."""
+    check_platform()
+    try:
+        from kvindex._native import RingReader, RingWriter  # noqa: F401
+    except ImportError as error:
+        raise SegmentError(
+            "queues in shared memory and the fan-out need kvindex's native module, which cannot be "
+            f"loaded ({error}): install kvindex where a C++20 compiler is (with "
+            "KVINDEX_STRICT_BUILD=1 a failing build says why)"
+        ) from error

@@ -18,12 +18,13 @@ import mmap
 import os
 import secrets
 import stat
+import struct
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
 from kvindex.errors import ClosedError, SegmentError
-from kvindex.shm.mutex import FLOCK, Mutex, flock
 
 try:
     import fcntl
@@ -41,6 +42,7 @@ _FOLDER = "/dev/shm"
 _OPENED = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PARTIES_AT = 1 << 40  # beyond every byte of memory
 _PARTIES = 1 << 20
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
 
 MAKER = 0
 """The maker's party number; parties are numbered from 0."""
@@ -69,7 +71,7 @@ class Segment:
         self.on_fork: Callable[[], None] | None = None
         self.inherited = False
         try:
-            self.memory, self._mutex = _map(descriptor, size)
+            self.memory, self._locks = _map(descriptor, size)
         except (OSError, ValueError, OverflowError) as error:
             raise SegmentError(
                 getattr(error, "errno", None) or errno.EINVAL,
@@ -78,7 +80,7 @@ class Segment:
         finally:
             os.close(descriptor)
         self._finalizer = weakref.finalize(
-            self, _end, self.memory, self._mutex, name if maker else None, os.getpid()
+            self, _end, self.memory, self._locks, name if maker else None, os.getpid()
         )
         _watch_forks(self)
 
@@ -146,25 +148,17 @@ class Segment:
     def hold(self, party: int) -> bool:
         """Take a party's lock, for as long as this mapping is open; False if another has it."""
         self._check_open()
-        with self._mutex.kept_open() as descriptor:
-            return _lock(descriptor, _SET, _PARTIES_AT + party)
+        return self._locks.take(party)
 
     def drop(self, party: int) -> None:
         """Give a party's lock back."""
         self._check_open()
-        with self._mutex.kept_open() as descriptor:
-            fcntl.fcntl(descriptor, _SET, flock(fcntl.F_UNLCK, _PARTIES_AT + party))
+        self._locks.give(party)
 
     def lives(self, party: int) -> bool:
         """Return whether a party's lock is held by another mapping than this. A system call."""
         self._check_open()
-        with self._mutex.kept_open() as descriptor:
-            return _is_held(descriptor, _PARTIES_AT + party, 1)
-
-    def mutex(self) -> Mutex:
-        """Return a lock that excludes every other mapping's."""
-        self._check_open()
-        return self._mutex
+        return self._locks.held_elsewhere(party)
 
     def unlink(self) -> None:
         """Take the name away; those who have it mapped keep the memory."""
@@ -192,7 +186,7 @@ class Segment:
         """In a forked child: what was opened belongs to the parent."""
         if self._finalizer.detach() is not None:
             self.inherited = True
-            self._mutex.disown()
+            self._locks.disown()
         if self.on_fork is not None:
             self.on_fork()
 
@@ -219,7 +213,7 @@ def sweep() -> int:
         except OSError:
             continue  # gone meanwhile
         try:
-            if not _is_held(descriptor, _PARTIES_AT, _PARTIES):
+            if _asked(descriptor, _GET, fcntl.F_WRLCK, 0, _PARTIES) == fcntl.F_UNLCK:
                 os.unlink(path)
                 swept += 1
         except OSError:
@@ -235,27 +229,57 @@ def _prefix() -> str:
     return f"kvindex-{os.geteuid()}-"
 
 
-def _lock(descriptor: int, command: int, start: int) -> bool:
-    try:
-        fcntl.fcntl(descriptor, command, flock(fcntl.F_WRLCK, start))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
+class _Locks:
+    """The parties' locks, by a descriptor that no thread closes while another one uses it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._using = threading.RLock()  # a signal's handler may close what its thread uses
+
+    def take(self, party: int) -> bool:
+        try:
+            self._ask(_SET, fcntl.F_WRLCK, party)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def give(self, party: int) -> None:
+        self._ask(_SET, fcntl.F_UNLCK, party)
+
+    def held_elsewhere(self, party: int) -> bool:
+        return self._ask(_GET, fcntl.F_WRLCK, party) != fcntl.F_UNLCK
+
+    def _ask(self, command: int, kind: int, party: int) -> int:
+        with self._using:
+            if self._descriptor is None:
+                raise ClosedError("this end of the queue is closed")
+            return _asked(self._descriptor, command, kind, party)
+
+    def close(self) -> None:
+        """Close the descriptor, and with it give every lock of this mapping back."""
+        with self._using:
+            self.disown()
+
+    def disown(self) -> None:
+        """Close the descriptor as a forked child does, whatever its parent's threads held."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-def _is_held(descriptor: int, start: int, length: int) -> bool:
-    asked = flock(fcntl.F_WRLCK, start, length)
-    kind = FLOCK.unpack(fcntl.fcntl(descriptor, _GET, asked))[0]
-    return bool(kind != fcntl.F_UNLCK)
+def _asked(descriptor: int, command: int, kind: int, party: int, count: int = 1) -> int:
+    """Ask the kernel about parties' locks; return the kind of lock that it answers with."""
+    asked = _FLOCK.pack(kind, os.SEEK_SET, _PARTIES_AT + party, count, 0)
+    return int(_FLOCK.unpack(fcntl.fcntl(descriptor, command, asked))[0])
 
 
-def _map(descriptor: int, size: int) -> tuple[mmap.mmap, Mutex]:
+def _map(descriptor: int, size: int) -> tuple[mmap.mmap, _Locks]:
     """Open both or none."""
     memory = mmap.mmap(descriptor, size)
     try:
-        return memory, Mutex(_open_again(descriptor))
+        return memory, _Locks(_open_again(descriptor))
     except BaseException:
         memory.close()
         raise
@@ -286,14 +310,14 @@ def _no_room(size: int, error: OSError | OverflowError) -> str:
     )
 
 
-def _end(memory: mmap.mmap, mutex: Mutex, made: str | None, pid: int) -> None:
+def _end(memory: mmap.mmap, locks: _Locks, made: str | None, pid: int) -> None:
     """Close what a segment opened; its name goes first, so that nobody finds it half gone."""
     if os.getpid() != pid:
         return
     if made is not None:
         with suppress(OSError):
             os.unlink(f"{_FOLDER}/{made}")
-    mutex.close()
+    locks.close()
     with suppress(BufferError):  # a view is still in use: unmapped when that is dropped
         memory.close()
 

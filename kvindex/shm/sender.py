@@ -17,8 +17,7 @@ from kvindex.errors import (
 from kvindex.shm.codec import Buffer
 from kvindex.shm.layout import CLOSED, READY, SlotState
 from kvindex.shm.messages import LENGTH_BYTES, RAW, fragments
-from kvindex.shm.parties import ClosedParty, ParentsParty, mutex_of, within
-from kvindex.shm.ring import ShmRingBuffer
+from kvindex.shm.ring import CLOSED_END, ShmRingBuffer, closed_party, parents_party
 from kvindex.shm.waiting import Patience, Waiting
 
 __all__ = ["DeadReaderPolicy", "RingSender", "check_dead", "check_policy"]
@@ -83,7 +82,6 @@ class RingSender:
         self._counters: Counter[str] = Counter()
         self._closed = False
         self._party = ring.writer()
-        self._mutex = mutex_of(self._party)
         ring.segment.on_fork = self._disown
         for slot in reserved:
             self._party.reserve(slot)
@@ -105,19 +103,21 @@ class RingSender:
             timeout: longest wait for room in seconds.
 
         Raises:
-            QueueTimeoutError: there was no room in time, or the ring's lock was not to be had; no
-                reader will see the message.
+            QueueTimeoutError: there was no room in time; no reader will see the message.
             ReaderDiedError: readers were found dead, and `on_dead_reader` is "raise"; the message
                 was sent to all others.
             ClosedError: the queue is closed.
         """
         if self._closed:
             self._check_open()
-        if self._mutex is None or timeout is None:
-            self._send(kind, body, size, timeout)
-        else:
-            with self._mutex.within(timeout):
-                self._send(kind, body, size, timeout)
+        self._party.admit()
+        if size > self._chunk_bytes:
+            patience = Patience(self._waiting, timeout)
+            end = self._put_beginning(kind, body, size, timeout, patience)
+            self._put(*end, timeout, patience)
+            self._counters["fragments"] += 1
+        elif not self._party.write(kind, body, 0.0, 0.0):
+            self._put(kind, body, timeout)
         if self._dead:
             check_dead(self.take_dead())
 
@@ -133,16 +133,14 @@ class RingSender:
         Raises: as `send`, but leaves the dead to `take_dead`.
         """
         self._check_open()
-        with within(self._mutex, timeout):
-            patience = Patience(self._waiting, timeout)
-            self._party.admit()
-            if size > self._chunk_bytes:
-                kind, body = self._put_beginning(kind, body, size, timeout, patience)
-            self._wait_room(timeout, patience)
+        patience = Patience(self._waiting, timeout)
+        self._party.admit()
+        if size > self._chunk_bytes:
+            kind, body = self._put_beginning(kind, body, size, timeout, patience)
+        self._wait_room(timeout, patience)
         yield
-        with within(self._mutex, timeout):
-            self._put(kind, body, timeout)
-            self._counters["fragments"] += size > self._chunk_bytes
+        self._put(kind, body, timeout)
+        self._counters["fragments"] += size > self._chunk_bytes
 
     @contextmanager
     def chunk(self, length: int, timeout: float | None) -> Iterator[memoryview]:
@@ -151,13 +149,11 @@ class RingSender:
         Raises: as `send`, but leaves the dead to `take_dead`.
         """
         self._check_open()
-        with within(self._mutex, timeout):
-            self._party.admit()
-            self._wait_room(timeout, Patience(self._waiting, timeout))
+        self._party.admit()
+        self._wait_room(timeout, Patience(self._waiting, timeout))
         with self.ring.get_data(self._party.index) as data, data[:length] as view:
             yield view
-            with within(self._mutex, timeout):
-                self._party.publish(RAW, length)
+            self._party.publish(RAW, length)
 
     def wait_attached(self, patience: Patience, timeout: float | None) -> None:
         """Return once every reserved place has its reader.
@@ -166,17 +162,16 @@ class RingSender:
             QueueTimeoutError: some did not come in time.
         """
         self._check_open()
-        with within(self._mutex, timeout):
-            while not self._party.wait_attached(patience.slice()):
-                self._check_open()
-                missing = self._named(self._slots(SlotState.RESERVED))
-                if missing and patience.exhausted:
-                    raise QueueTimeoutError(
-                        f"the readers {missing} did not attach in {timeout:g} s",
-                        timeout=timeout or 0.0,
-                    )
-                patience.warn(f"the readers {missing} to attach")
-            self._party.admit()
+        while not self._party.wait_attached(patience.slice()):
+            self._check_open()
+            missing = self._named(self._slots(SlotState.RESERVED))
+            if missing and patience.exhausted:
+                raise QueueTimeoutError(
+                    f"the readers {missing} did not attach in {timeout:g} s",
+                    timeout=timeout or 0.0,
+                )
+            patience.warn(f"the readers {missing} to attach")
+        self._party.admit()
 
     def admit(self) -> int:
         """Let joiners in, from the next message on; return how many."""
@@ -229,24 +224,11 @@ class RingSender:
         self._closed = True
         self.ring.segment.on_fork = None
         if not self.ring.segment.closed:
-            party, self._party = self._party, ClosedParty(self._party)
+            party, self._party = self._party, closed_party(self._party)
             party.state |= CLOSED
             party.interrupt()
             del party  # and with it the memory, unless a thread is still inside
         self.ring.close()
-
-    def _send(
-        self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
-    ) -> None:
-        self._party.admit()
-        if size <= self._chunk_bytes:
-            if not self._party.write(kind, body, 0.0, 0.0):
-                self._put(kind, body, timeout)
-            return
-        patience = Patience(self._waiting, timeout)
-        end = self._put_beginning(kind, body, size, timeout, patience)
-        self._put(*end, timeout, patience)
-        self._counters["fragments"] += 1
 
     def _put_beginning(
         self,
@@ -305,19 +287,13 @@ class RingSender:
         patience.warn(f"the readers {awaited} to read")
 
     def _remove(self, slots: Sequence[int]) -> list[int]:
-        dead: list[int] = []
-        for slot in slots:
-            try:
-                if (
-                    self._party.slot_state(slot) == SlotState.ACTIVE
-                    and not self.ring.reader_lives(slot)
-                    and self._party.remove(slot, False)
-                ):
-                    dead.append(slot)
-            except QueueTimeoutError:  # the ring's lock was not to be had: the others come later
-                if not dead:
-                    raise
-                break
+        dead = [
+            slot
+            for slot in slots
+            if self._party.slot_state(slot) == SlotState.ACTIVE
+            and not self.ring.reader_lives(slot)
+            and self._party.remove(slot, False)
+        ]
         if dead:
             self._counters["readers_removed"] += len(dead)
             logger.warning("the readers %s are gone; they were removed", self._named(dead))
@@ -332,8 +308,8 @@ class RingSender:
 
     def _disown(self) -> None:
         """In a forked child: this end is the parent's."""
-        self._party = ParentsParty()
+        self._party = parents_party(self._party)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("this end of the queue is closed")
+            raise ClosedError(CLOSED_END)

@@ -23,7 +23,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     costs a microsecond and not ten. `Waiting(spin=0)` never spins.
 
     Attributes:
-        spin: longest spinning in one wait, in seconds. Without the native core nobody spins.
+        spin: longest spinning in one wait, in seconds.
         look: while asleep, seconds between looks at `cancel` and at whether the peers live.
         warn_after: seconds of waiting after which a warning is logged, and again after as many.
 

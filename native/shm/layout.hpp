@@ -1,6 +1,6 @@
 // Where everything lies in the ring's memory; kvindex/shm/layout.py says the same.
 //
-//   0      header: magic, version, rule, geometry (written once, before the memory has a name)
+//   0      header: magic, version, geometry (written once, before the memory has a name)
 //          64 state · 128 `published` · 192 `space` · 256 next seq: words of a line each
 //   4096   a slot of 64 bytes for each reader: state, spinning, start seq
 //   …      a record for each chunk: seq, length, kind, then one written flag and a read flag for

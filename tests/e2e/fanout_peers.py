@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from kvindex import BACKEND, Client, ClosedError, Match, Rank, RankStatus, Worker
+from kvindex import Client, ClosedError, Match, Rank, RankStatus, Worker
 from kvindex.fanout import FanOut, Replica, join
-from kvindex.fanout.entries import Message
 from kvindex.subscribe import State
 from kvindex.testing import Workload
 from tests.e2e.queue_peers import Nursery, Peer, ProcessPeer
@@ -66,27 +64,12 @@ class FanOutEnd:
 
     replica: Replica
     fanout: FanOut
-    _going_on: threading.Event
 
     def join(self, path: str, timeout: float = PATIENCE, **options: Any) -> None:
         self.replica = join(path, timeout, **options)
 
     def leave(self) -> None:
         self.replica.close()
-
-    def pause(self) -> None:
-        """Take no further message until `go_on`."""
-        copy = self.replica._follower.copy
-        apply, self._going_on = copy.apply, threading.Event()
-
-        def held(message: Message) -> None:
-            self._going_on.wait()
-            apply(message)
-
-        copy.apply = held  # type: ignore[method-assign]
-
-    def go_on(self) -> None:
-        self._going_on.set()
 
     def reached(self, wanted: Mark, timeout: float = PATIENCE) -> Any:
         """Wait until every rank is as marked."""
@@ -189,23 +172,13 @@ def ended(peers: list[ProcessPeer]) -> Iterator[list[ProcessPeer]]:
 
 
 def stop(peer: ProcessPeer) -> None:
-    """Stop a replica's process.
-
-    Without the native core only what it does with messages: a process that is stopped while it has
-    the ring's lock stops all others, as docs/fanout.md says.
-    """
-    if BACKEND == "native":
-        peer.signal(signal.SIGSTOP)
-    else:
-        peer.call("pause")
+    """Stop a replica's process."""
+    peer.signal(signal.SIGSTOP)
 
 
 def go_on(peer: ProcessPeer) -> None:
     """Let a replica go on that was stopped."""
-    if BACKEND == "native":
-        peer.signal(signal.SIGCONT)
-    else:
-        peer.call("go_on")
+    peer.signal(signal.SIGCONT)
 
 
 def nursery() -> Nursery:

@@ -19,12 +19,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from kvindex import errors
 from kvindex.errors import KVIndexError, QueueClosedError, WriterDiedError
 from kvindex.shm import Handle, MessageQueue, MsgpackCodec
-from kvindex.shm.layout import Rule
 
 DEADLINE = 30.0
 """Seconds after which a test gives up waiting."""
@@ -39,10 +37,6 @@ class End:
         """Become a queue's writer; its handle."""
         self.queue = MessageQueue(*args, **knobs)
         return self.queue.export_handle().to_bytes()
-
-    def set_rule(self, rule: Rule) -> None:
-        """Let rings that are made in this process follow this rule."""
-        mock.patch("kvindex.shm.ring.OWN_RULE", rule).start()
 
     def attach(self, handle: bytes, rank: int, decode_to: Any = Any, **knobs: Any) -> None:
         if decode_to is not Any:

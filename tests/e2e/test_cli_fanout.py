@@ -20,6 +20,9 @@ from kvindex.cli import main
 from kvindex.fanout import FanOut, ask, join
 from kvindex.testing import FakeEngine, FaultyLink, Workload
 from tests.live import PATIENCE, caught_up, worker_of
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 ROOT = Path(__file__).parents[2]
 WORKER = ["--worker", "a=tcp://127.0.0.1:1"]

@@ -46,6 +46,9 @@ from tests.e2e.fanout_peers import (
 )
 from tests.e2e.queue_peers import Nursery, ProcessPeer
 from tests.live import PATIENCE, caught_up, link_to, wait_status, worker_of
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,6 +13,9 @@ import pytest
 from kvindex.fanout import join
 from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, caught_up
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 ROOT = Path(__file__).parents[2]
 SERVE = """

@@ -21,9 +21,11 @@ from kvindex.errors import (
 )
 from kvindex.shm import CurveServer, Handle, MessageQueue, MsgpackCodec, Waiting
 from tests.e2e.queue_peers import DEADLINE, End, Nursery, Peer, ThreadPeer, ended, is_left
-from tests.ring_rules import by_pythons_rule, follow_way
+from tests.native_ring import needs_ring
 
-WAYS = ["threads", "processes", "remote", *by_pythons_rule("threads", "processes")]
+pytestmark = needs_ring
+
+WAYS = ["threads", "processes", "remote"]
 
 CHUNK = 64
 WINDOW = 4
@@ -89,7 +91,6 @@ def nursery() -> Iterator[Nursery]:
 def party(
     request: pytest.FixtureRequest, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Party]:
-    follow_way(request.param, monkeypatch)
     with ExitStack() as stack, ended([]) as peers:
         party = Party(request.param, nursery, peers, stack)
         yield party

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from kvindex import BACKEND
 from kvindex.errors import (
     ClosedError,
     ConfigurationError,
@@ -43,19 +42,20 @@ from kvindex.shm import (
 from kvindex.shm.remote import RemoteSender
 from tests.e2e.queue_peers import DEADLINE, is_left
 from tests.e2e.raw_peers import RawPeer
-from tests.ring_rules import by_pythons_rule, follow_way
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 SOON = 1.0
 """Seconds within which a waiting thread must have noticed something, on a busy machine."""
 
 Pair = Callable[..., tuple[MessageQueue, MessageQueue]]
 
-WAYS = ["memory", "remote", *by_pythons_rule("memory")]
+WAYS = ["memory", "remote"]
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    follow_way(request.param, monkeypatch)
     return str(request.param)
 
 
@@ -677,7 +677,7 @@ os.write(let_go, b"x")
 """
 
 
-@pytest.mark.parametrize("backend", ["python", "native"] if BACKEND == "native" else ["python"])
+@pytest.mark.parametrize("backend", ["python", ""])
 def test_a_forked_child_has_no_part_in_its_parents_queue(backend: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", FORKED],

@@ -7,6 +7,9 @@ from typing import Any
 
 from kvindex.errors import ConfigurationError
 from kvindex.shm import MessageQueue, TcpProcessGroup
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 TOKEN = b"a token of at least 16 bytes"
 RANKS = 3

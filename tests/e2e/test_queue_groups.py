@@ -24,6 +24,9 @@ from tests.e2e.queue_tasks import (
     with_pickle,
     without_waiting,
 )
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 Run = Callable[[int, Any], AbstractContextManager[Ranks]]
 

@@ -22,6 +22,9 @@ from kvindex.errors import (
 from kvindex.shm import CurveServer, Handle, MessageQueue, PickleCodec, Waiting
 from kvindex.shm.writing import LocalWritingEnd
 from tests.e2e.remote_peers import DEADLINE
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 UNANSWERED = r"tcp://127\.0\.0\.1:\d+: connected, and not accepted yet"
 

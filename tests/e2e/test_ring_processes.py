@@ -12,6 +12,9 @@ import pytest
 from kvindex.errors import SegmentError
 from kvindex.shm import ShmRingBuffer
 from tests.live import PATIENCE
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 
 def use(ring: ShmRingBuffer, connection: Connection) -> None:

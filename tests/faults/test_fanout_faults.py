@@ -6,10 +6,8 @@ import os
 import signal
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,6 @@ import pytest
 from kvindex.fanout import FanOut, join
 from kvindex.fanout.frames import PROTOCOL, Attached, End, Hello, encode_frame
 from kvindex.fanout.joining import Link
-from kvindex.shm.layout import Rule
-from kvindex.shm.segment import Segment
 from kvindex.testing import FakeEngine, Workload
 from tests.e2e.fanout_peers import (
     BEFORE,
@@ -34,9 +30,11 @@ from tests.e2e.fanout_peers import (
     nursery,
     stop,
 )
-from tests.e2e.publish_peers import wait_until
 from tests.e2e.queue_peers import Nursery, ProcessPeer
 from tests.live import PATIENCE, caught_up, worker_of
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 SMALL = {"chunk_bytes": 2048, "chunks": 4}  # a ring that is full at once
 HELD = 0.4  # seconds of patience in these tests
@@ -219,56 +217,6 @@ def test_a_silent_half_joined_process_holds_nobody_up(path: str) -> None:
             wanted = mark(fanout.client.subscriber.statuses())
             assert replica.wait_for(lambda statuses: mark(statuses) == wanted, PATIENCE)
         link.close()
-
-
-@pytest.fixture
-def lock_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[FanOut], AbstractContextManager[None]]:
-    """What holds a ring's lock as another process does that is stopped inside it."""
-    monkeypatch.setattr("kvindex.shm.ring.OWN_RULE", Rule.LOCK)
-    monkeypatch.setattr("kvindex.shm.mutex._ACCESS", 0.2)
-    monkeypatch.setattr("kvindex.shm.ring_python.CLOSING", 0.1)
-
-    @contextmanager
-    def held_by_another(fanout: FanOut) -> Iterator[None]:
-        segment = Segment.attach(fanout._outflow.handle[-1])
-        try:
-            with segment.mutex():
-                yield
-        finally:
-            segment.close()
-
-    return held_by_another
-
-
-def waited(fanout: FanOut, times: int) -> None:
-    """Wait until the server has asked for the ring's lock so often in vain."""
-    wait_until(lambda: fanout.statistics()["lock_waits"] >= times, "it waits for the lock")
-
-
-def test_a_process_that_is_stopped_inside_the_rings_lock_ends_no_fan_out(
-    path: str, lock_of: Callable[[FanOut], AbstractContextManager[None]]
-) -> None:
-    with FakeEngine("a") as a, fan_out(path, worker_of(a)) as fanout, join(path) as replica:
-        with lock_of(fanout):
-            a.run(BEFORE)
-            waited(fanout, 3)
-        caught_up(fanout.client, a)
-        caught_up(replica, a)  # type: ignore[arg-type]  # it has what that asks
-        assert fanout.failure is None
-        assert replica.statistics()["replica"]["joins"] == 1
-        assert replica.index.statistics() == fanout.client.index.statistics()
-
-
-def test_who_closes_waits_not_for_a_process_that_is_stopped_inside_the_rings_lock(
-    path: str, lock_of: Callable[[FanOut], AbstractContextManager[None]]
-) -> None:
-    with fan_out(path) as fanout, join(path) as replica, lock_of(fanout):
-        waited(fanout, 1)
-        for end in (replica, fanout):
-            closing = threading.Thread(target=end.close, daemon=True)
-            closing.start()
-            closing.join(PATIENCE)
-            assert not closing.is_alive()
 
 
 HOSTILE = {

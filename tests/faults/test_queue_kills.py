@@ -16,10 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvindex import BACKEND
 from kvindex.errors import QueueTimeoutError, ReaderDiedError, WriterDiedError
 from kvindex.shm import Handle, MessageQueue, Waiting
-from kvindex.shm.layout import Rule
 from kvindex.shm.segment import sweep
 from tests.e2e.queue_peers import (
     DEADLINE,
@@ -31,8 +29,9 @@ from tests.e2e.queue_peers import (
     is_left,
     numbered,
 )
+from tests.native_ring import needs_ring
 
-RULES = ["atomics", "lock"] if BACKEND == "native" else ["lock"]
+pytestmark = needs_ring
 READERS_KILLED, WRITERS_KILLED, ROUNDS_OF_ALL = 60, 40, 34
 PARTIES = 3
 assert READERS_KILLED + WRITERS_KILLED + ROUNDS_OF_ALL * PARTIES >= 200
@@ -69,13 +68,6 @@ def stack(peers: list[Peer]) -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.fixture(params=RULES)
-def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rule:
-    rule = Rule.LOCK if request.param == "lock" else Rule.ATOMICS
-    monkeypatch.setattr("kvindex.shm.ring.OWN_RULE", rule)
-    return rule
-
-
 Fork = Callable[[], ProcessPeer]
 
 
@@ -99,9 +91,9 @@ def stopped(reader: ProcessPeer) -> bool:
 
 
 def test_readers_killed_at_random_cost_the_others_nothing_and_are_replaced_exactly(
-    fork: Fork, stack: ExitStack, rule: Rule
+    fork: Fork, stack: ExitStack
 ) -> None:
-    dice = random.Random(f"readers {rule}")
+    dice = random.Random("readers")
     writer = stack.enter_context(MessageQueue(4, 4, None, *RING, waiting=QUICK))
     handle = writer.export_handle()
     readers = [attached(fork, handle.to_bytes(), rank) for rank in range(4)]
@@ -109,7 +101,7 @@ def test_readers_killed_at_random_cost_the_others_nothing_and_are_replaced_exact
         reader.start("follow")
     starts = [0] * 4
     sent = 0
-    for _ in range(READERS_KILLED // len(RULES)):
+    for _ in range(READERS_KILLED):
         victim = dice.randrange(3)  # of rank 3 nobody dies
         for _ in range(dice.randrange(20)):
             writer.enqueue(numbered(sent), DEADLINE)
@@ -130,15 +122,11 @@ def test_readers_killed_at_random_cost_the_others_nothing_and_are_replaced_exact
     assert not is_left(handle)
 
 
-def test_writers_killed_at_random_leave_readers_with_the_same_whole_messages(
-    fork: Fork, rule: Rule
-) -> None:
-    dice = random.Random(f"writers {rule}")
-    for _ in range(WRITERS_KILLED // len(RULES)):
+def test_writers_killed_at_random_leave_readers_with_the_same_whole_messages(fork: Fork) -> None:
+    dice = random.Random("writers")
+    for _ in range(WRITERS_KILLED):
         writer = fork()
         knobs = {"waiting": QUICK}
-        # The rule is this process's wish, not the nursery's.
-        writer.call("set_rule", rule)
         handle = Handle.from_bytes(writer.call("make", 2, 2, None, *RING, **knobs))
         other = attached(fork, handle.to_bytes(), 1)
         other.start("follow")
@@ -193,7 +181,7 @@ def test_sweeping_spares_a_ring_that_one_party_still_holds(fork: Fork) -> None:
 
 
 def test_a_killed_reader_is_removed_and_counted_so_that_the_writer_goes_on(
-    fork: Fork, stack: ExitStack, rule: Rule, caplog: pytest.LogCaptureFixture
+    fork: Fork, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = stack.enter_context(MessageQueue(2, 2, None, *RING, waiting=QUICK))
     handle = writer.export_handle().to_bytes()
@@ -209,7 +197,7 @@ def test_a_killed_reader_is_removed_and_counted_so_that_the_writer_goes_on(
 
 
 def test_a_killed_reader_is_raised_once_where_that_is_asked_for_and_the_message_is_sent(
-    fork: Fork, stack: ExitStack, rule: Rule
+    fork: Fork, stack: ExitStack
 ) -> None:
     knobs: dict[str, Any] = {"waiting": QUICK, "on_dead_reader": "raise"}
     writer = stack.enter_context(MessageQueue(2, 2, [5, 7], *RING, **knobs))
@@ -234,7 +222,7 @@ def test_a_killed_reader_is_raised_once_where_that_is_asked_for_and_the_message_
     ("n_local", "killed"), [(3, [0]), (3, [0, 2]), (2, [0]), (2, [2]), (2, [1, 2]), (0, [1])]
 )
 def test_what_is_not_sent_again_after_a_death_reaches_all_others_once(
-    fork: Fork, stack: ExitStack, rule: Rule, n_local: int, killed: list[int], way: str
+    fork: Fork, stack: ExitStack, n_local: int, killed: list[int], way: str
 ) -> None:
     knobs: dict[str, Any] = {"waiting": QUICK, "on_dead_reader": "raise", "remote_window": 2}
     ring = RING if way == "enqueue" else (512, 8)
@@ -269,7 +257,7 @@ def test_what_is_not_sent_again_after_a_death_reaches_all_others_once(
             assert reader.result() == (0, len(sent) - 1, "QueueClosedError")
 
 
-def test_a_dead_reader_costs_no_time_out(fork: Fork, stack: ExitStack, rule: Rule) -> None:
+def test_a_dead_reader_costs_no_time_out(fork: Fork, stack: ExitStack) -> None:
     writer = stack.enter_context(MessageQueue(1, 1, None, *RING, waiting=QUICK))
     reader = attached(fork, writer.export_handle().to_bytes(), 0)
     for number in range(8):
@@ -308,7 +296,7 @@ def test_a_killed_remote_reader_is_treated_by_the_same_policy(
 
 
 def test_a_stopped_reader_is_not_taken_for_dead_and_goes_on_where_it_was(
-    fork: Fork, stack: ExitStack, rule: Rule
+    fork: Fork, stack: ExitStack
 ) -> None:
     writer = stack.enter_context(MessageQueue(1, 1, None, *RING, waiting=QUICK))
     reader = attached(fork, writer.export_handle().to_bytes(), 0)
@@ -331,10 +319,9 @@ def test_a_stopped_reader_is_not_taken_for_dead_and_goes_on_where_it_was(
 
 @pytest.mark.parametrize("timeout", [None, DEADLINE])
 def test_that_the_writer_was_killed_is_told_before_any_sleep(
-    fork: Fork, rule: Rule, timeout: float | None
+    fork: Fork, timeout: float | None
 ) -> None:
     writer = fork()
-    writer.call("set_rule", rule)
     handle = Handle.from_bytes(writer.call("make", 1, 1, None, *RING))
     writer.call("send", ["last"])
     unlooked = Waiting(look=10.0)

@@ -30,6 +30,9 @@ from kvindex.subscribe import (
     RankStatus,
     State,
 )
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 RANKS = [Rank(worker, dp_rank) for worker in "ab" for dp_rank in range(2)]
 _Result = TypeVar("_Result")

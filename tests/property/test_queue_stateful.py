@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -16,13 +15,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvindex import BACKEND
 from kvindex.errors import QueueClosedError, QueueTimeoutError, ReaderEvictedError
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
-from kvindex.shm.layout import Rule
 from kvindex.shm.messages import RAW
 from kvindex.shm.receiver import RingReceiver
 from kvindex.shm.sender import RingSender
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 PLACES = 3
 WAITING = Waiting(spin=0.0, look=0.001)
@@ -48,8 +48,6 @@ Held = tuple[AbstractContextManager[memoryview], memoryview, bytes]
 
 
 class QueueMachine(RuleBasedStateMachine):
-    order: Rule
-
     @initialize(
         chunk_bytes=st.integers(16, 64),
         chunks=st.integers(1, 4),
@@ -57,8 +55,7 @@ class QueueMachine(RuleBasedStateMachine):
     )
     def start(self, chunk_bytes: int, chunks: int, reserved: set[int]) -> None:
         self.chunk_bytes, self.chunks = chunk_bytes, chunks
-        with mock.patch("kvindex.shm.ring.OWN_RULE", self.order):
-            self.ring = ShmRingBuffer(PLACES, chunk_bytes, chunks)
+        self.ring = ShmRingBuffer(PLACES, chunk_bytes, chunks)
         self.sender = RingSender(self.ring, reserved=reserved, waiting=WAITING)
         self.reserved = set(reserved)
         self.codec = MsgpackCodec()
@@ -268,21 +265,5 @@ class QueueMachine(RuleBasedStateMachine):
             reader.receiver.receive(self.codec, 0.0)
 
 
-class AtomicsMachine(QueueMachine):
-    order = Rule.ATOMICS
-
-
-class LockMachine(QueueMachine):
-    order = Rule.LOCK
-
-
-MACHINES: list[type[QueueMachine]] = [LockMachine]
-if BACKEND == "native":
-    MACHINES.append(AtomicsMachine)
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_each_reader_sees_exactly_the_messages_from_its_start_on_each_once(
-    machine: type[QueueMachine],
-) -> None:
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=60))
+def test_each_reader_sees_exactly_the_messages_from_its_start_on_each_once() -> None:
+    run_state_machine_as_test(QueueMachine, settings=settings(stateful_step_count=60))

@@ -6,7 +6,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,22 +21,23 @@ from kvindex.shm.layout import (
     SLOT_STATE,
     STATE,
     Layout,
-    Rule,
     SlotState,
 )
-from kvindex.shm.parties import ReadingParty, WritingParty, open_reader, open_writer
-from tests.ring_rules import RULES, follow
+from tests.native_ring import needs_ring
+
+if TYPE_CHECKING:
+    from kvindex._native import RingReader, RingWriter
+
+pytestmark = needs_ring
 
 GEOMETRIES = [(1, 1, 1), (2, 3, 64), (3, 4, 65), (39, 2, 100), (40, 5, 4097), (200, 2, 8)]
-SHAPES = [(rule, *geometry) for rule in RULES for geometry in GEOMETRIES]
 
 
 @pytest.fixture
-def ring_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ShmRingBuffer]]:
+def ring_of() -> Iterator[Callable[..., ShmRingBuffer]]:
     rings = []
 
-    def make(rule: Rule, n_reader: int, max_chunks: int, max_chunk_bytes: int) -> ShmRingBuffer:
-        follow(rule, monkeypatch)
+    def make(n_reader: int, max_chunks: int, max_chunk_bytes: int) -> ShmRingBuffer:
         rings.append(ShmRingBuffer(n_reader, max_chunk_bytes, max_chunks))
         return rings[-1]
 
@@ -48,7 +49,7 @@ def ring_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ShmRingBu
 Make = Callable[..., ShmRingBuffer]
 
 
-def parties(ring: ShmRingBuffer) -> tuple[WritingParty, list[ReadingParty], list[ShmRingBuffer]]:
+def parties(ring: ShmRingBuffer) -> tuple[RingWriter, list[RingReader], list[ShmRingBuffer]]:
     places = range(ring.layout.n_reader)
     writer = ring.writer()
     for place in places:
@@ -61,9 +62,9 @@ def number(ring: ShmRingBuffer, form: str, at: int) -> int:
     return int(struct.unpack_from(form, ring.segment.memory, at)[0])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", GEOMETRIES)
 def test_chunks_and_flags_are_where_the_parties_have_them(
-    ring_of: Make, shape: tuple[Rule, int, int, int]
+    ring_of: Make, shape: tuple[int, int, int]
 ) -> None:
     ring = ring_of(*shape)
     layout = ring.layout
@@ -89,10 +90,8 @@ def test_chunks_and_flags_are_where_the_parties_have_them(
         attached.close()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_states_are_where_the_parties_have_them(
-    ring_of: Make, shape: tuple[Rule, int, int, int]
-) -> None:
+@pytest.mark.parametrize("shape", GEOMETRIES)
+def test_states_are_where_the_parties_have_them(ring_of: Make, shape: tuple[int, int, int]) -> None:
     ring = ring_of(*shape)
     last = ring.layout.n_reader - 1
     writer = ring.writer()
@@ -169,11 +168,10 @@ def test_there_are_only_so_many_chunks(chunk: int) -> None:
     ("at", "value", "text"),
     [
         (0, b"X", "is not a ring"),
-        (8, b"\x09", "version 9 and this kvindex speaks 1"),
-        (12, b"\x03", "unknown rule 3"),
-        (16, b"\x09", r"\[9, 3, 100\]; the handle says \[2, 3, 100\]"),
-        (20, b"\x09", r"\[2, 9, 100\]"),
-        (24, b"\x09", r"\[2, 3, 9\]"),
+        (8, b"\x09", "version 9 and this kvindex speaks 2"),
+        (12, b"\x09", r"\[9, 3, 100\]; the handle says \[2, 3, 100\]"),
+        (16, b"\x09", r"\[2, 9, 100\]"),
+        (20, b"\x09", r"\[2, 3, 9\]"),
     ],
 )
 def test_a_header_that_says_something_else_is_refused(at: int, value: bytes, text: str) -> None:
@@ -192,7 +190,7 @@ def test_a_handle_of_another_geometry_is_refused() -> None:
 
 def test_memory_shorter_than_the_header_says_is_refused() -> None:
     layout = Layout(2, 3, 100)
-    with memoryview(layout.header(Rule.LOCK).ljust(HEADER_BYTES, b"\0")) as memory:
+    with memoryview(layout.header().ljust(HEADER_BYTES, b"\0")) as memory:
         with pytest.raises(SegmentError, match=f"has 4096 bytes, not {layout.total_bytes}"):
             layout.check_header(memory, "short")
         with pytest.raises(SegmentError, match="of 100 bytes is no ring"):
@@ -221,7 +219,6 @@ def test_a_place_has_one_living_reader() -> None:
 # Damaged memory ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("at", "form", "value"),
     [
@@ -233,9 +230,9 @@ def test_a_place_has_one_living_reader() -> None:
     ],
 )
 def test_a_record_that_cannot_be_is_an_error_and_nothing_is_read(
-    ring_of: Make, rule: Rule, at: int, form: str, value: int
+    ring_of: Make, at: int, form: str, value: int
 ) -> None:
-    ring = ring_of(rule, 1, 2, 64)
+    ring = ring_of(1, 2, 64)
     writer, (reader,), (attached,) = parties(ring)
     writer.write(0, b"sound", 0.0, 0.0)
     struct.pack_into(form, ring.segment.memory, ring.layout.record(0) + at, value)
@@ -245,9 +242,8 @@ def test_a_record_that_cannot_be_is_an_error_and_nothing_is_read(
     attached.close()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_the_parties_refuse_what_their_memory_cannot_hold(ring_of: Make, rule: Rule) -> None:
-    ring = ring_of(rule, 1, 2, 64)
+def test_the_parties_refuse_what_their_memory_cannot_hold(ring_of: Make) -> None:
+    ring = ring_of(1, 2, 64)
     writer, (reader,), (attached,) = parties(ring)
     with pytest.raises(ValueError, match="longer than a chunk"):
         writer.write(0, bytes(65), 0.0, 0.0)
@@ -269,10 +265,28 @@ def test_the_parties_refuse_what_their_memory_cannot_hold(ring_of: Make, rule: R
     attached.close()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_parties_refuse_memory_that_is_too_small(ring_of: Make, rule: Rule) -> None:
-    ring = ring_of(rule, 1, 2, 64)
+def test_parties_refuse_memory_that_is_too_small(ring_of: Make) -> None:
+    from kvindex._native import RingReader, RingWriter
+
+    ring = ring_of(1, 2, 64)
     with pytest.raises(ValueError, match="does not hold such a ring"):
-        open_writer(ring.segment, Layout(1, 500, 64), rule)
+        RingWriter(ring.segment.memory, 1, 500, 64)
     with pytest.raises(ValueError, match="does not hold such a ring"):
-        open_reader(ring.segment, Layout(1, 500, 64), rule, 0)
+        RingReader(ring.segment.memory, 1, 500, 64, 0)
+
+
+@pytest.mark.parametrize("evict", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+def test_a_reader_that_was_removed_learns_it(ring_of: Make, evict: bool, started: bool) -> None:
+    ring = ring_of(1, 2, 64)
+    with ShmRingBuffer(*ring.handle()) as other:
+        writer, reader = ring.writer(), other.reader(0)
+        assert not reader.evicted
+        writer.admit()
+        if started:
+            assert not reader.ready()
+        assert not reader.evicted
+        assert writer.remove(0, evict)
+        assert reader.evicted
+        writer.reserve(0)  # the place is another's
+        assert reader.evicted

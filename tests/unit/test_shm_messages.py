@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.errors import ConfigurationError, DecodeError, EncodeError, KVIndexError
-from kvindex.shm.codec import MsgpackCodec, PickleCodec, choose_codec
+from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec, choose_codec
 from kvindex.shm.messages import (
     BUFFERS,
     CONTINUED,
@@ -268,3 +268,29 @@ def test_codecs_are_chosen_by_name() -> None:
     for codec in bad:
         with pytest.raises(ConfigurationError, match="codec must be"):
             choose_codec(codec)
+
+
+# What encoding leaves ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [MsgpackCodec(), PickleCodec()], ids=["msgpack", "pickle"])
+def test_a_buffer_with_holes_is_an_encode_error(codec: Codec) -> None:
+    holes = pickle.PickleBuffer(memoryview(bytes(20000))[::2])
+    with pytest.raises(EncodeError):
+        codec.encode([holes])
+
+
+class BoomError(BaseException):
+    """What no codec catches."""
+
+
+def test_whatever_ends_encoding_no_buffer_is_left_for_the_next_message() -> None:
+    codec = MsgpackCodec()
+
+    def boom(_: object) -> None:
+        raise BoomError
+
+    raises = type("Raises", (), {"__class__": property(boom)})()  # the hook's isinstance asks it
+    with pytest.raises(BoomError):
+        codec.encode([pickle.PickleBuffer(b"left"), raises])
+    assert codec.encode([1]) == (b"\x91\x01", ())

@@ -21,14 +21,15 @@ from kvindex.errors import (
     WriterDiedError,
 )
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
-from kvindex.shm.layout import KIND, LENGTH, SEQ, Rule
+from kvindex.shm.layout import KIND, LENGTH, SEQ
 from kvindex.shm.messages import RAW
 from kvindex.shm.receiver import RingReceiver
-from kvindex.shm.ring_python import RingReader
 from kvindex.shm.sender import RingSender
 from kvindex.shm.waiting import Patience
 from kvindex.shm.writing import LocalWritingEnd, SplitWritingEnd
-from tests.ring_rules import RULES, follow
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 WAITING = Waiting(spin=0.0, look=0.001)
 CODEC = MsgpackCodec()
@@ -36,12 +37,9 @@ CODEC = MsgpackCodec()
 Ends = tuple[RingSender, list[RingReceiver]]
 
 
-@pytest.fixture(params=RULES)
-def ends(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Ends]]:
+@pytest.fixture
+def ends() -> Iterator[Callable[..., Ends]]:
     """Make a sender and its receivers, attached."""
-    follow(request.param, monkeypatch)
     with ExitStack() as stack:
 
         def make(n_reader: int = 1, chunk: int = 64, chunks: int = 4, **knobs: Any) -> Ends:
@@ -246,93 +244,36 @@ def test_what_was_published_before_the_writer_died_is_read_first(
         receiver.receive(CODEC, 10.0)
 
 
-# Under the rule of one lock: at any point in a call, that may not be to be had in time.
+class Interrupted:
+    """A party whose first `release` of each chunk an interrupt comes before."""
 
-locked = pytest.mark.parametrize("ends", [Rule.LOCK], indirect=True)
+    def __init__(self, party: Any) -> None:
+        self._party = party
+        self._interrupted: set[int] = set()
+
+    def release(self) -> None:
+        if self._party.seq not in self._interrupted:
+            self._interrupted.add(self._party.seq)
+            raise KeyboardInterrupt
+        self._party.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._party, name)
 
 
-def no_lock(*_: object) -> None:
-    raise QueueTimeoutError("the lock is not to be had", timeout=0.1)
-
-
-@locked
-@pytest.mark.parametrize("chunk", [64, 40_000])  # the longer is never copied at once
-@pytest.mark.parametrize("way", ["receive", "message"])
-def test_a_fragment_that_could_not_be_given_back_is_part_of_its_message_once(
-    ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch, chunk: int, way: str
+def test_a_fragment_that_an_interrupt_kept_from_being_given_back_is_added_once(
+    ends: Callable[..., Ends],
 ) -> None:
-    release = RingReader.release
-    failed: set[int] = set()
-
-    def fail_at_first(party: RingReader) -> None:
-        if party.seq not in failed:
-            failed.add(party.seq)
-            no_lock()
-        release(party)
-
-    monkeypatch.setattr(RingReader, "release", fail_at_first)
-    sender, (receiver,) = ends(chunk=chunk)
-    body = bytes(range(50)) * (chunk // 20)  # three chunks
+    sender, (receiver,) = ends(chunk=40_000)  # long enough to be read in place
+    receiver._party = Interrupted(receiver._party)  # type: ignore[assignment]
+    body = bytes(range(50)) * 2_000  # three chunks
     send(sender, body)
-
-    def read(way: str) -> object:
-        if way == "receive":
-            return receiver.receive(CODEC, 0.0)
-        with receiver.message(0.0, None, quiet=True) as view:
-            return bytes(view)
-
-    def read_at_last() -> object:
-        for _ in range(3):  # for the other two fail, too, unless they are copied at once
-            with suppress(QueueTimeoutError):
-                return read(way)
-        raise AssertionError("the message is lost")
-
-    with pytest.raises(QueueTimeoutError):
-        read("message")
-    assert read_at_last() == body
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            receiver.receive(CODEC, 0.0)
+    with suppress(KeyboardInterrupt):  # the last chunk's, if that is long enough too
+        assert receiver.receive(CODEC, 0.0) == body
     assert receiver.statistics()["messages_given_up"] == 0
-
-
-@locked
-def test_a_copied_message_that_cannot_be_decoded_is_told_whatever_the_lock(
-    ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sender, (receiver,) = ends()
-
-    def fail(*_: object) -> None:
-        monkeypatch.setattr(RingReader, "evicted", property(no_lock))
-        raise DecodeError("no message")
-
-    monkeypatch.setattr("kvindex.shm.receiver.decode", fail)
-    send(sender, b"x" * 100)
-    with pytest.raises(DecodeError):
-        receiver.receive(CODEC, 0.0)
-
-
-def test_of_the_dead_each_is_told_even_if_the_next_cannot_be_removed_yet(
-    ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sender, receivers = ends(3, on_dead_reader="raise")
-    for receiver in receivers[:2]:
-        receiver.ring.close()  # as if killed
-    lives = sender.ring.reader_lives
-    asked: list[int] = []
-
-    def fail_at_second(slot: int) -> bool:
-        asked.append(slot)
-        if len(asked) == 2:
-            no_lock()
-        return lives(slot)
-
-    monkeypatch.setattr(sender.ring, "reader_lives", fail_at_second)
-    send(sender, *[b"x"] * 4)
-    with pytest.raises(QueueTimeoutError):
-        send(sender, b"too many")
-    assert receivers[2].receive(CODEC, 0.0) == b"x"
-    with pytest.raises(ReaderDiedError) as raised:
-        send(sender, b"one more")
-    assert raised.value.ranks == (0, 1)
-    assert sender.statistics()["readers_removed"] == 2
 
 
 @pytest.mark.parametrize("size", [1, 64, 150])

@@ -23,6 +23,9 @@ import pytest
 from kvindex.errors import ClosedError, SegmentError
 from kvindex.shm import ShmRingBuffer
 from kvindex.shm.segment import MAKER, Segment, check_platform, sweep
+from tests.native_ring import needs_ring
+
+pytestmark = needs_ring
 
 FOLDER = Path("/dev/shm")
 ROOT = Path(__file__).parents[2]
@@ -274,7 +277,7 @@ def test_closing_gives_back_descriptors_and_the_name() -> None:
     with pytest.raises(ClosedError):
         segment.hold(1)
     with pytest.raises(ClosedError):
-        segment.mutex().__enter__()
+        segment.drop(1)
 
 
 def test_a_view_that_is_still_in_use_outlives_closing() -> None:
@@ -310,32 +313,6 @@ def test_a_party_lives_as_long_as_its_mapping(segment: Segment) -> None:
     other.close()
     assert not segment.lives(3)
     assert segment.hold(3)
-
-
-def test_the_mutex_excludes_other_mappings_and_other_threads(segment: Segment) -> None:
-    other = Segment.attach(segment.name)
-    inside = 0
-    most = 0
-    done = 0
-
-    def work(mutex: Any) -> None:
-        nonlocal inside, most, done
-        for _ in range(100):
-            with mutex:
-                inside += 1
-                most = max(most, inside)
-                os.sched_yield()
-                inside -= 1
-                done += 1
-
-    mutexes = [segment.mutex(), segment.mutex(), other.mutex()]
-    threads = [threading.Thread(target=work, args=(mutex,)) for mutex in mutexes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    other.close()
-    assert (most, done) == (1, 300)
 
 
 def test_sweeping_removes_what_nobody_holds_and_nothing_else(segment: Segment) -> None:
