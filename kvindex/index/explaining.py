@@ -17,6 +17,7 @@ from kvindex.index.explanation import (
 from kvindex.index.groups import Spans, extend_spans
 from kvindex.index.keys import Lora
 from kvindex.index.match import Match, RankMatch
+from kvindex.index.rank_groups import main_group
 from kvindex.index.tokens import TokenIds
 from kvindex.rank import Rank
 from kvindex.wire import GroupSpec
@@ -224,7 +225,7 @@ class _Seen:
     def _main(self) -> int | None:
         """Return the group whose blocks the match counts."""
         kinds = self._kinds()
-        return min(kinds, key=lambda idx: (not kinds[idx].spec.needs_all, idx), default=None)
+        return main_group(kinds) if kinds else None
 
     def _kinds(self) -> dict[int, _Kind]:
         """Return the groups that a hit depends on."""

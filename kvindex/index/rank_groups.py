@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd, lcm
+from typing import Protocol
 
 from kvindex.index.keys import stored_namespace
 from kvindex.index.rank_image import MAX_SHAPES, GroupImage, RankImage
@@ -20,6 +21,11 @@ __all__ = ["Group", "RankGroups", "main_group"]
 
 # Bounds against a publisher that invents ever new ones: each namespace costs every query a walk.
 _MAX_GROUPS = 64
+
+
+class _HasSpec(Protocol):
+    @property
+    def spec(self) -> GroupSpec: ...
 
 
 class Group:
@@ -234,7 +240,7 @@ class RankGroups:
         return None
 
 
-def main_group(groups: Mapping[int, Group]) -> int:
+def main_group(groups: Mapping[int, _HasSpec]) -> int:
     """Return the index of the group whose blocks an answer counts.
 
     That is the first that needs all blocks before the cut, else the first.
