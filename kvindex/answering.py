@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from kvindex.errors import UnknownRankError
-from kvindex.index import Explanation, ExtraKeys, Index, Match
+from kvindex.index import (
+    Explanation,
+    ExtraKeys,
+    Index,
+    Lora,
+    Match,
+    MatchOptions,
+    TokenIds,
+)
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
 from kvindex.subscribe import RankStatus, State
+
+if TYPE_CHECKING:  # no dependency: editors and type checkers have it
+    from typing_extensions import Unpack
 
 __all__ = ["Answering"]
 
@@ -40,9 +51,9 @@ class Answering(ABC):
 
     def match(
         self,
-        token_ids: Any,
+        token_ids: TokenIds,
         *,
-        lora: str | int | None = None,
+        lora: Lora = None,
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
         media: Iterable[str] | str | None = None,
@@ -53,11 +64,12 @@ class Answering(ABC):
 
         A rank of the index that nobody follows, or did not yet when this began, is "connecting".
 
+        It takes microseconds (docs/benchmarks.md has figures) and waits for nothing but the index's
+        lock, so async code calls it directly.
+
         Args and Raises: as `Index.match`.
         """
-        # Before the match: what changes meanwhile makes an answer better than its trust, not worse.
-        trusts = self._trusts()
-        match = self.index.match(
+        return self.index.match(
             token_ids,
             lora=lora,
             salt=salt,
@@ -65,44 +77,34 @@ class Answering(ABC):
             media=media,
             ranks=ranks,
             block_size=block_size,
+            trust=self._trust(),
         )
-        # A rank may come between the two, and hold what was restored but is not proven yet.
-        return match.with_trust(lambda rank: trusts.get(rank, _JUST_ADDED))
 
-    def match_many(self, prompts: Iterable[Any], **options: Any) -> list[Match]:
+    def match_many(
+        self, prompts: Iterable[TokenIds], **options: Unpack[MatchOptions]
+    ) -> list[Match]:
         """Return one `Match` for each prompt; options are those of `match`, for all of them."""
         return [self.match(token_ids, **options) for token_ids in prompts]
 
-    def explain(
-        self,
-        token_ids: Any,
-        *,
-        lora: str | int | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        media: Iterable[str] | str | None = None,
-        ranks: Iterable[RankName] | str | None = None,
-        block_size: int | None = None,
-    ) -> Explanation:
+    def explain(self, token_ids: TokenIds, **options: Unpack[MatchOptions]) -> Explanation:
         """Return, for each rank, where its match ends and why, and what its stream says to that.
 
         For people, and slow: `print` it.
 
         Args and Raises: as `Index.explain`.
         """
+        return self.index.explain(
+            token_ids, trust=self._trust(), notes=self._stream_notes, **options
+        )
+
+    def _trust(self) -> Callable[[Rank], Trust]:
+        """Return how far each rank can be trusted now.
+
+        To be called before the index is asked: what changes in between makes an answer better than
+        its trust, not worse. A rank that comes in between may hold what is not proven yet.
+        """
         trusts = self._trusts()
-        explanation = self.index.explain(
-            token_ids,
-            lora=lora,
-            salt=salt,
-            extra_keys=extra_keys,
-            media=media,
-            ranks=ranks,
-            block_size=block_size,
-        )
-        return explanation.with_trust(
-            lambda rank: trusts.get(rank, _JUST_ADDED), self._stream_notes
-        )
+        return lambda rank: trusts.get(rank, _JUST_ADDED)
 
     def _stream_notes(self, rank: Rank) -> Iterator[str]:
         """Yield what a rank's stream says to a missing block."""
@@ -138,7 +140,7 @@ class Answering(ABC):
             return status  # its worker is being removed
         return msgspec.structs.replace(status, orphans=held["orphans"], ignored=held["ignored"])
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be pickled or copied, it belongs to this process: "
             "make one in the other process, or send match.to_dict()"

@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
+import zmq
 
 from kvindex.answering import Answering
 from kvindex.errors import ConfigurationError, UnknownRankError
@@ -24,6 +25,8 @@ from kvindex.subscribe import (
     RankRestarted,
     RanksRenamed,
     RankStatus,
+    ReplayPolicy,
+    SocketOptions,
     State,
     StreamItem,
     Subscriber,
@@ -31,9 +34,10 @@ from kvindex.subscribe import (
     Worker,
 )
 
-__all__ = ["MAX_BLOCKS_PER_RANK", "Client", "connect", "follow_item"]
+__all__ = ["MAX_BLOCKS_PER_RANK", "RESUME_WITHIN", "Client", "connect", "follow_item"]
 
-_RESUME_WITHIN = 600.0  # seconds: any service discovery has told all workers by then
+RESUME_WITHIN: Final = 600.0
+"""Seconds: any service discovery has told all workers by then."""
 
 MAX_BLOCKS_PER_RANK: Final = 10_000_000
 """Most resident blocks of one rank in an index that a client makes for itself.
@@ -49,8 +53,14 @@ def connect(
     index: Index | None = None,
     max_blocks_per_rank: int | None = None,
     resume: str | os.PathLike[str] | None = None,
-    resume_within: float = _RESUME_WITHIN,
-    **options: Any,
+    resume_within: float = RESUME_WITHIN,
+    on_loss: Literal["reset", "keep"] = "reset",
+    replay_policy: ReplayPolicy | None = None,
+    socket_options: SocketOptions | None = None,
+    probe_interval: float = 5.0,
+    stale_after: float = 30.0,
+    context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Client:
     """Return a client that subscribes to these workers and answers from what they publish.
 
@@ -69,8 +79,17 @@ def connect(
             is added. If there is no such file, every rank starts from scratch.
         resume_within: seconds for which these ranks are kept; they take as much memory as in the
             file.
-        options: settings of `kvindex.subscribe.Subscriber`: `on_loss`, `replay_policy`,
-            `socket_options`,             `probe_interval`, `stale_after`, `context`, `clock`.
+        on_loss: what happens to a rank's blocks when batches of it are lost for good. "reset" drops
+            them, since the lost batches may have removed some. "keep" keeps them, and the rank is
+            flagged as not complete.
+        replay_policy: how long to wait for a replay, and how often to ask.
+        socket_options: settings of the ZeroMQ sockets.
+        probe_interval: seconds without a batch after which a replay request checks whether the
+            rank's last batches were lost.
+        stale_after: seconds without a sign of life after which a rank is stale.
+        context: ZeroMQ context for every socket. By default the process-wide one for inproc
+            endpoints, so that they meet, and one of its own for all others.
+        clock: returns monotonic seconds; for tests.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.
@@ -92,7 +111,13 @@ def connect(
         max_blocks_per_rank=max_blocks_per_rank,
         resume=resume,
         resume_within=resume_within,
-        **options,
+        on_loss=on_loss,
+        replay_policy=replay_policy,
+        socket_options=socket_options,
+        probe_interval=probe_interval,
+        stale_after=stale_after,
+        context=context,
+        clock=clock,
     )
 
 
@@ -101,6 +126,7 @@ class Client(Answering):
 
     Args: as `connect`, and
         tap: receives everything that the index takes.
+        on_stop: called once, on the subscriber's thread, when that ends for whatever reason.
 
     Attributes:
         subscriber: receives the events.
@@ -120,9 +146,16 @@ class Client(Answering):
         index: Index | None = None,
         max_blocks_per_rank: int | None = None,
         resume: str | os.PathLike[str] | None = None,
-        resume_within: float = _RESUME_WITHIN,
+        resume_within: float = RESUME_WITHIN,
+        on_loss: Literal["reset", "keep"] = "reset",
+        replay_policy: ReplayPolicy | None = None,
+        socket_options: SocketOptions | None = None,
+        probe_interval: float = 5.0,
+        stale_after: float = 30.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
         tap: Tap | None = None,
-        **options: Any,
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
         if index is not None and max_blocks_per_rank is not None:
             raise ConfigurationError(
@@ -138,7 +171,7 @@ class Client(Answering):
             self._index,
             records,
             resume_within,
-            options.get("clock", time.monotonic),
+            clock,
             _ignore if tap is None else tap.restored,
         )
         self.subscriber = Subscriber(
@@ -146,7 +179,14 @@ class Client(Answering):
             fingerprints=Fingerprints(self._index.seed),
             resume=self._saved,
             **_settings(self._index, self._saved, tap),
-            **options,
+            on_loss=on_loss,
+            replay_policy=replay_policy,
+            socket_options=socket_options,
+            probe_interval=probe_interval,
+            stale_after=stale_after,
+            context=context,
+            clock=clock,
+            on_stop=on_stop,
         )
 
     @property

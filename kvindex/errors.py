@@ -24,7 +24,8 @@ KVIndexError
 └── InvariantError       (also AssertionError)  a structure is not whole: our bug, or half changed
 ```
 
-Each also inherits the builtin that a stranger would catch.
+Each also inherits the builtin that a stranger would catch. `kvindex` has those that its own names
+raise; `kvindex.shm` and `kvindex.fanout` have those of queues and shared memory.
 """
 
 from __future__ import annotations

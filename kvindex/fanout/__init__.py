@@ -17,8 +17,9 @@ data. Linux only.
 
 from __future__ import annotations
 
+from kvindex.errors import QueueTimeoutError, SegmentError
 from kvindex.fanout.asking import ask
 from kvindex.fanout.replica import Replica, join
 from kvindex.fanout.server import FanOut
 
-__all__ = ["FanOut", "Replica", "ask", "join"]
+__all__ = ["FanOut", "QueueTimeoutError", "Replica", "SegmentError", "ask", "join"]

@@ -9,26 +9,21 @@ import os
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
-from kvindex.client import Client
+import zmq
+
+from kvindex.client import RESUME_WITHIN, Client
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.fanout.meeting_point import Listener
 from kvindex.fanout.outflow import Outflow
 from kvindex.fanout.reception import Reception
 from kvindex.fanout.tap import StreamTap
-from kvindex.subscribe import Worker
+from kvindex.subscribe import ReplayPolicy, SocketOptions, Worker
 
 __all__ = ["FanOut"]
 
 logger = logging.getLogger(__name__)
-
-_OWN_OPTIONS = {
-    "index": "replicas make theirs like it, so it makes its own",
-    "tap": "it is the tap",
-    "clock": "replicas compare times with it",
-    "on_stop": "it needs that itself",
-}
 
 
 class FanOut:
@@ -46,8 +41,9 @@ class FanOut:
             longer is taken off, and joins anew by itself.
         max_replicas: most processes at a time.
         chunk_bytes, chunks: size of the ring in shared memory, which takes their product.
-        options: as for `kvindex.connect`: `max_blocks_per_rank` (replicas keep to it too),
-            `resume`, `on_loss`, `replay`, …; not `index`.
+        max_blocks_per_rank: as for `kvindex.connect`; replicas keep to it, too.
+        resume, resume_within, on_loss, replay_policy, socket_options, probe_interval, stale_after,
+            context: as for `kvindex.connect`.
 
     Attributes:
         client: the client that it fills; it can be asked as well, and workers added and removed.
@@ -81,9 +77,18 @@ class FanOut:
         max_replicas: int = 64,
         chunk_bytes: int = 64 << 10,
         chunks: int = 256,
-        **options: Any,
+        max_blocks_per_rank: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        resume_within: float = RESUME_WITHIN,
+        on_loss: Literal["reset", "keep"] = "reset",
+        replay_policy: ReplayPolicy | None = None,
+        socket_options: SocketOptions | None = None,
+        probe_interval: float = 5.0,
+        stale_after: float = 30.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        _check(patience, options)
+        if not 0 < patience < math.inf:
+            raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
         self.path = os.fspath(path)
         self._pid = os.getpid()
         self._ended = threading.Event()
@@ -95,7 +100,20 @@ class FanOut:
             self._outflow = Outflow(max_replicas, chunk_bytes, chunks, patience)
             opened.callback(self._outflow.close)
             self._tap = StreamTap(self._outflow, self._note_end)
-            self.client = Client(workers, tap=self._tap, on_stop=self._stopped, **options)
+            self.client = Client(
+                workers,
+                max_blocks_per_rank=max_blocks_per_rank,
+                resume=resume,
+                resume_within=resume_within,
+                on_loss=on_loss,
+                replay_policy=replay_policy,
+                socket_options=socket_options,
+                probe_interval=probe_interval,
+                stale_after=stale_after,
+                context=context,
+                tap=self._tap,
+                on_stop=self._stopped,
+            )
             opened.callback(self.client.close)
             self._reception = Reception(
                 listener,
@@ -196,11 +214,3 @@ class FanOut:
     def __repr__(self) -> str:
         replicas = self._reception.statistics()["replicas"]
         return f"<FanOut at {self.path} to {replicas} replicas of {self.client!r}>"
-
-
-def _check(patience: float, options: dict[str, Any]) -> None:
-    if not 0 < patience < math.inf:
-        raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
-    for name, why in _OWN_OPTIONS.items():
-        if name in options:
-            raise ConfigurationError(f"a FanOut takes no {name}: {why}")

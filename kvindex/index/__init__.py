@@ -11,9 +11,10 @@ from kvindex.index.explanation import (
     OtherPrompts,
     RankExplanation,
 )
-from kvindex.index.keys import ExtraKeys
+from kvindex.index.keys import ExtraKeys, Lora
 from kvindex.index.labels import ResidentBlock
-from kvindex.index.match import Match, RankMatch
+from kvindex.index.match import Match, RankMatch, Trusts
+from kvindex.index.questions import MatchOptions
 from kvindex.index.snapshot import (
     Snapshot,
     SnapshotReader,
@@ -23,6 +24,7 @@ from kvindex.index.snapshot import (
     replaced_file,
     write_snapshot,
 )
+from kvindex.index.tokens import TokenBuffer, TokenIds
 from kvindex.rank import Trust
 
 if TYPE_CHECKING or BACKEND == "native":
@@ -40,7 +42,9 @@ __all__ = [
     "Fingerprints",
     "GroupHeld",
     "Index",
+    "Lora",
     "Match",
+    "MatchOptions",
     "OtherPrompts",
     "RankExplanation",
     "RankMatch",
@@ -49,8 +53,11 @@ __all__ = [
     "SnapshotReader",
     "SnapshotRecord",
     "SnapshotWriter",
+    "TokenBuffer",
+    "TokenIds",
     "TreeView",
     "Trust",
+    "Trusts",
     "read_batch",
     "read_snapshot",
     "replaced_file",

@@ -11,16 +11,22 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvindex.backend import Backend
 from kvindex.errors import ConfigurationError
 from kvindex.index.explaining import Asked, Holding, explain
-from kvindex.index.explanation import Explanation
+from kvindex.index.explanation import Explanation, Notes
 from kvindex.index.keys import ExtraKeys, Lora
 from kvindex.index.labels import ResidentBlock
-from kvindex.index.match import Match
-from kvindex.index.questions import check_options, folded_media, packed_extras, wanted_ranks
+from kvindex.index.match import Match, Trusts
+from kvindex.index.questions import (
+    MatchOptions,
+    check_options,
+    folded_media,
+    packed_extras,
+    wanted_ranks,
+)
 from kvindex.index.snapshot import SnapshotReader, SnapshotSource, write_snapshot
 from kvindex.index.snapshot_section import (
     Identity,
@@ -33,6 +39,9 @@ from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank
 from kvindex.wire import CacheSettings, EventBatch
+
+if TYPE_CHECKING:  # no dependency: editors and type checkers have it
+    from typing_extensions import Unpack
 
 __all__ = [
     "BaseIndex",
@@ -184,11 +193,13 @@ class BaseIndex(ABC):
         media: Iterable[str] | str | None = None,
         ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
+        trust: Trusts | None = None,
     ) -> Match:
         """Return how much of a prompt each rank holds, from its start.
 
-        An engine never hits a whole prompt (the last token must be computed): to predict its own
-        hit, ask with `token_ids[:-1]`.
+        It takes microseconds (docs/benchmarks.md has figures) and waits for nothing but the index's
+        lock, so async code calls it directly. An engine never hits a whole prompt, because the last
+        token must be computed: to predict its own hit, ask with `token_ids[:-1]`.
 
         Args:
             token_ids: list or tuple of ints, `array`, or a contiguous buffer of 4- or 8-byte
@@ -204,6 +215,9 @@ class BaseIndex(ABC):
                 for all ranks of worker a.
             block_size: look at ranks with this block size only. While the size of some rank is not
                 known yet, one that no rank has is answered with nothing.
+            trust: how far each rank can be trusted, for `RankMatch.state`, `complete` and `lag`,
+                and so for `best`: a mapping, or a function that is called when a rank is looked at.
+                `Client.match` fills it in.
 
         Raises:
             TokenError: the tokens have a type, layout or range that cannot be read.
@@ -215,12 +229,18 @@ class BaseIndex(ABC):
         Complexity: O(matched blocks × block size + runs × owners).
         """
 
-    def match_many(self, prompts: Iterable[TokenIds], **options: Any) -> list[Match]:
+    def match_many(
+        self,
+        prompts: Iterable[TokenIds],
+        *,
+        trust: Trusts | None = None,
+        **options: Unpack[MatchOptions],
+    ) -> list[Match]:
         """Return one `Match` for each prompt; options are those of `match`, for all of them.
 
         Raises: as `match`.
         """
-        return [self.match(token_ids, **options) for token_ids in prompts]
+        return [self.match(token_ids, trust=trust, **options) for token_ids in prompts]
 
     def explain(
         self,
@@ -232,6 +252,8 @@ class BaseIndex(ABC):
         media: Iterable[str] | str | None = None,
         ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
+        trust: Trusts | None = None,
+        notes: Notes | None = None,
     ) -> Explanation:
         """Return, for each rank, where its match ends and why; `print` it.
 
@@ -240,7 +262,8 @@ class BaseIndex(ABC):
         each rank stored blocks under since it is known to this process. The index is locked for
         one question at a time, so events may come in between.
 
-        Args and Raises: as `match`, except that any `block_size` may be asked for.
+        Args and Raises: as `match`, except that any `block_size` may be asked for, and
+            notes: called with each rank; returns what else may matter, as sentences.
 
         Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
         """
@@ -253,11 +276,12 @@ class BaseIndex(ABC):
             folded_media(media),
             None if ranks is None else wanted_ranks(ranks, self.ranks),
             block_size,
+            trust,
         )
         prompt = Prompt(token_ids, text=self._stored_text)
         tokens = array("q")
         tokens.frombytes(prompt.packed(0, prompt.length))
-        return explain(self, tokens, asked)
+        return explain(self, tokens, asked, notes)
 
     @abstractmethod
     def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:

@@ -11,12 +11,13 @@ from kvindex.index.explanation import (
     Ending,
     Explanation,
     GroupHeld,
+    Notes,
     OtherPrompts,
     RankExplanation,
 )
 from kvindex.index.groups import Spans, extend_spans
 from kvindex.index.keys import Lora
-from kvindex.index.match import Match, RankMatch
+from kvindex.index.match import Match, RankMatch, Trusts
 from kvindex.index.rank_groups import main_group
 from kvindex.index.tokens import TokenIds
 from kvindex.rank import Rank
@@ -33,6 +34,7 @@ class Asked(NamedTuple):
     media: frozenset[str] | None
     ranks: list[Rank] | None
     block_size: int | None
+    trust: Trusts | None = None
 
 
 class Holding(NamedTuple):
@@ -56,7 +58,7 @@ class Explained(Protocol):
     def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]: ...
 
 
-def explain(index: Explained, tokens: array[int], asked: Asked) -> Explanation:
+def explain(index: Explained, tokens: array[int], asked: Asked, notes: Notes | None) -> Explanation:
     """Return why each rank's match of a prompt ends; see `BaseIndex.explain`."""
     match, holdings = index._look(tokens, asked)
     seen = {found.rank: _Seen(index, found, asked, len(tokens)) for found in match}
@@ -64,7 +66,7 @@ def explain(index: Explained, tokens: array[int], asked: Asked) -> Explanation:
         if holding.rank in seen:
             seen[holding.rank].holdings.append(holding)
     _try_other_prompts(index, tokens, asked, seen)
-    return Explanation(match, [some.explain() for some in seen.values()])
+    return Explanation(match, [some.explain(notes) for some in seen.values()])
 
 
 def _try_other_prompts(
@@ -133,7 +135,7 @@ class _Seen:
         if tokens > max(self.match.tokens, self.other.tokens if self.other else 0):
             self.other = OtherPrompts(lora=lora, salted=bool(extra), tokens=tokens)
 
-    def explain(self) -> RankExplanation:
+    def explain(self, notes: Notes | None) -> RankExplanation:
         groups = self._groups(self.asked.media)
         main = self._main()
         held = groups.get(main) if main is not None else None
@@ -176,7 +178,7 @@ class _Seen:
             held=held,
             limits=limits,
             other=self.other,
-            notes=tuple(self._notes()),
+            notes=(*(notes(self.match.rank) if notes else ()), *self._notes()),
         )
 
     def _hit(self) -> str:

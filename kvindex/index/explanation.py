@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from kvindex.index.match import Match, RankMatch
-from kvindex.rank import Rank, Trust
+from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank
 
-__all__ = ["Ending", "Explanation", "GroupHeld", "OtherPrompts", "RankExplanation"]
+__all__ = ["Ending", "Explanation", "GroupHeld", "Notes", "OtherPrompts", "RankExplanation"]
+
+Notes: TypeAlias = Callable[[Rank], Iterable[str]]
+"""Says what else may matter of a rank, in sentences."""
 
 
 class Ending(str, enum.Enum):
@@ -141,18 +144,3 @@ class Explanation:
             str(rank): {**msgspec.to_builtins(explained), "match": plain[str(rank)]}
             for rank, explained in self._ranks.items()
         }
-
-    def with_trust(
-        self, trust: Callable[[Rank], Trust | None], notes: Callable[[Rank], Iterable[str]]
-    ) -> Explanation:
-        """Return the same with each rank's trust, and further notes."""
-        match = self.match.with_trust(trust)
-        return Explanation(
-            match,
-            (
-                msgspec.structs.replace(
-                    explained, match=match[rank], notes=(*notes(rank), *explained.notes)
-                )
-                for rank, explained in self._ranks.items()
-            ),
-        )

@@ -38,7 +38,7 @@ __all__ = [
 
 Key: TypeAlias = bytes
 Lora: TypeAlias = str | int | None
-ExtraKeys: TypeAlias = "Sequence[Iterable[Any] | None]"
+ExtraKeys: TypeAlias = Sequence[Iterable[Any] | None]
 
 _KEY_BYTES = 16
 _encode = msgspec.msgpack.Encoder().encode

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from itertools import chain, islice
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import msgspec
 
+from kvindex.errors import UnknownRankError
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName, find_rank
 
-__all__ = ["Found", "FoundMatches", "Match", "RankMatch"]
+__all__ = ["Found", "FoundMatches", "Match", "RankMatch", "Trusts"]
+
+Trusts: TypeAlias = Callable[[Rank], Trust | None] | Mapping[Rank, Trust]
+"""How far each rank's answer can be trusted; None, or no entry, where nothing is known of it."""
 
 _LIVE = "live"
 
@@ -57,11 +62,11 @@ class Found(Protocol):
     def block_size(self, rank: Rank) -> int:
         """Return a rank's tokens per block, 0 if they are not known."""
 
-    def values(self) -> Iterable[RankMatch]:
-        """Return all of them, in no order."""
-
     def first(self) -> RankMatch | None:
-        """Return the one with most tokens, of equal ones the smallest rank's; None if empty."""
+        """Return the match of the first rank of `longest`, None if there is none. O(1)."""
+
+    def longest(self) -> Iterable[Rank]:
+        """Return the ranks that hold anything: most tokens first, of equal ones the smallest."""
 
 
 class FoundMatches:
@@ -75,7 +80,8 @@ class FoundMatches:
     __slots__ = ("_found", "_sizes")
 
     def __init__(self, found: Iterable[RankMatch], sizes: Mapping[Rank, int]) -> None:
-        self._found = {rank_match.rank: rank_match for rank_match in found}
+        by_length = sorted((one for one in found if one.tokens), key=_longest)
+        self._found = {one.rank: one for one in by_length}
         self._sizes = sizes
 
     def get(self, rank: Rank) -> RankMatch | None:
@@ -86,21 +92,40 @@ class FoundMatches:
         """Return a rank's tokens per block; see `Found`."""
         return self._sizes[rank]
 
-    def values(self) -> Iterable[RankMatch]:
-        """Return all matches; see `Found`."""
-        return self._found.values()
-
     def first(self) -> RankMatch | None:
-        """Return the match to prefer; see `Found`."""
-        return min((found for found in self.values() if found.tokens), key=_longest, default=None)
+        """Return the longest match; see `Found`."""
+        return next(iter(self._found.values()), None)
+
+    def longest(self) -> Iterable[Rank]:
+        """Return the ranks in order; see `Found`."""
+        return self._found
 
 
 class Match:
-    """One answer for all ranks: iterates longest first, `len()` is the number of ranks.
+    """The answer to one question: a collection with one `RankMatch` for each rank.
 
-    Ranks that are known but hold nothing of the prompt are part of it, with 0 blocks. `bool()` says
-    whether there is a `best`. `in` takes a rank, or a `RankMatch` as iterating gives it.
-    `RankMatch`es are made when they are looked at.
+    There is one order everywhere: most tokens first, and of ranks that hold equally much the
+    smallest first. A rank is a candidate if it holds part of the prompt and is live. While no rank
+    of the answer is live, every rank that holds part of it is a candidate, and its `state` tells.
+    Without a client nothing is known of the ranks' streams, and all ranks count as live.
+
+    - `match.best`: the first candidate, or None.
+    - `match.top(n)`: the first n candidates.
+    - `for rank_match in match`: all ranks, live or not, those that hold nothing at the end.
+    - `match[rank]`: what one rank holds. A rank may be given as text: "a/0", or "a" if worker a has
+      one rank only. A known rank that holds nothing has 0 blocks.
+    - `rank in match`: whether `match[rank]` works. A `RankMatch` that iteration yields is in the
+      match, too.
+    - `len(match)`: the number of ranks.
+    - `bool(match)`: whether any rank, live or not, holds part of the prompt.
+
+    `RankMatch` objects are made when they are looked at.
+
+    Args:
+        found: what the ranks hold.
+        ranks: the ranks that were asked for.
+        trust: how far each of them can be trusted, as for `Index.match`.
+
     Thread safety: immutable.
 
     Examples:
@@ -108,109 +133,118 @@ class Match:
         >>> index = Index()
         >>> stored = BlockStored(block_hashes=[7], token_ids=[1, 2, 3, 4], block_size=4)
         >>> index.apply(Rank("a"), EventBatch(ts=0.0, events=[stored]))
+        >>> index.add(Rank("b"))
         >>> match = index.match([1, 2, 3, 4, 5])
         >>> match.best.rank, match[Rank("a")].tokens, len(match)
-        (Rank(worker='a', dp_rank=0), 4, 1)
+        (Rank(worker='a', dp_rank=0), 4, 2)
+        >>> [candidate.rank.worker for candidate in match.top(2)]
+        ['a']
+        >>> [(rank_match.rank.worker, rank_match.tokens) for rank_match in match]
+        [('a', 4), ('b', 0)]
     """
 
     __slots__ = ("_found", "_ranks", "_trust")
 
-    def __init__(
-        self,
-        found: Found,
-        ranks: Collection[Rank],
-        trust: Callable[[Rank], Trust | None] | None = None,
-    ) -> None:
+    def __init__(self, found: Found, ranks: Collection[Rank], trust: Trusts | None = None) -> None:
         self._found = found
         self._ranks = ranks
-        self._trust = trust
+        self._trust = trust if trust is None or callable(trust) else trust.get
 
     @property
     def best(self) -> RankMatch | None:
-        """The live rank that holds most of the prompt; None if no live rank holds a block of it.
+        """The candidate that holds most of the prompt, or None if there is no candidate.
 
-        A rank that is not live is named only while no rank of the answer is live: its `state` says
-        so. Without a client all ranks count alike. Of ranks that hold equally much the smallest is
-        named. Iterate to see what every rank holds, live or not.
+        So it is None if live ranks hold nothing of the prompt, even if a rank that is not live
+        does. A rank that is not live is returned only while no rank of the answer is live.
+
+        Complexity: O(1) if the rank that holds most is live, else as `top`.
         """
         first = self._found.first()
-        if first is None or self._trust is None:
-            return first
-        trusted = self._trusted(first)
-        if _is_live(trusted):
-            return trusted
-        held = [self._trusted(found) for found in self._found.values() if found.tokens]
-        live = [found for found in held if _is_live(found)]
-        if not live and any(_is_live(self._trusted(RankMatch(rank=rank))) for rank in self._ranks):
-            return None
-        return min(live or held, key=_longest)
+        if first is None or self._is_live(first.rank):
+            return first and self._trusted(first)
+        return next(self._candidates(), None)
+
+    def top(self, n: int) -> list[RankMatch]:
+        """Return the first n candidates, or fewer if there are not so many.
+
+        `top(1)` is `[best]`, or empty if there is no best.
+
+        Raises:
+            ValueError: n is negative.
+
+        Complexity: O(ranks that hold part of the prompt); a `RankMatch` is made of n of them only.
+        """
+        return list(islice(self._candidates(), n))
+
+    def _candidates(self) -> Iterator[RankMatch]:
+        holders = self._found.longest()
+        if not any(map(self._is_live, holders)) and not any(map(self._is_live, self._ranks)):
+            return map(self._of, holders)
+        return map(self._of, filter(self._is_live, holders))
 
     def __bool__(self) -> bool:
-        """Return whether there is a `best`: a rank to prefer, since it holds something."""
-        return self.best is not None
+        """Return whether any rank, live or not, holds part of the prompt. O(1)."""
+        return self._found.first() is not None
 
     def __getitem__(self, rank: RankName) -> RankMatch:
         """Return a rank's match; 0 blocks for a known rank that holds nothing of the prompt.
 
         Raises:
-            UnknownRankError: the rank is not known, or was not asked for.
+            UnknownRankError: the rank is not known, or was not asked for (a KeyError).
         """
-        one = find_rank(rank, self._ranks)
-        return self._trusted(self._found.get(one) or self._nothing(one))
+        return self._of(find_rank(rank, self._ranks))
 
     def __contains__(self, item: object) -> bool:
-        """Return whether a rank is part of the answer, or a `RankMatch` is what it says of one."""
-        if isinstance(item, RankMatch):
-            return item.rank in self._ranks and self[item.rank] == item
-        if isinstance(item, str):
-            return any(item in (str(known), known.worker) for known in self._ranks)
-        return item in self._ranks
+        """Return whether `match[item]` works, or a `RankMatch` is what it says of its rank."""
+        try:
+            if isinstance(item, RankMatch):
+                return self[item.rank] == item
+            find_rank(item, self._ranks)
+        except UnknownRankError:
+            return False
+        return True
 
     def __len__(self) -> int:
+        """Return the number of ranks."""
         return len(self._ranks)
 
     def __iter__(self) -> Iterator[RankMatch]:
-        """Iterate over all ranks, most tokens first, ties by rank."""
-        found = {rank_match.rank: rank_match for rank_match in self._found.values()}
-        everyone = (found.get(rank) or self._nothing(rank) for rank in self._ranks)
-        return iter(sorted(map(self._trusted, everyone), key=_longest))
+        """Iterate over all ranks, most tokens first, of equal ones the smallest first."""
+        holders = self._found.longest()
+        others = sorted(set(self._ranks).difference(holders))
+        return map(self._of, chain(holders, others))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a Match cannot be pickled or copied: send match.to_dict()")
 
     def __repr__(self) -> str:
         best = self.best
-        found = f"best {best.rank} with {best.tokens} tokens" if best else "nothing resident"
+        found = f"best {best.rank} with {best.tokens} tokens" if best else "no candidate"
         return f"<Match of {len(self)} ranks: {found}>"
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return plain JSON-ready values: each rank's match by `str(rank)`, longest first."""
         return {str(rank_match.rank): _plain(rank_match) for rank_match in self}
 
-    def with_trust(self, trust: Callable[[Rank], Trust | None]) -> Match:
-        """Return the same answer with each rank's trust filled in; None leaves a rank as it is.
-
-        Args:
-            trust: called when a rank is looked at; must always say the same of it.
-        """
-        return Match(self._found, self._ranks, trust)
-
-    def _nothing(self, rank: Rank) -> RankMatch:
-        return RankMatch(rank=rank, block_size=self._found.block_size(rank))
+    def _of(self, rank: Rank) -> RankMatch:
+        found = self._found.get(rank)
+        if found is None:
+            found = RankMatch(rank=rank, block_size=self._found.block_size(rank))
+        return self._trusted(found)
 
     def _trusted(self, rank_match: RankMatch) -> RankMatch:
-        found = None if self._trust is None else self._trust(rank_match.rank)
-        if found is None:
+        trust = None if self._trust is None else self._trust(rank_match.rank)
+        if trust is None:
             return rank_match
-        return msgspec.structs.replace(rank_match, **found._asdict())
+        return msgspec.structs.replace(rank_match, **trust._asdict())
+
+    def _is_live(self, rank: Rank) -> bool:
+        trust = None if self._trust is None else self._trust(rank)
+        return trust is None or trust.state == _LIVE
 
 
-def _is_live(rank_match: RankMatch) -> bool:
-    return rank_match.state in (None, _LIVE)
-
-
-def _longest(rank_match: RankMatch) -> tuple[int, bool, Rank]:
-    return (-rank_match.tokens, not _is_live(rank_match), rank_match.rank)
+def _longest(rank_match: RankMatch) -> tuple[int, Rank]:
+    return -rank_match.tokens, rank_match.rank
 
 
 def _plain(rank_match: RankMatch) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, lora_tag, tagged_lora
 from kvindex.index.labels import ResidentBlock, no_room
-from kvindex.index.match import Match, RankMatch
+from kvindex.index.match import Match, RankMatch, Trusts
 from kvindex.index.packing import group_number, pack_batch, pack_text
 from kvindex.index.questions import (
     ambiguous_extras,
@@ -90,12 +90,6 @@ class _Found:
         rank_id = self._directory.ids.get(rank)
         return 0 if rank_id is None else self._answer.block_size(rank_id)
 
-    def values(self) -> Iterator[RankMatch]:
-        for found in self._answer.all():
-            rank = self._directory.ranks.get(found[0])
-            if rank is not None:  # None: made known while the core was being asked
-                yield _rank_match(rank, found)
-
     def first(self) -> RankMatch | None:
         found = self._answer.best
         if found is None:
@@ -103,7 +97,12 @@ class _Found:
         rank = self._directory.ranks.get(found[0])
         if rank is not None:
             return _rank_match(rank, found)
-        return min(self.values(), key=lambda some: (-some.tokens, some.rank), default=None)
+        return next(map(self.get, self.longest()), None)
+
+    def longest(self) -> list[Rank]:
+        # Not there: made known while the core was being asked.
+        names = map(self._directory.ranks.get, self._answer.longest())
+        return [rank for rank in names if rank is not None]
 
 
 _FoundRank = tuple[int, int, int, int, dict[str, int], int, bool]
@@ -239,6 +238,7 @@ class Index(BaseIndex):
         media: Iterable[str] | str | None = None,
         ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
+        trust: Trusts | None = None,
     ) -> Match:
         directory = self._directory
         if (
@@ -253,9 +253,9 @@ class Index(BaseIndex):
             if answer is None:
                 answer = self._core.match(self._readable(token_ids))
             assert answer is not None
-            return Match(_Found(answer, directory), directory.ids.keys())
+            return Match(_Found(answer, directory), directory.ids.keys(), trust)
         return self._match_with(
-            token_ids, directory, lora, salt, extra_keys, media, ranks, block_size
+            token_ids, directory, lora, salt, extra_keys, media, ranks, block_size, trust
         )
 
     def _match_with(
@@ -268,6 +268,7 @@ class Index(BaseIndex):
         media: Iterable[str] | str | None,
         ranks: Iterable[RankName] | str | None,
         block_size: int | None,
+        trust: Trusts | None,
     ) -> Match:
         wanted_media = folded_media(media)
         check_options(lora, salt, block_size)
@@ -293,7 +294,7 @@ class Index(BaseIndex):
             units = answer.units()
             asked = directory.ids.values() if wanted_ids is None else wanted_ids
             check_block_size(block_size, [units.get(rank_id, 0) for rank_id in asked])
-        return Match(_Found(answer, directory), known)
+        return Match(_Found(answer, directory), known, trust)
 
     def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
         directory = self._directory
@@ -311,7 +312,7 @@ class Index(BaseIndex):
             for held in found
             if held[0] in directory.ranks
         ]
-        return Match(_Found(answer, directory), known), holdings
+        return Match(_Found(answer, directory), known, asked.trust), holdings
 
     def _stored_text(self) -> bool:
         return self._core.stored_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import TypedDict
 
 from kvindex.errors import ConfigurationError
 from kvindex.index.keys import ExtraKeys, Lora, pack_extra
@@ -11,6 +12,7 @@ from kvindex.rank_lookup import RankName, find_ranks
 from kvindex.wire.quirks import fold_medium
 
 __all__ = [
+    "MatchOptions",
     "ambiguous_extras",
     "check_block_size",
     "check_options",
@@ -18,6 +20,20 @@ __all__ = [
     "packed_extras",
     "wanted_ranks",
 ]
+
+
+class MatchOptions(TypedDict, total=False):
+    """The keyword options of `Index.match` and `Client.match`, which say what each one means.
+
+    Functions that pass options on can take `**options: Unpack[MatchOptions]`.
+    """
+
+    lora: Lora
+    salt: str | None
+    extra_keys: ExtraKeys | None
+    media: Iterable[str] | str | None
+    ranks: Iterable[RankName] | str | None
+    block_size: int | None
 
 
 def check_options(lora: object, salt: object, block_size: object) -> None:

@@ -12,7 +12,7 @@ from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard, WholeHold
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.index.labels import Budget, ResidentBlock
-from kvindex.index.match import FoundMatches, Match
+from kvindex.index.match import FoundMatches, Match, Trusts
 from kvindex.index.matching import Held, held_blocks, rank_matches
 from kvindex.index.questions import (
     ambiguous_extras,
@@ -120,6 +120,7 @@ class Index(BaseIndex):
         media: Iterable[str] | str | None = None,
         ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
+        trust: Trusts | None = None,
     ) -> Match:
         wanted_media = folded_media(media)
         check_options(lora, salt, block_size)
@@ -141,7 +142,7 @@ class Index(BaseIndex):
             sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
             if not any(found.tokens for found in matches):
                 check_block_size(block_size, units)
-            return Match(FoundMatches(matches, sizes), sizes.keys())
+            return Match(FoundMatches(matches, sizes), sizes.keys(), trust)
 
         return self._guard.ask(answer)
 
@@ -177,7 +178,7 @@ class Index(BaseIndex):
             }
             sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
             matches = FoundMatches(rank_matches(counted, wanted, prompt.length), sizes)
-            return Match(matches, sizes.keys()), holdings
+            return Match(matches, sizes.keys(), asked.trust), holdings
 
         return self._guard.ask(look)
 

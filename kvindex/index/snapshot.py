@@ -66,8 +66,8 @@ __all__ = [
 SNAPSHOT_VERSION = 1
 MAX_CURSOR_BYTES = 65_536
 
-SnapshotTarget: TypeAlias = "str | os.PathLike[str] | BinaryIO"
-SnapshotSource: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
+SnapshotTarget: TypeAlias = str | os.PathLike[str] | BinaryIO
+SnapshotSource: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 
 _MAGIC = b"\x89KVI\r\n\x1a\n"
 _HEAD = struct.Struct("<8sHBx16s")

@@ -9,15 +9,33 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from kvindex.errors import TokenError
 from kvindex.wire import text_token
 
-__all__ = ["TEXT_TOKENS", "Prompt", "TokenIds", "holds_text", "pack_tokens"]
+__all__ = ["TEXT_TOKENS", "Prompt", "TokenBuffer", "TokenIds", "holds_text", "pack_tokens"]
 
-TokenIds: TypeAlias = Any
-"""Token ids: a sequence of ints, or a flat contiguous buffer of 4- or 8-byte integers."""
+
+class TokenBuffer(Protocol):
+    """A flat, contiguous buffer of 4- or 8-byte integers: `array`, `memoryview`, a numpy array."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+    def tobytes(self) -> bytes: ...
+
+    def tolist(self) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+TokenIds: TypeAlias = Sequence[int] | list[int | str] | tuple[int | str, ...] | TokenBuffer
+"""The token ids of one prompt: a sequence of ints, or a flat buffer of 4- or 8-byte integers.
+
+Buffers (`array`, numpy) are read without a copy, and are the quickest. Strings among the tokens are
+for TensorRT-LLM, whose image digests are tokens. A `str` or `bytes` is not a prompt: it is refused.
+"""
 
 TEXT_TOKENS = range(2**62, 2**63)
 """What `text_token` makes of text; no vocabulary reaches there."""
@@ -121,7 +139,7 @@ class Prompt:
         return bytes(self._packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
 
 
-def _readable(token_ids: TokenIds) -> Sequence[int] | memoryview[int]:
+def _readable(token_ids: Any) -> Sequence[int] | memoryview[int]:
     if isinstance(token_ids, (list, tuple, range)):
         return token_ids
     if isinstance(token_ids, (bytes, bytearray)):
@@ -134,7 +152,7 @@ def _readable(token_ids: TokenIds) -> Sequence[int] | memoryview[int]:
         view = memoryview(token_ids)
     except TypeError:
         if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
-            return token_ids
+            return list(token_ids)  # a deque cannot be sliced
         raise TokenError(
             "token_ids must be a sequence of ints or a buffer of 4- or 8-byte integers, "
             f"not {type(token_ids).__name__}{_advice(token_ids)}"
@@ -142,7 +160,7 @@ def _readable(token_ids: TokenIds) -> Sequence[int] | memoryview[int]:
     return _checked_view(view)
 
 
-def _advice(token_ids: Any) -> str:
+def _advice(token_ids: object) -> str:
     """Say how to get a list of tokens out of a tensor."""
     if not hasattr(token_ids, "tolist"):
         return ""

@@ -10,6 +10,18 @@ MessageQueue ── RingSender ─► ring of chunks in /dev/shm ─► RingRece
 
 from __future__ import annotations
 
+from kvindex.errors import (
+    ClosedError,
+    InUseError,
+    PeerDiedError,
+    QueueClosedError,
+    QueueTimeoutError,
+    ReaderDiedError,
+    ReaderEvictedError,
+    SegmentError,
+    WaitCancelledError,
+    WriterDiedError,
+)
 from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
@@ -21,16 +33,26 @@ from kvindex.shm.ring import ShmRingBuffer
 from kvindex.shm.waiting import Waiting
 
 __all__ = [
+    "ClosedError",
     "Codec",
     "CurveReader",
     "CurveServer",
     "Handle",
+    "InUseError",
     "MessageQueue",
     "MsgpackCodec",
+    "PeerDiedError",
     "PickleCodec",
     "ProcessGroup",
+    "QueueClosedError",
+    "QueueTimeoutError",
+    "ReaderDiedError",
+    "ReaderEvictedError",
+    "SegmentError",
     "ShmRingBuffer",
     "TcpProcessGroup",
     "TorchProcessGroup",
+    "WaitCancelledError",
     "Waiting",
+    "WriterDiedError",
 ]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
+
+import zmq
 
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.forks import Fork, prepare_forks
+from kvindex.rank import Rank
+from kvindex.subscribe.config import ReplayPolicy
+from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.stream import RankBatch, StreamItem
 from kvindex.subscribe.subscriber import FORKED, Subscriber
 from kvindex.subscribe.worker import Worker
@@ -83,8 +89,13 @@ class EventStream:
         max_items: how many items may wait for the consumer. With so many waiting, nothing is
             received until there is room; replay brings back what the publishers drop meanwhile,
             as far as their buffers reach.
-        options: as for `Subscriber`, except `sink` and `on_batch`. To `Subscriber.cursor` the sink
-            is the queue: what waits in there counts as handed over.
+        resume: what `Subscriber.cursor` returned of ranks, perhaps in another process: they
+            continue from there, if the publisher proves to be the same. To `cursor` the queue is
+            the consumer: what waits in there counts as handed over.
+        on_loss: "reset" marks each `RankLost` with `reset=True`: the consumer is to drop what it
+            knows of the rank. "keep" does not.
+        replay_policy, socket_options, probe_interval, stale_after, context, clock: as for
+            `kvindex.connect`.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.
@@ -93,13 +104,36 @@ class EventStream:
     """
 
     def __init__(
-        self, workers: Iterable[Worker] | Worker = (), *, max_items: int = 10_000, **options: Any
+        self,
+        workers: Iterable[Worker] | Worker = (),
+        *,
+        max_items: int = 10_000,
+        resume: Mapping[Rank, bytes] | None = None,
+        on_loss: Literal["reset", "keep"] = "reset",
+        replay_policy: ReplayPolicy | None = None,
+        socket_options: SocketOptions | None = None,
+        probe_interval: float = 5.0,
+        stale_after: float = 30.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if max_items < 1:
             raise ConfigurationError(f"max_items must be at least 1, not {max_items}")
         self._waiting = waiting = _Waiting(max_items)
         prepare_forks(waiting, _Waiting.prepare_fork)
-        self.subscriber = Subscriber(workers, sink=waiting.put, on_stop=waiting.end, **options)
+        self.subscriber = Subscriber(
+            workers,
+            sink=waiting.put,
+            on_stop=waiting.end,
+            resume=resume or {},
+            on_loss=on_loss,
+            replay_policy=replay_policy,
+            socket_options=socket_options,
+            probe_interval=probe_interval,
+            stale_after=stale_after,
+            context=context,
+            clock=clock,
+        )
 
     def get(self, timeout: float | None = None) -> StreamItem:
         """Return the next item, waiting for it at most `timeout` seconds (None: as long as needed).

@@ -406,12 +406,19 @@ void bind_index(nb::module_& module) {
         for (const RankSize& size : *self.answer.sizes) all[nb::int_(size.rank)] = size.unit;
         return all;
       })
-      .def("all", [](const PyAnswer& self) {
-        nb::list all;
-        for (const FoundRank& found : self.answer.ranks) all.append(self.plain(found));
-        return all;
-      })
-      .def("__len__", [](const PyAnswer& self) { return self.answer.ranks.size(); });
+      .def("longest", [](const PyAnswer& self) {
+        std::vector<const FoundRank*> sorted;
+        sorted.reserve(self.answer.ranks.size());
+        for (const FoundRank& found : self.answer.ranks) {
+          if (found.tokens != 0) sorted.push_back(&found);
+        }
+        std::sort(sorted.begin(), sorted.end(), [](const FoundRank* a, const FoundRank* b) {
+          return a->tokens != b->tokens ? a->tokens > b->tokens : a->order < b->order;
+        });
+        nb::list ids;
+        for (const FoundRank* found : sorted) ids.append(found->rank);
+        return ids;
+      });
 }
 
 }  // namespace

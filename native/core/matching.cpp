@@ -369,7 +369,7 @@ class Matcher {
     const auto media = static_cast<uint32_t>(answer_.media.size());
     answer_.ranks.push_back({rank.id, static_cast<uint32_t>(hit.tokens / block_size), hit.tokens,
                              hit.device_tokens, block_size,
-                             upper_bound || hit.tokens > hit.device_tokens, media, 0});
+                             upper_bound || hit.tokens > hit.device_tokens, media, 0, rank.order});
     if (hit.tokens > best_tokens_ || (hit.tokens == best_tokens_ && rank.order < best_order_)) {
       best_tokens_ = hit.tokens;
       best_order_ = rank.order;

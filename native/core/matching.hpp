@@ -39,6 +39,7 @@ struct FoundRank {
   bool upper_bound = false;  // the engine's own hit may be shorter
   uint32_t media_begin = 0;  // in Answer::media
   uint32_t media_count = 0;
+  uint32_t order = 0;  // the rank's place in the index's order of ranks
 };
 
 // What the ranks that hold anything of a prompt hold of it.

@@ -466,13 +466,7 @@ def test_the_socket_is_private_and_one_servers(path: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "option",
-    [
-        {"index": None},
-        {"clock": None},
-        {"patience": 0.0},
-        {"max_replicas": 0},
-        {"replay_policy": 3},
-    ],
+    [{"patience": 0.0}, {"max_replicas": 0}, {"replay_policy": 3}],
     ids=str,
 )
 def test_a_setting_that_cannot_work_is_refused_and_leaves_nothing(

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 
-import kvindex
 from kvindex import Rank, errors
 
 RAISED: list[tuple[errors.KVIndexError, type[Exception]]] = [
@@ -56,7 +55,3 @@ def test_it_pickles_and_copies_with_its_attributes(error: errors.KVIndexError) -
         assert type(twin) is type(error)
         assert (str(twin), twin.args, vars(twin)) == (str(error), error.args, vars(error))
         assert getattr(twin, "errno", None) == getattr(error, "errno", None)
-
-
-def test_the_public_ones_are_named_at_the_top() -> None:
-    assert set(errors.__all__) - {"DuplicatePublisherError"} <= set(kvindex.__all__)

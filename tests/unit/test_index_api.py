@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
-from kvindex import EventBatch, GroupSpec, Index, Rank
+from kvindex import EventBatch, GroupSpec, Index, Rank, RankMatch
 from kvindex.errors import (
     ConfigurationError,
     DecodeError,
@@ -96,7 +97,7 @@ def test_to_dict_is_ready_for_json() -> None:
 
 def test_live_ranks_come_before_stale_ones_that_hold_more() -> None:
     trust = {A: Trust("live", True, 0), B: Trust("stale", False, 7)}
-    match = three_ranks().match(prompt(9)).with_trust(trust.get)
+    match = three_ranks().match(prompt(9), trust=trust)
     assert match.best is not None
     assert match.best.rank == A
     assert (match[B].state, match[B].complete, match[B].lag) == ("stale", False, 7)
@@ -106,14 +107,15 @@ def test_live_ranks_come_before_stale_ones_that_hold_more() -> None:
 
 def test_a_dead_rank_is_not_best_while_a_live_one_that_holds_nothing_could_be_chosen() -> None:
     states = {A: "connecting", B: "connecting", C: "live"}
-    match = three_ranks().match(prompt(9)).with_trust(lambda rank: Trust(states[rank], True, 0))
+    match = three_ranks().match(prompt(9), trust=lambda rank: Trust(states[rank], True, 0))
     assert match.best is None
-    assert not match
+    assert match.top(3) == []
+    assert match, "somebody holds something"
     assert next(iter(match)).rank == B, "whoever asks for it by iterating sees what the dead hold"
 
 
 def test_a_stale_rank_is_best_when_no_rank_is_live() -> None:
-    match = three_ranks().match(prompt(9)).with_trust(lambda _: Trust("stale", True, 0))
+    match = three_ranks().match(prompt(9), trust=lambda _: Trust("stale", True, 0))
     assert match.best is not None
     assert (match.best.rank, match.best.state) == (B, "stale")
     assert match
@@ -121,8 +123,8 @@ def test_a_stale_rank_is_best_when_no_rank_is_live() -> None:
 
 def test_only_the_ranks_that_were_asked_for_keep_others_from_being_best() -> None:
     states = {A: "connecting", B: "connecting", C: "live"}
-    match = three_ranks().match(prompt(9), ranks=[A, B])
-    best = match.with_trust(lambda rank: Trust(states[rank], True, 0)).best
+    trust = {rank: Trust(state, True, 0) for rank, state in states.items()}
+    best = three_ranks().match(prompt(9), ranks=[A, B], trust=trust).best
     assert best is not None
     assert best.rank == B
 
@@ -134,12 +136,48 @@ def test_a_match_is_true_when_somebody_holds_something() -> None:
 
 
 def test_what_iteration_gives_is_contained_and_found_by_its_rank() -> None:
-    match = three_ranks().match(prompt(9)).with_trust(lambda _: Trust("live", True, 0))
+    match = three_ranks().match(prompt(9), trust=lambda _: Trust("live", True, 0))
     for found in match:
         assert found in match
         assert found.rank in match
         assert match[found.rank] == found
     assert three_ranks().match(prompt(1))[B] not in match, "another answer of the same rank"
+
+
+def test_a_match_contains_exactly_what_it_can_be_asked_for() -> None:
+    index = three_ranks()
+    index.add(Rank("a", 1))
+    match = index.match(prompt(9))
+    assert isinstance(match, Collection)
+    item: Any
+    for item in (A, ("b", 0), "a/0", "b", "c/3"):
+        assert item in match
+        assert match[item] in match
+    for item in ("a", "d", Rank("b", 7), 0, None, [A], RankMatch(rank=Rank("d"))):
+        assert item not in match, "worker a has two ranks"
+        with pytest.raises(UnknownRankError):
+            match[item]
+
+
+def test_the_best_ranks_are_the_first_of_the_iteration_that_may_be_chosen() -> None:
+    index = Index()
+    held = {"a": 1, "b": 4, "c": 3, "d": 0, "e": 4, "f": 2}
+    for worker, blocks in held.items():
+        index.add(Rank(worker))
+        if blocks:
+            apply(index, Rank(worker), stored(*range(blocks)))
+    for dead in ("", "b", "be", "bec", "abcef", "abcdef"):
+        trust = {Rank(w): Trust("stale" if w in dead else "live", True, 0) for w in held}
+        match = index.match(prompt(9), trust=trust)
+        order = list(match)
+        assert [found.rank.worker for found in order] == list("becfad"), "longest first, then rank"
+        live = [found for found in order if found.state == "live"] or order
+        candidates = [found for found in live if found.tokens]
+        for n in range(8):
+            assert match.top(n) == candidates[:n]
+        assert match.top(1) == ([match.best] if match.best else [])
+    with pytest.raises(ValueError, match="must be"):
+        match.top(-1)
 
 
 def test_a_rank_without_a_hit_has_its_block_size_too() -> None:
@@ -420,9 +458,9 @@ def test_two_indexes_of_one_seed_and_two_of_their_own_agree() -> None:
 def test_tokens_that_cannot_be_read_are_refused_at_the_call() -> None:
     index = index_of(stored(0, 1))
     with pytest.raises(TokenError, match="str"):
-        index.match("a prompt")
+        index.match("a prompt")  # type: ignore[arg-type]
     with pytest.raises(TokenError, match="float"):
-        index.match([1.5] * 8)
+        index.match([1.5] * 8)  # type: ignore[arg-type]
 
 
 def test_check_finds_what_does_not_add_up() -> None:
@@ -452,6 +490,7 @@ def test_options_that_could_match_nothing_are_refused(
 
 
 def test_a_short_prompt_of_floats_or_words_is_refused_too() -> None:
+    odd: Any
     for odd in ([1.5], [None], [b"x"]):
         with pytest.raises(TokenError):
             Index().match(odd)

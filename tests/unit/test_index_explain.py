@@ -203,12 +203,13 @@ def test_ranks_are_narrowed_and_found_by_name() -> None:
     with pytest.raises(UnknownRankError, match="c/0"):
         index.explain(prompt(2), ranks=[Rank("c")])
     with pytest.raises(TokenError):
-        index.explain(["words"])
+        index.explain(["words"])  # type: ignore[arg-type]
 
 
 def test_an_explanation_is_ready_for_json_and_takes_trust() -> None:
-    explained = index_of(stored(0, 1), removed(0)).explain(prompt(2))
-    trusted = explained.with_trust(lambda _: Trust("stale", False, 3), lambda _: ["a note"])
+    trusted = index_of(stored(0, 1), removed(0)).explain(
+        prompt(2), trust=lambda _: Trust("stale", False, 3), notes=lambda _: ["a note"]
+    )
     plain = json.loads(json.dumps(trusted.to_dict()))["a/0"]
     assert (plain["ending"], plain["match"]["state"], plain["notes"]) == (
         "hole", "stale", ["a note"],

@@ -123,10 +123,10 @@ def test_what_is_no_prompt_is_refused_with_a_reason(refused: Any, why: str) -> N
 def test_words_are_refused_even_where_nothing_is_held(empty: bool) -> None:
     index = Index() if empty else index_of(stored(1, parent=None))
     with pytest.raises(TokenError, match="text_token"):
-        index.match([1, 2, 3, "word"])
+        index.match([1, 2, 3, "word"])  # type: ignore[arg-type]  # mypy: list[object]
 
 
-TEXT = ["sha256:ab", 2, 3, 4]
+TEXT: list[Any] = ["sha256:ab", 2, 3, 4]
 
 
 def test_text_is_a_token_once_a_rank_has_stored_such() -> None:
