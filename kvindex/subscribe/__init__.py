@@ -1,10 +1,16 @@
 """Receiving every rank's batches in order, whole, and from the right publisher."""
 
-from kvindex.subscribe.config import ReplayPolicy, SequencerConfig
+from kvindex.sequencer import (
+    RankBatch,
+    RankLost,
+    RankRestarted,
+    ReplayPolicy,
+    SequencerConfig,
+    State,
+)
 from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.event_stream import EventStream
 from kvindex.subscribe.resumption import SavedRanks
-from kvindex.subscribe.state import State
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.stream import (
     BatchSink,
@@ -12,10 +18,7 @@ from kvindex.subscribe.stream import (
     DecodedBatch,
     FingerprintMaker,
     RankAdded,
-    RankBatch,
-    RankLost,
     RankRemoved,
-    RankRestarted,
     RanksRenamed,
     Sink,
     StreamItem,

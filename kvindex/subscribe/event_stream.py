@@ -13,9 +13,9 @@ import zmq
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank
-from kvindex.subscribe.config import ReplayPolicy
+from kvindex.sequencer import RankBatch, ReplayPolicy
 from kvindex.subscribe.connection import SocketOptions
-from kvindex.subscribe.stream import RankBatch, StreamItem
+from kvindex.subscribe.stream import StreamItem
 from kvindex.subscribe.subscriber import FORKED, Subscriber
 from kvindex.subscribe.worker import Worker
 

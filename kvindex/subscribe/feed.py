@@ -13,26 +13,34 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import zmq
+from msgspec.structs import replace
 
 from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError, DecodeError
 from kvindex.rank import Rank
-from kvindex.subscribe.actions import Action, Ask, Batch, Deliver, Drop, Lost, Restarted
+from kvindex.sequencer import (
+    Action,
+    AskReplay,
+    Batch,
+    CloseReplay,
+    RankBatch,
+    RankLost,
+    RankRestarted,
+    Sequencer,
+    SequencerConfig,
+    State,
+)
 from kvindex.subscribe.allowance import Allowance
-from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import Connection, SocketOptions
-from kvindex.subscribe.cursor import SavedCursor
 from kvindex.subscribe.feed_log import FeedLog
 from kvindex.subscribe.feed_status import feed_status, unrepairable
 from kvindex.subscribe.host_check import HostCheck
 from kvindex.subscribe.live_link import LiveLink
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.read_run import read_run
-from kvindex.subscribe.resumption import Resumption
-from kvindex.subscribe.sequencer import Sequencer
-from kvindex.subscribe.state import State
+from kvindex.subscribe.resumption import Resumption, SavedCursor
 from kvindex.subscribe.status import RankStatus
-from kvindex.subscribe.stream import Decode, Fingerprint, RankLost, RankRestarted
+from kvindex.subscribe.stream import Decode, Fingerprint
 from kvindex.subscribe.topic_check import TopicCheck
 from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import PublisherAddress, Worker
@@ -89,14 +97,13 @@ class Feed:
     ) -> None:
         self.worker = worker.name
         self.cache = worker.cache
-        self.rank = Rank(worker.name, address.dp_rank)
         self.named: int | None = None
         self.failure = ""
         self.closed = False
         self.shown_live = False
         self.lost_at: float | None = None  # when the connection broke, until there is another
         self.address = address
-        self.sequencer = Sequencer(config, now=now)
+        self.sequencer = Sequencer(Rank(worker.name, address.dp_rank), config, now=now)
         self.counters: Counter[str] = Counter()
         self.topic = TopicCheck(worker.topic.encode())
         self.replay: Connection | None = None
@@ -131,6 +138,21 @@ class Feed:
             hwm=socket_options.queued(repairable=address.replay is not None),
             pause=socket_options.max_reconnect,
             counters=self.counters,
+        )
+
+    @property
+    def rank(self) -> Rank:
+        """The name that the rank goes by."""
+        return self.sequencer.rank
+
+    def rename(self, rank: Rank) -> None:
+        """Give the rank another name, also in items that wait to be handed over."""
+        self.sequencer.rank = rank
+        self._actions = deque(
+            replace(action, rank=rank)
+            if isinstance(action, (RankBatch, RankLost, RankRestarted))
+            else action
+            for action in self._actions
         )
 
     def start(self, resumption: Resumption, now: float) -> None:
@@ -390,7 +412,7 @@ class Feed:
     def pending(self) -> int:
         """How many batches are in order but not delivered, for want of time."""
         return sum(
-            len(action.batches) if isinstance(action, Row) else isinstance(action, Deliver)
+            len(action.batches) if isinstance(action, Row) else isinstance(action, RankBatch)
             for action in self._actions
         )
 
@@ -399,21 +421,21 @@ class Feed:
             return  # removed by its own sink, in the middle of a turn
         if isinstance(action, Row):
             self._deliver(action, now, replayed=False)
-        elif isinstance(action, Deliver):
-            batch = action.batch
-            self._deliver(Row(batch.seq, [batch.payload]), now, replayed=action.replayed)
-        elif isinstance(action, Ask):
+        elif isinstance(action, RankBatch):
+            self._deliver(Row(action.seq, [action.batch]), now, replayed=action.replayed)
+        elif isinstance(action, AskReplay):
             self._ask(action, now)
-        elif isinstance(action, Drop):
+        elif isinstance(action, CloseReplay):
             self._close_replay(action.request)
-        elif isinstance(action, Lost):
-            self._tell_lost(action, now)
-        elif isinstance(action, Restarted):
+        elif isinstance(action, RankLost):
+            self._note_lost(action, now)
+            self._outlet.put(action)
+        else:
             self.epoch, self.seq = action.epoch, None
             if self._named_by_cursor:  # whoever speaks here now may have another name
                 self._named_by_cursor, self.named = False, None
             logger.info("%s: restarted (%s): epoch %d", self.rank, action.reason, action.epoch)
-            self._outlet.put(RankRestarted(self.rank, action.epoch, action.reason))
+            self._outlet.put(action)
 
     def _deliver(self, row: Row, now: float, *, replayed: bool) -> None:
         self.last_event_at = now
@@ -431,7 +453,7 @@ class Feed:
             self.seq = first_seq - 1 + done
             self._actions.appendleft(Row(first_seq + done, batches[done:]))
 
-    def _tell_lost(self, lost: Lost, now: float) -> None:
+    def _note_lost(self, lost: RankLost, now: float) -> None:
         self._log.warn(
             "lost",
             now,
@@ -442,11 +464,8 @@ class Feed:
             lost.reason,
             ": dropping what the rank held" if lost.reset else "",
         )
-        self._outlet.put(
-            RankLost(self.rank, self.epoch, lost.reason, lost.first_seq, lost.last_seq, lost.reset)
-        )
 
-    def _ask(self, ask: Ask, now: float) -> None:
+    def _ask(self, ask: AskReplay, now: float) -> None:
         """Send a replay request on a fresh socket: no reply to an earlier one can mix in."""
         self._close_replay(None)
         endpoint = self.address.replay

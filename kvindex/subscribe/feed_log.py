@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from kvindex.subscribe.state import State
+from kvindex.sequencer import State
 from kvindex.subscribe.status import RankStatus
 
 __all__ = ["FeedLog"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvindex.subscribe.state import State
+from kvindex.sequencer import State
 from kvindex.subscribe.status import RankStatus
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvindex.rank import Rank
+from kvindex.sequencer import RankBatch
 from kvindex.subscribe.status import RankStatus
-from kvindex.subscribe.stream import BatchSink, RankBatch, Sink, StatusSink, StreamItem
+from kvindex.subscribe.stream import BatchSink, Sink, StatusSink, StreamItem
 
 __all__ = ["Outlet"]
 

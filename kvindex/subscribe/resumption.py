@@ -6,12 +6,58 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from kvindex.errors import ConfigurationError, DecodeError
 from kvindex.rank import Rank
-from kvindex.subscribe.cursor import SavedCursor
+from kvindex.sequencer import Cursor
 from kvindex.subscribe.rank_names import Claim, settle
 
-__all__ = ["Resumption", "SavedRanks", "check_saved", "plan_resumption", "take_up"]
+__all__ = ["Resumption", "SavedCursor", "SavedRanks", "check_saved", "plan_resumption", "take_up"]
+
+_VERSION = 1
+
+
+class SavedCursor(msgspec.Struct, frozen=True, kw_only=True):
+    """A cursor, and what its subscriber needs in order to give it to the right publisher.
+
+    Attributes:
+        cursor: how far the stream was applied.
+        dp_rank: the publisher's by its port; the rank may have gone by another name.
+        named: what its batches named, or None.
+        fingerprints: which function made the fingerprints.
+    """
+
+    cursor: Cursor
+    dp_rank: int
+    named: int | None
+    fingerprints: str
+
+    def encode(self) -> bytes:
+        """Return it as bytes: msgpack of the version of this format and the fields."""
+        return _encoder.encode((_VERSION, self))
+
+    @classmethod
+    def decode(cls, data: bytes) -> SavedCursor:
+        """Return what `encode` made bytes of.
+
+        Raises:
+            DecodeError: the bytes are no cursor, or one of another version.
+        """
+        try:
+            version, fields = _envelopes.decode(data)
+            if version == _VERSION:
+                return _decoder.decode(fields)
+        except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
+            raise DecodeError(f"no cursor: {error}", size=len(data)) from error
+        raise DecodeError(
+            f"a cursor of version {version}; this release reads {_VERSION}", size=len(data)
+        )
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelopes = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_decoder = msgspec.msgpack.Decoder(SavedCursor)
 
 
 class SavedRanks(ABC):

@@ -16,7 +16,7 @@ import zmq
 from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank
-from kvindex.subscribe.config import SequencerConfig
+from kvindex.sequencer import SequencerConfig
 from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.deadlines import Deadlines
 from kvindex.subscribe.feed import Feed
@@ -185,7 +185,7 @@ class Roster:
     def _start(self, feeds: list[Feed], plan: list[Resumption], now: float) -> None:
         """Begin with the publishers of one worker, each as planned."""
         for feed, resumption in zip(feeds, plan, strict=True):
-            feed.rank = Rank(feed.worker, resumption.dp_rank)
+            feed.rename(Rank(feed.worker, resumption.dp_rank))
             self.feeds[feed.rank] = feed
             self._outlet.put(RankAdded(feed.rank, feed.cache))
         for feed, resumption in zip(feeds, plan, strict=True):
@@ -250,7 +250,7 @@ class Roster:
         for feed in moved:
             del self.feeds[feed.rank]
         for feed in moved:
-            feed.rank = names[feed.rank]
+            feed.rename(names[feed.rank])
             self.feeds[feed.rank] = feed
         self._board.rename(names, _names_by_port(feeds))
         self._outlet.put(RanksRenamed(tuple(names.items())))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvindex.rank import Rank, Trust
-from kvindex.subscribe.state import State
+from kvindex.sequencer import State
 
 __all__ = ["RankStatus"]
 

@@ -14,7 +14,7 @@ import msgspec
 from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName, find_ranks
-from kvindex.subscribe.state import State
+from kvindex.sequencer import State
 from kvindex.subscribe.status import RankStatus
 
 __all__ = ["StatusBoard"]

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from kvindex.rank import Rank
+from kvindex.sequencer import RankBatch, RankLost, RankRestarted
 from kvindex.subscribe.status import RankStatus
 from kvindex.wire import CacheSettings, EventBatch
 
@@ -18,10 +19,7 @@ __all__ = [
     "Fingerprint",
     "FingerprintMaker",
     "RankAdded",
-    "RankBatch",
-    "RankLost",
     "RankRemoved",
-    "RankRestarted",
     "RanksRenamed",
     "Sink",
     "StatusSink",
@@ -79,58 +77,6 @@ class RankAdded(msgspec.Struct, frozen=True, tag=True):
     cache: CacheSettings = CacheSettings()
 
 
-class RankBatch(msgspec.Struct, frozen=True, tag=True):
-    """The next batch of a rank, in order and without a hole since the item before.
-
-    Attributes:
-        rank: whose batch it is.
-        epoch: counts the publisher's restarts.
-        seq: the publisher's number of it.
-        batch: its events: an `EventBatch`, or what the subscriber's own `decode` returns.
-        replayed: whether it came by replay rather than live.
-    """
-
-    rank: Rank
-    epoch: int
-    seq: int
-    batch: EventBatch
-    replayed: bool
-
-
-class RankLost(msgspec.Struct, frozen=True, tag=True):
-    """Batches of a rank are lost for good; the next batch follows after the hole.
-
-    Attributes:
-        rank: whose batches they are.
-        epoch: counts the publisher's restarts.
-        reason: why they could not be had, one word.
-        first_seq: the first lost number.
-        last_seq: the last lost number, inclusive; None if that is not known.
-        reset: whether what the rank holds is to be dropped (`on_loss="reset"`).
-    """
-
-    rank: Rank
-    epoch: int
-    reason: str
-    first_seq: int
-    last_seq: int | None
-    reset: bool
-
-
-class RankRestarted(msgspec.Struct, frozen=True, tag=True):
-    """A rank's publisher is another one now: drop what the rank held.
-
-    Attributes:
-        rank: which rank.
-        epoch: the number of the epoch that begins.
-        reason: what told it, one word.
-    """
-
-    rank: Rank
-    epoch: int
-    reason: str
-
-
 class RanksRenamed(msgspec.Struct, frozen=True, tag=True):
     """Ranks are known by other names from now on, because their batches name them so.
 
@@ -148,7 +94,7 @@ class RankRemoved(msgspec.Struct, frozen=True, tag=True):
 
 
 StreamItem: TypeAlias = (
-    RankAdded | RankBatch | RankLost | RankRestarted | RanksRenamed | RankRemoved
+    RankAdded | RankBatch[EventBatch] | RankLost | RankRestarted | RanksRenamed | RankRemoved
 )
 Sink: TypeAlias = Callable[[StreamItem], None]
 """Called on the subscriber's thread, one item at a time, in order for each rank."""

@@ -17,7 +17,7 @@ from kvindex.errors import BusyError, ConfigurationError
 from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
-from kvindex.subscribe.config import ReplayPolicy, SequencerConfig
+from kvindex.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.resumption import SavedRanks, check_saved

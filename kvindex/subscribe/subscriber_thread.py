@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import zmq
 
+from kvindex.sequencer import SequencerConfig
 from kvindex.subscribe.commands import Commands
-from kvindex.subscribe.config import SequencerConfig
 from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.outlet import Outlet

@@ -16,7 +16,7 @@ from kvindex.subscribe import (
     StreamItem,
     Subscriber,
 )
-from kvindex.subscribe.cursor import SavedCursor
+from kvindex.subscribe.resumption import SavedCursor
 from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, QUICK, worker_of
 

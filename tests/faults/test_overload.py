@@ -11,7 +11,7 @@ import zmq
 
 from kvindex import EventBatch, Rank, RankStatus, State, Worker
 from kvindex.subscribe import RankBatch, StreamItem, Subscriber
-from kvindex.subscribe.cursor import SavedCursor
+from kvindex.subscribe.resumption import SavedCursor
 from kvindex.testing import FakeEngine, ManualClock, Workload
 from kvindex.wire import encode_batch, live_frames
 from tests.live import PATIENCE, assert_true, caught_up, client_of, wait_status, worker_of

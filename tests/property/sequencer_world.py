@@ -12,22 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import Any
 
-from kvindex.subscribe.cursor import SavedCursor
-from kvindex.subscribe.sequencer import (
+from kvindex.rank import Rank
+from kvindex.sequencer import (
     Action,
-    Ask,
+    AskReplay,
     Batch,
-    Deliver,
-    Drop,
-    Lost,
-    Restarted,
+    CloseReplay,
+    RankBatch,
+    RankLost,
+    RankRestarted,
     Sequencer,
     SequencerConfig,
     State,
 )
+from kvindex.subscribe.resumption import SavedCursor
 
 CONNECT_DELAY = 0.05
+RANK = Rank("engine", 0)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Saved:
     expected: int | None
     epoch: int
     highest_life: int
-    losses: list[Lost]
+    losses: list[RankLost]
 
 
 NOTHING = Saved(None, [], [], None, 0, 0, [])
@@ -116,7 +119,7 @@ class World:
         self.now = 0.0
         self.buffer_steps = buffer_steps
         self.engine = Engine(0, buffer_steps)
-        self.sequencer = Sequencer(config, now=0.0, random=Random(seed + 1))
+        self.sequencer = Sequencer(RANK, config, now=0.0, random=Random(seed + 1))
         self.config = config
         self.connected = False
         self.cut_off = False  # the live stream only, and nobody notices
@@ -126,11 +129,12 @@ class World:
         self._order = 0
         self._open_request: int | None = None
         # What the sink has since the last restart or reset, and since the last loss of any kind.
+        self.sent: dict[tuple[int, int], Batch] = {}
         self.delivered: list[Batch] = []
         self.unbroken: list[Batch] = []
         self.expected: int | None = None
         self.highest_life = 0
-        self.losses: list[Lost] = []
+        self.losses: list[RankLost] = []
         self.epoch = 0
         self.process = 0
         self.saved = NOTHING
@@ -196,7 +200,7 @@ class World:
 
     # -- the replay endpoint
 
-    def serve(self, ask: Ask) -> None:
+    def serve(self, ask: AskReplay) -> None:
         """Answer as the engines' ROUTER does."""
         faults, random = self.faults, self.random
         engine = self.engine
@@ -242,7 +246,9 @@ class World:
             self.restart(step.amount, seen=step.kind == "restart")
 
     def publish(self) -> None:
-        self.send_live(self.engine.publish(1_000.0 + self.now))
+        batch = self.engine.publish(1_000.0 + self.now)
+        self.sent[batch.content] = batch
+        self.send_live(batch)
         self.run(0.002)
 
     def cut(self, published_meanwhile: int) -> None:
@@ -275,7 +281,7 @@ class World:
         self.connection += 1
         self.connected = False
         self._open_request = None
-        self.sequencer = Sequencer(self.config, now=self.now, random=Random(self.process))
+        self.sequencer = Sequencer(RANK, self.config, now=self.now, random=Random(self.process))
         for _ in range(published_meanwhile):
             self.publish()
         saved = self.saved
@@ -317,36 +323,37 @@ class World:
 
     def obey(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Ask):
+            if isinstance(action, AskReplay):
                 self._open_request = action.request
                 self.serve(action)
-            elif isinstance(action, Drop):
+            elif isinstance(action, CloseReplay):
                 assert action.request == self._open_request
                 self._open_request = None
-            elif isinstance(action, Lost):
+            elif isinstance(action, RankLost):
                 self._check_lost(action)
-            elif isinstance(action, Restarted):
-                assert action.epoch == self.epoch + 1
+            elif isinstance(action, RankRestarted):
+                assert (action.rank, action.epoch) == (RANK, self.epoch + 1)
                 self.epoch = action.epoch
                 self.expected = None
                 self.delivered.clear()
                 self.unbroken.clear()
                 self.losses.clear()
-            elif isinstance(action, Deliver):
+            elif isinstance(action, RankBatch):
                 self._check_delivered(action)
         deadline = self.sequencer.deadline
         assert deadline is None or self.sequencer.state is not State.CLOSED
-        assert len(self.sequencer._held) <= self.config.max_held
+        assert len(self.sequencer._machine.held) <= self.config.max_held
         self._check_waiting()
 
     def _check_waiting(self) -> None:
         """Without replay no batch waits behind holes for longer than one time-out."""
-        oldest = self.sequencer._held.oldest
+        oldest = self.sequencer._machine.held.waiting_since
         if self.config.has_replay or oldest is None or not self.connected:
             return
         assert self.now - oldest <= self.config.replay_policy.timeout + 0.001
 
-    def _check_lost(self, lost: Lost) -> None:
+    def _check_lost(self, lost: RankLost) -> None:
+        assert (lost.rank, lost.epoch) == (RANK, self.epoch)
         assert lost.last_seq is not None
         assert lost.first_seq <= lost.last_seq
         assert self.expected in (None, lost.first_seq), "a loss names the hole from where we stand"
@@ -357,14 +364,16 @@ class World:
         if lost.reset:
             self.delivered.clear()
 
-    def _check_delivered(self, action: Deliver) -> None:
-        batch = action.batch
-        life = batch.payload[0]
+    def _check_delivered(self, action: RankBatch[Any]) -> None:
+        assert (action.rank, action.epoch) == (RANK, self.epoch)
+        batch = self.sent[action.batch]
+        assert batch.seq == action.seq
+        life = batch.content[0]
         if self.expected is not None:
             assert batch.seq == self.expected, f"{batch.seq} delivered, {self.expected} expected"
         elif batch.seq > 0:
             assert not self.sequencer.complete
-        if self.delivered and self.delivered[-1].payload[0] != life:
+        if self.delivered and self.delivered[-1].content[0] != life:
             self._check_mixture(action)
         if life < self.highest_life:
             assert not self.delivered
@@ -373,11 +382,11 @@ class World:
         self.delivered.append(batch)
         self.unbroken.append(batch)
 
-    def _check_mixture(self, action: Deliver) -> None:
+    def _check_mixture(self, action: RankBatch[Any]) -> None:
         """Two lives stand together: an error unless no subscriber could have told."""
-        life = action.batch.payload[0]
+        life = action.batch[0]
         if not action.replayed and (not self.config.has_replay or life in self.unseen_lives):
             raise CoincidenceError
         # While replay proves to be empty, batches are taken on trust, until it has something.
         on_trust = not action.replayed and self.sequencer.counters["replay_empty"] > 0
-        assert on_trust, f"{action.batch.payload} follows {self.delivered[-1].payload}"
+        assert on_trust, f"{action.batch} follows {self.delivered[-1].content}"

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvindex import EventBatch, Index, Rank
-from kvindex.subscribe import ReplayPolicy
-from kvindex.subscribe.sequencer import (
+from kvindex.sequencer import (
     Action,
-    Deliver,
-    Lost,
-    Restarted,
+    RankBatch,
+    RankLost,
+    RankRestarted,
     SequencerConfig,
 )
+from kvindex.subscribe import ReplayPolicy
 from kvindex.testing import FakeEngine, Request, Workload
 from tests.property.sequencer_world import CoincidenceError, Faults, Step, World
 
@@ -78,9 +78,11 @@ class CacheWorld(World):
 
     def obey(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Deliver):
-                self.index.apply(RANK, self.contents[action.batch.payload])
-            elif isinstance(action, Restarted) or (isinstance(action, Lost) and action.reset):
+            if isinstance(action, RankBatch):
+                self.index.apply(RANK, self.contents[action.batch])
+            elif isinstance(action, RankRestarted) or (
+                isinstance(action, RankLost) and action.reset
+            ):
                 self.index.tree(RANK).clear()
         super().obey(actions)
 

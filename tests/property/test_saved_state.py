@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, Worker
 from kvindex.index import Fingerprints
 from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
-from kvindex.subscribe.cursor import Cursor, SavedCursor
+from kvindex.sequencer import Cursor
+from kvindex.subscribe.resumption import SavedCursor
 
 SEED = 3
 RANKS = [Rank("a", 0), Rank("a", 1), Rank("b", 0), Rank("c", 0)]

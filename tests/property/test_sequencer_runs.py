@@ -12,16 +12,16 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvindex.subscribe.sequencer import (
+from kvindex.sequencer import (
     Action,
-    Ask,
+    AskReplay,
     Batch,
-    Deliver,
+    RankBatch,
     ReplayPolicy,
     Sequencer,
     SequencerConfig,
 )
-from tests.property.sequencer_world import Faults, Step, World
+from tests.property.sequencer_world import RANK, Faults, Step, World
 from tests.property.test_sequencer_schedules import (
     AMPLE,
     EXAMPLES,
@@ -50,7 +50,10 @@ def by_runs(sequencer: Sequencer, batches: Sequence[Batch], now: float) -> list[
         if row:
             timestamps, fingerprints = [b.ts for b in row], [b.fingerprint for b in row]
             taken = sequencer.live_run(row[0].seq, timestamps, fingerprints, now)
-            actions += [Deliver(batch, False) for batch in row[:taken]]
+            actions += [
+                RankBatch(RANK, sequencer.epoch, batch.seq, batch.content, False)
+                for batch in row[:taken]
+            ]
             event(f"runs of {'several' if taken > 1 else taken}")
         position += taken
         if position < len(batches):
@@ -135,7 +138,7 @@ class Puppet:
     """A sequencer led through a script; `live` is the way that live batches are given to it."""
 
     def __init__(self, config: SequencerConfig, live: Any, first_seq: int) -> None:
-        self.sequencer = Sequencer(config, now=0.0, random=Random(1))
+        self.sequencer = Sequencer(RANK, config, now=0.0, random=Random(1))
         self.live = live
         self.now = 0.0
         self.request = 0
@@ -145,7 +148,7 @@ class Puppet:
         kind, amount = operation
         actions = self._act(kind, amount)
         for action in actions:
-            if isinstance(action, Ask):
+            if isinstance(action, AskReplay):
                 self.request = action.request
         return actions
 

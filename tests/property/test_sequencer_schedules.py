@@ -7,7 +7,7 @@ import os
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig, State
+from kvindex.sequencer import ReplayPolicy, SequencerConfig, State
 from tests.property.sequencer_world import CoincidenceError, Faults, Step, World
 
 EXAMPLES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 500

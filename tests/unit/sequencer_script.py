@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from kvindex.subscribe.sequencer import (
+from kvindex.rank import Rank
+from kvindex.sequencer import (
     Action,
-    Ask,
+    AskReplay,
     Batch,
     Cursor,
-    Deliver,
-    Lost,
+    RankBatch,
+    RankLost,
+    RankRestarted,
     ReplayPolicy,
-    Restarted,
     Sequencer,
     SequencerConfig,
     State,
@@ -22,6 +23,7 @@ from kvindex.subscribe.sequencer import (
 
 TIMEOUT = 2.0
 START_TS = 1_000.0
+RANK = Rank("engine", 0)
 
 
 def batch(seq: int, life: int = 0, *, ts: float | None = None, size: int = 10) -> Batch:
@@ -37,7 +39,7 @@ class Script:
         options.setdefault("has_replay", True)
         options.setdefault("replay_policy", ReplayPolicy(timeout=TIMEOUT, attempts=3, backoff=0.1))
         self.now = 0.0
-        self.sequencer = Sequencer(SequencerConfig(**options), now=0.0, random=Random(1))
+        self.sequencer = Sequencer(RANK, SequencerConfig(**options), now=0.0, random=Random(1))
         self.actions: list[Action] = []
 
     def _note(self, actions: list[Action]) -> list[Action]:
@@ -96,7 +98,7 @@ class Script:
 
     @property
     def request(self) -> int:
-        return [action for action in self.actions if isinstance(action, Ask)][-1].request
+        return [action for action in self.actions if isinstance(action, AskReplay)][-1].request
 
     def is_in(self, state: State) -> bool:
         return self.sequencer.state is state
@@ -108,17 +110,17 @@ class Script:
 
 def delivered(actions: Sequence[Action]) -> list[Any]:
     """List the seqs delivered; batches of later lives as (life, seq)."""
-    found = [action.batch.payload for action in actions if isinstance(action, Deliver)]
+    found = [action.batch for action in actions if isinstance(action, RankBatch)]
     return [seq if life == 0 else (life, seq) for life, seq in found]
 
 
 def asked(actions: Sequence[Action]) -> list[int]:
-    return [action.start_seq for action in actions if isinstance(action, Ask)]
+    return [action.start_seq for action in actions if isinstance(action, AskReplay)]
 
 
 def lost(actions: Sequence[Action]) -> list[tuple[str, int, int | None]]:
-    return [(a.reason, a.first_seq, a.last_seq) for a in actions if isinstance(a, Lost)]
+    return [(a.reason, a.first_seq, a.last_seq) for a in actions if isinstance(a, RankLost)]
 
 
 def restarts(actions: Sequence[Action]) -> list[str]:
-    return [action.reason for action in actions if isinstance(action, Restarted)]
+    return [action.reason for action in actions if isinstance(action, RankRestarted)]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvindex import index, wire
 from kvindex.errors import ConfigurationError, DecodeError
-from kvindex.subscribe.actions import MAX_SEQ
-from kvindex.subscribe.cursor import Cursor, SavedCursor
+from kvindex.sequencer import MAX_SEQ, Cursor
+from kvindex.subscribe.resumption import SavedCursor
 
 FIELDS: dict[str, Any] = {
     "epoch": 1,

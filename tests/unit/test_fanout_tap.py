@@ -18,8 +18,8 @@ from kvindex.fanout.entries import (
 from kvindex.fanout.ports import follow_names
 from kvindex.fanout.tap import StreamTap
 from kvindex.rank import Rank
+from kvindex.sequencer import State
 from kvindex.subscribe import RankAdded, RankLost, RankRemoved, RanksRenamed
-from kvindex.subscribe.state import State
 from kvindex.testing import ManualClock
 from kvindex.wire import CacheSettings, GroupSpec
 from tests.unit.test_status_board import status

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.subscribe.sequencer import Ask, ReplayPolicy, State
+from kvindex.sequencer import AskReplay, ReplayPolicy, State
 from tests.unit.sequencer_script import START_TS, Script, asked, batch, delivered
 
 
@@ -85,7 +85,7 @@ def test_a_run_proves_life_and_puts_the_probe_off() -> None:
     assert script.is_in(State.STALE)
     assert take_run(script, 1, 2) == 2
     assert script.is_in(State.LIVE)
-    assert script.sequencer.last_event_age(script.now + 1.0) == 1.0
+    assert script.sequencer.deadline == script.now + 30.0
 
     script = Script(probe_interval=5.0).joined(0)
     script.pass_time(4.0)
@@ -125,7 +125,7 @@ def in_a_gap_without_replay() -> Script:
 
 def while_a_probe_is_under_way() -> Script:
     script = Script(probe_interval=5.0).joined(0)
-    assert any(isinstance(action, Ask) for action in script.pass_time(5.0))
+    assert any(isinstance(action, AskReplay) for action in script.pass_time(5.0))
     return script
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvindex.rank import Rank
 from kvindex.subscribe.outlet import Outlet
-from kvindex.subscribe.stream import RankBatch, RankRemoved, StreamItem
+from kvindex.subscribe import RankBatch, RankRemoved, StreamItem
 
 RANK = Rank("engine", 0)
 
@@ -21,8 +21,8 @@ def test_the_sink_gets_each_batch_in_an_envelope_with_its_own_seq() -> None:
     outlet.put_batches(RANK, 2, 40, ["a", "b"], replayed=True)
     outlet.put(RankRemoved(RANK))
     assert items == [
-        RankBatch(RANK, 2, 40, "a", True),  # type: ignore[arg-type]
-        RankBatch(RANK, 2, 41, "b", True),  # type: ignore[arg-type]
+        RankBatch(RANK, 2, 40, "a", True),
+        RankBatch(RANK, 2, 41, "b", True),
         RankRemoved(RANK),
     ]
 

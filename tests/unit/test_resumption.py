@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvindex.rank import Rank
-from kvindex.subscribe.cursor import Cursor, SavedCursor
-from kvindex.subscribe.resumption import SavedRanks, check_saved, plan_resumption, take_up
+from kvindex.sequencer import Cursor
+from kvindex.subscribe.resumption import (
+    SavedCursor,
+    SavedRanks,
+    check_saved,
+    plan_resumption,
+    take_up,
+)
 
 MINE = "nh64:1"
 

@@ -7,10 +7,17 @@ import time
 
 import pytest
 
-from kvindex.subscribe import repair
-from kvindex.subscribe.actions import MAX_SEQ
-from kvindex.subscribe.sequencer import Drop, Lost, ReplayPolicy, State
-from tests.unit.sequencer_script import TIMEOUT, Script, asked, batch, delivered, lost, restarts
+from kvindex.sequencer import MAX_SEQ, CloseReplay, RankLost, ReplayPolicy, State, repair
+from tests.unit.sequencer_script import (
+    RANK,
+    TIMEOUT,
+    Script,
+    asked,
+    batch,
+    delivered,
+    lost,
+    restarts,
+)
 
 START = 1_001.5
 LONG = 3 * TIMEOUT + 2.0
@@ -91,9 +98,9 @@ def test_silent_replay_loses_the_gap_by_policy_and_live_goes_on(on_loss: str, re
     script = Script(on_loss=on_loss).joined(0)
     script.live(2, 4)
     out = script.pass_time(LONG)
-    assert [a for a in out if isinstance(a, Lost)] == [
-        Lost("replay_timeout", 1, 1, reset),
-        Lost("replay_timeout", 3, 3, reset),
+    assert [a for a in out if isinstance(a, RankLost)] == [
+        RankLost(RANK, 0, "replay_timeout", 1, 1, reset),
+        RankLost(RANK, 0, "replay_timeout", 3, 3, reset),
     ]
     assert delivered(out) == [2, 4]
     assert script.is_in(State.LIVE)
@@ -429,7 +436,7 @@ def test_endless_replies_without_progress_are_cut_off(monkeypatch: pytest.Monkey
     script = Script().joined(0)
     script.live(2)
     out = script.reply(*[0] * 60)
-    assert [action for action in out if isinstance(action, Drop)] != []
+    assert [action for action in out if isinstance(action, CloseReplay)] != []
     assert script.count["replay_flood"] == 1
 
 

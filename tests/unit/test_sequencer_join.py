@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvindex.subscribe.sequencer import Ask, Drop, State
+from kvindex.sequencer import AskReplay, CloseReplay, State
 from tests.unit.sequencer_script import TIMEOUT, Script, asked, batch, delivered, lost, restarts
 
 
 def test_replay_from_zero_is_asked_first_and_streams() -> None:
     script = Script()
-    assert script.connect() == [Ask(1, 0)]
+    assert script.connect() == [AskReplay(1, 0)]
     assert script.is_in(State.SYNCING)
     assert delivered(script.reply(0, 1)) == [0, 1]
-    assert script.end() == [Drop(1)]
+    assert script.end() == [CloseReplay(1)]
     assert script.is_in(State.LIVE)
     assert script.sequencer.complete
     assert (script.sequencer.seq, script.sequencer.next_seq) == (1, 2)
@@ -275,16 +275,9 @@ def test_end_of_a_probe_is_a_proof_of_life() -> None:
 def test_closed_sequencer_drops_its_request_and_stays_silent() -> None:
     script = Script()
     script.connect()
-    assert script.sequencer.close(1.0) == [Drop(1)]
+    assert script.sequencer.close(1.0) == [CloseReplay(1)]
     assert script.sequencer.close(1.0) == []
     assert script.live(0) == script.connect() == script.disconnect() == []
     assert script.sequencer.tick(99.0) == []
     assert script.sequencer.deadline is None
     assert script.is_in(State.CLOSED)
-
-
-def test_age_of_the_last_event() -> None:
-    script = Script()
-    assert script.sequencer.last_event_age(1.0) is None
-    script.joined(0)
-    assert script.sequencer.last_event_age(2.5) == 2.5

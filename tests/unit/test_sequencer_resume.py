@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvindex.subscribe.sequencer import Ask, Cursor, Drop, Restarted, State
-from tests.unit.sequencer_script import Script, asked, batch, delivered, lost, restarts
+from kvindex.sequencer import AskReplay, CloseReplay, Cursor, RankRestarted, State
+from tests.unit.sequencer_script import RANK, Script, asked, batch, delivered, lost, restarts
 
 
 def cursor_after(*seqs: int, **options: Any) -> Cursor:
@@ -77,11 +77,11 @@ def test_the_overlap_is_asked_for_and_only_what_is_missing_is_delivered() -> Non
     script = resumed(cursor_after(0, 1, 2))
     assert script.actions == []
     assert script.is_in(State.CONNECTING)
-    assert script.connect() == [Ask(1, 2)]
+    assert script.connect() == [AskReplay(1, 2)]
     assert script.is_in(State.SYNCING)
     assert delivered(script.reply(2, 3, 4)) == [3, 4]
     assert script.is_in(State.SYNCING)
-    assert script.end() == [Drop(1)]
+    assert script.end() == [CloseReplay(1)]
     assert script.is_in(State.LIVE)
     assert script.sequencer.complete
     assert script.count["resumed"] == 1
@@ -110,7 +110,7 @@ def test_a_publisher_that_was_started_anew_and_is_past_us_is_told_by_the_overlap
     script.connect()
     out = script.reply(batch(1, life=1))
     assert restarts(out) == ["overlap_differs"]
-    assert out == [Drop(1), Restarted(1, "overlap_differs"), Ask(2, 0)]
+    assert out == [CloseReplay(1), RankRestarted(RANK, 1, "overlap_differs"), AskReplay(2, 0)]
     again = script.reply(*(batch(seq, life=1) for seq in range(3)), end=True)
     assert delivered(again) == [(1, 0), (1, 1), (1, 2)]
     assert script.sequencer.complete
@@ -144,7 +144,7 @@ def test_a_silent_replay_endpoint_proves_nothing() -> None:
 
 def test_without_replay_all_is_dropped_at_once() -> None:
     script = resumed(cursor_after(0, 1), has_replay=False)
-    assert script.actions == [Restarted(1, "no_replay")]
+    assert script.actions == [RankRestarted(RANK, 1, "no_replay")]
     assert script.count["resumes_refused"] == script.count["refused_no_replay"] == 1
     script.connect()
     assert delivered(script.live(2)) == [2]
@@ -160,8 +160,8 @@ def test_a_cursor_that_the_caller_cannot_use_is_a_restart_and_then_a_join(
 ) -> None:
     script = Script()
     script.resume(cursor, refused=refused)
-    assert script.actions == [Restarted(epoch, refused or "no_cursor")]
-    assert script.connect() == [Ask(1, 0)]
+    assert script.actions == [RankRestarted(RANK, epoch, refused or "no_cursor")]
+    assert script.connect() == [AskReplay(1, 0)]
     assert delivered(script.reply(0, 1, end=True)) == [0, 1]
     assert script.sequencer.complete
 
@@ -182,7 +182,7 @@ def test_what_was_kept_over_a_loss_stays_flagged_and_is_not_kept_by_a_stricter_p
     assert again is not None
     assert again.kept_losses
     stricter = resumed(cursor, on_loss="reset")
-    assert stricter.actions == [Restarted(1, "kept_losses")]
+    assert stricter.actions == [RankRestarted(RANK, 1, "kept_losses")]
 
 
 def test_a_loss_that_dropped_everything_does_not_stand_in_the_way() -> None:
@@ -206,7 +206,7 @@ def test_epochs_are_counted_on() -> None:
     later = resumed(cursor)
     assert later.sequencer.epoch == 1
     later.connect()
-    assert later.reply(batch(0, life=2))[1] == Restarted(2, "overlap_differs")
+    assert later.reply(batch(0, life=2))[1] == RankRestarted(RANK, 2, "overlap_differs")
 
 
 def test_an_unproven_cursor_can_be_saved_again() -> None:

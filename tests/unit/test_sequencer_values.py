@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvindex.errors import ConfigurationError
-from kvindex.subscribe.held import Held, HeldBatch
-from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig, State
+from kvindex.sequencer import ReplayPolicy, SequencerConfig, State
+from kvindex.sequencer.held import Held, HeldBatch
 from tests.unit.sequencer_script import batch
 
 
@@ -54,11 +54,11 @@ def entry(seq: int, size: int = 10, *, confirmed: bool = False) -> HeldBatch:
 
 def test_held_is_sorted_and_bounded() -> None:
     held = Held(max_batches=2, max_bytes=100)
-    assert (held.first, held.last) == (None, None)
+    assert (held.first, held.highest) == (None, -1)
     assert held.add(entry(5))
     assert held.add(entry(3))
     assert not held.add(entry(4))
-    assert (held.first, held.last, len(held), held.size) == (3, 5, 2, 20)
+    assert (held.first, held.highest, len(held), held.size) == (3, 5, 2, 20)
     assert held.discard_below(5) == 1
     assert held.pop(5) is not None
     assert held.pop(5) is None
@@ -90,3 +90,28 @@ def test_only_a_later_replay_testifies_against_a_held_batch() -> None:
     assert (first.missed, second.missed) == (1, 0)
     assert held.start_of_run(3) == 1
     assert held.start_of_run(7) == 7
+
+
+def test_what_came_damaged_ends_a_hole_until_its_batch_comes() -> None:
+    held = Held(max_batches=2, max_bytes=100)
+    held.note_damaged(4, 1.0)
+    held.add(entry(6))
+    held.note_damaged(6, 2.0)  # held: there is nothing to repair
+    assert (held.first, held.hole_end, held.highest, held.waiting_since) == (6, 4, 6, 0.0)
+    assert held.is_damaged(4)
+    assert not held.is_damaged(6)
+    held.add(entry(4))
+    assert (held.hole_end, held.is_damaged(4), len(held)) == (4, False, 2)
+    held.dropped = 9
+    assert held.highest == 9
+    assert held.clear() == 2
+    assert (bool(held), held.highest, held.waiting_since) == (False, -1, None)
+
+
+def test_damaged_batches_are_remembered_within_a_bound() -> None:
+    held = Held(max_batches=2, max_bytes=100)
+    for seq in (5, 6, 7):
+        held.note_damaged(seq, 0.0)
+    assert held.highest == 6
+    held.forget_damaged(5)
+    assert (held.hole_end, held.highest) == (6, 6)

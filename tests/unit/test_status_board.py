@@ -8,7 +8,7 @@ import pytest
 
 from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.rank import Rank, Trust
-from kvindex.subscribe.state import State
+from kvindex.sequencer import State
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
 

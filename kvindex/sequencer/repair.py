@@ -1,13 +1,14 @@
-"""One repair: a row of replay requests for one purpose, and what they brought."""
+"""Replay: what is known of a publisher's replay endpoint, and the repair that is under way."""
 
 from __future__ import annotations
 
 import enum
 from random import Random
 
-from kvindex.subscribe.config import ReplayPolicy
+from kvindex.sequencer.applied import Applied
+from kvindex.sequencer.config import ReplayPolicy, SequencerConfig
 
-__all__ = ["Purpose", "Repair"]
+__all__ = ["Purpose", "Repair", "Replay"]
 
 MAX_REPLIES = 1_000_000
 """Replies to one request; a longer replay is cut and asked for again from where it stood."""
@@ -17,6 +18,63 @@ MAX_IDLE_REPLIES = 100_000
 
 MAX_IDLE_TIMEOUTS = 10
 """How many replay time-outs may pass with replies that bring nothing new."""
+
+MAX_PROBE_FACTOR = 8
+"""A replay endpoint that does not answer probes is probed this much more rarely."""
+
+
+class Replay:
+    """What is known of a publisher's replay endpoint, over all repairs. Owner: one sequencer.
+
+    Attributes:
+        exists: whether there is an endpoint.
+        keeps: whether the publisher keeps batches for replay; None until that has shown.
+        wanted: whether a replay must be asked after the current one, which began too early to show
+            what is missing.
+        requests: how many were made; the number of the latest.
+        unanswered: how many in a row, up to now, nothing answered.
+        quiet_since: when the stream last brought something, or a replay showed that it is whole.
+    """
+
+    def __init__(self, config: SequencerConfig, now: float) -> None:
+        self.exists = config.has_replay
+        self.keeps: bool | None = None
+        self.wanted = False
+        self.requests = 0
+        self.unanswered = 0
+        self.quiet_since = now
+        self._attempts = config.replay_policy.attempts
+        self._probe_interval = config.probe_interval
+        self._probe_factor = 1
+
+    @property
+    def usable(self) -> bool:
+        """Whether replay can help: there is an endpoint, and it did not prove to be empty."""
+        return self.exists and self.keeps is not False
+
+    @property
+    def probe_due(self) -> float:
+        """When a stream that misses nothing is to be checked for a lost tail."""
+        return self.quiet_since + self._probe_interval * self._probe_factor
+
+    @property
+    def trouble(self) -> str:
+        """Why replay cannot help at present, for people; empty while it may."""
+        if not self.exists:
+            return "no replay endpoint"
+        if self.unanswered >= self._attempts:
+            return f"the last {self.unanswered} replay requests were not answered"
+        return "the publisher keeps no batches for replay" if self.keeps is False else ""
+
+    def ended(self, now: float) -> None:
+        """Take note of a replay that came to its end."""
+        self.unanswered = 0
+        self.quiet_since = now
+        self._probe_factor = 1
+
+    def probe_rarely(self) -> None:
+        """Take note that it did not help: double the time between probes, up to a bound."""
+        self._probe_factor = min(MAX_PROBE_FACTOR, 2 * self._probe_factor)
 
 
 class Purpose(enum.Enum):
@@ -45,11 +103,10 @@ class Repair:
         replies: replies to the latest request.
         first_seq, highest_seq: what it brought, the damaged included; None if nothing yet.
         replied_at: time of its latest reply, or of the request itself.
-        progress: whether the next expected seq has advanced since the latest request.
         until_end: whether only the end of a replay can tell that nothing is missing.
     """
 
-    def __init__(self, purpose: Purpose, settings: ReplayPolicy) -> None:
+    def __init__(self, purpose: Purpose, policy: ReplayPolicy, applied: Applied) -> None:
         self.purpose = purpose
         self.asked = 0
         self.tries = 0
@@ -60,11 +117,17 @@ class Repair:
         self.first_seq: int | None = None
         self.highest_seq: int | None = None
         self.replied_at = 0.0
-        self.progress = False
         self.until_end = False
-        self._settings = settings
+        self._policy = policy
+        self._applied = applied
+        self._applied_before = applied.count
         self._idle_replies = 0
         self._advanced_at = 0.0
+
+    @property
+    def progress(self) -> bool:
+        """Whether batches were applied since the latest request."""
+        return self._applied.count != self._applied_before
 
     def ask(self, request: int, start_seq: int, now: float) -> None:
         """Begin a try."""
@@ -72,10 +135,10 @@ class Repair:
         self.tries += 1
         self.request = request
         self.start_seq = start_seq
-        self.due = now + self._settings.timeout
+        self.due = now + self._policy.timeout
         self.replies = 0
         self.first_seq = self.highest_seq = None
-        self.progress = False
+        self._applied_before = self._applied.count
         self.replied_at = self._advanced_at = now
         self._idle_replies = 0
 
@@ -83,7 +146,7 @@ class Repair:
         """Note a reply, good or damaged, to the open request."""
         self.replies += 1
         self.replied_at = now
-        self.due = now + self._settings.timeout
+        self.due = now + self._policy.timeout
         if self.first_seq is None:
             self.first_seq = seq
         if self.highest_seq is None or seq > self.highest_seq:
@@ -99,7 +162,7 @@ class Repair:
         return not (
             self.replies >= MAX_REPLIES
             or self._idle_replies >= MAX_IDLE_REPLIES
-            or now - self._advanced_at > MAX_IDLE_TIMEOUTS * self._settings.timeout
+            or now - self._advanced_at > MAX_IDLE_TIMEOUTS * self._policy.timeout
         )
 
     def close_try(self) -> None:
@@ -111,11 +174,11 @@ class Repair:
     @property
     def exhausted(self) -> bool:
         """Whether all tries without progress are used up."""
-        return self.tries >= self._settings.attempts
+        return self.tries >= self._policy.attempts
 
     def back_off(self, random: Random, now: float) -> None:
         """Set `due` to the next try: doubling from `backoff`, capped, less up to half of it."""
         # The exponent is bounded too: a float power of thousands of tries would overflow.
         doublings = min(max(self.tries - 1, 0), 60)
-        delay = min(self._settings.max_backoff, self._settings.backoff * 2.0**doublings)
+        delay = min(self._policy.max_backoff, self._policy.backoff * 2.0**doublings)
         self.due = now + delay * random.uniform(0.5, 1.0)

@@ -1,37 +1,83 @@
-"""What was delivered in the current epoch: the cursor that every decision starts from."""
+"""What was applied in the current epoch, and how sure it is whose it was."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from kvindex.subscribe.actions import Batch
-from kvindex.subscribe.cursor import Cursor
+import msgspec
 
-__all__ = ["Applied"]
+from kvindex.errors import ConfigurationError
+from kvindex.sequencer.values import MAX_SEQ, Batch
+
+__all__ = ["Applied", "Cursor"]
 
 
-class Applied:
-    """The cursor of one epoch. Owner: one sequencer.
+class Cursor(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a stream was applied: what a sequencer must know to go on from there.
 
     Attributes:
         epoch: restarts so far.
+        seq: the last batch applied.
+        ts: its timestamp, in seconds of the publisher's clock.
+        next_seq: the seq that must follow; above `seq` + 1 where a loss was declared.
+        complete: whether every batch from the publisher's first on was applied.
+        oldest_ts: batches older than this belong to an earlier epoch.
+        kept_losses: whether something was lost and what the rank held was kept nevertheless.
+        recent: fingerprints of the last batches applied, by seq; that of `seq` is among them.
+
+    Raises:
+        ConfigurationError: values that no sequencer can have had.
+    """
+
+    epoch: int
+    seq: int
+    ts: float
+    next_seq: int
+    complete: bool
+    oldest_ts: float
+    kept_losses: bool
+    recent: dict[int, int]
+
+    def __post_init__(self) -> None:
+        follows = 0 <= self.seq < self.next_seq <= MAX_SEQ + 1
+        known = self.seq in self.recent and min(self.recent) >= 0 and max(self.recent) == self.seq
+        whole = self.next_seq == self.seq + 1 and not self.kept_losses
+        if self.epoch < 0 or not follows or not known or (self.complete and not whole):
+            raise ConfigurationError(
+                f"no stream stands at epoch {self.epoch}, seq {self.seq}, next {self.next_seq}, "
+                f"{len(self.recent)} fingerprints, complete {self.complete}"
+            )
+
+
+class Applied:
+    """The batches applied so far, by what must be remembered of them. Owner: one sequencer.
+
+    Attributes:
+        epoch: restarts so far.
+        count: batches applied, over all epochs.
         seq, ts: the last batch applied; seq is None before the first one of the epoch.
         next_seq: the seq that must follow; None while the epoch may start anywhere.
         complete: whether every batch from the publisher's first on was applied.
         oldest_ts: batches older than this belong to an earlier epoch (unless replay has them).
         skipped: whether there was a loss in this epoch.
+        unproven: whether the connection broke since; another publisher may speak now.
+        start_in_doubt: whether the first batch of the epoch must come by replay: a live one may
+            be a straggler of another publisher.
     """
 
     def __init__(self, *, recent: int) -> None:
         self.epoch = 0
+        self.count = 0
         self.seq: int | None = None
         self.ts = -math.inf
         self.next_seq: int | None = None
         self.complete = False
         self.oldest_ts = -math.inf
         self.skipped = False
+        self.unproven = False
+        self.start_in_doubt = False
         self._recent: dict[int, int] = {}
         self._capacity = recent
 
@@ -49,11 +95,9 @@ class Applied:
         """Advance over `batch`, which must be the next one."""
         # Replay is believed against the clock: a lower ts there means that the clock was set back.
         self.oldest_ts = batch.ts if self.seq is None else min(self.oldest_ts, batch.ts)
-        self.seq = batch.seq
-        self.ts = batch.ts
-        self.next_seq = batch.seq + 1
-        self._recent[batch.seq] = batch.fingerprint
-        self._forget_oldest()
+        self.start_in_doubt = False
+        self._advance(batch.seq + 1, batch.ts)
+        self._remember([(batch.seq, batch.fingerprint)])
 
     def apply_run(self, timestamps: Sequence[float], fingerprints: Sequence[int]) -> None:
         """Advance over several batches, the next ones, none of them older than `oldest_ts`.
@@ -63,13 +107,17 @@ class Applied:
         assert self.seq is not None
         assert self.next_seq is not None
         first, end = self.next_seq, self.next_seq + len(fingerprints)
-        self.seq = end - 1
-        self.ts = timestamps[-1]
-        self.next_seq = end
-        self._recent.update(zip(range(first, end), fingerprints, strict=True))
-        self._forget_oldest()
+        self._advance(end, timestamps[-1], len(fingerprints))
+        self._remember(zip(range(first, end), fingerprints, strict=True))
 
-    def _forget_oldest(self) -> None:
+    def _advance(self, next_seq: int, ts: float, count: int = 1) -> None:
+        self.count += count
+        self.seq = next_seq - 1
+        self.next_seq = next_seq
+        self.ts = ts
+
+    def _remember(self, fingerprints: Iterable[tuple[int, int]]) -> None:
+        self._recent.update(fingerprints)
         excess = len(self._recent) - self._capacity
         if excess > 0:
             for seq in list(islice(self._recent, excess)):
@@ -95,7 +143,7 @@ class Applied:
             self.oldest_ts = math.nextafter(self.ts, math.inf)
         self.seq = None
         self.ts = -math.inf
-        self.skipped = False
+        self.skipped = self.unproven = self.start_in_doubt = False
         self.forget_start()
         self._recent.clear()
 
@@ -118,7 +166,7 @@ class Applied:
         )
 
     def resume(self, cursor: Cursor) -> None:
-        """Stand where the cursor says."""
+        """Stand where the cursor says, and wait for proof that the publisher is the same."""
         self.epoch = cursor.epoch
         self.seq = cursor.seq
         self.ts = cursor.ts
@@ -126,5 +174,5 @@ class Applied:
         self.complete = cursor.complete
         self.oldest_ts = cursor.oldest_ts
         self.skipped = cursor.kept_losses
-        self._recent = dict(sorted(cursor.recent.items()))
-        self._forget_oldest()
+        self.unproven = True
+        self._remember(sorted(cursor.recent.items()))

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-from kvindex.subscribe.repair import Repair
-from kvindex.subscribe.state import State
+from kvindex.sequencer.applied import Applied
+from kvindex.sequencer.held import Held
+from kvindex.sequencer.repair import Repair
+from kvindex.sequencer.values import State
 
 __all__ = ["explain"]
 
 
 def explain(
     state: State,
+    applied: Applied,
+    held: Held,
+    repair: Repair | None,
     *,
     now: float,
     alive_at: float,
-    next_seq: int | None,
-    first_held: int | None,
-    held: int,
-    unproven: bool,
-    repair: Repair | None,
     gap_due: float | None,
 ) -> str:
     """Return why a sequencer is not live and what it awaits; empty when it is live.
 
-    Examples:
-        >>> explain(State.REPAIRING, now=3.0, alive_at=2.9, next_seq=17, first_held=20, held=4,
-        ...         unproven=False, repair=None, gap_due=4.5)
-        'gap: waiting for 17..19 (3 batches), 4 held, no replay, given up in 1.5 s'
+    `alive_at` is when the publisher last gave a sign of life, `gap_due` when the hole in front is
+    given up where no replay can fill it.
     """
     if state is State.CONNECTING:
-        return "not connected" + ("" if next_seq is None else f", next seq {next_seq}")
+        return "not connected" + (
+            "" if applied.next_seq is None else f", next seq {applied.next_seq}"
+        )
     if state is State.CLOSED:
         return "closed"
     if state is State.STALE:
         return f"no proof of life for {now - alive_at:.1f} s"
     if state is State.LIVE:
-        if unproven:
+        if applied.unproven:
             return "reconnected: the next batch tells whether it is the same publisher"
         return ""
-    words = [_awaited(state, next_seq, first_held, unproven)]
-    if held:
-        words.append(f"{held} held")
+    words = [_awaited(state, applied, held.hole_end)]
+    if len(held):
+        words.append(f"{len(held)} held")
     if repair is not None:
         words.append(_progress(repair, now))
     elif gap_due is not None:
@@ -47,16 +47,17 @@ def explain(
     return ", ".join(words)
 
 
-def _awaited(state: State, next_seq: int | None, first_held: int | None, unproven: bool) -> str:
-    if unproven:
+def _awaited(state: State, applied: Applied, hole_end: int | None) -> str:
+    next_seq = applied.next_seq
+    if applied.unproven:
         return f"checking by replay that seq {(next_seq or 0) - 1} is still the same"
     if next_seq is None:
         return "joining: waiting for replay from 0"
     kind = "joining" if state is State.SYNCING else "gap"
-    if first_held is None or first_held <= next_seq:
+    if hole_end is None or hole_end <= next_seq:
         return f"{kind}: waiting for {next_seq} and what follows"
-    count = first_held - next_seq
-    return f"{kind}: waiting for {next_seq}..{first_held - 1} ({count} batches)"
+    count = hole_end - next_seq
+    return f"{kind}: waiting for {next_seq}..{hole_end - 1} ({count} batches)"
 
 
 def _progress(repair: Repair, now: float) -> str:
