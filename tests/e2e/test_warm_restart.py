@@ -184,7 +184,7 @@ def test_until_the_overlap_is_proven_a_restored_rank_is_syncing(path: Path) -> N
         save_of(engine, path=path)
         link.silence_replay()
         patient = ReplayPolicy(timeout=0.1, attempts=1000, backoff=0.01, max_backoff=0.02)
-        with client_of(worker_of(engine, link), resume=path, replay=patient) as client:
+        with client_of(worker_of(engine, link), resume=path, replay_policy=patient) as client:
             status = wait_status(client, RANK, state=State.SYNCING)
             assert "is still the same" in status.reason
             found = client.match(PROMPTS[0])[RANK]
