@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvindex.rank import Rank
-from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe import RankBatch, RankRemoved, StreamItem
+from kvindex.subscribe.outlet import Outlet
 
 RANK = Rank("engine", 0)
 
