@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-import warnings
 from collections.abc import Callable
 
 __all__ = ["in_child"]
@@ -18,9 +17,7 @@ def in_child(check: Callable[[], object]) -> int:
 
     A check fails by raising, or by returning False.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
-        pid = os.fork()
+    pid = os.fork()
     if pid == 0:
         code = 1
         try:

@@ -1,4 +1,4 @@
-"""Hypothesis profiles, which backend the run tests, and what its children inherit.
+"""Hypothesis profiles, how many processes run the tests, and what their children inherit.
 
 The profiles are "default" for every run, and "nightly" (HYPOTHESIS_PROFILE=nightly) for many.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,6 +42,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Start no workers for single files: that would take longer than most files do."""
+    paths = [Path(arg.split("::")[0]) for arg in config.args]
+    return 0 if all(path.is_file() for path in paths) else None  # None: one for each core
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -159,9 +158,7 @@ def test_a_child_that_is_forked_on_the_thread_ends_with_it(how: str) -> None:
 
     def fork(*_: object) -> None:
         if not children:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                children.append(os.fork())
+            children.append(os.fork())
             if not children[0]:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(int(PATIENCE))

@@ -36,7 +36,6 @@ def use(ring: ShmRingBuffer, connection: Connection) -> None:
         connection.send(repr(error))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_ring_is_used_by_a_process_that_it_is_passed_to(method: str) -> None:
     start: Any = multiprocessing.get_context(method)  # typeshed knows no Process of it

@@ -167,7 +167,9 @@ def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on
             assert subscriber.wait_for(lambda s: s[RANK].seq == last, PATIENCE)
             status = subscriber.status(RANK)
             assert (status.losses, status.restarts, status.complete) == (0, 0, True)
-            assert status.gaps >= 1, "nothing was dropped: the test does not test"
+            # Seen as a gap, or only by a probe where the last batches are among the dropped.
+            replayed = status.counters["replayed"]
+            assert replayed >= 1, "nothing was dropped: the test does not test"
 
 
 def test_store_with_an_unknown_parent_whose_parent_comes_later_counts_from_then_on() -> None:

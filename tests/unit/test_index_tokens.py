@@ -112,7 +112,6 @@ def test_signed_and_unsigned_buffers_of_one_value_agree(signed: str) -> None:
         ([1, 2, 3, 4.0], "float"),
         ([1, 2, None, 4], "NoneType"),
     ],
-    ids=str,
 )
 def test_what_is_no_prompt_is_refused_with_a_reason(refused: Any, why: str) -> None:
     with pytest.raises(TokenError, match=why):

@@ -483,9 +483,7 @@ def test_what_is_no_snapshot_is_refused_with_the_reason() -> None:
             assert refused(lambda some=some: read_snapshot(some)) == reason, some  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    "given", ["a", None, 5, [1], Path("a"), memoryview(bytes(8))[::2]], ids=str
-)
+@pytest.mark.parametrize("given", ["a", None, 5, [1], Path("a"), memoryview(bytes(8))[::2]])
 def test_what_cannot_be_bytes_is_refused_before_it_is_looked_at(given: Any) -> None:
     with pytest.raises(ConfigurationError, match="bytes"):
         Index.from_bytes(given)
