@@ -1,0 +1,172 @@
+"""What a user's program says to kvindex. It is type-checked, not run: by mypy and by pyright, both
+strict, against an installed kvindex (`.ci/run`).
+
+`assert_type` fails where a type got lost, also where it became `Any`.
+"""
+
+from __future__ import annotations
+
+import array
+import time
+from collections.abc import Mapping, Sequence
+
+import kvindex
+from kvindex import (
+    BlockStored,
+    Client,
+    ClosedError,
+    EventBatch,
+    EventPublisher,
+    EventPublisherFactory,
+    EventStream,
+    Index,
+    KVEventsConfig,
+    KVIndexError,
+    Match,
+    NotLiveError,
+    Rank,
+    RankMatch,
+    RankStatus,
+    State,
+    TokenError,
+    UnknownRankError,
+    Worker,
+    ZmqEventPublisher,
+    connect,
+)
+from kvindex.subscribe import RankBatch, RankLost, RankRestarted, StreamItem
+from kvindex.testing import FakeEngine
+from typing_extensions import assert_type
+
+WORKERS = [
+    Worker("vllm-0", "tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5657", dp_size=2),
+    Worker("vllm-1", ["tcp://10.0.0.2:5557"], topic="kv-events"),
+    Worker("sglang", {3: "tcp://10.0.0.3:5557"}),
+]
+
+
+# A router ----------------------------------------------------------------------------------------
+
+
+def route(client: Client, token_ids: Sequence[int]) -> Rank | None:
+    """Choose among the ranks that are live; prefer those that lack nothing."""
+    match = client.match(token_ids, lora="adapter", salt=None, media="GPU", ranks=["vllm-0/0"])
+    assert_type(match, Match)
+    assert_type(match.best, RankMatch | None)
+    for found in match:
+        assert_type(found, RankMatch)
+        assert_type(found.by_medium, dict[str, int])
+        if found.state == State.LIVE and found.complete:
+            return found.rank
+    first = match[Rank("vllm-0", 0)]
+    assert_type(first.tokens, int)
+    return match.best.rank if match.best is not None and len(match) > 0 else None
+
+
+def any_tokens(client: Client, index: Index) -> None:
+    """Pass prompts as whatever holds integers."""
+    data = array.array("i", [1, 2, 3])
+    for answer in (client.match([1, 2]), client.match(range(9)), client.match(data)):
+        assert_type(answer, Match)
+    assert_type(index.match(memoryview(data)), Match)
+    assert_type(client.match_many([[1, 2], [3]]), list[Match])
+    print(client.explain([1, 2, 3]))
+
+
+def run() -> int:
+    with connect(WORKERS, resume="state.kvindex") as client:
+        assert_type(client, Client)
+        try:
+            client.wait_live(timeout=5.0)
+        except NotLiveError as error:
+            print(error)
+            return 1
+        assert_type(client.ranks, tuple[Rank, ...])
+        client.add(Worker("vllm-2", "tcp://10.0.0.4:5557"))
+        client.remove("vllm-2")
+        client.wait_for(all_live, timeout=1.0)
+        try:
+            status = client.status("vllm-0/1")
+        except UnknownRankError:
+            return 2
+        assert_type(status, RankStatus)
+        assert_type(status.state, State)
+        assert_type(status.counters, dict[str, int])
+        assert_type(client.save("state.kvindex"), tuple[Rank, ...])
+        chosen = route(client, list(range(100)))
+        return 0 if chosen is None else chosen.dp_rank
+
+
+def all_live(statuses: Mapping[Rank, RankStatus]) -> bool:
+    return all(status.state is State.LIVE for status in statuses.values())
+
+
+# An index of one's own ---------------------------------------------------------------------------
+
+
+def mirror(stream: EventStream, index: Index) -> None:
+    """Apply the ordered events, and drop what a loss or a restart makes untrue."""
+    for item in stream:
+        if isinstance(item, RankBatch):
+            assert_type(item.batch, EventBatch)
+            index.apply(item.rank, item.batch)
+        elif isinstance(item, (RankLost, RankRestarted)):
+            assert_type(item.reason, str)
+            index.tree(item.rank).clear()
+
+
+def next_item(stream: EventStream) -> StreamItem | None:
+    try:
+        return stream.get(timeout=0.5)
+    except TimeoutError:
+        return None
+    except ClosedError:
+        raise SystemExit(1) from None
+
+
+def explain_refusal(index: Index, data: bytes) -> str:
+    try:
+        index.apply(Rank("a"), data)
+        index.match(["no", "tokens"])
+    except TokenError as error:
+        return f"not tokens: {error}"
+    except KVIndexError as error:
+        return str(error)
+    assert_type(len(index), int)
+    backend: str = kvindex.BACKEND
+    print(backend)
+    return ""
+
+
+# An engine ---------------------------------------------------------------------------------------
+
+
+class Logged(EventPublisher):
+    """A publisher of one's own."""
+
+    def publish(self, events: EventBatch) -> None:
+        print(events.ts, len(events.events))
+
+    def shutdown(self) -> None:
+        print("done")
+
+
+def publish() -> None:
+    EventPublisherFactory.register_publisher("logged", Logged)
+    stored = BlockStored(block_hashes=[1, b"2"], token_ids=[1, 2], block_size=2, medium="GPU")
+    batch = EventBatch(ts=time.time(), events=[stored])
+    with ZmqEventPublisher(0, endpoint="tcp://*:0", dialect="sglang-0.5.18") as publisher:
+        assert_type(publisher, ZmqEventPublisher)
+        publisher.publish(batch)
+    config = KVEventsConfig.from_cli('{"publisher": "logged"}')
+    with EventPublisherFactory.create(config, data_parallel_rank=0) as other:
+        assert_type(other, EventPublisher)
+        other.publish(batch)
+
+
+def try_the_router() -> None:
+    with FakeEngine("vllm-0") as engine:
+        with connect(Worker("vllm-0", engine.endpoint, replay=engine.replay_endpoint)) as client:
+            engine.serve(range(100))
+            client.wait_live(5.0)
+            assert route(client, range(100)) == Rank("vllm-0", 0)
