@@ -4,11 +4,15 @@ strict, against an installed kvindex (`.ci/run`).
 `assert_type` fails where a type got lost, also where it became `Any`.
 """
 
+# pyright: strict
+
 from __future__ import annotations
 
 import array
 import time
 from collections.abc import Mapping, Sequence
+
+from typing_extensions import assert_type
 
 import kvindex
 from kvindex import (
@@ -36,7 +40,6 @@ from kvindex import (
 )
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted, StreamItem
 from kvindex.testing import FakeEngine
-from typing_extensions import assert_type
 
 WORKERS = [
     Worker("vllm-0", "tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5657", dp_size=2),
