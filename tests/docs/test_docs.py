@@ -14,7 +14,7 @@ import pytest
 from kvindex.testing import FakeEngine
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SKETCH = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WORKER = re.compile(
