@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvindex.errors import SegmentError
-from kvindex.shm.ring import check_native
+from kvindex.ring.ring import check_native
 
 
 def _missing() -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvindex.errors import DecodeError
 from kvindex.rank import Rank
+from kvindex.ring import Buffer
 from kvindex.subscribe import (
     RankAdded,
     RankLost,
@@ -81,12 +82,8 @@ encode_message = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
 
 
-def decode_message(body: bytes) -> Message:
-    """Return the message that `encode_message` made bytes of.
-
-    Raises:
-        DecodeError: it did not.
-    """
+def decode_message(body: Buffer) -> Message:
+    """Return the message that `encode_message` made bytes of; raises DecodeError."""
     try:
         return _decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

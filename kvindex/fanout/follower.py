@@ -28,9 +28,9 @@ from kvindex.errors import (
     WriterDiedError,
 )
 from kvindex.fanout.copy import Copy
-from kvindex.fanout.entries import decode_message
+from kvindex.fanout.entries import Message, decode_message
 from kvindex.fanout.joining import Link, Membership, RefusedError
-from kvindex.shm import MsgpackCodec
+from kvindex.ring import Buffer
 from kvindex.subscribe import State
 from kvindex.subscribe.status_board import StatusBoard
 
@@ -198,14 +198,13 @@ class Follower:
 
     def _follow(self, membership: Membership) -> None:
         """Apply messages until there are no more."""
-        codec = MsgpackCodec()
+        receive = membership.receiver.receive
         while not self._stop.is_set():
             try:
-                body = membership.receiver.receive(codec, self._stale_after, self._stop, quiet=True)
+                message = receive(_decode, self._stale_after, self._stop, quiet=True)
             except QueueTimeoutError:
                 self._note_silence()
                 continue
-            message = decode_message(body)
             self.copy.apply(message)
             self._counters["messages"] += 1
             if self.trouble:  # it was silent, and is not any more
@@ -255,6 +254,10 @@ class Follower:
                 for status in self.copy.statuses.values()
             ]
         )
+
+
+def _decode(_: int, body: Buffer) -> Message:
+    return decode_message(body)
 
 
 def _close(follower: weakref.ref[Follower], pid: int) -> None:

@@ -33,8 +33,7 @@ from kvindex.fanout.frames import (
 )
 from kvindex.fanout.meeting_point import connect_to
 from kvindex.index import Index
-from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
-from kvindex.shm.receiver import RingReceiver
+from kvindex.ring import Buffer, RingReceiver, ShmRingBuffer, Waiting
 
 __all__ = ["Drain", "Link", "Membership", "RefusedError"]
 
@@ -139,16 +138,19 @@ class Drain:
         return self._bodies
 
     def _run(self) -> None:
-        codec = MsgpackCodec()
         size = 0
         try:
             while size < self._max_bytes and not self._cancel.is_set():
-                body = self._receiver.receive(codec, None, self._cancel, quiet=True)
+                body = self._receiver.receive(_copy, None, self._cancel, quiet=True)
                 self._bodies.append(body)
                 size += len(body)
         except Exception as error:
             if not self._cancel.is_set():
                 self._failure = error
+
+
+def _copy(_: int, body: Buffer) -> bytes:
+    return bytes(body)
 
 
 class Membership:

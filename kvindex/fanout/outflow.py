@@ -13,10 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvindex.errors import QueueTimeoutError
-from kvindex.shm import ShmRingBuffer, Waiting
-from kvindex.shm.messages import RAW, fragments
-from kvindex.shm.ring import RingHandle
-from kvindex.shm.sender import RingSender
+from kvindex.ring import RAW, RingHandle, RingSender, ShmRingBuffer, Waiting, fragments
 
 __all__ = ["Allowance", "Outflow"]
 

@@ -22,7 +22,7 @@ from kvindex.forks import Fork, prepare_forks
 from kvindex.index import Index
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
-from kvindex.shm.ring import check_native
+from kvindex.ring import check_native
 from kvindex.subscribe import RankStatus, State
 from kvindex.subscribe.status_board import StatusBoard
 

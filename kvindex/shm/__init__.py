@@ -22,6 +22,7 @@ from kvindex.errors import (
     WaitCancelledError,
     WriterDiedError,
 )
+from kvindex.ring import ShmRingBuffer, Waiting
 from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
@@ -29,8 +30,6 @@ from kvindex.shm.groups.torch_group import TorchProcessGroup
 from kvindex.shm.handle import Handle
 from kvindex.shm.queue import MessageQueue
 from kvindex.shm.remote.keys import CurveReader, CurveServer
-from kvindex.shm.ring import ShmRingBuffer
-from kvindex.shm.waiting import Waiting
 
 __all__ = [
     "ClosedError",

@@ -9,12 +9,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from kvindex.errors import ConfigurationError
+from kvindex.ring import Layout, Waiting, check_policy
 from kvindex.shm.codec import Codec, choose_codec
 from kvindex.shm.handle import Handle
-from kvindex.shm.layout import Layout
 from kvindex.shm.remote.keys import CurveReader, CurveServer
-from kvindex.shm.sender import check_policy
-from kvindex.shm.waiting import Waiting
 
 __all__ = [
     "check_cancel",

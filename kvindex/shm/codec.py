@@ -1,27 +1,43 @@
-"""How an object becomes a message, and back.
+"""How an object becomes a message's body, and back.
 
 msgpack by default: what a stranger's bytes can do there is be refused. pickle runs what it is
 told to, so it has to be asked for by name, on both sides.
 
 Large buffers need not pass through the encoder: wrap them in `pickle.PickleBuffer`, and with either
 codec they go straight into the chunk, and come back as `bytearray` (with pickle, inside whatever
-they were part of: numpy arrays do this by themselves).
+they were part of: numpy arrays do this by themselves). Such a body begins with the count of buffers
+(u32) and the length of the encoded object and of each buffer (u64), all little-endian.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from kvindex.errors import ConfigurationError, DecodeError, EncodeError
+from kvindex.ring import RAW, Buffer
 
-__all__ = ["Buffer", "Codec", "MsgpackCodec", "PickleCodec", "choose_codec"]
+__all__ = [
+    "BUFFERS",
+    "ENCODED",
+    "Codec",
+    "MsgpackCodec",
+    "PickleCodec",
+    "body_of",
+    "choose_codec",
+    "decoder_of",
+]
 
-Buffer = bytes | bytearray | memoryview
+ENCODED, BUFFERS = 1, 2
+"""Kinds of messages beside `RAW`: an encoded object, and one with buffers beside it."""
 
+_COUNT = struct.Struct("<I")
+_MAX_BUFFERS = 1 << 16
+_WORTH_A_BUFFER = 4096  # bytes from which copying twice costs more than keeping an entry for it
 _BUFFER = 1  # the msgpack extension that stands for an out-of-band buffer, its number inside
 
 
@@ -137,9 +153,6 @@ class PickleCodec:
             raise DecodeError(f"not a message in pickle: {error!r}", size=len(data)) from error
 
 
-_WORTH_A_BUFFER = 4096  # bytes from which copying twice costs more than keeping an entry for it
-
-
 def choose_codec(codec: str | Codec) -> Codec:
     """Return the codec of that name, or the one given.
 
@@ -153,3 +166,60 @@ def choose_codec(codec: str | Codec) -> Codec:
     if isinstance(codec, str) or not all(hasattr(codec, a) for a in ("name", "encode", "decode")):
         raise ConfigurationError(f'codec must be "msgpack", "pickle" or a Codec, not {codec!r}')
     return codec
+
+
+def body_of(obj: Any, codec: Codec) -> tuple[int, Buffer | list[Buffer], int]:
+    """Return an object's kind, its body as a buffer or as several, and the body's length.
+
+    Raises:
+        EncodeError: the codec cannot carry the object.
+    """
+    if type(obj) is bytes:
+        return RAW, obj, len(obj)
+    data, buffers = codec.encode(obj)
+    if not buffers:
+        return ENCODED, data, len(data)
+    if len(buffers) > _MAX_BUFFERS:
+        raise EncodeError(f"{len(buffers)} buffers in a message: at most {_MAX_BUFFERS}")
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    lengths = [len(data), *map(len, views)]
+    head = _COUNT.pack(len(views)) + struct.pack(f"<{len(lengths)}Q", *lengths)
+    parts: list[Buffer] = [head, data, *views]
+    return BUFFERS, parts, len(head) + sum(lengths)
+
+
+def decoder_of(codec: Codec) -> Callable[[int, Buffer], Any]:
+    """Return what makes an object of a kind and a body, of which it keeps nothing.
+
+    It raises DecodeError if the body is not what its kind says.
+    """
+
+    def decode(kind: int, body: Buffer) -> Any:
+        if kind == ENCODED:
+            return codec.decode(body, ())
+        if kind == RAW:
+            return body if type(body) is bytes else bytes(body)
+        if kind == BUFFERS:
+            return codec.decode(*_split(memoryview(body)))
+        raise DecodeError(f"a message of unknown kind {kind}", size=len(body))
+
+    return decode
+
+
+def _split(body: memoryview) -> tuple[memoryview, list[bytearray]]:
+    """Return the encoded object and copies of the buffers beside it."""
+    size = len(body)
+    if size < _COUNT.size:
+        raise DecodeError("a message with buffers that does not say how many", size=size)
+    (count,) = _COUNT.unpack_from(body)
+    start = _COUNT.size + 8 * (count + 1)
+    if count > _MAX_BUFFERS or start > size:
+        raise DecodeError(f"a message of {size} bytes with {count} buffers", size=size)
+    lengths = struct.unpack_from(f"<{count + 1}Q", body, _COUNT.size)
+    if start + sum(lengths) != size:
+        raise DecodeError(f"buffers of {sum(lengths)} bytes in a message of {size}", size=size)
+    parts: list[memoryview] = []
+    for length in lengths:
+        parts.append(body[start : start + length])
+        start += length
+    return parts[0], [bytearray(part) for part in parts[1:]]

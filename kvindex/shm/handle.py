@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvindex.errors import ConfigurationError, DecodeError
-from kvindex.shm.ring import RingHandle
+from kvindex.ring import RingHandle
 
 __all__ = ["Handle"]
 

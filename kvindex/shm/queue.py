@@ -9,20 +9,16 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from kvindex.errors import EncodeError, InUseError, ReaderDiedError
+from kvindex.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
+from kvindex.ring import DeadReaderPolicy, Waiting
 from kvindex.shm import arguments
-from kvindex.shm.codec import Codec
-from kvindex.shm.ends import ReadingEnd, Receiver, Sender, WritingEnd, WrongEnd
+from kvindex.shm.codec import Codec, body_of, decoder_of
+from kvindex.shm.ends import ReadingEnd, WritingEnd, open_reading_end, open_writing_end
 from kvindex.shm.groups.settling import reader_options
 from kvindex.shm.groups.sharing import share_one_queue, share_queues_to_one
 from kvindex.shm.handle import Handle
-from kvindex.shm.messages import body_of
-from kvindex.shm.opening import open_reading_end, open_writing_end
 from kvindex.shm.remote.keys import CurveReader, CurveServer
-from kvindex.shm.sender import DeadReaderPolicy
 from kvindex.shm.turn import IN_USE
-from kvindex.shm.unread import open_unread_end
-from kvindex.shm.waiting import Waiting
 
 __all__ = ["MessageQueue"]
 
@@ -73,10 +69,6 @@ class MessageQueue:
         {'rank': 0, 'seq': 7}
     """
 
-    _writing: WritingEnd
-    _sender: Sender
-    _receiver: Receiver
-
     def __init__(
         self,
         n_reader: int,
@@ -105,15 +97,14 @@ class MessageQueue:
             "remote_window": remote_window,
         }
         arguments.check_writing(**options)
-        self._writing, handle = (
-            open_writing_end(n_reader, ranks, connect_ip=connect_ip, codec=chosen, **options)
-            if n_reader
-            else open_unread_end(chosen, max_message_bytes)
+        writing, handle = open_writing_end(
+            n_reader, ranks, connect_ip=connect_ip, codec=chosen, **options
         )
         self._view_bytes = min(max_chunk_bytes, max_message_bytes)
-        self._sender = self._writing.sender
-        self._receiver = WrongEnd("this end writes; readers are made by create_from_handle")
-        self._set_up(self._writing, handle, chosen)
+        self._set_up(writing, handle, chosen)
+        self._writing = writing
+        self._sender = writing.sender
+        self._receiver: Any = _WrongEnd("this end writes; readers are made by create_from_handle")
 
     @staticmethod
     def create_from_handle(
@@ -145,16 +136,18 @@ class MessageQueue:
         chosen = arguments.checked_codec(codec)
         queue = MessageQueue.__new__(MessageQueue)
         reading = open_reading_end(handle, rank, chosen, waiting or Waiting(), curve)
-        queue._receiver = reading.receiver
-        queue._writing = queue._sender = WrongEnd("this end reads; only the queue's maker writes")
         queue._set_up(reading, handle, chosen)
+        queue._receiver = reading.receiver
+        wrong: Any = _WrongEnd("this end reads; only the queue's maker writes")
+        queue._writing = queue._sender = wrong
         return queue
 
     def _set_up(self, end: WritingEnd | ReadingEnd, handle: Handle, codec: Codec) -> None:
         self._end = end
-        self._is_writer = end is self._writing
+        self._is_writer = isinstance(end, WritingEnd)
         self._handle = handle
         self._codec = codec
+        self._decode = decoder_of(codec)
         self._max_message_bytes = handle.max_message_bytes
         self._messages = 0  # sent
         # Other threads are kept out by the lock, and a signal's handler, which runs in the thread
@@ -281,7 +274,7 @@ class MessageQueue:
             self._in_call = True
             if cancel is not None:
                 arguments.check_cancel(cancel)
-            return self._receiver.receive(self._codec, timeout, cancel, quiet=indefinite)
+            return self._receiver.receive(self._decode, timeout, cancel, quiet=indefinite)
         finally:
             self._in_call = False
             self._user.release()
@@ -458,3 +451,13 @@ class MessageQueue:
             blocking=blocking,
             timeout=timeout,
         )
+
+
+class _WrongEnd:
+    """What a queue has in place of the end that it is not: every use is refused, and why."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigurationError(self._why)

@@ -17,8 +17,8 @@ from kvindex.errors import (
     QueueTimeoutError,
     ReaderEvictedError,
 )
+from kvindex.ring.receiver import RingReceiver
 from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
-from kvindex.shm.receiver import RingReceiver
 from tests.native_ring import needs_ring
 
 pytestmark = needs_ring

@@ -19,8 +19,8 @@ from kvindex.errors import (
     QueueTimeoutError,
     ReaderEvictedError,
 )
+from kvindex.ring import RingSender
 from kvindex.shm import CurveServer, Handle, MessageQueue, PickleCodec, Waiting
-from kvindex.shm.writing import LocalWritingEnd
 from tests.e2e.remote_peers import DEADLINE
 from tests.native_ring import needs_ring
 
@@ -163,9 +163,9 @@ def test_a_close_that_is_interrupted_at_the_local_readers_still_tells_the_remote
 ) -> None:
     writer = MessageQueue(2, 1, connect_ip="127.0.0.1")
     handle = writer.export_handle()
-    close = LocalWritingEnd.close
+    close = RingSender.close
 
-    def interrupted(end: LocalWritingEnd) -> None:
+    def interrupted(end: RingSender) -> None:
         close(end)
         raise KeyboardInterrupt
 
@@ -174,7 +174,7 @@ def test_a_close_that_is_interrupted_at_the_local_readers_still_tells_the_remote
         MessageQueue.create_from_handle(handle, 1) as remote,
     ):
         writer.wait_until_ready(DEADLINE)
-        monkeypatch.setattr(LocalWritingEnd, "close", interrupted)
+        monkeypatch.setattr(RingSender, "close", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.close()
         with pytest.raises(QueueClosedError):

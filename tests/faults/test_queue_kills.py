@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from kvindex.errors import QueueTimeoutError, ReaderDiedError, WriterDiedError
+from kvindex.ring.segment import sweep
 from kvindex.shm import Handle, MessageQueue, Waiting
-from kvindex.shm.segment import sweep
 from tests.e2e.queue_peers import (
     DEADLINE,
     Nursery,

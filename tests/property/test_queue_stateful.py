@@ -16,10 +16,11 @@ from hypothesis.stateful import (
 )
 
 from kvindex.errors import QueueClosedError, QueueTimeoutError, ReaderEvictedError
+from kvindex.ring.messages import RAW
+from kvindex.ring.receiver import RingReceiver
+from kvindex.ring.sender import RingSender
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
-from kvindex.shm.messages import RAW
-from kvindex.shm.receiver import RingReceiver
-from kvindex.shm.sender import RingSender
+from kvindex.shm.codec import decoder_of
 from tests.native_ring import needs_ring
 
 pytestmark = needs_ring
@@ -58,7 +59,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.ring = ShmRingBuffer(PLACES, chunk_bytes, chunks)
         self.sender = RingSender(self.ring, reserved=reserved, waiting=WAITING)
         self.reserved = set(reserved)
-        self.codec = MsgpackCodec()
+        self.decode = decoder_of(MsgpackCodec())
         self.messages: list[bytes] = []
         self.made = 0
         self.readers: dict[int, Reader] = {}
@@ -143,7 +144,7 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(count):
             expected = self.expected(reader)
             try:
-                got = reader.receiver.receive(self.codec, 0.0)
+                got = reader.receiver.receive(self.decode, 0.0)
             except QueueTimeoutError:
                 assert expected is None
                 assert not reader.evicted
@@ -260,9 +261,9 @@ class QueueMachine(RuleBasedStateMachine):
     def check_drained(self, reader: Reader) -> None:
         rest = self.messages[reader.position :] if reader.position is not None else []
         for expected in rest:
-            assert reader.receiver.receive(self.codec, 0.0) == expected
+            assert reader.receiver.receive(self.decode, 0.0) == expected
         with pytest.raises(QueueClosedError):
-            reader.receiver.receive(self.codec, 0.0)
+            reader.receiver.receive(self.decode, 0.0)
 
 
 def test_each_reader_sees_exactly_the_messages_from_its_start_on_each_once() -> None:

@@ -23,12 +23,13 @@ ALLOWED: dict[str, set[str]] = {
     "subscribe": {"sequencer", "curve", "rank_lookup", "errors", "rank", "wire", "forks"},
     "index": {"rank_lookup", "errors", "rank", "wire", "backend", "_native"},
     "publish": {"curve", "errors", "wire"},
-    "shm": {"errors", "backend", "_native"},
+    "ring": {"errors", "_native"},
+    "shm": {"errors", "ring"},
     "saved_state": {"errors", "rank", "index", "subscribe"},
     "answering": {"rank_lookup", "errors", "rank", "index", "subscribe"},
     "client": {"rank_lookup", "errors", "rank", "index", "subscribe", "saved_state", "answering"},
     "fanout": {"errors", "rank", "rank_lookup", "forks", "index", "subscribe", "client"}
-    | {"answering", "shm"},
+    | {"answering", "ring"},
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"},
     "cli": {
         "kvindex",
@@ -94,6 +95,13 @@ def test_parts_import_no_private_names_of_each_other() -> None:
                 for alias in node.names:
                     private = alias.name.startswith("_")
                     assert not private, f"{path} ({part}) imports {node.module}.{alias.name}"
+
+
+def test_the_ring_is_used_by_its_public_names() -> None:
+    for path, part in modules().items():
+        for module in imports(path):
+            inside = module.startswith("kvindex.ring.")
+            assert part == "ring" or not inside, f"{path} imports {module}"
 
 
 def test_all_is_sorted_and_complete() -> None:

@@ -51,7 +51,7 @@ MAKER = 0
 def check_platform() -> None:
     """Raise SegmentError where shared memory with such locks is not to be had."""
     if _SET == -1 or not os.path.isdir(_FOLDER):
-        raise SegmentError(f"kvindex.shm needs Linux: {_FOLDER} and open-file-description locks")
+        raise SegmentError(f"shared memory needs Linux: {_FOLDER} and open-file-description locks")
 
 
 class Segment:

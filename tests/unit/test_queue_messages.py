@@ -12,18 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.errors import ConfigurationError, DecodeError, EncodeError, KVIndexError
-from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec, choose_codec
-from kvindex.shm.messages import (
+from kvindex.ring.messages import CONTINUED, LENGTH_BYTES, MORE, RAW, Assembly, fragments
+from kvindex.shm.codec import (
     BUFFERS,
-    CONTINUED,
     ENCODED,
-    LENGTH_BYTES,
-    MORE,
-    RAW,
-    Assembly,
+    Codec,
+    MsgpackCodec,
+    PickleCodec,
     body_of,
-    decode,
-    fragments,
+    choose_codec,
+    decoder_of,
 )
 
 MOST = 1000
@@ -31,6 +29,10 @@ MOST = 1000
 
 def first(total: int, data: bytes = b"") -> bytes:
     return struct.pack("<Q", total) + data
+
+
+def decode(kind: int, body: Any, codec: Codec) -> Any:
+    return decoder_of(codec)(kind, body)
 
 
 def joined(parts: list[Any]) -> bytes:

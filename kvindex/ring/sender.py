@@ -8,17 +8,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from kvindex.errors import (
-    ClosedError,
-    ConfigurationError,
-    QueueTimeoutError,
-    ReaderDiedError,
-)
-from kvindex.shm.codec import Buffer
-from kvindex.shm.layout import CLOSED, READY, SlotState
-from kvindex.shm.messages import LENGTH_BYTES, RAW, fragments
-from kvindex.shm.ring import CLOSED_END, ShmRingBuffer, closed_party, parents_party
-from kvindex.shm.waiting import Patience, Waiting
+from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError, ReaderDiedError
+from kvindex.ring.layout import CLOSED, READY, SlotState
+from kvindex.ring.messages import LENGTH_BYTES, RAW, Buffer, fragments
+from kvindex.ring.ring import CLOSED_END, ShmRingBuffer, closed_party, parents_party
+from kvindex.ring.waiting import Patience, Waiting
 
 __all__ = ["DeadReaderPolicy", "RingSender", "check_dead", "check_policy"]
 
@@ -75,7 +69,6 @@ class RingSender:
         self.ring = ring
         self._chunk_bytes = ring.layout.max_chunk_bytes
         self._waiting = waiting
-        self._spin = waiting.spin
         self._on_dead_reader = on_dead_reader
         self._ranks = ranks or range(ring.layout.n_reader)
         self._dead: list[int] = []  # ranks that were removed, and are to be raised
@@ -86,18 +79,13 @@ class RingSender:
         for slot in reserved:
             self._party.reserve(slot)
 
-    @property
-    def seq(self) -> int:
-        """The number of the next chunk; chunks are counted from 0."""
-        return self._party.seq
-
     def send(
         self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
     ) -> None:
         """Publish a message to every reader.
 
         Args:
-            kind: of the message.
+            kind: of the message, 0 to 15.
             body: its bytes, in one buffer or several; free again when this returns.
             size: their number.
             timeout: longest wait for room in seconds.
@@ -113,11 +101,10 @@ class RingSender:
         self._party.admit()
         if size > self._chunk_bytes:
             patience = Patience(self._waiting, timeout)
-            end = self._put_beginning(kind, body, size, timeout, patience)
-            self._put(*end, timeout, patience)
+            self._put(*self._put_beginning(kind, body, size, patience), patience)
             self._counters["fragments"] += 1
         elif not self._party.write(kind, body, 0.0, 0.0):
-            self._put(kind, body, timeout)
+            self._put(kind, body, Patience(self._waiting, timeout))
         if self._dead:
             check_dead(self.take_dead())
 
@@ -136,10 +123,10 @@ class RingSender:
         patience = Patience(self._waiting, timeout)
         self._party.admit()
         if size > self._chunk_bytes:
-            kind, body = self._put_beginning(kind, body, size, timeout, patience)
-        self._wait_room(timeout, patience)
+            kind, body = self._put_beginning(kind, body, size, patience)
+        self._wait_room(patience)
         yield
-        self._put(kind, body, timeout)
+        self._put(kind, body, patience)
         self._counters["fragments"] += size > self._chunk_bytes
 
     @contextmanager
@@ -150,25 +137,22 @@ class RingSender:
         """
         self._check_open()
         self._party.admit()
-        self._wait_room(timeout, Patience(self._waiting, timeout))
+        self._wait_room(Patience(self._waiting, timeout))
         with self.ring.get_data(self._party.index) as data, data[:length] as view:
             yield view
             self._party.publish(RAW, length)
 
-    def wait_attached(self, patience: Patience, timeout: float | None) -> None:
-        """Return once every reserved place has its reader.
-
-        Raises:
-            QueueTimeoutError: some did not come in time.
-        """
+    def wait_attached(self, timeout: float | None) -> None:
+        """Return once every reserved place has its reader; QueueTimeoutError names the others."""
         self._check_open()
+        patience = Patience(self._waiting, timeout)
         while not self._party.wait_attached(patience.slice()):
             self._check_open()
             missing = self._named(self._slots(SlotState.RESERVED))
             if missing and patience.exhausted:
                 raise QueueTimeoutError(
                     f"the readers {missing} did not attach in {timeout:g} s",
-                    timeout=timeout or 0.0,
+                    timeout=patience.timeout,
                 )
             patience.warn(f"the readers {missing} to attach")
         self._party.admit()
@@ -209,11 +193,10 @@ class RingSender:
 
     def statistics(self) -> dict[str, int]:
         """Return how many chunks were published, waits were slept, and readers removed."""
+        names = ("fragments", "readers_removed", "readers_evicted")
         return {
             "chunks": self._party.seq,
-            "fragments": self._counters["fragments"],
-            "readers_removed": self._counters["readers_removed"],
-            "readers_evicted": self._counters["readers_evicted"],
+            **{name: self._counters[name] for name in names},
             **self._party.statistics(),
         }
 
@@ -231,60 +214,42 @@ class RingSender:
         self.ring.close()
 
     def _put_beginning(
-        self,
-        kind: int,
-        body: Buffer | Sequence[Buffer],
-        size: int,
-        timeout: float | None,
-        patience: Patience,
+        self, kind: int, body: Buffer | Sequence[Buffer], size: int, patience: Patience
     ) -> tuple[int, Sequence[Buffer]]:
         """Publish a long message's fragments but for the last, which is returned."""
         parts = [body] if isinstance(body, bytes | bytearray | memoryview) else body
         pieces = fragments(kind, parts, size, self._chunk_bytes)
         piece = next(pieces)
         for following in pieces:
-            self._put(*piece, timeout, patience)
+            self._put(*piece, patience)
             self._counters["fragments"] += 1
             piece = following
         return piece
 
-    def _wait_room(self, timeout: float | None, patience: Patience) -> None:
+    def _wait_room(self, patience: Patience) -> None:
         """Return once the next chunk can be written; it stays so."""
-        if self._party.wait(0.0, 0.0):
-            return
-        spin = self._spin if timeout is None else min(self._spin, timeout)
-        while not self._party.wait(spin, patience.slice()):
-            self._look_around(patience, timeout)
+        while not self._party.wait(patience.spin, patience.slice()):
+            self._look_around(patience)
 
-    def _put(
-        self,
-        kind: int,
-        body: Buffer | Sequence[Buffer],
-        timeout: float | None,
-        patience: Patience | None = None,
-    ) -> None:
-        if self._party.write(kind, body, 0.0, 0.0):
-            return
-        patience = patience or Patience(self._waiting, timeout)
-        spin = self._spin if timeout is None else min(self._spin, timeout)
-        while not self._party.write(kind, body, spin, patience.slice()):
-            self._look_around(patience, timeout)
+    def _put(self, kind: int, body: Buffer | Sequence[Buffer], patience: Patience) -> None:
+        while not self._party.write(kind, body, patience.spin, patience.slice()):
+            self._look_around(patience)
 
-    def _look_around(self, patience: Patience, timeout: float | None) -> None:
+    def _look_around(self, patience: Patience) -> None:
         """Between two waits for room: see what could keep it from ever coming."""
         self._check_open()
         awaited = self._party.awaited()
         dead = self._remove(awaited)
-        awaited = self._named(slot for slot in awaited if slot not in dead)
+        late = self._named(slot for slot in awaited if slot not in dead)
         if self._on_dead_reader == "raise":
             self._dead += self._named(dead)
-        if awaited and patience.exhausted:
+        if late and patience.exhausted:
             raise QueueTimeoutError(
-                f"no room in the ring for {timeout:g} s: the readers {awaited} are "
+                f"no room in the ring for {patience.timeout:g} s: the readers {late} are "
                 f"{self.ring.layout.max_chunks} chunks behind",
-                timeout=timeout or 0.0,
+                timeout=patience.timeout,
             )
-        patience.warn(f"the readers {awaited} to read")
+        patience.warn(f"the readers {late} to read")
 
     def _remove(self, slots: Sequence[int]) -> list[int]:
         dead = [

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvindex.errors import ConfigurationError, SegmentError
-from kvindex.shm import ShmRingBuffer
-from kvindex.shm.layout import (
+from kvindex.ring.layout import (
     HEADER_BYTES,
     KIND,
     LENGTH,
@@ -23,6 +22,7 @@ from kvindex.shm.layout import (
     Layout,
     SlotState,
 )
+from kvindex.shm import ShmRingBuffer
 from tests.native_ring import needs_ring
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def test_a_place_has_one_living_reader() -> None:
                 second.reader(1)
             assert second.reader_lives(1)
             assert not second.reader_lives(0)
-            first.leave(1)
+            first.close()
             second.reader(1)
 
 

@@ -45,18 +45,18 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Patience:
-    """One wait: how long it may still take, and when to warn. Belongs to one call.
+    """One call's waiting: how long it may still take, and when to warn (never if `quiet`).
 
-    Args:
-        waiting: the party's settings.
-        timeout: longest wait in seconds; None waits for ever.
-        quiet: never warn.
+    Attributes:
+        timeout: longest wait in seconds, for an error; 0 if there is none.
+        spin: longest spinning in one wait, in seconds.
     """
 
     def __init__(self, waiting: Waiting, timeout: float | None, *, quiet: bool = False) -> None:
         if timeout is not None and timeout != timeout:
             raise ConfigurationError("timeout must be seconds or None, not NaN")
-        self.timeout = timeout or 0.0  # for an error
+        self.timeout = timeout or 0.0
+        self.spin = waiting.spin if timeout is None else min(waiting.spin, timeout)
         self._look = waiting.look
         self._warn_after = waiting.warn_after
         self._started = time.monotonic()

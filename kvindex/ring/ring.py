@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvindex.errors import ClosedError, ConfigurationError, SegmentError
-from kvindex.shm.layout import Layout
-from kvindex.shm.segment import MAKER, Segment, check_platform
+from kvindex.ring.layout import Layout
+from kvindex.ring.segment import MAKER, Segment, check_platform
 
 if TYPE_CHECKING:
     from kvindex._native import RingReader, RingWriter
@@ -171,10 +171,6 @@ class ShmRingBuffer:
     def writer_lives(self) -> bool:
         """Return whether the maker, in another mapping, lives. A system call."""
         return self.segment.lives(MAKER)
-
-    def leave(self, slot: int) -> None:
-        """Give a place's lock back, for another reader to take it."""
-        self.segment.drop(_lock_of(slot))
 
     def close(self) -> None:
         """Unmap it, and unlink it if it was made here. Idempotent."""

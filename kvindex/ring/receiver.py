@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,17 +18,18 @@ from kvindex.errors import (
     WaitCancelledError,
     WriterDiedError,
 )
-from kvindex.shm.codec import Buffer, Codec
-from kvindex.shm.layout import CLOSED, READY
-from kvindex.shm.messages import CONTINUED, MORE, Assembly, decode
-from kvindex.shm.ring import CLOSED_END, ShmRingBuffer, closed_party, parents_party
-from kvindex.shm.waiting import Patience, Waiting
+from kvindex.ring.layout import CLOSED, READY
+from kvindex.ring.messages import CONTINUED, MORE, Assembly, Buffer
+from kvindex.ring.ring import CLOSED_END, ShmRingBuffer, closed_party, parents_party
+from kvindex.ring.waiting import Patience, Waiting
 
 __all__ = ["RingReceiver"]
 
 # Bytes that are copied out at once; more are decoded where they are. A copy of this many takes
 # about as long as asking twice.
 _COPIED = 32 << 10
+
+Decode = Callable[[int, Buffer], Any]
 
 
 class RingReceiver:
@@ -63,16 +64,16 @@ class RingReceiver:
 
     def receive(
         self,
-        codec: Codec,
+        decode: Decode,
         timeout: float | None,
         cancel: threading.Event | None = None,
         *,
         quiet: bool = False,
     ) -> Any:
-        """Return the next message's object.
+        """Return what `decode` makes of the next message's kind and body.
 
         Args:
-            codec: what decodes it.
+            decode: must keep nothing of the body, unless that is bytes.
             timeout: longest wait in seconds; None waits for ever.
             cancel: ends the wait when set, within the `look` of the settings.
             quiet: never warn of a long wait.
@@ -84,7 +85,7 @@ class RingReceiver:
             ReaderEvictedError: the writer took this reader off.
             WaitCancelledError: `cancel` was set.
             ClosedError: this end was closed.
-            DecodeError: the message is not one of this codec; it counts as read.
+            DecodeError: from `decode`; the message counts as read.
             SegmentError: the ring's memory is damaged.
         """
         if self._closed:
@@ -98,17 +99,17 @@ class RingReceiver:
                 got = self._read(_COPIED, self._spin, self._look)
             if got is None:
                 patience = Patience(self._waiting, None, quiet=quiet)
-                self._look_around(patience, None, None)
+                self._look_around(patience, None)
             elif got[0] < MORE and not self._assembly.begun:
                 if type(got[1]) is bytes:
                     self._messages += 1
-                    return decode(got[0], got[1], codec)
-                return self._decode_in_place(*got, codec)
+                    return decode(got[0], got[1])
+                return self._decode_in_place(*got, decode)
         chunks = self._chunks(_COPIED, timeout, cancel, patience, quiet=quiet)
         while True:
             with self._body(got or next(chunks)) as message:
                 if message is not None:
-                    return self._decoded(message, codec)
+                    return self._decoded(message, decode)
             got = None
 
     @contextmanager
@@ -121,16 +122,14 @@ class RingReceiver:
             been overwritten meanwhile.
         """
         self._check_open()
-        chunks = self._chunks(0, timeout, cancel, None, quiet=quiet)
-        while True:
-            got = next(chunks)
+        for got in self._chunks(0, timeout, cancel, None, quiet=quiet):
             with self._body(got) as message:
                 if message is not None:
                     with memoryview(message[1]) as view, view.toreadonly() as body:
                         yield body
                     return
 
-    def wait_ready(self, patience: Patience, timeout: float | None) -> None:
+    def wait_ready(self, timeout: float | None) -> None:
         """Return once the writer says that all readers are there.
 
         Raises:
@@ -138,6 +137,7 @@ class RingReceiver:
             WriterDiedError, QueueClosedError, ClosedError: it never will.
         """
         self._check_open()
+        patience = Patience(self._waiting, timeout)
         sleep = 0.0  # that the writer is gone may be known already
         while not self._party.wait_state(READY | CLOSED, sleep):
             self._check_open()
@@ -146,17 +146,12 @@ class RingReceiver:
             if patience.exhausted:
                 raise QueueTimeoutError(
                     f"the queue was not ready in {timeout:g} s: the writer waits for other readers",
-                    timeout=timeout or 0.0,
+                    timeout=patience.timeout,
                 )
             patience.warn("the queue to be ready")
             sleep = patience.slice()
         if not self._party.state & READY and not self._party.ready():
             raise QueueClosedError("the writer closed the queue before it was ready")
-
-    @property
-    def seq(self) -> int:
-        """The number of the next chunk to read."""
-        return self._party.seq
 
     @property
     def admitted(self) -> bool:
@@ -207,29 +202,25 @@ class RingReceiver:
             got = self._read(limit, spin, patience.slice() if patience else 0.0)
             if got is not None:
                 yield got
-                continue
-            if patience is None:
+            elif patience is None:
                 patience = Patience(self._waiting, timeout, quiet=quiet)
                 self._glance(cancel)
             else:
-                self._look_around(patience, timeout, cancel)
+                self._look_around(patience, cancel)
 
     def _read(self, limit: int, spin: float, sleep: float) -> tuple[int, Any] | None:
         try:
             return self._party.read(limit, spin, sleep)
         except ValueError as error:
-            raise self._damaged(error) from None
+            raise SegmentError(f"ring {self.ring.name}: {error}; attach anew") from None
 
-    def _damaged(self, error: ValueError) -> SegmentError:
-        return SegmentError(f"ring {self.ring.name}: {error}; attach anew")
-
-    def _look_around(
-        self, patience: Patience, timeout: float | None, cancel: threading.Event | None
-    ) -> None:
+    def _look_around(self, patience: Patience, cancel: threading.Event | None) -> None:
         """Between two waits for a message: see what could keep it from ever coming."""
         self._check_end(cancel, thoroughly=True)
         if patience.exhausted:
-            raise QueueTimeoutError(f"no message came in {timeout:g} s", timeout=timeout or 0.0)
+            raise QueueTimeoutError(
+                f"no message came in {patience.timeout:g} s", timeout=patience.timeout
+            )
         patience.warn("a message")
 
     def _glance(self, cancel: threading.Event | None) -> None:
@@ -271,19 +262,19 @@ class RingReceiver:
     def _body(self, got: tuple[int, Any]) -> Iterator[tuple[int, Buffer] | None]:
         """Give the message that a chunk completes, if it does; the bytes go when it ends."""
         kind, data = got
-        if type(data) is not bytes and not kind & (MORE | CONTINUED):
+        if type(data) is bytes:
+            message = self._assembly.add(kind, data)
+            self._messages += message is not None
+            yield message
+        elif kind & (MORE | CONTINUED):
+            yield self._add_in_place(kind, data)
+        else:
             self._assembly.give_up()
             try:
                 with self.ring.get_data(self._party.index) as chunk, chunk[:data] as body:
                     yield kind, body
             finally:
                 self._give_back(whole=True)
-        elif type(data) is not bytes:
-            yield self._add_in_place(kind, data)
-        else:
-            message = self._assembly.add(kind, data)
-            self._messages += message is not None
-            yield message
 
     def _add_in_place(self, kind: int, length: int) -> tuple[int, Buffer] | None:
         """Return the message that a fragment completes, if it does; the chunk is given back."""
@@ -301,14 +292,14 @@ class RingReceiver:
         self._added = None
         return message
 
-    def _decode_in_place(self, kind: int, length: int, codec: Codec) -> Any:
+    def _decode_in_place(self, kind: int, length: int, decode: Decode) -> Any:
         """Decode the chunk that `read` left taken, and give it back."""
         # As `_body` does it for the unusual cases, in one go: what has slept for long finds each
         # further line of Python cold.
         at = self.ring.layout.chunk(self._party.index)
         try:
             with memoryview(self.ring.segment.memory) as memory, memory[at : at + length] as body:
-                return self._decoded((kind, body), codec)
+                return self._decoded((kind, body), decode)
         finally:
             self._give_back(whole=True)
 
@@ -321,9 +312,9 @@ class RingReceiver:
         if evicted:
             raise ReaderEvictedError("taken off while reading: the message may be damaged")
 
-    def _decoded(self, message: tuple[int, Buffer], codec: Codec) -> Any:
+    def _decoded(self, message: tuple[int, Buffer], decode: Decode) -> Any:
         try:
-            return decode(*message, codec)
+            return decode(*message)
         except DecodeError:
             # Of what was copied that was asked before it counted as read.
             if type(message[1]) is memoryview and self._party.evicted:

@@ -20,19 +20,19 @@ from kvindex.errors import (
     SegmentError,
     WriterDiedError,
 )
+from kvindex.ring.layout import KIND, LENGTH, SEQ
+from kvindex.ring.messages import RAW
+from kvindex.ring.receiver import RingReceiver
+from kvindex.ring.sender import RingSender
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
-from kvindex.shm.layout import KIND, LENGTH, SEQ
-from kvindex.shm.messages import RAW
-from kvindex.shm.receiver import RingReceiver
-from kvindex.shm.sender import RingSender
-from kvindex.shm.waiting import Patience
-from kvindex.shm.writing import LocalWritingEnd, SplitWritingEnd
+from kvindex.shm.codec import decoder_of
+from kvindex.shm.ends import WritingEnd
 from tests.native_ring import needs_ring
 
 pytestmark = needs_ring
 
 WAITING = Waiting(spin=0.0, look=0.001)
-CODEC = MsgpackCodec()
+DECODE = decoder_of(MsgpackCodec())
 
 Ends = tuple[RingSender, list[RingReceiver]]
 
@@ -82,7 +82,7 @@ def test_a_damaged_record_is_an_error_each_time_and_no_message(
     poke(sender, 0, at, "=Q", value)
     for _ in range(2):
         with pytest.raises(SegmentError, match="damaged"):
-            receiver.receive(CODEC, timeout)
+            receiver.receive(DECODE, timeout)
         with pytest.raises(SegmentError, match="damaged"):
             with receiver.message(timeout, None, quiet=True):
                 pass
@@ -94,11 +94,11 @@ def test_a_chunk_of_unknown_kind_counts_as_read(ends: Callable[..., Ends], kind:
     send(sender, b"0123456789", b"next")
     poke(sender, 0, KIND, "=I", kind)
     if kind & 0x20:  # the rest of a message that began before
-        assert receiver.receive(CODEC, 0.0) == b"next"
+        assert receiver.receive(DECODE, 0.0) == b"next"
         return
     with pytest.raises(DecodeError):
-        receiver.receive(CODEC, 0.0)
-    assert receiver.receive(CODEC, 0.0) == b"next"
+        receiver.receive(DECODE, 0.0)
+    assert receiver.receive(DECODE, 0.0) == b"next"
 
 
 def test_a_long_message_whose_length_is_a_lie_counts_as_read(ends: Callable[..., Ends]) -> None:
@@ -107,8 +107,8 @@ def test_a_long_message_whose_length_is_a_lie_counts_as_read(ends: Callable[...,
     with sender.ring.get_data(0) as chunk:
         chunk[:8] = b"\xff" * 8
     with pytest.raises(DecodeError):
-        receiver.receive(CODEC, 0.0)
-    assert receiver.receive(CODEC, 0.0) == b"next"
+        receiver.receive(DECODE, 0.0)
+    assert receiver.receive(DECODE, 0.0) == b"next"
 
 
 @pytest.mark.parametrize("size", [40_000, 200_000])
@@ -119,8 +119,8 @@ def test_a_large_message_that_cannot_be_decoded_counts_as_read(
     sender.send(1, b"\xc1" * size, size, 0.0)
     send(sender, b"next")
     with pytest.raises(DecodeError):
-        receiver.receive(CODEC, 0.0)
-    assert receiver.receive(CODEC, 0.0) == b"next"
+        receiver.receive(DECODE, 0.0)
+    assert receiver.receive(DECODE, 0.0) == b"next"
 
 
 def test_a_long_message_that_found_no_room_is_never_seen(ends: Callable[..., Ends]) -> None:
@@ -128,22 +128,22 @@ def test_a_long_message_that_found_no_room_is_never_seen(ends: Callable[..., End
     with pytest.raises(QueueTimeoutError, match=r"readers \[0\] are 4 chunks behind"):
         send(sender, b"x" * 1000)
     with pytest.raises(QueueTimeoutError):
-        receiver.receive(CODEC, 0.0)
+        receiver.receive(DECODE, 0.0)
     send(sender, b"y" * 150, b"z")
-    assert receiver.receive(CODEC, 0.0) == b"y" * 150
-    assert receiver.receive(CODEC, 0.0) == b"z"
+    assert receiver.receive(DECODE, 0.0) == b"y" * 150
+    assert receiver.receive(DECODE, 0.0) == b"z"
     assert receiver.statistics()["messages_given_up"] == 1
 
 
 def test_an_evicted_reader_is_told_and_may_join_again(ends: Callable[..., Ends]) -> None:
     sender, (slow, quick) = ends(2)
     send(sender, b"0", b"1")
-    assert slow.receive(CODEC, 0.0) == b"0"
+    assert slow.receive(DECODE, 0.0) == b"0"
     assert sender.evict(0)
     assert not sender.evict(0)
     for _ in range(2):
         with pytest.raises(ReaderEvictedError, match="took this reader off"):
-            slow.receive(CODEC, 0.0)
+            slow.receive(DECODE, 0.0)
     slow.close()
     again = RingReceiver(
         ShmRingBuffer(*sender.ring.handle()), 0, waiting=WAITING, max_message_bytes=100
@@ -151,8 +151,8 @@ def test_an_evicted_reader_is_told_and_may_join_again(ends: Callable[..., Ends])
     assert not again.admitted
     send(sender, b"2")
     assert again.admitted
-    assert again.receive(CODEC, 0.0) == b"2"
-    assert [quick.receive(CODEC, 0.0) for _ in range(3)] == [b"0", b"1", b"2"]
+    assert again.receive(DECODE, 0.0) == b"2"
+    assert [quick.receive(DECODE, 0.0) for _ in range(3)] == [b"0", b"1", b"2"]
     assert sender.statistics()["readers_evicted"] == 1
     again.close()
 
@@ -178,10 +178,10 @@ def test_only_the_readers_that_are_missing_are_waited_for(ends: Callable[..., En
     sender = RingSender(ring, reserved=[0, 2], waiting=WAITING)
     first = RingReceiver(ShmRingBuffer(*ring.handle()), 0, waiting=WAITING, max_message_bytes=9)
     with pytest.raises(QueueTimeoutError, match=r"readers \[2\] did not attach"):
-        sender.wait_attached(Patience(WAITING, 0.01), 0.01)
+        sender.wait_attached(0.01)
     assert sender.readers() == [0, 2]
     third = RingReceiver(ShmRingBuffer(*ring.handle()), 2, waiting=WAITING, max_message_bytes=9)
-    sender.wait_attached(Patience(WAITING, 0.01), 0.01)
+    sender.wait_attached(0.01)
     for end in (third, first, sender):
         end.close()
 
@@ -200,7 +200,7 @@ def test_a_queue_that_closes_before_it_is_ready_never_will_be(ends: Callable[...
     sender, (receiver,) = ends()
     sender.close()
     with pytest.raises(QueueClosedError):
-        receiver.wait_ready(Patience(WAITING, 1.0), 1.0)
+        receiver.wait_ready(1.0)
 
 
 class Meanwhile(threading.Event):
@@ -221,9 +221,9 @@ def test_what_was_published_before_the_writer_closed_is_read_first(
 ) -> None:
     sender, (receiver,) = ends()
     meanwhile = Meanwhile(lambda: send(sender, b"last"), sender.close)
-    assert receiver.receive(CODEC, 10.0, meanwhile) == b"last"
+    assert receiver.receive(DECODE, 10.0, meanwhile) == b"last"
     with pytest.raises(QueueClosedError):
-        receiver.receive(CODEC, 10.0)
+        receiver.receive(DECODE, 10.0)
 
 
 def test_what_was_published_before_the_writer_died_is_read_first(
@@ -239,9 +239,9 @@ def test_what_was_published_before_the_writer_died_is_read_first(
         return False
 
     monkeypatch.setattr(receiver.ring, "writer_lives", dies)
-    assert receiver.receive(CODEC, 10.0) == b"last"
+    assert receiver.receive(DECODE, 10.0) == b"last"
     with pytest.raises(WriterDiedError):
-        receiver.receive(CODEC, 10.0)
+        receiver.receive(DECODE, 10.0)
 
 
 class Interrupted:
@@ -270,9 +270,9 @@ def test_a_fragment_that_an_interrupt_kept_from_being_given_back_is_added_once(
     send(sender, body)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            receiver.receive(CODEC, 0.0)
+            receiver.receive(DECODE, 0.0)
     with suppress(KeyboardInterrupt):  # the last chunk's, if that is long enough too
-        assert receiver.receive(CODEC, 0.0) == body
+        assert receiver.receive(DECODE, 0.0) == body
     assert receiver.statistics()["messages_given_up"] == 0
 
 
@@ -284,11 +284,11 @@ def test_who_died_is_raised_when_the_others_have_the_message(
     for _ in range(4):
         send(sender, b"x")
     dead.ring.close()  # as if killed
-    assert [living.receive(CODEC, 0.0) for _ in range(4)] == [b"x"] * 4
+    assert [living.receive(DECODE, 0.0) for _ in range(4)] == [b"x"] * 4
     with pytest.raises(ReaderDiedError, match=r"\[5\] are gone .* do not send again"):
         send(sender, b"y" * size)
     send(sender, b"z")
-    assert [living.receive(CODEC, 0.0) for _ in range(2)] == [b"y" * size, b"z"]
+    assert [living.receive(DECODE, 0.0) for _ in range(2)] == [b"y" * size, b"z"]
 
 
 def test_who_died_before_a_time_out_is_raised_with_the_next_message_that_is_sent(
@@ -302,12 +302,12 @@ def test_who_died_before_a_time_out_is_raised_with_the_next_message_that_is_sent
         with pytest.raises(QueueTimeoutError):
             send(sender, b"not sent")
     assert sender.statistics()["readers_removed"] == 1
-    assert [slow.receive(CODEC, 0.0) for _ in range(4)] == [b"x"] * 4
+    assert [slow.receive(DECODE, 0.0) for _ in range(4)] == [b"x"] * 4
     with pytest.raises(ReaderDiedError) as raised:
         send(sender, b"sent")
     assert raised.value.ranks == (0,)
     send(sender, b"after")
-    assert [slow.receive(CODEC, 0.0) for _ in range(2)] == [b"sent", b"after"]
+    assert [slow.receive(DECODE, 0.0) for _ in range(2)] == [b"sent", b"after"]
 
 
 def test_a_message_that_is_begun_is_read_when_its_end_is_there(ends: Callable[..., Ends]) -> None:
@@ -315,8 +315,8 @@ def test_a_message_that_is_begun_is_read_when_its_end_is_there(ends: Callable[..
     for body in (b"short", b"x" * 64, b"y" * 150):
         with sender.begun(RAW, body, len(body), 0.0):
             with pytest.raises(QueueTimeoutError):
-                receiver.receive(CODEC, 0.0)
-        assert receiver.receive(CODEC, 0.0) == body
+                receiver.receive(DECODE, 0.0)
+        assert receiver.receive(DECODE, 0.0) == body
     assert sender.statistics()["fragments"] == 3
 
 
@@ -332,34 +332,33 @@ def test_a_message_that_is_begun_and_given_up_is_read_by_nobody(
         with sender.begun(RAW, b"z" * 400, 400, 0.0):  # of which the end has no room
             raise AssertionError("begun without room for its end")
     with pytest.raises(QueueTimeoutError):
-        receiver.receive(CODEC, 0.0)
+        receiver.receive(DECODE, 0.0)
     send(sender, b"after")
-    assert receiver.receive(CODEC, 0.0) == b"after"
+    assert receiver.receive(DECODE, 0.0) == b"after"
 
 
 def test_local_readers_are_ready_even_if_remote_ones_died_meanwhile(
     ends: Callable[..., Ends],
 ) -> None:
     class Elsewhere:
-        """As much of a `RemoteWritingEnd` as is asked here."""
+        """As much of a `RemoteSender` as is asked here."""
 
-        def wait_joined(self, timeout: float | None) -> None: ...
-
-        def take_dead(self) -> set[int]:
+        def wait_connected(self, timeout: float | None, cancel: threading.Event) -> set[int]:
             return {4}
 
+        def send_ready(self) -> None: ...
+
     sender, (receiver,) = ends()
-    local = LocalWritingEnd(sender, [0], WAITING)
-    both = SplitWritingEnd(local, Elsewhere(), WAITING)  # type: ignore[arg-type]
+    both = WritingEnd(sender, [0], Elsewhere(), WAITING, "raise")  # type: ignore[arg-type]
     with pytest.raises(ReaderDiedError, match=r"\[4\]"):
         both.wait_ready(0.0)
-    receiver.wait_ready(Patience(WAITING, 0.0), 0.0)
+    receiver.wait_ready(0.0)
 
 
 def test_statistics_can_be_asked_of_closed_ends(ends: Callable[..., Ends]) -> None:
     sender, (receiver,) = ends()
     send(sender, b"x")
-    receiver.receive(CODEC, 0.0)
+    receiver.receive(DECODE, 0.0)
     receiver.close()
     sender.close()
     assert receiver.statistics()["messages"] == 1

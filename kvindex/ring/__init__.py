@@ -1,0 +1,38 @@
+"""A ring of chunks in shared memory: one writer, many readers on the same machine. Linux only.
+
+```
+waiting ─ how long to wait, how often to look around
+layout ─ where each byte lies                 messages ─ one body in a chunk, or its fragments
+segment ─ a named file, locks, cleaning       sender, receiver ─ a party with patience: time-outs,
+ring ─ the memory, its handle, its parties      dead peers, fragments
+```
+
+The queue of `kvindex.shm` and the fan-out are made of it. The parties are native code: without the
+native module everything here can be imported, and making or attaching a ring raises SegmentError.
+"""
+
+from __future__ import annotations
+
+from kvindex.ring.layout import Layout
+from kvindex.ring.messages import RAW, Buffer, fragments
+from kvindex.ring.receiver import RingReceiver
+from kvindex.ring.ring import RingHandle, ShmRingBuffer, check_native
+from kvindex.ring.sender import DeadReaderPolicy, RingSender, check_dead, check_policy
+from kvindex.ring.waiting import Patience, Waiting
+
+__all__ = [
+    "RAW",
+    "Buffer",
+    "DeadReaderPolicy",
+    "Layout",
+    "Patience",
+    "RingHandle",
+    "RingReceiver",
+    "RingSender",
+    "ShmRingBuffer",
+    "Waiting",
+    "check_dead",
+    "check_native",
+    "check_policy",
+    "fragments",
+]
