@@ -14,7 +14,7 @@ import zmq
 
 from kvindex.errors import KVIndexError
 from kvindex.shm.remote import RemoteLink, RemoteReader, RemoteSender
-from kvindex.shm.remote.frames import parse_reader, welcome
+from kvindex.shm.remote.frames import Welcome, encode, parse_reader
 
 DEADLINE = 20.0
 """Seconds after which a test gives up waiting."""
@@ -216,7 +216,7 @@ class Impostor:
         parse_reader(said)
 
     def welcome(self, next_seq: int = 0, *, ready: bool = True) -> None:
-        self.say(welcome(next_seq, 16, 1000, ready=ready))
+        self.say(encode(Welcome(next_seq, 16, 1000, ready)))
 
     def hear(self) -> bytes:
         """Return what the reader says next."""

@@ -19,14 +19,15 @@ from kvindex.errors import (
 )
 from kvindex.shm.remote import RemoteLink, RemoteSender
 from kvindex.shm.remote.frames import (
+    Acknowledgement,
+    Closed,
     Refusal,
-    acknowledgement,
-    closed,
+    Refused,
+    Welcome,
+    encode,
     hello,
     message_header,
     packed_message,
-    refused,
-    welcome,
 )
 from tests.e2e.publish_peers import wait_until
 from tests.e2e.remote_peers import DEADLINE, MILLISECONDS, Process, Queue, drain
@@ -246,7 +247,7 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> Non
         [hello(0, sender.token)[:-1]],
         [bytes(100)],
         [b"B", b"B"],
-        [acknowledgement(0, 0)],
+        [encode(Acknowledgement(0, 0))],
         [b"kvindexQ" + struct.pack(">H", 99)],
     ):
         stranger.send_multipart(parts)
@@ -255,7 +256,7 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> Non
         lambda: not sender.serve() and sender.statistics()["refused_version"] == 1, "all was read"
     )
     assert stranger.poll(MILLISECONDS)
-    assert stranger.recv() == refused(Refusal.VERSION)
+    assert stranger.recv() == encode(Refused(Refusal.VERSION))
     stranger.send(bytes(1 << 20))  # more than ZeroMQ takes there: it closes the connection
     wait_until(
         lambda: not sender.serve() and sender.statistics()["refused_cut_off"] >= 1, "cut off"
@@ -293,7 +294,7 @@ def test_a_reader_that_acknowledges_what_it_was_not_sent_is_counted(queue: Queue
     sender.wait_connected(DEADLINE)
     sender.send([b"unread"], DEADLINE)
     liar.send(hello(0, sender.token))
-    liar.send(acknowledgement(1000, 1000))
+    liar.send(encode(Acknowledgement(1000, 1000)))
     wait_until(
         lambda: not sender.serve() and sender.statistics()["refused_bad_acknowledgement"] == 1,
         "counted",
@@ -308,8 +309,8 @@ def test_a_reader_that_acknowledges_what_it_was_not_sent_is_counted(queue: Queue
     [
         ([[packed_message(5, [b"a"])], [packed_message(7, [b"c"])]], "message 6 is missing"),
         ([[packed_message(5, [b"a"])], [packed_message(5, [b"a"])]], "message 5 came again"),
-        ([[packed_message(5, [b"a"])], [closed(9)]], "message 6 never came"),
-        ([[packed_message(5, [b"a"])], [welcome(7, 1, 1, ready=True)]], "a second welcome"),
+        ([[packed_message(5, [b"a"])], [encode(Closed(9))]], "message 6 never came"),
+        ([[packed_message(5, [b"a"])], [encode(Welcome(7, 1, 1, True))]], "a second welcome"),
         ([[packed_message(5, [b"a"])], [b"HTTP/1.1 200 OK"]], "no writer says"),
         ([[packed_message(5, [b"a"])], [message_header(6, 2), b"one"]], "1 frames of a message"),
         ([[packed_message(5, [b"a"])], [message_header(6, 1), bytes(9), b""]], "1 frames of"),
@@ -345,6 +346,6 @@ def test_a_writer_of_another_version_is_named(queue: Queue) -> None:
     impostor = queue.impostor()
     reader = queue.reader_at(impostor.address, max_message_bytes=10)
     impostor.meet()
-    impostor.say(refused(Refusal.VERSION))
+    impostor.say(encode(Refused(Refusal.VERSION)))
     with pytest.raises(ConfigurationError, match="version"):
         reader.wait_ready(DEADLINE)

@@ -22,7 +22,13 @@ from kvindex.errors import (
 )
 from kvindex.shm.remote import CurveReader, CurveServer, RemoteLink, RemoteReader, RemoteSender
 from kvindex.shm.remote.credits import SendWindow
-from kvindex.shm.remote.frames import acknowledgement, closed, message_header, packed_message
+from kvindex.shm.remote.frames import (
+    Acknowledgement,
+    Closed,
+    encode,
+    message_header,
+    packed_message,
+)
 from tests.e2e.publish_peers import wait_until
 from tests.e2e.remote_peers import DEADLINE, MAX_BYTES, Queue, drain
 
@@ -294,10 +300,10 @@ def test_the_farewell_behind_the_last_message_keeps_nobody_waiting(queue: Queue)
     impostor.welcome(ready=False)
     impostor.say(packed_message(0, [b"last"]))
     reader.wait_ready(DEADLINE)  # has the message now
-    impostor.say(closed(1))
+    impostor.say(encode(Closed(1)))
     wait_until(lambda: has_come(reader), "the farewell waits")
     assert reader.receive(DEADLINE) == [b"last"]
-    assert impostor.hear() == acknowledgement(1, 4)
+    assert impostor.hear() == encode(Acknowledgement(1, 4))
     with pytest.raises(QueueClosedError):
         reader.receive(DEADLINE)
 
@@ -311,7 +317,7 @@ def test_a_message_that_was_waited_for_is_acknowledged_at_once(queue: Queue) -> 
     sending.start()
     assert reader.receive(DEADLINE) == [b"late"]
     sending.join(DEADLINE)
-    assert impostor.hear() == acknowledgement(1, 4)
+    assert impostor.hear() == encode(Acknowledgement(1, 4))
 
 
 def test_what_is_read_is_not_acknowledged_while_more_waits(queue: Queue) -> None:
@@ -325,7 +331,7 @@ def test_what_is_read_is_not_acknowledged_while_more_waits(queue: Queue) -> None
     wait_until(lambda: has_come(reader), "the other waits")
     assert reader.receive(DEADLINE) == [b"first"]
     assert reader.receive(DEADLINE) == [b"last"]
-    assert impostor.hear() == acknowledgement(2, 9)
+    assert impostor.hear() == encode(Acknowledgement(2, 9))
 
 
 def has_come(reader: RemoteReader) -> bool:

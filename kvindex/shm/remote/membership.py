@@ -15,14 +15,15 @@ from kvindex.shm.remote.frames import (
     MAX_CONTROL_BYTES,
     VERSION,
     Bye,
+    Closed,
     Hello,
     Malformed,
+    Probe,
     Refusal,
-    closed,
+    Refused,
+    Welcome,
+    encode,
     parse_reader,
-    probe,
-    refused,
-    welcome,
 )
 from kvindex.shm.remote.refusals import Refusals, descriptor_of
 from kvindex.shm.remote.roster import Member, Roster
@@ -152,7 +153,7 @@ class Membership:
             member.probes -= 1
             member.probe_at = now + _PROBE_EVERY
             self.counters["probes"] += 1
-            self.say(member, probe())
+            self.say(member, encode(Probe()))
 
     def _take_frames(self) -> None:
         receive = self._socket.recv
@@ -208,22 +209,22 @@ class Membership:
         """Let a reader in, or say why not."""
         if said.version != VERSION:
             self.refusals.note("version", frame)
-            self.reply(identity, refused(Refusal.VERSION))
+            self.reply(identity, encode(Refused(Refusal.VERSION)))
             return
         if not self.roster.knows(said):
             self.refusals.note("wrong_token", frame)
-            self.reply(identity, refused(Refusal.WRONG_TOKEN))
+            self.reply(identity, encode(Refused(Refusal.WRONG_TOKEN)))
             return
         if self.roster.find(identity) is not None:
             self.refusals.note("repeated_hello", frame)
             return
         if self.closing:
-            self.reply(identity, closed(self.next_seq))
+            self.reply(identity, encode(Closed(self.next_seq)))
             return
         reason = self.roster.refuses(said.rank)
         if reason is not None:
             self.refusals.note(reason.name.lower(), frame)
-            self.reply(identity, refused(reason))
+            self.reply(identity, encode(Refused(reason)))
             return
         self._let_in(identity, said.rank, descriptor)
 
@@ -235,13 +236,13 @@ class Membership:
         self.roster.join(member)
         self.counters["joined"] += 1
         logger.debug("remote reader %d joined at message %d", rank, self.next_seq)
-        self.say(member, welcome(self.next_seq, messages, size, ready=self.ready))
+        self.say(member, encode(Welcome(self.next_seq, messages, size, self.ready)))
 
     def take_leave(self) -> None:
         """Tell who is here, and who comes from now on, that the queue is closed."""
         self.closing = True
         for member in self.roster.members:
-            self.say(member, closed(self.next_seq))
+            self.say(member, encode(Closed(self.next_seq)))
 
     @property
     def all_read(self) -> bool:

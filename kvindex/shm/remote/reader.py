@@ -22,6 +22,8 @@ from kvindex.shm.remote.frames import (
     PACKED_BYTES,
     TOKEN_BYTES,
     VERSION,
+    Acknowledgement,
+    Bye,
     Closed,
     Evicted,
     Malformed,
@@ -31,8 +33,7 @@ from kvindex.shm.remote.frames import (
     Refusal,
     Refused,
     Welcome,
-    acknowledgement,
-    bye,
+    encode,
     hello,
     parse_control,
     unpack_message,
@@ -209,7 +210,7 @@ class RemoteReader:
             if self._connected and not self._lost:
                 linger = _FLUSH
                 if self._end is None:
-                    self._say(bye())
+                    self._say(encode(Bye()))
         except ClosedError:
             pass  # with its context
         finally:
@@ -351,7 +352,7 @@ class RemoteReader:
             raise WriterDiedError(
                 f"the queue ended before message {next_seq}, but message {expected} never came"
             )
-        self._say(bye())
+        self._say(encode(Bye()))
         raise self._finish(QueueClosedError(f"the writer closed the queue at message {next_seq}"))
 
     # -- what is owed to the writer
@@ -369,7 +370,7 @@ class RemoteReader:
             self._acknowledge(self._ledger)
 
     def _acknowledge(self, ledger: ReadLedger) -> None:
-        self._say(acknowledgement(*ledger.acknowledge()))
+        self._say(encode(Acknowledgement(*ledger.acknowledge())))
 
     def _say(self, part: bytes) -> None:
         try:

@@ -10,16 +10,17 @@ from collections.abc import Callable, Collection, Sequence
 import zmq
 
 from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
+from kvindex.ring import Buffer
 from kvindex.shm.remote.address import endpoint_host
 from kvindex.shm.remote.frames import (
     MAX_FRAMES,
     PACKED_BYTES,
     TOKEN_BYTES,
-    Buffer,
-    evicted,
+    Evicted,
+    Ready,
+    encode,
     message_header,
     packed_message,
-    ready,
 )
 from kvindex.shm.remote.keys import CurveServer
 from kvindex.shm.remote.membership import Membership
@@ -139,7 +140,7 @@ class RemoteSender:
         self._check_usable()
         self._membership.ready = True
         for member in self._roster.members:
-            self._membership.say(member, ready())
+            self._membership.say(member, encode(Ready()))
 
     def send(
         self,
@@ -187,7 +188,7 @@ class RemoteSender:
         member = self._roster.holder(rank)
         if member is None:
             return False
-        self._membership.say(member, evicted())
+        self._membership.say(member, encode(Evicted()))
         self._membership.remove(member, "evicted")
         return True
 
