@@ -36,7 +36,7 @@ from kvindex.shm.remote.frames import (
     unpack_message,
 )
 from kvindex.shm.remote.keys import CurveReader, CurveServer
-from kvindex.shm.remote.roster import Member, Roster
+from kvindex.shm.remote.membership import Member, Roster
 from kvindex.shm.remote.sockets import RemoteLink
 
 TOKEN = bytes(range(32))

@@ -18,12 +18,8 @@ _SHARE = 4  # a reader acknowledges each quarter of its window
 class SendWindow:
     """What one reader was sent, what of it was consumed, and whether more may follow.
 
-    Args:
-        first_seq: seq of the first message that this reader will be sent.
-        messages: how many may be unacknowledged at once.
-        size: how many bytes may be; a larger message goes when nothing else is unacknowledged.
-
-    Thread safety: owned by the thread that sends.
+    At most so many `messages` may be unacknowledged, and so many bytes (`size`); a larger message
+    goes when nothing else is. `first_seq` is the first that this reader is sent.
 
     Examples:
         >>> window = SendWindow(7, messages=2, size=100)
@@ -83,12 +79,7 @@ class SendWindow:
 class ReadLedger:
     """What a reader took, in order, and when it owes an acknowledgement.
 
-    Args:
-        first_seq: seq of the first message that will come.
-        messages: the writer's window, in messages.
-        size: the writer's window, in bytes.
-
-    Thread safety: owned by the thread that reads.
+    `first_seq` is the first message's; `messages` and `size` are the writer's window.
 
     Examples:
         >>> ledger = ReadLedger(0, messages=8, size=1000)
@@ -117,11 +108,7 @@ class ReadLedger:
         self._consumed_bytes = self._acked_bytes = 0
 
     def take(self, seq: int, size: int) -> None:
-        """Count the message `seq` as consumed.
-
-        Raises:
-            WriterDiedError: it is not the next one; nothing was counted.
-        """
+        """Count the message `seq` as consumed; WriterDiedError if it is not the next one."""
         if seq != self.next_seq:
             raise WriterDiedError(_hole(self.next_seq, seq))
         self.next_seq += 1

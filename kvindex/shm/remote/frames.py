@@ -40,6 +40,7 @@ __all__ = [
     "Refusal",
     "Refused",
     "Welcome",
+    "WritersWord",
     "encode",
     "hello",
     "message_header",

@@ -1,15 +1,17 @@
-"""Who has joined a queue over TCP: the writer's ROUTER socket, and what is said on it."""
+"""Who has joined a queue over TCP: the writer's list of readers, its socket, what is said on it."""
 
 from __future__ import annotations
 
 import errno
+import hmac
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 
 import zmq
 
-from kvindex.errors import ClosedError
+from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.shm.remote.credits import SendWindow
 from kvindex.shm.remote.frames import (
     MAX_CONTROL_BYTES,
@@ -26,10 +28,9 @@ from kvindex.shm.remote.frames import (
     parse_reader,
 )
 from kvindex.shm.remote.refusals import Refusals, descriptor_of
-from kvindex.shm.remote.roster import Member, Roster
 from kvindex.shm.remote.sockets import WatchedSocket, is_handshake_failure
 
-__all__ = ["Membership"]
+__all__ = ["Member", "Membership", "Roster"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +42,116 @@ _PROBE_EVERY = 0.05  # seconds from one such try to the next
 _NOBODY: frozenset[int] = frozenset()
 
 
+class Member:
+    """A reader that has joined.
+
+    Attributes:
+        identity: how ZeroMQ names its connection.
+        rank: its rank.
+        window: what it was sent, and what it has consumed.
+        descriptor: of its connection's file.
+        gone: whether its connection was found gone.
+        probes, probe_at: how often it is still to be tried whether it is there, and when next.
+    """
+
+    __slots__ = ("descriptor", "gone", "identity", "probe_at", "probes", "rank", "window")
+
+    def __init__(self, identity: bytes, rank: int, window: SendWindow, descriptor: int) -> None:
+        self.identity = identity
+        self.rank = rank
+        self.window = window
+        self.descriptor = descriptor
+        self.gone = False
+        self.probes = 0
+        self.probe_at = 0.0
+
+
+class Roster:
+    """The readers that are expected, and `members`, who are here: a new tuple at each change.
+
+    Args:
+        n_remote: how many are expected.
+        ranks: which, or None: any, as long as there are no more than `n_remote`.
+        token: what a reader must show.
+
+    Raises:
+        ConfigurationError: `n_remote` is no positive number, or `ranks` are not as many.
+    """
+
+    def __init__(self, n_remote: int, ranks: Collection[int] | None, token: bytes) -> None:
+        if n_remote < 1:
+            raise ConfigurationError(f"n_remote must be 1 or more, not {n_remote!r}")
+        if ranks is not None and len(set(ranks)) != n_remote:
+            raise ConfigurationError(f"{n_remote} remote readers, but ranks {sorted(ranks)}")
+        self._n_remote = n_remote
+        self._ranks = None if ranks is None else frozenset(ranks)
+        self._token = token
+        self._seen: set[int] = set()
+        self._by_identity: dict[bytes, Member] = {}
+        self._by_rank: dict[int, Member] = {}
+        self.members: tuple[Member, ...] = ()
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that are here."""
+        return frozenset(member.rank for member in self.members)
+
+    @property
+    def awaited(self) -> int:
+        """How many have never joined."""
+        return self._n_remote - len(self._seen)
+
+    @property
+    def absent(self) -> int:
+        """How many are not here: have never joined, have left, or died."""
+        return self._n_remote - len(self._by_rank)
+
+    def find(self, identity: bytes) -> Member | None:
+        """Return who has this connection."""
+        return self._by_identity.get(identity)
+
+    def holder(self, rank: int) -> Member | None:
+        """Return who has this rank."""
+        return self._by_rank.get(rank)
+
+    def knows(self, said: Hello) -> bool:
+        """Return whether the token is ours, in a time that tells nothing about it."""
+        return hmac.compare_digest(said.token, self._token)
+
+    def refuses(self, rank: int) -> Refusal | None:
+        """Return why a reader of this rank cannot join now, or None if it can."""
+        if rank in self._by_rank:
+            return Refusal.RANK_TAKEN
+        if rank in self._seen:
+            return None
+        expected = self.awaited > 0 if self._ranks is None else rank in self._ranks
+        return None if expected else Refusal.UNKNOWN_RANK
+
+    def join(self, member: Member) -> None:
+        """Add a reader whom nothing refuses."""
+        self._seen.add(member.rank)
+        self._by_rank[member.rank] = member
+        self._by_identity[member.identity] = member
+        self.members = tuple(self._by_rank.values())
+
+    def leave(self, member: Member) -> None:
+        """Remove a reader; its rank may be taken by another."""
+        del self._by_rank[member.rank]
+        del self._by_identity[member.identity]
+        self.members = tuple(self._by_rank.values())
+
+
 class Membership:
-    """Let readers in, take what they acknowledge, and find out who is gone.
+    """Lets readers in, takes what they acknowledge, and finds out who is gone.
 
     Args:
         watched: the writer's socket; this is the only one to use it.
         roster: who is expected and who is here.
-        window: messages that a reader may have unacknowledged.
-        max_window_bytes: the same in bytes.
+        window, max_window_bytes: what a reader may have unacknowledged.
 
     Attributes:
         next_seq: seq of the next message, with which a reader begins that joins now.
         ready: whether a reader that joins now is told at once that all have joined.
-        closing: whether the queue takes its leave: who asks to be let in is told that it closed.
         counters: readers that `joined`, `left`, `died`, were `evicted`, and `probes`.
         refusals: what was ignored.
         any_gone: whether a connection was found gone since the last `settle`.
@@ -64,26 +162,21 @@ class Membership:
     """
 
     def __init__(
-        self,
-        watched: WatchedSocket,
-        roster: Roster,
-        *,
-        window: int,
-        max_window_bytes: int,
+        self, watched: WatchedSocket, roster: Roster, *, window: int, max_window_bytes: int
     ) -> None:
         self.roster = roster
         self.next_seq = 0
         self.ready = False
-        self.closing = False
         self.counters: Counter[str] = Counter()
         self.refusals = Refusals()
         self.any_gone = False
         self.half_said = False
+        self._closing = False
         self._watched = watched
         self._socket = watched.socket
         self._window = window
         self._max_window_bytes = max_window_bytes
-        self._dead: set[int] = set()
+        self._dead = _NOBODY
         self._hellos: deque[tuple[bytes, Hello, int, zmq.Frame]] = deque()
         self._former: set[int] = set()  # descriptors of readers who left
 
@@ -207,26 +300,24 @@ class Membership:
 
     def _answer(self, identity: bytes, said: Hello, descriptor: int, frame: zmq.Frame) -> None:
         """Let a reader in, or say why not."""
+        reason: Refusal | None
         if said.version != VERSION:
-            self.refusals.note("version", frame)
-            self.reply(identity, encode(Refused(Refusal.VERSION)))
-            return
-        if not self.roster.knows(said):
-            self.refusals.note("wrong_token", frame)
-            self.reply(identity, encode(Refused(Refusal.WRONG_TOKEN)))
-            return
-        if self.roster.find(identity) is not None:
+            reason = Refusal.VERSION
+        elif not self.roster.knows(said):
+            reason = Refusal.WRONG_TOKEN
+        elif self.roster.find(identity) is not None:
             self.refusals.note("repeated_hello", frame)
             return
-        if self.closing:
+        elif self._closing:
             self.reply(identity, encode(Closed(self.next_seq)))
             return
-        reason = self.roster.refuses(said.rank)
-        if reason is not None:
+        else:
+            reason = self.roster.refuses(said.rank)
+        if reason is None:
+            self._let_in(identity, said.rank, descriptor)
+        else:
             self.refusals.note(reason.name.lower(), frame)
             self.reply(identity, encode(Refused(reason)))
-            return
-        self._let_in(identity, said.rank, descriptor)
 
     def _let_in(self, identity: bytes, rank: int, descriptor: int) -> None:
         messages, size = self._window, self._max_window_bytes
@@ -240,7 +331,7 @@ class Membership:
 
     def take_leave(self) -> None:
         """Tell who is here, and who comes from now on, that the queue is closed."""
-        self.closing = True
+        self._closing = True
         for member in self.roster.members:
             self.say(member, encode(Closed(self.next_seq)))
 
@@ -255,9 +346,13 @@ class Membership:
         self._take_frames()
         for member in self.roster.members:
             if member.gone:
-                self._dead.add(member.rank)
+                self._dead |= {member.rank}
                 self.remove(member, "died")
-                _log_death(member.rank, member.window.unread)
+                unread = member.window.unread
+                if unread:
+                    logger.warning("remote reader %d died, %d messages unread", member.rank, unread)
+                else:  # no loss; that it is gone is said by who applies the policy
+                    logger.info("remote reader %d died; it had read everything", member.rank)
 
     def remove(self, member: Member, how: str) -> None:
         """Take a reader off, and count `how` it went."""
@@ -268,15 +363,5 @@ class Membership:
 
     def take_dead(self) -> frozenset[int]:
         """Return the ranks that were found dead since the last call."""
-        if not self._dead:
-            return _NOBODY
-        dead = frozenset(self._dead)
-        self._dead.clear()
+        dead, self._dead = self._dead, _NOBODY
         return dead
-
-
-def _log_death(rank: int, unread: int) -> None:
-    if unread:
-        logger.warning("remote reader %d died with %d messages unread", rank, unread)
-    else:  # no loss; that it is gone is said by who applies the policy
-        logger.info("remote reader %d died; it had read everything", rank)

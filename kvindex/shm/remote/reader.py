@@ -18,6 +18,7 @@ from kvindex.errors import (
 )
 from kvindex.shm.remote.credits import ReadLedger
 from kvindex.shm.remote.frames import (
+    MAX_RANK,
     MESSAGE_HEADER_BYTES,
     PACKED_BYTES,
     TOKEN_BYTES,
@@ -28,18 +29,17 @@ from kvindex.shm.remote.frames import (
     Evicted,
     Malformed,
     MessageHeader,
-    Probe,
     Ready,
     Refusal,
     Refused,
     Welcome,
+    WritersWord,
     encode,
     hello,
     parse_control,
     unpack_message,
 )
 from kvindex.shm.remote.keys import CurveReader
-from kvindex.shm.remote.roster import MAX_RANK
 from kvindex.shm.remote.sockets import Context, RemoteLink, WatchedSocket, is_handshake_failure
 from kvindex.shm.remote.waiting import Wait
 
@@ -48,8 +48,8 @@ __all__ = ["RemoteReader"]
 logger = logging.getLogger(__name__)
 
 _NOBLOCK = int(zmq.NOBLOCK)
-_PACKED = ord("P")
-_MESSAGES = b"PM"  # how a message begins, and nothing else that a writer says
+_MESSAGES = (b"P", b"M")  # how a message begins, and nothing else that a writer says
+_NOT_TAKEN: list[memoryview] = []
 _LAST_WORDS = 0.5  # seconds after which a connection that broke brings no more
 _FLUSH = 1.0  # seconds at most until a farewell is with the system
 _ASK_AGAIN = 0.2  # seconds until a reader asks again whose rank was taken
@@ -57,14 +57,13 @@ _HANDOVER = 2.0  # seconds that a rank may be taken still while who had it is le
 
 
 class RemoteReader:
-    """Receive each message of a queue's writer on another machine once, in order.
+    """Receives each message of a queue's writer on another machine once, in order.
 
     It says hello when it is made; its first message is the one that the writer sends next after
     it has let the reader in.
 
     Args:
-        address: the writer's, from the queue's handle.
-        token: the queue's, from its handle.
+        address, token: the queue's, from its handle.
         rank: this reader's; a rank has one reader at a time.
         max_message_bytes: a larger message ends the connection; as the writer's.
         curve: keys, if the writer has them.
@@ -102,7 +101,6 @@ class RemoteReader:
         self._max_message_bytes = max_message_bytes
         self._ledger: ReadLedger | None = None  # from the welcome on
         self._ready = False
-        self._early: list[memoryview] | None = None  # a message that came before `wait_ready` ended
         self._ahead: bytes | None = None  # a part that was looked at, and not read yet
         self._ask_at: float | None = None
         self._taken_since: float | None = None  # when it was first said that the rank is taken
@@ -126,9 +124,7 @@ class RemoteReader:
     @property
     def next_seq(self) -> int | None:
         """The seq of the message that comes next; None before the writer has let us in."""
-        if self._ledger is None:
-            return None
-        return self._ledger.next_seq - (self._early is not None)
+        return None if self._ledger is None else self._ledger.next_seq
 
     @property
     def is_ready(self) -> bool:
@@ -147,22 +143,11 @@ class RemoteReader:
     ) -> None:
         """Wait until the writer says that all readers have joined, or sends a message.
 
-        Raises:
-            QueueTimeoutError: it did not in time; the message says what is missing.
-            WaitCancelledError: `cancel` was set.
-            ConfigurationError: the writer refuses this reader for good: its token is not the
-                queue's, its rank is none of the queue's or another reader's who stays, or it is
-                of another version.
-            WriterDiedError: nobody listens at the address, or the connection broke.
-            QueueClosedError: the writer closed the queue.
-            ClosedError: this reader was closed.
+        Raises: as `receive`.
         """
         wait = Wait(timeout, cancel)
         while not self._ready:
-            message = self._look()
-            if message is not None:
-                self._early = message
-            elif not self._ready:
+            if self._look(take=False) is None and not self._ready:
                 self._pause(wait)
 
     def receive(
@@ -180,7 +165,9 @@ class RemoteReader:
                 before was returned; or what is at the address is no queue's writer.
             QueueClosedError: the writer closed the queue, and all was returned.
             ReaderEvictedError: the writer took this reader off the queue.
-            ConfigurationError: see `wait_ready`; or `timeout` is negative.
+            ConfigurationError: the writer refuses this reader for good: its token is not the
+                queue's, its rank is none of the queue's or another reader's who stays, or it is
+                of another version; or `timeout` is negative.
             ClosedError: this reader was closed.
         """
         message = self._read()
@@ -218,47 +205,46 @@ class RemoteReader:
 
     # -- reading
 
-    def _look(self) -> list[memoryview] | None:
+    def _look(self, *, take: bool = True) -> list[memoryview] | None:
         """Return a message if one is there; raise how it ended if none can come."""
         if not self._closed:
             self._take_events()
         lost = self._lost  # before reading: what had come before is still to be read
-        message = self._read()
+        message = self._read(take=take)
         if message is None and lost:
             self._end = self._end or WriterDiedError(self._how_lost())
             raise _again(self._end)
         return message
 
-    def _read(self) -> list[memoryview] | None:
-        """Return a message if one is there, and do what the writer says otherwise."""
+    def _read(self, *, take: bool = True) -> list[memoryview] | None:
+        """Do what the writer says, up to a message; return that if one is there.
+
+        Without `take` it is left there, and nothing in it is returned.
+        """
         if self._closed:
             raise ClosedError("this reader was closed")
         if self._end is not None:
             raise _again(self._end)
-        if self._early is not None:
-            message, self._early = self._early, None
-            return message
         try:
             while True:
-                part = self._next_part()
-                if part and part[0] == _PACKED:
-                    return self._take(*unpack_message(part))
-                said = parse_control(part)
-                if isinstance(said, MessageHeader):
-                    return self._take(said.seq, self._frames(said.frames))
-                self._obey(said)
+                part, self._ahead = self._ahead, None
+                if part is None:
+                    part = self._socket.recv(_NOBLOCK)
+                if part[:1] not in _MESSAGES:
+                    self._obey(parse_control(part))
+                elif take:
+                    return self._take(part)
+                elif self._ledger is None:
+                    raise Malformed("a message before the welcome")
+                else:
+                    self._ahead, self._ready = part, True
+                    return _NOT_TAKEN
         except zmq.Again:
             return None
         except zmq.ContextTerminated as error:
             raise ClosedError("the ZeroMQ context was terminated") from error
         except (Malformed, WriterDiedError) as error:
             raise self._finish(WriterDiedError(f"{self.address}: {error}")) from None
-
-    def _next_part(self) -> bytes:
-        if self._ahead is None:
-            return self._socket.recv(_NOBLOCK)
-        part, self._ahead = self._ahead, None
-        return part
 
     def _look_ahead(self) -> None:
         """Acknowledge if no message waits, having all: who is at work does not come to do it.
@@ -274,20 +260,12 @@ class RemoteReader:
             pass
         self._acknowledge_pending()
 
-    def _frames(self, count: int) -> list[memoryview]:
-        """Return the frames that follow a header."""
-        frames: list[memoryview] = []
-        for i in range(count):
-            frame = self._socket.recv(_NOBLOCK, copy=False)
-            frames.append(frame.buffer)
-            if frame.more != (i < count - 1):
-                raise Malformed(f"{i + 1} frames of a message of {count}")
-        return frames
-
-    def _take(self, seq: int, frames: list[memoryview]) -> list[memoryview]:
+    def _take(self, part: bytes) -> list[memoryview]:
+        """Return the frames of the message that begins with this part."""
         ledger = self._ledger
         if ledger is None:
             raise Malformed("a message before the welcome")
+        seq, frames = unpack_message(part) if part[:1] == b"P" else self._receive_frames(part)
         size = frames[0].nbytes if len(frames) == 1 else sum(frame.nbytes for frame in frames)
         if size > self._max_message_bytes:
             raise Malformed(
@@ -299,7 +277,19 @@ class RemoteReader:
             self._acknowledge(ledger)
         return frames
 
-    def _obey(self, said: Welcome | Refused | Ready | Probe | Evicted | Closed) -> None:
+    def _receive_frames(self, part: bytes) -> tuple[int, list[memoryview]]:
+        """Return the seq of a long message, and the frames that follow its header."""
+        header = parse_control(part)
+        assert isinstance(header, MessageHeader)  # nothing else begins so
+        frames: list[memoryview] = []
+        for left in reversed(range(header.frames)):
+            frame = self._socket.recv(_NOBLOCK, copy=False)
+            frames.append(frame.buffer)
+            if frame.more != (left > 0):
+                raise Malformed(f"{len(frames)} frames of a message of {header.frames}")
+        return header.seq, frames
+
+    def _obey(self, said: MessageHeader | WritersWord) -> None:
         if isinstance(said, Welcome):
             if self._ledger is not None:
                 raise Malformed("a second welcome")

@@ -23,8 +23,7 @@ from kvindex.shm.remote.frames import (
     packed_message,
 )
 from kvindex.shm.remote.keys import CurveServer
-from kvindex.shm.remote.membership import Membership
-from kvindex.shm.remote.roster import Roster
+from kvindex.shm.remote.membership import Membership, Roster
 from kvindex.shm.remote.sockets import (
     MAX_WINDOW,
     Context,
@@ -42,27 +41,22 @@ _COUNTERS = ("waits", "joined", "left", "died", "evicted", "probes")
 
 
 class RemoteSender:
-    """Send each message to every reader on other machines, and lose none silently.
+    """Sends each message to every reader on other machines, and loses none silently.
 
     A reader is sent a message only while it has credit: fewer than `window` messages, and no more
     than `max_window_bytes`, that it has not acknowledged. Otherwise `send` waits. Readers that die
-    are removed, and their ranks returned, so that the queue can apply its policy; a reader that
-    comes in place of one who died or left begins with the message that is sent next.
-
-    There is no thread inside (but ZeroMQ's): what readers say is taken when `send`, `serve` or
-    one of the waits is called. A writer that is silent for long should call `serve` now and then:
-    a new reader is let in only there.
+    are removed, and their ranks returned; who comes in place of one that died or left begins with
+    the message that is sent next. What readers say is taken, and a new one let in, when `send`,
+    `serve` or one of the waits is called: there is no thread inside but ZeroMQ's.
 
     Args:
         n_remote: how many readers are expected; `send` waits until each has joined once.
-        connect_ip: the IP address of this machine to bind to, and that readers connect to; never
-            one that means all interfaces.
+        connect_ip: the address to bind to, and that readers connect to; see `endpoint_host`.
         ranks: the readers' ranks; None takes any `n_remote` ranks, those that come first.
         window: messages that each reader may have unacknowledged, 1 to 4096.
         max_window_bytes: the same in bytes; a larger message goes when all else is acknowledged.
         max_message_bytes: a larger message is refused by `send`.
-        curve: the writer's keys, for encrypted connections; see `remote/keys.py`. Without them the
-            token and all messages travel in the clear.
+        curve: the writer's keys; without them the token and all messages travel in the clear.
         link: heartbeats, and how long `close` waits.
         context: the ZeroMQ context to use; None makes a private one.
 
@@ -126,10 +120,7 @@ class RemoteSender:
     ) -> frozenset[int]:
         """Wait until all readers are here; return the ranks that died meanwhile.
 
-        Raises:
-            QueueTimeoutError: they were not, in time.
-            WaitCancelledError: `cancel` was set.
-            ConfigurationError: `timeout` is negative.
+        Raises: as `send`.
         """
         self._check_usable()
         self._wait_until(lambda: not self._roster.absent, Wait(timeout, cancel), self._absent)
@@ -196,11 +187,10 @@ class RemoteSender:
         """Return the counters since the start, and how things are now.
 
         Messages `sent` and `sent_bytes` (once, however many readers); `waits` for credit or for
-        readers to join; readers that `joined`, `left`, `died`, were `evicted`; `probes` sent.
-        `refused_*`: frames that were ignored, and why (`refused_cut_off`: connections of strangers
-        that ended without joining, as ZeroMQ ends one that sends too large a frame;
-        `refused_not_joined`: frames of who has not joined, or not any more). Now: `connected`
-        readers, `unread` messages and `unread_bytes` of the reader that has most.
+        readers to join; readers that `joined`, `left`, `died`, were `evicted`; `probes` sent;
+        `refused_*`: what was ignored, and why (`refused_cut_off`: connections that ended without
+        joining; `refused_not_joined`: frames of who has not joined, or not any more). Now:
+        `connected` readers, `unread` messages and `unread_bytes` of the reader that has most.
         """
         windows = [member.window for member in self._roster.members]
         counts = {"sent": self._membership.next_seq, "sent_bytes": self._sent_bytes}
@@ -218,12 +208,10 @@ class RemoteSender:
         self.close()
 
     def close(self) -> None:
-        """Tell the readers that this was all, and wait until they have read it (idempotent).
+        """Tell the readers that this was all, and wait until they have read it. Idempotent.
 
-        Readers acknowledge what they read before they go to work on it, so this does not wait for
-        who has read all. It waits at most `link.linger` seconds for the others. A reader that is
-        slower still reads the rest, if all of it has reached its machine by then; it is told
-        otherwise (WriterDiedError). One that was evicted is not waited for.
+        It waits at most `link.linger` seconds for who has not. A reader that is slower still reads
+        the rest, if all of it has reached its machine by then; it is told otherwise.
         """
         if self._closed:
             return

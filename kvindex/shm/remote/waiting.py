@@ -15,15 +15,7 @@ _LOOK = 0.1  # seconds between looks at `cancel`, and at what only a look can te
 
 
 class Wait:
-    """One wait of a call: how long its next slice may last, and when it is over.
-
-    Args:
-        timeout: seconds, or None for no limit.
-        cancel: ends the wait when set.
-
-    Raises:
-        ConfigurationError: `timeout` is negative or not a number.
-    """
+    """One wait of a call, of `timeout` seconds at most (None: no limit), ended by `cancel`."""
 
     def __init__(self, timeout: float | None, cancel: threading.Event | None) -> None:
         if timeout is not None and not timeout >= 0:
@@ -31,11 +23,6 @@ class Wait:
         self.timeout = timeout
         self._cancel = cancel
         self._end = math.inf if timeout is None else time.monotonic() + timeout
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() >= self._end
 
     def slice(self, what: Callable[[], str]) -> int:
         """Return how many milliseconds to wait before the next look.
