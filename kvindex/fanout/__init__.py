@@ -18,7 +18,7 @@ data. Linux only.
 from __future__ import annotations
 
 from kvindex.errors import QueueTimeoutError, SegmentError
-from kvindex.fanout.asking import ask
+from kvindex.fanout.joining import ask
 from kvindex.fanout.replica import Replica, join
 from kvindex.fanout.server import FanOut
 

@@ -31,14 +31,10 @@ __all__ = ["Catchup"]
 
 
 class Catchup:
-    """The positions of one joiner. Owner: one thread at a time.
-
-    Attributes:
-        passed: entries that were passed over, being in a section already.
-    """
+    """The positions of one joiner. Owner: one thread at a time."""
 
     def __init__(self) -> None:
-        self.passed = 0
+        self.passed = 0  # entries that were in a section already
         self._begin = 0
         self._end: int | None = None
         self._positions: dict[Rank, int] = {}
@@ -63,11 +59,7 @@ class Catchup:
         self._end = number
 
     def due(self, message: Message) -> Iterable[Entry]:
-        """Return what is to be applied of the next message.
-
-        Raises:
-            DecodeError: it is not the next one; or the first one comes too late.
-        """
+        """Return what is to be applied of the next message; DecodeError if it is another one."""
         number, end = message.number, self._end
         assert end is not None
         if number != self._next if self._next is not None else number > self._begin:

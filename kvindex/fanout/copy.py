@@ -6,8 +6,7 @@ import threading
 
 from kvindex.client import follow_item
 from kvindex.fanout.catchup import Catchup
-from kvindex.fanout.entries import Applied, Entry, Message, Restored, Shown
-from kvindex.fanout.ports import follow_names
+from kvindex.fanout.entries import Applied, Entry, Message, Restored, Shown, follow_names
 from kvindex.index import Index, read_batch
 from kvindex.rank import Rank
 from kvindex.subscribe import RankRemoved, RanksRenamed, RankStatus
@@ -16,33 +15,18 @@ __all__ = ["Copy"]
 
 
 class Copy:
-    """What a snapshot and the messages after it make.
-
-    Args:
-        seed, max_blocks_per_rank: of the server's index.
-
-    Attributes:
-        index: as the server's after the same message.
-        statuses: as the server shows them then.
-        names: by the name that a port tells, the one that its rank goes by.
-        changed: ranks with a new status since `take_changes`.
-        renewed: whether ranks came, went or were renamed; whoever looks sets it back.
-        catchup: what is still to be applied.
-        applied: batches so far.
-        sent_at: when the last message was sent, by the monotonic clock.
-        applying: held while a message is applied; who holds it finds the copy whole.
-    """
+    """What a snapshot and the messages after it make: as the server has it after the same one."""
 
     def __init__(self, seed: int | None = None, max_blocks_per_rank: int | None = None) -> None:
         self.index = Index(seed=seed, max_blocks_per_rank=max_blocks_per_rank)
         self.statuses: dict[Rank, RankStatus] = {}
-        self.names: dict[Rank, Rank] = {}
-        self.changed: set[Rank] = set()
-        self.renewed = True
+        self.names: dict[Rank, Rank] = {}  # by the name that a port tells, the rank's own
+        self.changed: set[Rank] = set()  # ranks with a new status since `take_changes`
+        self.renewed = True  # ranks came, went or were renamed; whoever looks sets it back
         self.catchup = Catchup()
-        self.applied = 0
-        self.sent_at = 0.0
-        self.applying = threading.Lock()
+        self.applied = 0  # batches
+        self.sent_at = 0.0  # when the last message was sent, by the monotonic clock
+        self.applying = threading.Lock()  # held while a message is; who has it finds all whole
 
     def begin(self, number: int) -> None:
         """Forget all: a snapshot begins, or begins again."""
@@ -54,24 +38,14 @@ class Copy:
     def restore(
         self, rank: Rank, number: int, section: bytes | bytearray, status: RankStatus | None
     ) -> None:
-        """Take a rank's section.
-
-        Raises:
-            SnapshotError: it is none of such an index.
-            DecodeError: the position is impossible.
-        """
+        """Take a rank's section; SnapshotError or DecodeError if it cannot be."""
         self.catchup.place(rank, number)
         self.index.restore(rank, section)
         if status is not None:
             self.statuses[rank] = status
 
     def apply(self, message: Message) -> None:
-        """Apply the next message.
-
-        Raises:
-            DecodeError: it is not the next one.
-            SnapshotError: a section in it is none of such an index.
-        """
+        """Apply the next message; DecodeError or SnapshotError if it cannot be."""
         with self.applying:
             for entry in self.catchup.due(message):
                 self._apply(entry)

@@ -20,6 +20,7 @@ from kvindex.subscribe import (
     RankRestarted,
     RanksRenamed,
     RankStatus,
+    StreamItem,
 )
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Shown",
     "decode_message",
     "encode_message",
+    "follow_names",
     "size_of",
 ]
 
@@ -63,16 +65,10 @@ Entry: TypeAlias = (
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """Entries that are sent together.
+    """Entries that are sent together: what happened, in order."""
 
-    Attributes:
-        number: counts the messages from 0.
-        sent_at: the server's CLOCK_MONOTONIC, which all processes of a machine share, in seconds.
-        entries: what happened, in order.
-    """
-
-    number: int
-    sent_at: float
+    number: int  # counts the messages from 0
+    sent_at: float  # the server's CLOCK_MONOTONIC, which all processes of a machine share
     entries: list[Entry]
 
 
@@ -97,3 +93,19 @@ def size_of(entry: Entry) -> int:
     if isinstance(entry, Restored):
         return len(entry.section) + _AROUND_BYTES
     return _OTHER_BYTES
+
+
+def follow_names(names: dict[Rank, Rank], item: StreamItem | Entry) -> None:
+    """Update `names`, from the rank that a port tells to the one it is, by what happened.
+
+    The server and its replicas keep them alike.
+    """
+    if isinstance(item, RankAdded):
+        names.setdefault(item.rank, item.rank)
+    elif isinstance(item, RanksRenamed):
+        renamed = dict(item.names)
+        for port, rank in names.items():
+            names[port] = renamed.get(rank, rank)
+    elif isinstance(item, RankRemoved):
+        for port in [port for port in names if port.worker == item.rank.worker]:
+            del names[port]

@@ -62,28 +62,21 @@ class Follower:
         stale_after: seconds without a message after which ranks are stale.
         buffer_bytes: most that is kept of messages while a snapshot comes.
 
-    Attributes:
-        copy: the present copy; replaced as a whole when one of another server is complete.
-        board: what others see of the ranks.
-        joined: set once the first copy is complete, or `failed`.
-        failed: why there will never be one, or None.
-        trouble: why it is not following at present, or "".
-
     Thread safety: `close`, `tell_to_end` and `statistics` from any thread; the rest is its own.
     """
 
     def __init__(self, path: str | os.PathLike[str], stale_after: float, buffer_bytes: int) -> None:
         self.path = os.fspath(path)
-        self.copy = Copy()
+        self.copy = Copy()  # replaced as a whole when one of another server is complete
         shown_path = self.path.replace("{", "{{").replace("}", "}}")  # the board formats it
         self.board = StatusBoard(
             time.monotonic,
             stale_after,
             silent=f"nothing was taken from the fan-out server at {shown_path} for {{:.0f}} s",
         )
-        self.joined = threading.Event()
-        self.failed: Exception | None = None
-        self.trouble = "joining"
+        self.joined = threading.Event()  # once the first copy is complete, or it `failed`
+        self.failed: Exception | None = None  # why there will never be one
+        self.trouble = "joining"  # why it is not following at present
         self._lost = ""  # why it follows no longer: said as well while it cannot join again
         self._stale_after = stale_after
         self._buffer_bytes = buffer_bytes

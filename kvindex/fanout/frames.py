@@ -28,6 +28,7 @@ import msgspec
 
 from kvindex.errors import DecodeError
 from kvindex.rank import Rank
+from kvindex.ring import RingHandle
 from kvindex.subscribe import RankStatus
 
 __all__ = [
@@ -61,17 +62,11 @@ MAX_SECTION_BYTES = 1 << 34
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A process wants to join.
+    """A process wants to join."""
 
-    Attributes:
-        protocol: of these frames.
-        backend: of its index.
-        pid: its process, for people to read.
-    """
-
-    protocol: int
-    backend: str
-    pid: int
+    protocol: int  # of these frames
+    backend: str  # of its index
+    pid: int  # for people to read
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -87,77 +82,45 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The joiner may attach.
-
-    Attributes:
-        place: its place in the ring.
-        ring: the ring's handle.
-        seed: of the server's index, 16 bytes, little-endian.
-        max_blocks_per_rank: of the server's index.
-    """
+    """The joiner may attach, and make an index like the server's."""
 
     place: int
-    ring: tuple[int, int, int, str]
-    seed: bytes
+    ring: RingHandle
+    seed: bytes  # 16 bytes, little-endian
     max_blocks_per_rank: int | None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The joiner may not.
-
-    Attributes:
-        reason: why, and what to do.
-        final: whether it is no use to try again.
-    """
+    """The joiner may not: why, what to do, and whether it is no use to try again."""
 
     reason: str
     final: bool
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """A snapshot begins, or begins again: sections so far are void.
+    """A snapshot begins, or begins again: sections so far are void."""
 
-    Attributes:
-        number: of the next message in the ring.
-    """
-
-    number: int
+    number: int  # of the next message in the ring
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
-    """A rank as it was just before a message; its section follows.
-
-    Attributes:
-        rank: which rank.
-        number: of that message.
-        status: the rank's status then, if it was subscribed to.
-        section_bytes: length of what `Index.dump` gave.
-    """
+    """A rank as it was just before a message; its section, what `Index.dump` gave, follows."""
 
     rank: Rank
-    number: int
-    status: RankStatus | None
+    number: int  # of that message
+    status: RankStatus | None  # then, if it was subscribed to
     section_bytes: int
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """The snapshot is whole.
+    """The snapshot is whole."""
 
-    Attributes:
-        number: of the next message in the ring.
-        names: pairs of the rank that a port tells and the one it is.
-    """
-
-    number: int
-    names: list[tuple[Rank, Rank]]
+    number: int  # of the next message in the ring
+    names: list[tuple[Rank, Rank]]  # the rank that a port tells, and the one it is
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """How the server stands; its counters as JSON follow.
-
-    Attributes:
-        json_bytes: length of that.
-    """
+    """How the server stands; its counters as JSON follow."""
 
     json_bytes: int
 
@@ -197,22 +160,14 @@ def frame_bytes(head: bytes | bytearray, most: int) -> int:
 
 
 class FrameDecoder:
-    """Makes a joiner's frames of the bytes that come, however they come.
-
-    Args:
-        max_bytes: longest frame.
-    """
+    """Makes a joiner's frames of the bytes that come, however they come; each of `max_bytes`."""
 
     def __init__(self, max_bytes: int = 4096) -> None:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[JoinersFrame]:
-        """Return the frames that these bytes complete.
-
-        Raises:
-            DecodeError: they are none; the connection is of no use any more.
-        """
+        """Return the frames that these bytes complete; after DecodeError it is of no use."""
         self._buffer += data
         frames: list[JoinersFrame] = []
         while len(self._buffer) >= LENGTH.size:

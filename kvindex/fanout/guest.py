@@ -47,13 +47,6 @@ class Guest:
         make_snapshot: returns the parts of a snapshot, made one by one as they are sent.
         patience: seconds in which each next step must be taken, and bytes must move.
         now: the present.
-
-    Attributes:
-        stage: how far it has come.
-        place: its place in the ring, once it has one.
-        left: whether it has said that it goes.
-        answered: whether it gets no more than one answer: why it may not join, or what it asked.
-        pid: its process, as it says.
     """
 
     def __init__(
@@ -68,10 +61,10 @@ class Guest:
     ) -> None:
         self.connection = connection
         self.stage = Stage.GREETING
-        self.place: int | None = None
-        self.left = False
-        self.answered = False
-        self.pid = 0
+        self.place: int | None = None  # in the ring
+        self.left = False  # whether it has said that it goes
+        self.answered = False  # and gets no more: why it may not join, or what it asked
+        self.pid = 0  # as it says
         self._welcome = welcome
         self._report = report
         self._make_snapshot = make_snapshot
@@ -92,12 +85,7 @@ class Guest:
         return bool(self._outgoing) or self.stage is Stage.JOINING
 
     def receive(self, now: float) -> bool:
-        """Take what has come; return whether the connection goes on.
-
-        Raises:
-            DecodeError: it is not what may come now.
-            OSError: the connection failed.
-        """
+        """Take what has come; return whether the connection goes on. DecodeError, OSError."""
         try:
             data = self.connection.recv(_RECEIVED)
         except BlockingIOError:
@@ -107,12 +95,7 @@ class Guest:
         return bool(data) and not self.left
 
     def send(self, now: float) -> bool:
-        """Send as much as goes; return whether the connection goes on.
-
-        Raises:
-            KVIndexError: the next part cannot be made.
-            OSError: the connection failed.
-        """
+        """Send as much as goes; return whether the connection goes on. KVIndexError, OSError."""
         if not self._outgoing:
             self._load()
         try:

@@ -1,13 +1,17 @@
-"""How a process joins: over the socket a snapshot, meanwhile from the ring what happens."""
+"""How a process joins: over the socket a snapshot, meanwhile from the ring what happens.
+
+And how it only asks how the server stands.
+"""
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 import socket
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 from kvindex.errors import ClosedError, DecodeError, KVIndexError
 from kvindex.fanout.copy import Copy
@@ -17,6 +21,7 @@ from kvindex.fanout.frames import (
     MAX_FRAME_BYTES,
     MAX_SECTION_BYTES,
     PROTOCOL,
+    Ask,
     Attached,
     Begin,
     End,
@@ -24,6 +29,7 @@ from kvindex.fanout.frames import (
     JoinersFrame,
     Leave,
     Refused,
+    Report,
     ServersFrame,
     Taken,
     Welcome,
@@ -31,27 +37,22 @@ from kvindex.fanout.frames import (
     encode_frame,
     frame_bytes,
 )
-from kvindex.fanout.meeting_point import connect_to
+from kvindex.fanout.meeting_point import check_platform, connect_to
 from kvindex.index import Index
 from kvindex.ring import Buffer, RingReceiver, ShmRingBuffer, Waiting
 
-__all__ = ["Drain", "Link", "Membership", "RefusedError"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Drain", "Link", "Membership", "RefusedError", "ask"]
 
 _LOOK = 0.05  # seconds between looks at whether to stop: of a closing, and of a joining
 _STEP = 1 << 20  # bytes that are received at once
 _MAX_MESSAGE_BYTES = 1 << 30
+_MAX_REPORT_BYTES = 1 << 28
 _CONNECT_TIMEOUT = 1.0  # seconds; the kernel connects, however busy the server is
 _SILENCE = 30.0  # seconds without a byte of the snapshot, for which others may be served first
 
 
 class RefusedError(KVIndexError):
-    """The server lets this process not join.
-
-    Attributes:
-        final: whether it is no use to try again.
-    """
+    """The server does not let this process join; `final`: trying again is no use."""
 
     def __init__(self, reason: str, *, final: bool) -> None:
         self.final = final
@@ -59,11 +60,7 @@ class RefusedError(KVIndexError):
 
 
 class Link:
-    """The connection to the server, as the joiner has it.
-
-    Args:
-        path: where the server listens.
-        silence: seconds without a byte after which the server counts as gone.
+    """The joiner's connection to the server, which counts as gone after so long a silence.
 
     Thread safety: one thread; `interrupt` from any.
     """
@@ -77,13 +74,7 @@ class Link:
         self._socket.sendall(encode_frame(frame))
 
     def receive(self) -> ServersFrame:
-        """Return what the server says next.
-
-        Raises:
-            DecodeError: it is nothing that a server says.
-            RefusedError: the server refuses.
-            OSError: the connection is gone, or silent for too long.
-        """
+        """Return what the server says next. DecodeError, RefusedError, OSError."""
         head = self.read(LENGTH.size)
         frame = decode_servers(bytes(self.read(frame_bytes(head, MAX_FRAME_BYTES))))
         if isinstance(frame, Refused):
@@ -115,9 +106,7 @@ class Link:
 class Drain:
     """Takes messages out of the ring while a snapshot comes, so that they hold nobody up.
 
-    Args:
-        receiver: used by the drain's thread until `stop`.
-        max_bytes: most that is kept; then messages stay in the ring.
+    Its thread uses the receiver until `stop`; when `max_bytes` are kept, it takes no more.
     """
 
     def __init__(self, receiver: RingReceiver, max_bytes: int) -> None:
@@ -159,11 +148,6 @@ class Membership:
     Args:
         link: connected; the membership closes it.
         buffer_bytes: most that is kept of messages while the snapshot comes.
-
-    Attributes:
-        receiver: where messages come from.
-        copy: as of the last message that was there when the snapshot was whole.
-        messages: how many were applied to it.
 
     Raises:
         RefusedError: the server refuses.
@@ -239,3 +223,32 @@ class Membership:
         """Give the place up. Idempotent."""
         self.receiver.close()
         self._link.close()
+
+
+def ask(path: str | os.PathLike[str], timeout: float = 5.0) -> dict[str, Any]:
+    """Return what `FanOut.report` gives in the process whose server listens at `path`.
+
+    Args:
+        path: as for `FanOut`.
+        timeout: longest silence of the server, in seconds.
+
+    Raises:
+        DecodeError: what answers is no server of this version.
+        OSError: none answers; the message says where.
+    """
+    check_platform()
+    path = os.fspath(path)
+    try:
+        link = Link(path, timeout)
+        try:
+            link.send(Ask())
+            report = link.receive()
+            if not isinstance(report, Report) or report.json_bytes > _MAX_REPORT_BYTES:
+                raise DecodeError(f"the server at {path} answers with {report!r:.100}")
+            found: dict[str, Any] = json.loads(link.read(report.json_bytes))
+        finally:
+            link.close()
+    except OSError as error:
+        trouble = error.strerror or str(error)
+        raise OSError(f"no fan-out server answers at {path}: {trouble}") from error
+    return found

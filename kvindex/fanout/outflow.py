@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from kvindex.errors import QueueTimeoutError
-from kvindex.ring import RAW, RingHandle, RingSender, ShmRingBuffer, Waiting, fragments
+from kvindex.ring import RAW, Buffer, RingHandle, RingSender, ShmRingBuffer, Waiting, fragments
 
 __all__ = ["Allowance", "Outflow"]
 
@@ -23,12 +23,7 @@ _REGAINED = 0.1  # of the time that passes without waiting
 
 
 class Allowance:
-    """How long may still be waited.
-
-    Args:
-        most: seconds, when all of it is there.
-        clock: monotonic seconds.
-    """
+    """How many seconds may still be waited: at `most` so many."""
 
     def __init__(self, most: float, clock: Callable[[], float]) -> None:
         self._most = most
@@ -60,15 +55,6 @@ class Outflow:
         patience: seconds for which a slow reader may hold the sending thread.
         clock: monotonic seconds.
 
-    Attributes:
-        chunk_bytes: bytes of a message that need no splitting.
-        evicted: places whose readers were taken off and may not know yet.
-        blocked: seconds that were waited for room.
-
-    Raises:
-        ConfigurationError: a size is out of range.
-        SegmentError: the shared memory cannot be had.
-
     Thread safety: one thread, but `statistics`, `is_free` and `close` from any.
     """
 
@@ -82,8 +68,8 @@ class Outflow:
     ) -> None:
         ring = ShmRingBuffer(max_replicas, chunk_bytes, chunks)
         self.chunk_bytes = chunk_bytes
-        self.evicted: set[int] = set()
-        self.blocked = 0.0
+        self.evicted: set[int] = set()  # places whose readers were taken off and may not know yet
+        self.blocked = 0.0  # seconds that were waited for room
         self._ring = ring
         self._sender = RingSender(ring, waiting=Waiting(spin=0.0, look=0.05))
         self._patience = patience
@@ -101,11 +87,7 @@ class Outflow:
         return not self._ring.reader_lives(place)
 
     def send(self, body: bytes) -> None:
-        """Send a message to every reader; those that hold it up for too long are taken off.
-
-        Raises:
-            ClosedError: it is closed.
-        """
+        """Send a message to every reader; those that hold it up for too long are taken off."""
         self._counters["messages"] += 1
         self._counters["bytes"] += len(body)
         if len(body) <= self.chunk_bytes:
@@ -137,34 +119,27 @@ class Outflow:
         """Tell every reader that nothing more will come. Idempotent."""
         self._sender.close()
 
-    def _put(self, kind: int, parts: list[bytes | bytearray | memoryview], size: int) -> None:
+    def _put(self, kind: int, parts: list[Buffer], size: int) -> None:
         try:
             self._sender.send(kind, parts, size, 0.0)
         except QueueTimeoutError:
-            self._put_patiently(kind, parts, size)
-
-    def _put_patiently(
-        self, kind: int, parts: list[bytes | bytearray | memoryview], size: int
-    ) -> None:
-        done = False
-        while not done:
             began = self._clock()
             try:
-                done = self._put_in_time(kind, parts, size)
+                while not self._put_in_time(kind, parts, size):
+                    pass
             finally:
                 self.blocked += self._clock() - began
 
-    def _put_in_time(
-        self, kind: int, parts: list[bytes | bytearray | memoryview], size: int
-    ) -> bool:
+    def _put_in_time(self, kind: int, parts: list[Buffer], size: int) -> bool:
         """Wait as long as every late reader may; return whether it was sent."""
         late = self._sender.laggards()
         timeout = min((self._allowance(place).left() for place in late), default=0.0)
         try:
             self._sender.send(kind, parts, size, timeout)
         except QueueTimeoutError:
-            late = [place for place in self._sender.laggards() if place in late]
-            self._evict(place for place in late if not self._allowance(place).spend())
+            for place in self._sender.laggards():
+                if place in late and not self._allowance(place).spend():
+                    self._evict(place)
             return False
         for place in late:
             self._allowance(place).spend()
@@ -172,17 +147,15 @@ class Outflow:
 
     def _allowance(self, place: int) -> Allowance:
         """Return a place's allowance; who joins anew does not begin with all of it."""
-        found = self._allowances.get(place)
-        if found is None:
-            found = self._allowances[place] = Allowance(self._patience, self._clock)
-        return found
+        if place not in self._allowances:
+            self._allowances[place] = Allowance(self._patience, self._clock)
+        return self._allowances[place]
 
-    def _evict(self, places: Iterable[int]) -> None:
-        for place in places:
-            self.evicted.add(place)
-            if self._sender.evict(place):
-                logger.warning(
-                    "the replica at place %d was too slow and was taken off; it joins anew by "
-                    "itself once it runs",
-                    place,
-                )
+    def _evict(self, place: int) -> None:
+        self.evicted.add(place)
+        if self._sender.evict(place):
+            logger.warning(
+                "the replica at place %d was too slow and was taken off; it joins anew by itself "
+                "once it runs",
+                place,
+            )

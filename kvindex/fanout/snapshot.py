@@ -54,10 +54,6 @@ class Snapshots:
         client: whose index is sent.
         tap: what its subscriber's thread tells.
         hold: seconds for which the thread goes on with another rank.
-
-    Attributes:
-        counters: `sections_taken`, copies of ranks that were made; `snapshots_begun_again`, because
-            ranks were renamed.
     """
 
     def __init__(self, client: Client, tap: StreamTap, *, hold: float = _HOLD) -> None:
@@ -68,12 +64,7 @@ class Snapshots:
         self._orders: list[_Order] = []
 
     def parts(self) -> Generator[bytes, None, None]:
-        """Let those in that have attached to the ring; then give the parts of a snapshot.
-
-        Raises:
-            ClosedError: the client is closed, or the fan-out failed.
-            BusyError: the subscriber's thread was held for too long.
-        """
+        """Let those in that have attached to the ring; then give the parts of a snapshot."""
         call = self._client.subscriber.call
         order = _Order()
         self._orders.append(order)

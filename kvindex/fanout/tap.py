@@ -20,10 +20,10 @@ from kvindex.fanout.entries import (
     Restored,
     Shown,
     encode_message,
+    follow_names,
     size_of,
 )
 from kvindex.fanout.outflow import Outflow
-from kvindex.fanout.ports import follow_names
 from kvindex.rank import Rank
 from kvindex.subscribe import RanksRenamed, RankStatus, StreamItem
 
@@ -32,6 +32,16 @@ __all__ = ["StreamTap"]
 logger = logging.getLogger(__name__)
 
 _MAX_COUNT = 2**63 - 1  # the largest number that every reader of msgpack has
+_NEEDED = [
+    "rank",
+    "state",
+    "complete",
+    "connected",
+    "endpoint",
+    "replay_endpoint",
+    "last_event_age",
+]
+"""What an answer needs of a status, beside its reason and numbers."""
 
 
 class StreamTap:
@@ -44,12 +54,6 @@ class StreamTap:
         outflow: where messages go.
         on_failure: told, once, when nothing more can be sent.
         clock: monotonic seconds.
-
-    Attributes:
-        number: of the next message.
-        renames: how often ranks were renamed.
-        names: by the name that a port tells, the one that its rank goes by.
-        failure: why nothing more is sent, or None.
     """
 
     def __init__(
@@ -58,10 +62,10 @@ class StreamTap:
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.number = 0
-        self.renames = 0
-        self.names: dict[Rank, Rank] = {}
-        self.failure: str | None = None
+        self.number = 0  # of the next message
+        self.renames = 0  # how often ranks were renamed
+        self.names: dict[Rank, Rank] = {}  # by the name that a port tells, the rank's own
+        self.failure: str | None = None  # why nothing more is sent
         self._outflow = outflow
         self._on_failure = on_failure
         self._clock = clock
@@ -70,8 +74,6 @@ class StreamTap:
         self._bytes = 0
         self._room = outflow.chunk_bytes
         self._counters: Counter[str] = Counter()
-
-    # What the subscriber tells ----------------------------------------------------------------
 
     def batch(self, rank: Rank, payload: bytes) -> None:
         """Take a batch that was applied."""
@@ -104,14 +106,8 @@ class StreamTap:
         self._attended = False
         self._outflow.close()
 
-    # What the reception asks, on the subscriber's thread --------------------------------------
-
     def attend(self) -> None:
-        """Let those in that have attached to the ring; they get every message from now on.
-
-        Raises:
-            ClosedError: nothing is sent any more.
-        """
+        """Let those in that have attached to the ring: they get every message from now on."""
         if self.failure is not None:
             raise ClosedError(self.failure)
         self.flush()
@@ -169,21 +165,10 @@ class StreamTap:
             if not self._counters["statuses_cut"]:
                 logger.error("%s: its status cannot be encoded: %r", status.rank, error)
             self._counters["statuses_cut"] += 1
-            return Shown(
-                RankStatus(
-                    rank=status.rank,
-                    state=status.state,
-                    reason=f"the rest of its status could not be sent on: {type(error).__name__}",
-                    epoch=min(status.epoch, _MAX_COUNT),
-                    seq=None,
-                    complete=status.complete,
-                    lag=min(status.lag, _MAX_COUNT),
-                    connected=status.connected,
-                    endpoint=status.endpoint,
-                    replay_endpoint=status.replay_endpoint,
-                    last_event_age=status.last_event_age,
-                )
-            )
+            kept = {name: getattr(status, name) for name in _NEEDED}
+            reason = f"the rest of its status could not be sent on: {type(error).__name__}"
+            epoch, lag = min(status.epoch, _MAX_COUNT), min(status.lag, _MAX_COUNT)
+            return Shown(RankStatus(**kept, reason=reason, epoch=epoch, seq=None, lag=lag))
 
     def _fail(self, error: Exception) -> None:
         """End the fan-out, rather than leave a hole in it; the client goes on."""

@@ -14,8 +14,8 @@ from kvindex.fanout.entries import (
     Shown,
     decode_message,
     encode_message,
+    follow_names,
 )
-from kvindex.fanout.ports import follow_names
 from kvindex.fanout.tap import StreamTap
 from kvindex.rank import Rank
 from kvindex.sequencer import State
