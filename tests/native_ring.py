@@ -20,3 +20,8 @@ MISSING = _missing()
 """Why there are no rings here; "" if there are."""
 
 needs_ring = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+# Offsets that only the native parties use, as native/shm/layout.hpp has them.
+STATE, NEXT_SEQ = 64, 256  # in the header
+SLOT_STATE = 0  # in a reader's slot
+SEQ, LENGTH, KIND = 0, 8, 16  # in a chunk's record

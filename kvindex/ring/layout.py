@@ -18,22 +18,7 @@ import msgspec
 
 from kvindex.errors import ConfigurationError, SegmentError
 
-__all__ = [
-    "CLOSED",
-    "HEADER_BYTES",
-    "KIND",
-    "LENGTH",
-    "NEXT_SEQ",
-    "PUBLISHED",
-    "READY",
-    "SEQ",
-    "SLOT_START",
-    "SLOT_STATE",
-    "SPACE",
-    "STATE",
-    "Layout",
-    "SlotState",
-]
+__all__ = ["CLOSED", "HEADER_BYTES", "READY", "Layout", "SlotState"]
 
 HEADER_BYTES = 4096
 _LINE = 64
@@ -41,15 +26,10 @@ _HEADER = struct.Struct("=8sIIIQ")  # magic, version, n_reader, max_chunks, max_
 _MAGIC = b"KVIXRING"
 _VERSION = 2
 
-STATE, PUBLISHED, SPACE, NEXT_SEQ = 64, 128, 192, 256  # offsets in the header
-SLOT_STATE, SLOT_START = 0, 8  # in a slot
-SEQ, LENGTH, KIND, _FLAGS = 0, 8, 16, 24  # in a record
-
+_FLAGS = 24  # in a record
 READY, CLOSED = 1, 2  # bits of the state word
 
-_MAX_READERS = 4096
-_MAX_CHUNKS = 1 << 20
-_MAX_CHUNK_BYTES = 1 << 40
+_LIMITS = {"n_reader": 4096, "max_chunks": 1 << 20, "max_chunk_bytes": 1 << 40}
 
 
 class SlotState(enum.IntEnum):
@@ -80,12 +60,7 @@ class Layout(msgspec.Struct, frozen=True):
     max_chunk_bytes: int
 
     def __post_init__(self) -> None:
-        limits = {
-            "n_reader": _MAX_READERS,
-            "max_chunks": _MAX_CHUNKS,
-            "max_chunk_bytes": _MAX_CHUNK_BYTES,
-        }
-        for name, limit in limits.items():
+        for name, limit in _LIMITS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
                 raise ConfigurationError(f"{name} must be an int from 1 to {limit}, not {value!r}")

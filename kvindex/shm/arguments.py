@@ -10,7 +10,6 @@ from typing import Any
 
 from kvindex.errors import ConfigurationError
 from kvindex.ring import Layout, Waiting, check_policy
-from kvindex.shm.codec import Codec, choose_codec
 from kvindex.shm.handle import Handle
 from kvindex.shm.remote.keys import CurveReader, CurveServer
 
@@ -19,19 +18,11 @@ __all__ = [
     "check_options",
     "check_reading",
     "check_writing",
-    "checked_codec",
     "checked_length",
     "local_ranks",
 ]
 
-_OPTIONS = {
-    "codec",
-    "waiting",
-    "on_dead_reader",
-    "max_message_bytes",
-    "curve",
-    "remote_window",
-}
+_OPTIONS = {"codec", "waiting", "on_dead_reader", "max_message_bytes", "curve", "remote_window"}
 
 
 def local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> list[int]:
@@ -95,15 +86,6 @@ def check_reading(
         raise ConfigurationError(f"rank must be an int, not {rank!r}")
     _check_optional("waiting", waiting, Waiting, "a Waiting, as in Waiting(spin=0.0)")
     _check_optional("curve", curve, CurveReader, "a CurveReader")
-
-
-def checked_codec(codec: str | Codec) -> Codec:
-    """Return the codec of that name, or the one given; ConfigurationError if there is none."""
-    if isinstance(codec, type):
-        raise ConfigurationError(
-            f"codec must be a Codec, not the class of one: pass {codec.__name__}()"
-        )
-    return choose_codec(codec)
 
 
 def checked_length(length: int | None, most: int) -> int:

@@ -154,11 +154,11 @@ class PickleCodec:
 
 
 def choose_codec(codec: str | Codec) -> Codec:
-    """Return the codec of that name, or the one given.
-
-    Raises:
-        ConfigurationError: no such codec.
-    """
+    """Return the codec of that name, or the one given; ConfigurationError if there is none."""
+    if isinstance(codec, type):
+        raise ConfigurationError(
+            f"codec must be a Codec, not the class of one: pass {codec.__name__}()"
+        )
     if codec == "msgpack":
         return MsgpackCodec()
     if codec == "pickle":

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from kvindex.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
 from kvindex.ring import DeadReaderPolicy, Waiting
 from kvindex.shm import arguments
-from kvindex.shm.codec import Codec, body_of, decoder_of
+from kvindex.shm.codec import Codec, body_of, choose_codec, decoder_of
 from kvindex.shm.ends import ReadingEnd, WritingEnd, open_reading_end, open_writing_end
 from kvindex.shm.groups.settling import reader_options
 from kvindex.shm.groups.sharing import share_one_queue, share_queues_to_one
@@ -85,7 +85,7 @@ class MessageQueue:
         curve: CurveServer | None = None,
         remote_window: int = 256,
     ) -> None:
-        chosen = arguments.checked_codec(codec)
+        chosen = choose_codec(codec)
         ranks = arguments.local_ranks(n_reader, n_local_reader, local_reader_ranks)
         options: dict[str, Any] = {
             "max_chunk_bytes": max_chunk_bytes,
@@ -133,7 +133,7 @@ class MessageQueue:
                 this rank. A remote reader learns that by its first call.
         """
         arguments.check_reading(handle, rank, waiting, curve)
-        chosen = arguments.checked_codec(codec)
+        chosen = choose_codec(codec)
         queue = MessageQueue.__new__(MessageQueue)
         reading = open_reading_end(handle, rank, chosen, waiting or Waiting(), curve)
         queue._set_up(reading, handle, chosen)

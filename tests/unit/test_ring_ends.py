@@ -20,14 +20,13 @@ from kvindex.errors import (
     SegmentError,
     WriterDiedError,
 )
-from kvindex.ring.layout import KIND, LENGTH, SEQ
 from kvindex.ring.messages import RAW
 from kvindex.ring.receiver import RingReceiver
 from kvindex.ring.sender import RingSender
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
 from kvindex.shm.codec import decoder_of
 from kvindex.shm.ends import WritingEnd
-from tests.native_ring import needs_ring
+from tests.native_ring import KIND, LENGTH, SEQ, needs_ring
 
 pytestmark = needs_ring
 

@@ -11,19 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvindex.errors import ConfigurationError, SegmentError
-from kvindex.ring.layout import (
-    HEADER_BYTES,
-    KIND,
-    LENGTH,
-    NEXT_SEQ,
-    SEQ,
-    SLOT_STATE,
-    STATE,
-    Layout,
-    SlotState,
-)
+from kvindex.ring.layout import HEADER_BYTES, Layout, SlotState
 from kvindex.shm import ShmRingBuffer
-from tests.native_ring import needs_ring
+from tests.native_ring import KIND, LENGTH, NEXT_SEQ, SEQ, SLOT_STATE, STATE, needs_ring
 
 if TYPE_CHECKING:
     from kvindex._native import RingReader, RingWriter
