@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import select
 import socket
 import struct
 import threading
@@ -21,13 +20,14 @@ from kvindex.errors import (
     PeerDiedError,
     QueueTimeoutError,
 )
-from kvindex.shm.groups import tcp_reception as tcp_reception
-from kvindex.shm.groups import tcp_star
+from kvindex.shm.groups import star
+from kvindex.shm.groups.joining import keys_from
 from kvindex.shm.groups.objects import MAX_OBJECT_BYTES
-from kvindex.shm.groups.tcp_address import connect, parse_address
-from kvindex.shm.groups.tcp_frames import Connection
+from kvindex.shm.groups.star import ConnectionLost, Hub, Spoke
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
-from kvindex.shm.groups.tcp_handshake import Applicant
+from kvindex.shm.groups.words import FRAME_BYTES, Call, Failure, Seats, Settings, cut
+from kvindex.shm.remote.keys import CurveReader
+from kvindex.shm.remote.sockets import RemoteLink
 from tests.e2e.group_ranks import (
     PATIENCE,
     barrier_when_told,
@@ -39,6 +39,7 @@ from tests.e2e.group_ranks import (
 
 TOKEN = secrets.token_bytes(32)
 LOOPBACK = "127.0.0.1:0"
+MOST = 100_000  # bytes
 
 
 def group_of(rank: int, world_size: int, address: str, **options: Any) -> TcpProcessGroup:
@@ -66,6 +67,18 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < until, f"not reached: {what}"
         pause.wait(0.002)
+
+
+def hub_of(group: TcpProcessGroup) -> Hub:
+    assert isinstance(group._star, Hub)
+    return group._star
+
+
+def spoke_to(group: TcpProcessGroup, rank: int = 1, **settings: int) -> Spoke:
+    """A bare spoke that knows the token, which a test lets say what it likes."""
+    made = Settings(**{"world_size": 3, "max_object_bytes": MAX_OBJECT_BYTES, **settings})
+    keys = CurveReader.generate(keys_from(TOKEN).public_key)
+    return Spoke(f"tcp://{group.address}", keys, rank, made)
 
 
 def in_threads(
@@ -136,7 +149,7 @@ def test_ranks_may_come_before_rank_0_listens(pool: ThreadPoolExecutor) -> None:
 
 
 @pytest.mark.parametrize("address", [LOOPBACK, "localhost:0", *(["[::1]:0"] if has_ipv6() else [])])
-def test_rank_0_listens_at_its_address_only_and_till_all_have_come(
+def test_rank_0_listens_at_its_address_only_and_until_it_is_closed(
     address: str, pool: ThreadPoolExecutor
 ) -> None:
     with group_of(0, 2, address) as hub, group_of(1, 2, hub.address) as spoke:
@@ -147,8 +160,8 @@ def test_rank_0_listens_at_its_address_only_and_till_all_have_come(
         with pytest.raises(ConnectionRefusedError):
             stranger(f"{elsewhere}:{port}")
         assert in_threads(pool, [hub, spoke], lambda group: group.same_node(0)) == [[True] * 2] * 2
-        with pytest.raises(ConnectionRefusedError):
-            stranger(f"{host.strip('[]')}:{port}")
+    with pytest.raises(ConnectionRefusedError):
+        stranger(f"{host.strip('[]')}:{port}")
 
 
 def test_an_address_in_use_is_refused(hub: TcpProcessGroup) -> None:
@@ -157,46 +170,29 @@ def test_an_address_in_use_is_refused(hub: TcpProcessGroup) -> None:
 
 
 def test_strangers_neither_get_in_nor_stop_the_meeting(
-    hub: TcpProcessGroup, pool: ThreadPoolExecutor
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = pool.submit(hub.wait_until_ready)
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, bytes(100), struct.pack(">I", 2**31)):
-        with stranger(hub.address) as visitor:
-            visitor.sendall(words)
-            assert is_sent_away(visitor)
-    silent = stranger(hub.address)
-    with silent, group_of(1, 2, hub.address) as spoke:
-        spoke.wait_until_ready()
-        ready.result(PATIENCE)
-        assert is_sent_away(silent)
-    assert hub.statistics() == {"stranger": 4, "late": 1}
-
-
-def test_a_silent_stranger_is_sent_away_and_so_is_the_first_of_a_crowd(
-    hub: TcpProcessGroup, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp_reception, "MAX_GUESTS", 2)
-    ready = pool.submit(hub.wait_until_ready)
-    crowd = [stranger(hub.address) for _ in range(3)]
-    assert is_sent_away(crowd[0])
-    monkeypatch.setattr(tcp_reception, "HANDSHAKE_SECONDS", 0.02)
-    crowd.append(stranger(hub.address))
-    assert is_sent_away(crowd[1])
-    assert is_sent_away(crowd[3])
-    with group_of(1, 2, hub.address) as spoke:
-        spoke.wait_until_ready()
-        ready.result(PATIENCE)
-    for visitor in crowd:
-        visitor.close()
-    assert hub.statistics() == {"crowded": 2, "silent": 1, "late": 1}
+    monkeypatch.setattr(star, "LINK", RemoteLink(handshake_timeout=0.2))
+    with group_of(0, 2, LOOPBACK) as hub:
+        ready = pool.submit(hub.wait_until_ready)
+        too_long = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47) + b"\x06" + b"\xff" * 8
+        greetings = (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, bytes(100), struct.pack(">I", 2**31))
+        for words in (*greetings, too_long, b""):
+            with stranger(hub.address) as visitor:
+                visitor.sendall(words)
+                assert is_sent_away(visitor)
+        with group_of(1, 2, hub.address) as spoke:
+            spoke.wait_until_ready()
+            ready.result(PATIENCE)
+        assert hub.statistics()["stranger"] == 6
 
 
 @pytest.mark.parametrize(
     ("world_size", "options", "said"),
     [
-        (2, {"token": b"another secret!!"}, "its token is not that of rank 0"),
-        (3, {}, "world_size=3"),
-        (2, {"max_object_bytes": 10}, "max_object_bytes=10"),
+        (2, {"token": b"another secret!!"}, "do not have the same token: .* not that of rank 0"),
+        (3, {}, "rank 0 refused rank 1: it has world_size=3"),
+        (2, {"max_object_bytes": 10}, "rank 0 refused rank 1: it has .*max_object_bytes=10"),
     ],
 )
 def test_a_rank_that_does_not_fit_is_told_at_once_and_the_right_one_comes_in(
@@ -208,12 +204,12 @@ def test_a_rank_that_does_not_fit_is_told_at_once_and_the_right_one_comes_in(
 ) -> None:
     ready = pool.submit(hub.wait_until_ready)
     with group_of(1, world_size, hub.address, **options) as wrong:
-        with pytest.raises(ConfigurationError, match=f"rank 0 refused rank 1: .*{said}"):
+        with pytest.raises(ConfigurationError, match=said):
             wrong.wait_until_ready()
     with group_of(1, 2, hub.address) as right:
         right.wait_until_ready()
         ready.result(PATIENCE)
-    assert sum(hub.statistics().values()) == 1
+    assert set(hub.statistics()) == {"stranger" if "token" in options else "settings"}
 
 
 def test_a_second_process_of_one_rank_is_refused_and_the_first_stays(
@@ -253,26 +249,47 @@ def test_a_rank_that_fails_while_others_are_awaited_may_come_again(
         assert hub.statistics() == {"ended": 1}
 
 
-def test_a_rank_that_speaks_before_all_have_come_loses_its_seat(pool: ThreadPoolExecutor) -> None:
+def test_what_a_rank_says_before_all_have_come_is_refused(pool: ThreadPoolExecutor) -> None:
     with group_of(0, 3, LOOPBACK) as hub:
         ready = pool.submit(hub.wait_until_ready)
-        with stranger(hub.address) as visitor:
-            hasty = Connection(visitor, 1024)
-            applicant = Applicant(TOKEN, 1, 3, MAX_OBJECT_BYTES)
-            until = time.monotonic() + PATIENCE
-            hasty.send(applicant.join(hasty.receive(until)), until)
-            applicant.seated(hasty.receive(until))
-            hasty.send(b"already?", until)
-            wait_until(lambda: hub.statistics() == {"stranger": 1}, "the seat is lost")
+        hasty, mute = spoke_to(hub), spoke_to(hub, 2)
+        with pytest.raises(ConnectionLost, match=r"^ranks? .*2 was awaited"):
+            hasty.meet(time.monotonic() + 0.2)
+        hasty.tell(Call(0, "barrier", 0))
+        mute.tell(Seats("of a rank without one"))
+        mute._watched.socket.send(b"\xc1")
+        wait_until(lambda: hub.statistics() == {"malformed": 2}, "both are refused")
+        hasty.close()
         with group_of(1, 3, hub.address) as again, group_of(2, 3, hub.address) as last:
             in_threads(pool, [again, last], TcpProcessGroup.wait_until_ready)
             ready.result(PATIENCE)
+        mute.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "settings", "said"),
+    [
+        *((rank, {}, rf"rank {rank} is not in \[1, 3\)") for rank in (-1, 0, 3)),
+        (1, {"version": 9}, r"it has .*version=9, rank 0 has .*version=1"),
+    ],
+)
+def test_a_seat_that_the_group_does_not_have_is_refused(
+    rank: int, settings: dict[str, int], said: str, pool: ThreadPoolExecutor
+) -> None:
+    with group_of(0, 3, LOOPBACK) as hub:
+        spoke = spoke_to(hub, rank, **settings)
+        meeting = pool.submit(spoke.meet, time.monotonic() + PATIENCE)
+        while not meeting.done():
+            assert not hub_of(hub).meet(time.monotonic() + 0.02)
+        with pytest.raises(ConfigurationError, match=f"rank 0 refused rank {rank}: {said}"):
+            meeting.result()
+        spoke.close()
 
 
 def test_rank_0_names_who_has_not_come_and_goes_on_when_asked(pool: ThreadPoolExecutor) -> None:
     with group_of(0, 3, LOOPBACK) as hub, group_of(1, 3, hub.address) as first:
         waiting = pool.submit(first.wait_until_ready)
-        while len(hub._reception.seated) == 0:  # type: ignore[union-attr]
+        while hub_of(hub).missing == {1, 2}:
             with pytest.raises(QueueTimeoutError, match=r"ranks? .*2 did not come to 127.0.0.1"):
                 hub.wait_until_ready(0.05)
         with pytest.raises(QueueTimeoutError, match=r"^rank 2 did not come"):
@@ -282,74 +299,61 @@ def test_rank_0_names_who_has_not_come_and_goes_on_when_asked(pool: ThreadPoolEx
             waiting.result(PATIENCE)
 
 
-class SelfMade(socket.socket):
-    """Gets, as by chance, the very port that it connects to."""
-
-    def connect(self, address: Any) -> None:
-        self.bind(address)
-        super().connect(address)
-
-
-def test_a_rank_does_not_take_itself_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    with group_of(0, 2, LOOPBACK) as placeholder:
-        address = placeholder.address
-    monkeypatch.setattr(socket, "socket", SelfMade)
-    with pytest.raises(ConnectionRefusedError, match="nobody listens there"):
-        connect(parse_address(address), time.monotonic() + PATIENCE)
-
-
 def test_a_rank_whose_rank_0_never_listens_says_so() -> None:
     with group_of(0, 2, LOOPBACK) as placeholder:
         address = placeholder.address
     with group_of(1, 2, address, timeout=0.1) as lonely:
-        with pytest.raises(QueueTimeoutError, match=f"{address}: .*refused.*rank 0's port"):
+        with pytest.raises(QueueTimeoutError, match=f"{address}: rank 0's port, where nobody"):
             lonely.barrier()
 
 
-def test_what_listens_there_but_is_no_group_is_named() -> None:
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.2p1\r\n", b""])
+def test_what_listens_there_but_is_no_group_is_named(greeting: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            for _ in range(2):
+            while True:
                 visitor, _ = server.accept()
-                visitor.sendall(b"\0\0\0\4SSH-")
-                visitor.close()
+                with visitor:
+                    visitor.sendall(greeting)
 
-        thread = threading.Thread(target=answer)
-        thread.start()
+        threading.Thread(target=answer, daemon=True).start()
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with group_of(1, 2, address, timeout=0.5) as lost:
             with pytest.raises(QueueTimeoutError, match="not a kvindex process group"):
                 lost.wait_until_ready()
-        thread.join(PATIENCE)
 
 
 # Collectives that fail
 
 
-def test_closing_with_something_unread_does_not_take_back_what_was_sent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as peer:
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        peer.settimeout(PATIENCE)
-        peer.connect(server.getsockname())
-        ours, _ = server.accept()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        connection = Connection(ours, 1024)
-        connection.send(bytes(500_000), 0.0)  # far more than the peer has room for
-        peer.sendall(b"unread")
-        assert select.select([ours], [], [], PATIENCE)[0]
-        connection.close()
-        received = 0
-        while data := peer.recv(1 << 20):
-            received += len(data)
-    assert received == 500_004
+def test_closing_does_not_take_back_what_was_sent(pool: ThreadPoolExecutor) -> None:
+    value = bytes(32 << 20)  # far more than the kernel has room for
+    with group_of(0, 2, LOOPBACK) as hub, group_of(1, 2, hub.address) as spoke:
+        received = pool.submit(spoke.broadcast_object, None, 0)
+        hub.broadcast_object(value, 0)
+        hub.close()
+        assert received.result(PATIENCE) == value
+        with pytest.raises(PeerDiedError, match="rank 0 is gone during barrier"):
+            spoke.barrier()
+
+
+@pytest.mark.parametrize("size", [0, 1, FRAME_BYTES - 5, FRAME_BYTES, 3 * FRAME_BYTES])
+def test_a_value_of_any_length_arrives_whole(size: int, pool: ThreadPoolExecutor) -> None:
+    with group_of(0, 2, LOOPBACK) as hub, group_of(1, 2, hub.address) as spoke:
+        for length in (size + extra for extra in range(-3, 4) if size + extra >= 0):
+            value = secrets.token_bytes(length)
+            gathered = pool.submit(spoke.gather_object, value, 1)
+            assert hub.gather_object(value[::-1], 1) is None
+            assert gathered.result(PATIENCE) == [value[::-1], value]
 
 
 @pytest.fixture
 def trio(pool: ThreadPoolExecutor) -> Iterator[list[TcpProcessGroup]]:
     """A group of three that have met, and lose patience after 0.2 seconds."""
-    hub = group_of(0, 3, LOOPBACK)
-    groups = [hub, *(group_of(rank, 3, hub.address) for rank in (1, 2))]
+    bound = {"max_object_bytes": MOST}
+    hub = group_of(0, 3, LOOPBACK, **bound)
+    groups = [hub, *(group_of(rank, 3, hub.address, **bound) for rank in (1, 2))]
     assert in_threads(pool, groups, TcpProcessGroup.wait_until_ready) == [None] * 3
     for group in groups:
         group._timeout = 0.2
@@ -365,7 +369,7 @@ def test_all_name_the_rank_that_does_not_take_part(
     missing: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp_star, "VERDICT_SECONDS", 0.3 if missing == 0 else PATIENCE)
+    monkeypatch.setattr(star, "VERDICT_SECONDS", 0.3 if missing == 0 else PATIENCE)
     present = [group for group in trio if group.rank != missing]
     for error in in_threads(pool, present, TcpProcessGroup.barrier):
         assert isinstance(error, QueueTimeoutError)
@@ -409,9 +413,78 @@ def test_a_value_that_cannot_cross_is_refused_at_its_rank_and_the_group_goes_on(
     assert [future.result(PATIENCE) for future in gathered] == [[1, 1, 1], None, None]
 
 
-def test_garbage_after_the_handshake_ends_the_group_with_a_decode_error(
+def test_a_late_rank_0_names_who_is_missing_and_who_gave_up(
+    trio: list[TcpProcessGroup], pool: ThreadPoolExecutor
+) -> None:
+    hub, first, _ = trio
+    hub._timeout = 60.0
+    waiting = pool.submit(first.barrier)
+    for error in (*in_threads(pool, [hub], TcpProcessGroup.barrier), waiting.exception(PATIENCE)):
+        assert isinstance(error, QueueTimeoutError)
+        assert str(error).startswith("rank 2 did not take part within")
+        assert str(error).endswith("rank 1 gave up")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        [b"\xc1"],
+        [b""],
+        cut(Call(0, "barrier", 0)),  # without its value
+        cut(Call(0, "barrier", 0), [b"", b""]),
+        cut(Call(0, "barrier", 0), [bytes(MOST + 1)]),
+        [*cut(Call(0, "barrier", 0)), bytes(FRAME_BYTES)],  # its end is missing
+    ],
+)
+def test_garbage_from_a_rank_is_a_decode_error_at_every_rank(
+    garbage: list[bytes], trio: list[TcpProcessGroup], pool: ThreadPoolExecutor
+) -> None:
+    spoke = trio[2]._star
+    assert isinstance(spoke, Spoke)
+    spoke._watched.socket.send_multipart(garbage)
+    for error in in_threads(pool, trio[:2], TcpProcessGroup.barrier):
+        assert isinstance(error, DecodeError)
+        assert "rank 2 sent" in str(error)
+
+
+def test_garbage_from_rank_0_is_a_decode_error_at_every_rank(
+    trio: list[TcpProcessGroup], pool: ThreadPoolExecutor
+) -> None:
+    hub_of(trio[0]).tell(Call(0, "gather_object", 1))  # without the values
+    spoke = trio[1]
+    with pytest.raises(DecodeError, match=r"rank 0 sent gather_object .* with 0 values"):
+        spoke.gather_object(None, 1)
+    for error in in_threads(pool, [trio[0]], lambda group: group.gather_object(None, 1)):
+        assert isinstance(error, DecodeError)
+
+
+def test_a_frame_that_is_too_long_ends_the_connection_and_not_the_memory(
     trio: list[TcpProcessGroup],
 ) -> None:
-    trio[2]._star._connection.send(b"\xc1", time.monotonic() + PATIENCE)  # type: ignore[union-attr]
-    with pytest.raises(DecodeError, match="rank 2 sent 1 bytes that are no part"):
+    spoke = trio[2]._star
+    assert isinstance(spoke, Spoke)
+    spoke._watched.socket.send(bytes(FRAME_BYTES + 8192))
+    trio[0]._timeout = PATIENCE
+    with pytest.raises(PeerDiedError, match="rank 2 is gone"):
         trio[0].barrier()
+
+
+def test_an_interrupted_rank_is_gone_for_the_others(
+    trio: list[TcpProcessGroup], pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trio[1]._star, "exchange", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trio[1].barrier()
+    with pytest.raises(PeerDiedError, match=r"rank 1 left barrier .*KeyboardInterrupt"):
+        trio[1].barrier()
+    for error in in_threads(pool, [trio[0], trio[2]], TcpProcessGroup.barrier):
+        assert isinstance(error, PeerDiedError)
+        assert "rank 1 is gone" in str(error)
+
+
+def test_a_failure_is_short_enough_for_its_frame() -> None:
+    assert len(Failure.of(PeerDiedError("x" * 100_000)).text) == 512

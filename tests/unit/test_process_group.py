@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kvindex.errors import ConfigurationError, DecodeError
+from kvindex.shm.groups.joining import Address
 from kvindex.shm.groups.objects import pack_object, unpack_object
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.same_node import ranks_that_share_memory
-from kvindex.shm.groups.tcp_address import parse_address
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
 
@@ -65,9 +65,17 @@ def test_bytes_that_are_no_value_are_a_decode_error(data: bytes) -> None:
 # Addresses and arguments
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:0", "node-7.local:65535", "[::1]:29500"])
-def test_an_address_comes_back_as_text(text: str) -> None:
-    assert str(parse_address(text)) == text
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("127.0.0.1:0", "127.0.0.1", 0),
+        ("node-7.local:65535", "node-7.local", 65535),
+        ("[::1]:29500", "::1", 29500),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
+    address = Address(text)
+    assert (address.host, address.port) == (host, port)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +83,7 @@ def test_an_address_comes_back_as_text(text: str) -> None:
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="not host:port"):
-        parse_address(text)
+        Address(text)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +106,12 @@ def test_a_group_refuses_what_cannot_work(changed: dict[str, Any], said: str) ->
     usual = {"rank": 0, "world_size": 2, "address": "127.0.0.1:0", "token": TOKEN}
     with pytest.raises(ConfigurationError, match=said):
         TcpProcessGroup(**{**usual, **changed})
+
+
+def test_without_curve_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zmq.has", lambda what: False)
+    with pytest.raises(ConfigurationError, match="built without CURVE"):
+        TcpProcessGroup(0, 2, "127.0.0.1:0", token=TOKEN)
 
 
 def test_a_host_that_nobody_knows_is_refused_at_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
+import zmq
+
+from kvindex.errors import (
+    ClosedError,
+    ConfigurationError,
+    DecodeError,
+    PeerDiedError,
+    QueueTimeoutError,
+)
+from kvindex.shm.groups.joining import Address, join, keys_from, listen
 from kvindex.shm.groups.objects import MAX_OBJECT_BYTES, check_rank, pack_object, unpack_object
 from kvindex.shm.groups.same_node import ranks_that_share_memory
-from kvindex.shm.groups.tcp_address import Address, listen, parse_address
-from kvindex.shm.groups.tcp_application import apply_for_seat
-from kvindex.shm.groups.tcp_handshake import MIN_TOKEN_BYTES, Seats
-from kvindex.shm.groups.tcp_messages import Call, Failure, GroupFailure
-from kvindex.shm.groups.tcp_reception import Reception
-from kvindex.shm.groups.tcp_star import Hub, Spoke, Star
+from kvindex.shm.groups.star import Hub, Spoke
+from kvindex.shm.groups.words import Call, Failure, Settings, listed
 
 __all__ = ["TcpProcessGroup"]
 
-_Result = TypeVar("_Result")
-_NOTHING: Final = pack_object(None)
+_MIN_TOKEN_BYTES: Final = 16  # who can connect could guess a shorter one
 _MOST_OBJECT_BYTES: Final = 1 << 30
 _MOST_RANKS: Final = 1 << 16
 
@@ -28,14 +31,18 @@ _MOST_RANKS: Final = 1 << 16
 class TcpProcessGroup:
     """Processes that meet at rank 0's address and exchange small values through it.
 
-    Rank 0 listens from the start, at the given address only, until all have come. The others
-    connect when `wait_until_ready` or the first collective is called, trying again while nobody
-    listens yet. Who connects without knowing `token` is turned away and counted; the token itself
-    never crosses the network. Connections are neither encrypted nor signed after that: use a
-    network that you trust with the values.
+    Rank 0 listens from the start until it is closed, at the given address only. The others connect
+    when `wait_until_ready` or the first collective is called, trying again while nobody listens
+    yet. Connections are encrypted (ZeroMQ's CURVE) with keys made from `token`, which itself never
+    crosses the network: who does not know it can neither join nor read, is turned away by the
+    handshake, and counted.
 
     The first failure of a collective (a rank gone, late, or calling something else) is raised at
     every rank that takes part and ends the group, since its ranks are out of step: make a new one.
+    A rank is gone when its process ends, and when its machine has given no sign for 15 s.
+
+    In each collective every rank sends its value to rank 0 and waits for what it is to get, so all
+    of them take O(world_size × bytes) at rank 0 and at a gather's destination.
 
     Args:
         rank: this process's number, from 0.
@@ -48,7 +55,8 @@ class TcpProcessGroup:
             holds `world_size` of them at rank 0 and at its destination.
 
     Raises:
-        ConfigurationError: a value that cannot work, or rank 0 cannot listen there.
+        ConfigurationError: a value that cannot work, rank 0 cannot listen there, or ZeroMQ was
+            built without CURVE.
 
     Thread safety: one thread at a time.
 
@@ -71,20 +79,20 @@ class TcpProcessGroup:
         max_object_bytes: int = MAX_OBJECT_BYTES,
     ) -> None:
         _check(rank, world_size, token, timeout, max_object_bytes)
+        where = Address(address)
         self._rank = rank
-        self._world_size = world_size
-        self._token = bytes(token)
+        self._settings = Settings(world_size, max_object_bytes)
         self._timeout = float(timeout)
-        self._max_object_bytes = max_object_bytes
-        self._address = parse_address(address)
-        self._star: Star | None = None
-        self._reception: Reception | None = None
+        self._where = where
+        self._keys = keys_from(token)
+        self._star: Hub | Spoke | None = None
+        self._ready = self._closed = False
         self._failure: Failure | None = None
-        self._closed = False
         self._calls = 0
+        self._address = address
         if rank == 0:
-            self._reception, self._address = self._receive_at(self._address)
-        elif self._address.port == 0:
+            self._star, self._address = listen(where, self._keys, self._settings)
+        elif where.port == 0:
             raise ConfigurationError(f"rank {rank} needs rank 0's port, not 0: see its `address`")
 
     @property
@@ -95,12 +103,12 @@ class TcpProcessGroup:
     @property
     def world_size(self) -> int:
         """How many ranks the group has."""
-        return self._world_size
+        return self._settings.world_size
 
     @property
     def address(self) -> str:
         """Where rank 0 listens: at rank 0 with the port that it was given."""
-        return str(self._address)
+        return self._address
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Return when all ranks have come. Collective; the first other collective calls it.
@@ -116,45 +124,44 @@ class TcpProcessGroup:
         """
         if self._closed:
             raise ClosedError("the process group was closed")
-        if self._star is None:
-            limit = self._timeout if timeout is None else timeout
-            self._star = self._spoke(limit) if self._reception is None else self._hub(limit)
+        if self._ready:
+            return
+        limit = self._timeout if timeout is None else timeout
+        if isinstance(self._star, Hub):
+            self._meet(self._star, limit)
+        else:
+            self._star = join(self._where, self._keys, self._rank, self._settings, limit)
+        self._ready = True
 
     def broadcast_object(self, obj: Any, source: int) -> Any:
         """Return at every rank the `obj` of rank `source`. Collective.
 
         Raises: see `ProcessGroup`; ClosedError if the group was closed.
-
-        Complexity: O(world_size × bytes) at rank 0.
         """
-        check_rank("source", source, self._world_size)
-        data = self._pack(obj) if self._rank == source else _NOTHING
-        return unpack_object(
-            self._run("broadcast_object", source, lambda star, call: star.broadcast(call, data))
-        )
+        check_rank("source", source, self.world_size)
+        data = self._pack(obj if self._rank == source else None)
+        values = self._exchange("broadcast_object", source, data)
+        return unpack_object(values[0] if values else data)
 
     def gather_object(self, obj: Any, destination: int) -> list[Any] | None:
         """Return at `destination` every rank's `obj`, by rank; None elsewhere. Collective.
 
-        Only `destination` waits for the others.
-
         Raises: see `ProcessGroup`; ClosedError if the group was closed.
-
-        Complexity: O(world_size × bytes) at rank 0 and at `destination`.
         """
-        check_rank("destination", destination, self._world_size)
+        check_rank("destination", destination, self.world_size)
         data = self._pack(obj)
-        gathered = self._run(
-            "gather_object", destination, lambda star, call: star.gather(call, data)
-        )
-        return None if gathered is None else [unpack_object(item) for item in gathered]
+        values = self._exchange("gather_object", destination, data)
+        if self._rank != destination:
+            return None
+        values.insert(self._rank, data)
+        return [unpack_object(value) for value in values]
 
     def same_node(self, source: int) -> list[bool]:
         """Return at every rank, for each, whether it shares /dev/shm with `source`. Collective.
 
         Raises: see `ProcessGroup`; ClosedError if the group was closed.
         """
-        check_rank("source", source, self._world_size)
+        check_rank("source", source, self.world_size)
         return ranks_that_share_memory(self, source)
 
     def barrier(self) -> None:
@@ -162,23 +169,23 @@ class TcpProcessGroup:
 
         Raises: see `ProcessGroup`; ClosedError if the group was closed.
         """
-        self._run("barrier", 0, lambda star, call: star.gather(call, _NOTHING))
-        self._run("barrier", 0, lambda star, call: star.broadcast(call, _NOTHING))
+        self._exchange("barrier", 0, b"")
 
     def statistics(self) -> dict[str, int]:
         """Return how many connections rank 0 turned away, by reason; empty elsewhere.
 
-        Reasons: stranger, token, size, rank, duplicate, silent, crowded, late, ended.
+        Reasons: stranger (no token), settings, rank, duplicate, late, malformed, ended.
         """
-        return {} if self._reception is None else dict(self._reception.turned_away)
+        return dict(self._star.turned_away) if isinstance(self._star, Hub) else {}
 
     def close(self) -> None:
-        """Leave the group; other ranks that call a collective with this one see it gone."""
+        """Leave the group; other ranks that call a collective with this one see it gone.
+
+        May take 5 s, if a rank does not take what was sent to it.
+        """
         self._closed = True
         if self._star is not None:
             self._star.close()
-        if self._reception is not None:
-            self._reception.close()
 
     def __enter__(self) -> TcpProcessGroup:
         return self
@@ -187,60 +194,36 @@ class TcpProcessGroup:
         self.close()
 
     def __repr__(self) -> str:
-        return f"TcpProcessGroup({self._rank} of {self._world_size} at {self._address})"
-
-    def _receive_at(self, address: Address) -> tuple[Reception, Address]:
-        listener, bound = listen(address)
-        reception = Reception(
-            listener,
-            token=self._token,
-            world_size=self._world_size,
-            max_object_bytes=self._max_object_bytes,
-        )
-        return reception, bound
-
-    def _hub(self, timeout: float) -> Hub:
-        assert self._reception is not None
-        if not self._reception.fill(time.monotonic() + timeout):
-            raise QueueTimeoutError(
-                f"{Seats.of(self._reception.missing)} did not come to {self._address} within "
-                f"{timeout:g} s (turned away meanwhile: {dict(self._reception.turned_away)})",
-                timeout=timeout,
-            )
-        return Hub(self._reception.seated)
-
-    def _spoke(self, timeout: float) -> Spoke:
-        connection = apply_for_seat(
-            self._address,
-            token=self._token,
-            rank=self._rank,
-            world_size=self._world_size,
-            max_object_bytes=self._max_object_bytes,
-            timeout=timeout,
-        )
-        return Spoke(self._rank, self._world_size, connection)
+        return f"TcpProcessGroup({self._rank} of {self.world_size} at {self._address})"
 
     def _pack(self, obj: Any) -> bytes:
-        return pack_object(obj, self._max_object_bytes)
+        return pack_object(obj, self._settings.max_object_bytes)
 
-    def _run(self, operation: str, root: int, action: Callable[[Star, Call], _Result]) -> _Result:
-        """The result of one collective; whatever breaks it ends the group, here and elsewhere."""
+    def _meet(self, hub: Hub, timeout: float) -> None:
+        if not hub.meet(time.monotonic() + timeout):
+            raise QueueTimeoutError(
+                f"{listed(hub.missing)} did not come to {self._address} within {timeout:g} s "
+                f"(turned away meanwhile: {dict(hub.turned_away)})",
+                timeout=timeout,
+            )
+
+    def _exchange(self, operation: str, root: int, data: bytes) -> list[bytes]:
+        """The values of one collective; whatever breaks it ends the group, here and elsewhere."""
         self.wait_until_ready()
+        assert self._star is not None
         if self._failure is not None:
             raise self._failure.error()
-        assert self._star is not None
-        deadline = time.monotonic() + self._timeout
-        call = Call(self._calls, operation, root, self._timeout, deadline)
+        call = Call(self._calls, operation, root)
         self._calls += 1
         try:
-            return action(self._star, call)
-        except GroupFailure as error:
-            self._failure = error.failure
-            self._star.tell(error.failure)
-            raise error.failure.error() from error
-        except BaseException as error:  # an interrupt: nobody knows what was sent
-            self._failure = Failure("mismatch", f"rank {self._rank} left {call}: {error!r}")
+            return self._star.exchange(call, data, self._timeout)
+        except (ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError) as error:
+            self._failure = Failure.of(error)
             self._star.tell(self._failure)
+            raise
+        except BaseException as error:  # an interrupt: nobody knows what was sent
+            self._failure = Failure("PeerDiedError", f"rank {self._rank} left {call}: {error!r}")
+            self._star.close(0.0)
             raise
 
 
@@ -248,10 +231,15 @@ def _check(rank: int, world_size: int, token: bytes, timeout: float, max_object_
     if not 1 <= world_size <= _MOST_RANKS:
         raise ConfigurationError(f"world_size={world_size} is not in [1, {_MOST_RANKS}]")
     check_rank("rank", rank, world_size)
-    if not isinstance(token, bytes) or len(token) < MIN_TOKEN_BYTES:
+    if not isinstance(token, bytes) or len(token) < _MIN_TOKEN_BYTES:
         raise ConfigurationError(
-            f"token must be {MIN_TOKEN_BYTES} bytes or more, known to all ranks and to nobody "
+            f"token must be {_MIN_TOKEN_BYTES} bytes or more, known to all ranks and to nobody "
             "else; secrets.token_bytes(32) makes one"
+        )
+    if not zmq.has("curve"):
+        raise ConfigurationError(
+            "ZeroMQ was built without CURVE here, which encrypts a TcpProcessGroup: install pyzmq "
+            "from a wheel, or use a TorchProcessGroup"
         )
     if not (math.isfinite(timeout) and timeout > 0):
         raise ConfigurationError(f"timeout={timeout} is not a number of seconds above 0")

@@ -110,20 +110,23 @@ class WatchedSocket:
         link: RemoteLink,
         curve: CurveServer | None,
         context: Context | None,
+        *,
+        port: int = 0,
+        max_part_bytes: int = MAX_CONTROL_BYTES,
     ) -> WatchedSocket:
-        """Return the writer's socket, bound to a free port of this host."""
+        """Return the writer's socket, bound to this port of this host; 0 takes a free one."""
         events = int(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
         watched = cls(zmq.ROUTER, events, link, context, ipv6=host.startswith("["))
         socket = watched.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES + _OVERHEAD)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_part_bytes + _OVERHEAD)
         socket.sndhwm = 0  # bounded by the readers' windows
         socket.rcvhwm = MAX_WINDOW + _SPARE  # of each reader
         if curve is not None:
             socket.curve_server = True
             socket.curve_publickey = curve.public_key
             socket.curve_secretkey = curve.secret_key
-        return watched._open(f"tcp://{host}:*", bind=True)
+        return watched._open(f"tcp://{host}:{port or '*'}", bind=True)
 
     @classmethod
     def connect(

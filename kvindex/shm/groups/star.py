@@ -1,0 +1,357 @@
+"""Collectives over a star of ZeroMQ connections: rank 0 is the hub, every other rank a spoke.
+
+The hub is a ROUTER, each spoke a DEALER. In each collective every spoke sends its value and waits
+for an answer. The hub answers when it has every value, or tells all ranks what went wrong: it alone
+judges who is missing. A spoke whose time is up tells the hub, and waits a second for its judgement.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+
+import zmq
+
+from kvindex.errors import ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError
+from kvindex.shm.groups.words import (
+    FRAME_BYTES,
+    Call,
+    Failure,
+    Hello,
+    Seats,
+    Settings,
+    Word,
+    cut,
+    listed,
+    parse,
+)
+from kvindex.shm.remote.keys import CurveReader, CurveServer
+from kvindex.shm.remote.refusals import descriptor_of
+from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket, is_handshake_failure
+
+__all__ = ["ConnectionLost", "Hub", "Spoke"]
+
+LINK: Final = RemoteLink()
+VERDICT_SECONDS: Final = 1.0
+_LAST_WORDS: Final = 0.5  # seconds after which a connection that broke brings no more
+_LONGEST_WAIT: Final = 3600.0
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+
+logger = logging.getLogger(__name__)
+
+
+class Hub:
+    """Rank 0, which listens from the start.
+
+    Args:
+        host: where to listen, as a number (of IPv6: in brackets).
+        port: likewise; 0 lets the system choose.
+        curve: the keys of the group.
+        settings: what every rank must have.
+
+    Raises:
+        ConfigurationError: it cannot listen there.
+
+    Attributes:
+        port: where it listens.
+        turned_away: connections that got no seat, or lost it, by reason.
+    """
+
+    def __init__(self, host: str, port: int, curve: CurveServer, settings: Settings) -> None:
+        self.turned_away: Counter[str] = Counter()
+        self._settings = settings
+        self._seats: dict[bytes, int] = {}  # ZeroMQ's name of a connection -> rank
+        self._names: dict[int | None, bytes] = {}  # descriptor of a connection -> name
+        self._told: set[bytes] = set()  # who was there when the seats were last told
+        self._complete = False
+        self._watched = WatchedSocket.bind(
+            host, LINK, curve, None, port=port, max_part_bytes=FRAME_BYTES
+        )
+        self.port = self._watched.port
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks that have no connection."""
+        return set(range(1, self._settings.world_size)).difference(self._seats.values())
+
+    def meet(self, deadline: float) -> bool:
+        """Return whether every rank had come by a deadline of `time.monotonic`."""
+        while not self._complete:
+            for rank, _, _ in self._hear():
+                self._turn_away("malformed", f"rank {rank} spoke before all had come")
+            self._complete = not self.missing
+            if self._told != self._seats.keys():
+                self._told = set(self._seats)
+                self.tell(Seats(listed(self.missing) if self.missing else ""))
+            if not self._complete and not _wait(self._watched, deadline):
+                return False
+        return True
+
+    def exchange(self, call: Call, value: bytes, timeout: float) -> list[bytes]:
+        """Take part in a collective; return the values that rank 0 is owed.
+
+        Raises:
+            PeerDiedError: a rank is gone.
+            QueueTimeoutError: ranks did not take part in time.
+            ConfigurationError: a rank called something else.
+            DecodeError: a rank sent what is no part of a collective.
+        """
+        values = self._collect(call, value, timeout)
+        everyone = range(self._settings.world_size)
+        owed = {rank: call.owed(rank, len(everyone)) for rank in everyone}
+        frames = {  # made once, as ZeroMQ shares them between all whom they are sent to
+            origin: [zmq.Frame(frame, copy=True) for frame in cut(call, [values[origin]])[1:]]
+            for origin in {origin for rank in everyone[1:] for origin in owed[rank]}
+        }
+        for name, rank in self._seats.items():
+            self._send(name, call, [frame for origin in owed[rank] for frame in frames[origin]])
+        return [values[origin] for origin in owed[0]]
+
+    def tell(self, word: Word) -> None:
+        """Tell all ranks."""
+        for name in self._seats:
+            self._send(name, word)
+
+    def close(self, linger: float = LINK.linger) -> None:
+        """Close all connections; wait at most `linger` seconds for what is to be sent still."""
+        self._watched.close(linger)
+
+    def _collect(self, call: Call, value: bytes, timeout: float) -> dict[int, bytes]:
+        deadline = time.monotonic() + timeout
+        values, gave_up = {0: value}, set[int]()
+        while True:
+            for rank, word, sent in self._hear():
+                if isinstance(word, Failure) and word.kind == "QueueTimeoutError":
+                    gave_up.add(rank)
+                else:
+                    (values[rank],) = _checked(call, word, sent, 1, here=0, there=rank)
+            if self.missing:
+                raise PeerDiedError(f"{listed(self.missing)} is gone during {call}")
+            awaited = set(self._seats.values()) - values.keys()
+            if not awaited and not gave_up:
+                return values
+            if gave_up or not _wait(self._watched, deadline):
+                who = listed(awaited) if awaited else "rank 0, which came late,"
+                why = f"; {listed(gave_up)} gave up" if gave_up else ""
+                raise _late(who, call, timeout, why)
+
+    def _hear(self) -> Iterator[tuple[int, Word, list[bytes]]]:
+        """Yield what ranks have said; seat, or turn away, who says hello."""
+        self._note_ends()
+        while message := _receive(self._watched):
+            self._note_ends()  # a new connection may have the descriptor of one that has ended
+            name, frames = message[0].bytes, message[1:]
+            rank = self._seats.get(name)
+            if rank is None:
+                self._admit(name, frames)
+            else:
+                yield rank, *parse(frames, f"rank {rank}", self._settings.max_object_bytes)
+
+    def _admit(self, name: bytes, frames: list[zmq.Frame]) -> None:
+        try:
+            hello, _ = parse(frames, "who has no seat", 0)
+        except DecodeError as error:
+            self._turn_away("malformed", str(error))
+            return
+        if not isinstance(hello, Hello):
+            return  # said before its connection ended
+        self._names[descriptor_of(frames[0])] = name
+        reason, why = self._refusal(hello)
+        if reason:
+            self._turn_away(reason, why)
+            text = f"rank 0 refused rank {hello.rank}: {why}"
+            self._send(name, Failure("ConfigurationError", text))
+        else:
+            self._seats[name] = hello.rank
+
+    def _refusal(self, hello: Hello) -> tuple[str, str]:
+        """Why this rank gets no seat, in a word and in more; empty if it gets one."""
+        if hello.settings != self._settings:
+            return "settings", f"it has {hello.settings}, rank 0 has {self._settings}"
+        if not 0 < hello.rank < self._settings.world_size:
+            return "rank", f"rank {hello.rank} is not in [1, {self._settings.world_size})"
+        if hello.rank in self._seats.values():
+            why = f"rank {hello.rank} is connected already; give each process its own"
+            return "duplicate", why
+        return ("late", "all ranks had come before") if self._complete else ("", "")
+
+    def _note_ends(self) -> None:
+        """Take the seats of ranks whose connection has ended."""
+        for event, descriptor in self._watched.events():
+            if event != zmq.EVENT_DISCONNECTED:
+                continue
+            name = self._names.pop(descriptor, None)
+            if name is None:
+                self._turn_away("stranger", "who connected does not know the token")
+            elif name in self._seats:
+                self._turn_away("ended", f"rank {self._seats.pop(name)} is gone")
+
+    def _turn_away(self, reason: str, why: str) -> None:
+        self.turned_away[reason] += 1
+        count = self.turned_away[reason]
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: a flood fills no log
+            logger.warning("turned away (%s, %d so far): %s", reason, count, why)
+
+    def _send(self, name: bytes, word: Word, frames: Sequence[zmq.Frame] = ()) -> None:
+        try:
+            self._watched.socket.send_multipart([name, *cut(word), *frames], _NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise  # else this rank is gone, as the next look at the events tells
+
+
+class ConnectionLost(Exception):  # noqa: N818 -- an event; the message says what was awaited
+    """A connection to rank 0 broke, or never came to be."""
+
+
+class Spoke:
+    """Any other rank: one connection to the hub, which does not come back once it is lost.
+
+    Args:
+        endpoint: where the hub listens.
+        curve: keys for the hub; None only to find out whether who listens there has any.
+        rank: this rank.
+        settings: of the group.
+
+    Raises:
+        ConfigurationError: that is no endpoint.
+
+    Attributes:
+        awaited: what comes next from the hub, for people.
+        handshake_failure: ZeroMQ's reason (`zmq.PROTOCOL_ERROR_...`), if the handshake failed.
+    """
+
+    def __init__(
+        self, endpoint: str, curve: CurveReader | None, rank: int, settings: Settings
+    ) -> None:
+        self.awaited = "rank 0's port, where nobody listens,"
+        self.handshake_failure: int | None = None
+        self._rank = rank
+        self._settings = settings
+        self._lost_at = math.inf
+        self._watched = WatchedSocket.connect(
+            endpoint, LINK, curve, None, max_part_bytes=FRAME_BYTES
+        )
+
+    def meet(self, deadline: float) -> None:
+        """Ask for a seat, and return once every rank has one.
+
+        Raises:
+            ConnectionLost: nobody answers, or not by the deadline; or who does has other keys.
+            ConfigurationError: rank 0 refuses this rank.
+        """
+        self.tell(Hello(self._rank, self._settings))
+        while frames := self.hear(deadline):
+            word, _ = self._parse(frames)
+            if isinstance(word, Failure):
+                raise word.error()
+            if isinstance(word, Seats) and not word.missing:
+                return
+            self.awaited = word.missing if isinstance(word, Seats) else str(word)
+        raise ConnectionLost(f"{self.awaited} was awaited")
+
+    def exchange(self, call: Call, value: bytes, timeout: float) -> list[bytes]:
+        """Take part in a collective; return the values that this rank is owed.
+
+        Raises: as `Hub.exchange`.
+        """
+        self.tell(call, value)
+        try:
+            word, values = self._answer(call, timeout)
+        except ConnectionLost as error:
+            raise PeerDiedError(f"rank 0 is gone during {call}") from error
+        count = len(call.owed(self._rank, self._settings.world_size))
+        return _checked(call, word, values, count, here=self._rank, there=0)
+
+    def tell(self, word: Word, *values: bytes) -> None:
+        """Tell the hub, without waiting; if the connection is lost, `hear` says so."""
+        with suppress(zmq.Again):
+            self._watched.socket.send_multipart(cut(word, values), _NOBLOCK)
+
+    def hear(self, deadline: float) -> list[zmq.Frame]:
+        """Return what the hub says next; nothing if that had not come by the deadline.
+
+        Raises:
+            ConnectionLost: nothing can come any more.
+        """
+        while True:
+            self._note_events()
+            lost = time.monotonic() >= self._lost_at  # what had come before is still to be read
+            if frames := _receive(self._watched):
+                return frames
+            if lost:
+                raise ConnectionLost(f"{self.awaited} was awaited")
+            if time.monotonic() >= deadline:
+                return []
+            _wait(self._watched, min(deadline, self._lost_at))
+
+    def close(self, linger: float = LINK.linger) -> None:
+        """Close the connection; wait at most `linger` seconds for what is to be sent still."""
+        self._watched.close(linger if self._lost_at == math.inf else 0.0)
+
+    def _answer(self, call: Call, timeout: float) -> tuple[Word, list[bytes]]:
+        """What the hub says; if time is up, why the collective failed."""
+        if frames := self.hear(time.monotonic() + timeout):
+            return self._parse(frames)
+        failure = Failure.of(_late("rank 0", call, timeout))
+        self.tell(failure)
+        frames = self.hear(time.monotonic() + VERDICT_SECONDS)
+        word = self._parse(frames)[0] if frames else failure
+        return (word if isinstance(word, Failure) else failure), []
+
+    def _parse(self, frames: list[zmq.Frame]) -> tuple[Word, list[bytes]]:
+        return parse(frames, "rank 0", self._settings.max_object_bytes)
+
+    def _note_events(self) -> None:
+        for event, value in self._watched.events():
+            if event == zmq.EVENT_CONNECTED:
+                self.awaited = "rank 0's answer (or is it not a kvindex process group?)"
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._lost_at = min(self._lost_at, time.monotonic() + _LAST_WORDS)
+            else:
+                self._lost_at = 0.0
+                if is_handshake_failure(event):
+                    self.handshake_failure = value
+
+
+def _wait(watched: WatchedSocket, deadline: float) -> bool:
+    """Wait for the socket or its monitor, unless the time is up; return whether it was not."""
+    left = min(deadline - time.monotonic(), _LONGEST_WAIT)
+    if left > 0:
+        watched.wait(math.ceil(left * 1000))
+    return left > 0
+
+
+def _receive(watched: WatchedSocket) -> list[zmq.Frame]:
+    """Return the frames of the next message; nothing if none has come."""
+    try:
+        return watched.socket.recv_multipart(_NOBLOCK, copy=False)
+    except zmq.Again:
+        return []
+
+
+def _checked(
+    call: Call, word: Word, values: list[bytes], count: int, *, here: int, there: int
+) -> list[bytes]:
+    """Return the values that came from a rank, if they are what is due in a call."""
+    if isinstance(word, Failure):
+        raise word.error()
+    if isinstance(word, Call) and word != call:
+        raise ConfigurationError(
+            f"rank {here} calls {call}, but rank {there} is at {word}: every rank must make the "
+            "same calls in the same order"
+        )
+    if word != call or len(values) != count:
+        raise DecodeError(f"rank {there} sent {word} with {len(values)} values for {call}")
+    return values
+
+
+def _late(who: str, call: Call, timeout: float, why: str = "") -> QueueTimeoutError:
+    text = f"{who} did not take part within {timeout:g} s in {call}{why}"
+    return QueueTimeoutError(text, timeout=timeout)
