@@ -17,6 +17,7 @@ from typing import Any
 
 from kvindex.errors import KVIndexError
 from kvindex.shm.groups.process_group import ProcessGroup
+from kvindex.shm.groups.same_node import MAGIC
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
 
@@ -147,12 +148,20 @@ def barrier_when_told(group: ProcessGroup, pipe: Connection) -> Any:
 
 
 def leaves_nothing(within: float = PATIENCE) -> bool:
-    """Whether every file by which ranks tell who shares memory is gone, or goes soon."""
-    seen = list(Path("/dev/shm").glob("kvindex-same-node-*"))  # others' runs have some for moments
+    """Whether all memory by which ranks tell who shares it is gone, or goes soon."""
     until, pause = time.monotonic() + within, threading.Event()
+    seen = [path for path in Path("/dev/shm").glob("kvindex-*") if _is_probe(path)]
     while any(path.exists() for path in seen) and time.monotonic() < until:
-        pause.wait(0.01)
+        pause.wait(0.01)  # others' runs have some for moments
     return not any(path.exists() for path in seen)
+
+
+def _is_probe(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def expected_collectives(world_size: int, rank: int) -> list[Any]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvindex.errors import ConfigurationError, DecodeError
-from kvindex.shm.groups.joining import Address
+from kvindex.errors import ConfigurationError, DecodeError, SegmentError
+from kvindex.shm.groups.joining import parse_address
 from kvindex.shm.groups.objects import pack_object, unpack_object
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.same_node import ranks_that_share_memory
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
+from kvindex.shm.segment import Segment
 
 TOKEN = b"0123456789abcdef"
 
@@ -74,8 +74,7 @@ def test_bytes_that_are_no_value_are_a_decode_error(data: bytes) -> None:
     ],
 )
 def test_an_address_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
-    address = Address(text)
-    assert (address.host, address.port) == (host, port)
+    assert parse_address(text) == (host, port)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_an_address_is_a_host_and_a_port(text: str, host: str, port: int) -> Non
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="not host:port"):
-        Address(text)
+        parse_address(text)
 
 
 @pytest.mark.parametrize(
@@ -182,98 +181,73 @@ class BoardGroup:
         return box
 
 
-def shares(directories: list[Path], source: int = 0) -> tuple[list[list[bool]], list[BoardGroup]]:
-    """What each rank is told, when rank r sees directories[r] as its shared memory."""
-    board = Board(len(directories))
-    groups = [BoardGroup(rank, len(directories), board) for rank in range(len(directories))]
-    told: dict[int, list[bool]] = {}
+class ElsewhereGroup(BoardGroup):
+    """A rank on another machine: what it is told the name of, it does not have."""
 
-    def run(rank: int) -> None:
-        told[rank] = ranks_that_share_memory(groups[rank], source, directory=directories[rank])
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(directories))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    return [told[rank] for rank in sorted(told)], groups
+    def broadcast_object(self, obj: Any, source: int) -> Any:
+        value = super().broadcast_object(obj, source)
+        return value[:-1] if isinstance(value, str) else value
 
 
-def test_ranks_that_see_the_file_share_memory_and_no_others(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    told, groups = shares([there, here, here, there], source=1)
+class LyingGroup(BoardGroup):
+    """A rank that guesses the secret."""
+
+    def gather_object(self, obj: Any, destination: int) -> list[Any] | None:
+        return super().gather_object(bytes(32), destination)
+
+
+def shares(kinds: list[type[BoardGroup]], source: int = 0) -> tuple[Any, list[BoardGroup]]:
+    """What each rank is told, the ranks being groups of these kinds."""
+    board = Board(len(kinds))
+    groups = [kind(rank, len(kinds), board) for rank, kind in enumerate(kinds)]
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        told = list(threads.map(lambda group: ranks_that_share_memory(group, source), groups))
+    return told, groups
+
+
+def test_ranks_that_find_the_secret_share_memory_and_no_others() -> None:
+    told, groups = shares([ElsewhereGroup, BoardGroup, BoardGroup, ElsewhereGroup], source=1)
     assert told == [[False, True, True, False]] * 4
-    assert list(here.iterdir()) == list(there.iterdir()) == []
     assert isinstance(groups[0], ProcessGroup)
+    name, verdict = groups[2].heard
+    assert isinstance(name, str), "the name, and nothing of the secret"
+    assert verdict == told[2]
+    assert not Path("/dev/shm", name).exists()
 
 
-def test_one_without_shared_memory_shares_it_with_nobody(tmp_path: Path) -> None:
-    told, _ = shares([tmp_path / "missing", tmp_path])
+def test_one_without_shared_memory_shares_it_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int, header: bytes) -> Segment:
+        raise SegmentError("no room")
+
+    monkeypatch.setattr(Segment, "make", refuse)
+    told, _ = shares([BoardGroup, BoardGroup])
     assert told == [[False, False]] * 2
 
 
-def test_the_file_is_its_users_alone_and_the_secret_is_not_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, bytes]] = []
-
-    def read(file: int, size: int) -> bytes:
-        seen.append((os.fstat(file).st_mode & 0o777, os.pread(file, 100, 0)))
-        return b"wrong"
-
-    monkeypatch.setattr("kvindex.shm.groups.same_node.os.read", read)
-    told, groups = shares([tmp_path, tmp_path])
-    assert told == [[False, False]] * 2, "a wrong answer is no proof"
-    assert [mode for mode, _ in seen] == [0o600, 0o600]
-    assert all(len(secret) == 32 for _, secret in seen)
-    assert not any(secret in repr(groups[1].heard).encode() for _, secret in seen)
+def test_a_wrong_answer_is_no_proof() -> None:
+    told, _ = shares([BoardGroup, LyingGroup])
+    assert told == [[True, False]] * 2
 
 
-class Liar(BoardGroup):
-    """A source that names a file of its choice."""
+@pytest.mark.parametrize("named", ["../secret", "/etc/hostname", "\0", "", "a queue's", 7, None])
+def test_nothing_else_is_read_whatever_the_source_says(named: Any) -> None:
+    """Neither another file nor the memory of a queue."""
+    queue = Segment.make(4096, b"private" * 100)
 
-    named: str = ""
+    class Liar(BoardGroup):
+        def broadcast_object(self, obj: Any, source: int) -> Any:
+            if isinstance(obj, list):
+                return super().broadcast_object(obj, source)
+            return super().broadcast_object(queue.name if named == "a queue's" else named, source)
 
-    def broadcast_object(self, obj: Any, source: int) -> Any:
-        return super().broadcast_object(self.named, source)
+        def gather_object(self, obj: Any, destination: int) -> list[Any] | None:
+            self.gathered = super().gather_object(obj, destination)
+            return self.gathered
 
-
-@pytest.mark.parametrize("named", ["../secret", "secret", "/etc/hostname", "kvindex-same-node-\0"])
-def test_no_other_file_is_read_whatever_the_source_says(tmp_path: Path, named: str) -> None:
-    (tmp_path / "secret").write_text("private")
-    (tmp_path / "memory").mkdir()
-    board = Board(2)
-    liar = Liar(0, 2, board)
-    liar.named = named
-    answers: list[Any] = []
-
-    def lie() -> None:
-        liar.broadcast_object(None, 0)
-        answers.extend(liar.gather_object(None, 0) or [])
-        liar.broadcast_object(None, 0)
-
-    thread = threading.Thread(target=lie)
-    thread.start()
-    honest = BoardGroup(1, 2, board)
-    told = ranks_that_share_memory(honest, 0, directory=tmp_path / "memory")
-    thread.join(10)
-    assert answers == [None, None]
-    assert told == [False, False]
-
-
-def test_a_file_whose_process_was_killed_is_removed_by_the_next_and_one_in_use_is_not(
-    tmp_path: Path,
-) -> None:
-    abandoned, in_use = (tmp_path / f"kvindex-same-node-{letter * 32}" for letter in "ab")
-    abandoned.touch()
-    os.mkfifo(tmp_path / "kvindex-same-node-pipe")  # somebody's trap: to open it would wait
-    with in_use.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert shares([tmp_path, tmp_path])[0] == [[True, True]] * 2
-    assert not abandoned.exists()
-    assert in_use.exists()
+    told, groups = shares([Liar, BoardGroup])
+    queue.close()
+    assert groups[0].gathered == [None, None]  # type: ignore[attr-defined]
+    assert told == [[False, False]] * 2
 
 
 # torch.distributed

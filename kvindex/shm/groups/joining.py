@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Final
 
 import zmq
@@ -18,7 +19,7 @@ from kvindex.shm.groups.star import ConnectionLost, Hub, Spoke
 from kvindex.shm.groups.words import Settings
 from kvindex.shm.remote.keys import CurveReader, CurveServer
 
-__all__ = ["Address", "join", "keys_from", "listen"]
+__all__ = ["join", "keys_from", "listen", "parse_address"]
 
 _FORM: Final = re.compile(r"(?:\[(?P<literal>[^\[\]]+)\]|(?P<host>[^:\[\]/]+)):(?P<port>\d{1,5})")
 _FIRST_RETRY: Final = 0.02  # seconds
@@ -27,77 +28,57 @@ _PROBE_SECONDS: Final = 2.0
 
 
 def keys_from(token: bytes) -> CurveServer:
-    """Return rank 0's keys, which whoever has the token can work out and nobody else.
+    """Return rank 0's keys, which nobody can work out without the token.
 
-    ZeroMQ's CURVE never sends the server's public key, so that key is a secret, too: it is what
-    lets a rank in.
+    CURVE never sends the server's public key, so it stays as secret as the token, and lets in
+    those ranks alone that know the token.
     """
     secret_key = z85.encode(hmac.digest(token, b"kvindex process group", "sha256"))
     return CurveServer(public_key=zmq.curve_public(secret_key), secret_key=secret_key)
 
 
-class Address:
-    """A host (name or number) and a port, from text.
+def parse_address(text: str) -> tuple[str, int]:
+    """Return the host and the port in `host:port`, or `[host]:port` for a number of IPv6.
 
     Raises:
-        ConfigurationError: the text is not host:port, or [host]:port for a number of IPv6.
+        ConfigurationError: the text is neither.
 
     Examples:
-        >>> Address("[::1]:0").port
-        0
+        >>> parse_address("[::1]:0")
+        ('::1', 0)
     """
-
-    def __init__(self, text: str) -> None:
-        match = _FORM.fullmatch(text)
-        if match is None or int(match["port"]) > 65_535:
-            raise ConfigurationError(
-                f"address {text!r} is not host:port, as in 10.0.0.1:29500 or [::1]:29500; port 0 "
-                "lets the system choose (at rank 0)"
-            )
-        self.text = text
-        self.host = match["literal"] or match["host"]
-        self.port = int(match["port"])
-
-    def hosts(self) -> list[str]:
-        """Return the host's numbers, as ZeroMQ spells them.
-
-        Raises:
-            OSError: nobody knows it.
-        """
-        try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except UnicodeError as error:
-            raise ConfigurationError(f"{self.host!r} is no host: {error}") from error
-        hosts = [str(where[0]) for *_, where in found]
-        return [f"[{host}]" if ":" in host else host for host in hosts]
+    match = _FORM.fullmatch(text)
+    if match is None or int(match["port"]) > 65_535:
+        raise ConfigurationError(
+            f"address {text!r} is not host:port, as in 10.0.0.1:29500 or [::1]:29500; port 0 lets "
+            "the system choose (at rank 0)"
+        )
+    return match["literal"] or match["host"], int(match["port"])
 
 
-def listen(address: Address, keys: CurveServer, settings: Settings) -> tuple[Hub, str]:
-    """Return rank 0's end of a group, and where it listens.
+def listen(address: str, keys: CurveServer, settings: Settings) -> Hub:
+    """Return rank 0's end of a group, which listens there and nowhere else.
 
     Raises:
         ConfigurationError: it cannot listen there.
     """
-    why = "the host has no address"
+    host, port = parse_address(address)
+    why = ""
     try:
-        for host in address.hosts():
+        for number in _numbers(host):
             try:
-                hub = Hub(host, address.port, keys, settings)
+                return Hub(number, port, keys, settings)
             except ConfigurationError as error:
                 why = str(error)
-            else:
-                return hub, f"{host}:{hub.port}"
     except OSError as error:
         why = error.strerror or str(error)
     raise ConfigurationError(
-        f"cannot listen at {address.text}: {why}. Rank 0 needs an address of its own machine and a "
+        f"cannot listen at {address}: {why}. Rank 0 needs an address of its own machine and a "
         "port that nobody listens at"
     )
 
 
-def join(
-    address: Address, keys: CurveServer, rank: int, settings: Settings, timeout: float
-) -> Spoke:
+def join(address: str, keys: CurveServer, rank: int, settings: Settings, timeout: float) -> Spoke:
     """Return this rank's end of a group, once every rank has come.
 
     Tries again, ever less often, while nobody listens there, or who does is no process group.
@@ -106,44 +87,43 @@ def join(
         ConfigurationError: rank 0 refuses this rank, or has another token.
         QueueTimeoutError: that took more than `timeout` seconds; the message says what was missing.
     """
+    host, port = parse_address(address)
     deadline = time.monotonic() + timeout
     suspects: set[str] = set()
     pause, retry_after = threading.Event(), _FIRST_RETRY
     while True:
         try:
-            for host in address.hosts():
-                endpoint = f"tcp://{host}:{address.port}"
+            for number in _numbers(host):
+                endpoint = f"tcp://{number}:{port}"
                 spoke = Spoke(endpoint, CurveReader.generate(keys.public_key), rank, settings)
                 try:
                     spoke.meet(deadline)
                     return spoke
                 except ConnectionLost as lost:
-                    spoke.close()
+                    spoke.close(0.0)
                     obstacle = str(lost)
                     if spoke.handshake_failure is not None:
                         _suspect(endpoint, rank, settings, suspects)
                 except BaseException:
-                    spoke.close()
+                    spoke.close(0.0)
                     raise
         except OSError as error:
-            obstacle = f"{address.host}: {error.strerror or error}"
+            obstacle = f"{host}: {error.strerror or error}"
         left = deadline - time.monotonic()
         pause.wait(max(0.0, min(left, retry_after * random.uniform(0.5, 1.0))))
         retry_after = min(_LAST_RETRY, retry_after * 2)
         if time.monotonic() >= deadline:
             raise QueueTimeoutError(
-                f"rank {rank} waited {timeout:g} s for the group at {address.text}: {obstacle}",
+                f"rank {rank} waited {timeout:g} s for the group at {address}: {obstacle}",
                 timeout=timeout,
             )
 
 
 def _suspect(endpoint: str, rank: int, settings: Settings, suspects: set[str]) -> None:
-    """Find out why a handshake failed: whoever has other keys does so twice, and has keys.
+    """Raise ConfigurationError if who listens there has other keys, and not once but twice.
 
-    A proxy whose rank 0 does not listen yet fails it, too.
-
-    Raises:
-        ConfigurationError: who listens there has other keys.
+    A handshake fails, too, at a proxy before a rank 0 that does not listen yet. So a connection
+    without keys finds out whether a CURVE server listens there.
     """
     if endpoint in suspects:
         raise ConfigurationError(
@@ -151,10 +131,18 @@ def _suspect(endpoint: str, rank: int, settings: Settings, suspects: set[str]) -
             "not that of rank 0, or the address is another group's"
         )
     probe = Spoke(endpoint, None, rank, settings)
-    try:
+    with suppress(ConnectionLost):
         probe.hear(time.monotonic() + _PROBE_SECONDS)
-    except ConnectionLost:
-        if probe.handshake_failure == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            suspects.add(endpoint)
-    finally:
-        probe.close()
+    probe.close(0.0)
+    if probe.handshake_failure == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        suspects.add(endpoint)
+
+
+def _numbers(host: str) -> list[str]:
+    """The host's IP addresses as ZeroMQ spells them; raises OSError if nobody knows it."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise ConfigurationError(f"{host!r} is no host: {error}") from error
+    numbers = [str(where[0]) for *_, where in found]
+    return [f"[{number}]" if ":" in number else number for number in numbers]

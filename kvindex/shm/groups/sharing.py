@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvindex.errors import ConfigurationError, KVIndexError
-from kvindex.shm.groups.settling import (
-    as_process_group,
-    check_reachable,
-    collect_handles,
-    confirm,
-    spread_handle,
-)
+from kvindex.shm.groups.process_group import ProcessGroup
+from kvindex.shm.groups.torch_group import TorchProcessGroup
 from kvindex.shm.handle import Handle
 
-__all__ = ["share_one_queue", "share_queues_to_one"]
+__all__ = ["reader_options", "share_one_queue", "share_queues_to_one"]
+
+_READER_OPTIONS = ("codec", "waiting")
 
 
 class _Queue(Protocol):
@@ -47,7 +44,7 @@ def share_one_queue(
     timeout: float | None,
 ) -> Queue:
     """Return this rank's end of one queue; see `MessageQueue.create_from_process_group`."""
-    group = as_process_group(pg)
+    group = _process_group(pg)
     local = group.same_node(writer_rank)
     queue: Queue | None = None
     made: Handle | KVIndexError | None = None
@@ -57,15 +54,16 @@ def share_one_queue(
             queue, made = _made(make, group.world_size - 1, ranks, connect_ip)
         else:
             made = _checked(external_writer_handle)
-    failure: KVIndexError | None = None
     try:
-        handle = spread_handle(group, writer_rank, made)
+        offers = _settle(group, made, writer_rank, "make the queue")
+        offered = group.broadcast_object(offers and offers[writer_rank], writer_rank)
+        failure: KVIndexError | None = None
         if queue is None:
             try:
-                queue = attach(handle, group.rank)
+                queue = attach(Handle.from_bytes(offered), group.rank)
             except KVIndexError as error:  # nobody is to wait for this rank
                 failure = error
-        confirm(group, failure)
+        _settle(group, failure, 0, "open its end of the queue")
         assert queue is not None
         if blocking:
             queue.wait_until_ready(timeout)
@@ -89,11 +87,12 @@ def share_queues_to_one(
 
     See `MessageQueue.create_from_process_group_single_reader`.
     """
-    group = as_process_group(pg)
+    group = _process_group(pg)
     ranks = [0] if group.same_node(reader_rank)[group.rank] else []
     queue, made = _made(make, 1, ranks, connect_ip)
     try:
-        handles = collect_handles(group, reader_rank, made)
+        offers = _settle(group, made, reader_rank, "open its end of the queue")
+        handles = [Handle.from_bytes(offer) for offer in offers if offer is not None]
         assert queue is not None
         if blocking and group.rank != reader_rank:
             queue.wait_until_ready(timeout)
@@ -102,6 +101,15 @@ def share_queues_to_one(
             queue.close()
         raise
     return queue, handles
+
+
+def reader_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a queue's options that a reader takes."""
+    return {name: options[name] for name in _READER_OPTIONS if name in options}
+
+
+def _process_group(group: Any) -> ProcessGroup:
+    return group if isinstance(group, ProcessGroup) else TorchProcessGroup(group)
 
 
 def _checked(handle: Handle) -> Handle | KVIndexError:
@@ -114,12 +122,38 @@ def _checked(handle: Handle) -> Handle | KVIndexError:
 
 
 def _made(
-    make: Make[Queue], n_reader: int, ranks: list[int], connect_ip: str | None
+    make: Make[Queue], n_reader: int, ranks: Sequence[int], connect_ip: str | None
 ) -> tuple[Queue | None, Handle | KVIndexError]:
     """Return a new queue with its handle; or the error, as the others wait to be told."""
     try:
-        check_reachable(n_reader, ranks, connect_ip)
-        queue = make(n_reader, len(ranks), ranks)
+        if len(ranks) < n_reader and connect_ip is None:
+            raise ConfigurationError(
+                f"{n_reader - len(ranks)} ranks share no memory with the writer: give it "
+                "connect_ip, its address that they can reach"
+            )
+        queue = make(n_reader, len(ranks), list(ranks))
     except KVIndexError as error:
         return None, error
     return queue, queue.export_handle()
+
+
+def _settle(
+    group: ProcessGroup, made: Handle | KVIndexError | None, root: int, task: str
+) -> list[bytes | None]:
+    """Return at rank `root` what each rank made, if no rank failed, and elsewhere nothing.
+
+    Collective.
+
+    Raises:
+        ConfigurationError: a rank failed; at that rank, its own error.
+    """
+    failure = made if isinstance(made, KVIndexError) else None
+    offer = made.to_bytes() if isinstance(made, Handle) else None
+    gathered = group.gather_object([offer, failure and str(failure)], root) or []
+    failed = [[rank, why] for rank, (_, why) in enumerate(gathered) if why is not None]
+    failed = group.broadcast_object(failed, root)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise ConfigurationError(f"rank {failed[0][0]} could not {task}: {failed[0][1]}")
+    return [offer for offer, _ in gathered]

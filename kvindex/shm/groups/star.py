@@ -47,21 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Hub:
-    """Rank 0, which listens from the start.
-
-    Args:
-        host: where to listen, as a number (of IPv6: in brackets).
-        port: likewise; 0 lets the system choose.
-        curve: the keys of the group.
-        settings: what every rank must have.
-
-    Raises:
-        ConfigurationError: it cannot listen there.
-
-    Attributes:
-        port: where it listens.
-        turned_away: connections that got no seat, or lost it, by reason.
-    """
+    """Rank 0, which listens from the start; `turned_away` counts who got no seat, by reason."""
 
     def __init__(self, host: str, port: int, curve: CurveServer, settings: Settings) -> None:
         self.turned_away: Counter[str] = Counter()
@@ -73,15 +59,16 @@ class Hub:
         self._watched = WatchedSocket.bind(
             host, LINK, curve, None, port=port, max_part_bytes=FRAME_BYTES
         )
-        self.port = self._watched.port
+        self.address = f"{host}:{self._watched.port}"
 
     @property
     def missing(self) -> set[int]:
         """The ranks that have no connection."""
         return set(range(1, self._settings.world_size)).difference(self._seats.values())
 
-    def meet(self, deadline: float) -> bool:
-        """Return whether every rank had come by a deadline of `time.monotonic`."""
+    def meet(self, timeout: float) -> None:
+        """Return once every rank has a seat, or raise QueueTimeoutError; may be called again."""
+        deadline = time.monotonic() + timeout
         while not self._complete:
             for rank, _, _ in self._hear():
                 self._turn_away("malformed", f"rank {rank} spoke before all had come")
@@ -90,18 +77,14 @@ class Hub:
                 self._told = set(self._seats)
                 self.tell(Seats(listed(self.missing) if self.missing else ""))
             if not self._complete and not _wait(self._watched, deadline):
-                return False
-        return True
+                raise QueueTimeoutError(
+                    f"{listed(self.missing)} did not come to {self.address} within {timeout:g} s "
+                    f"(turned away meanwhile: {dict(self.turned_away)})",
+                    timeout=timeout,
+                )
 
     def exchange(self, call: Call, value: bytes, timeout: float) -> list[bytes]:
-        """Take part in a collective; return the values that rank 0 is owed.
-
-        Raises:
-            PeerDiedError: a rank is gone.
-            QueueTimeoutError: ranks did not take part in time.
-            ConfigurationError: a rank called something else.
-            DecodeError: a rank sent what is no part of a collective.
-        """
+        """Take part in a collective; return the values that rank 0 is owed."""
         values = self._collect(call, value, timeout)
         everyone = range(self._settings.world_size)
         owed = {rank: call.owed(rank, len(everyone)) for rank in everyone}
@@ -213,25 +196,15 @@ class ConnectionLost(Exception):  # noqa: N818 -- an event; the message says wha
 class Spoke:
     """Any other rank: one connection to the hub, which does not come back once it is lost.
 
-    Args:
-        endpoint: where the hub listens.
-        curve: keys for the hub; None only to find out whether who listens there has any.
-        rank: this rank.
-        settings: of the group.
-
-    Raises:
-        ConfigurationError: that is no endpoint.
-
     Attributes:
-        awaited: what comes next from the hub, for people.
         handshake_failure: ZeroMQ's reason (`zmq.PROTOCOL_ERROR_...`), if the handshake failed.
     """
 
     def __init__(
         self, endpoint: str, curve: CurveReader | None, rank: int, settings: Settings
     ) -> None:
-        self.awaited = "rank 0's port, where nobody listens,"
         self.handshake_failure: int | None = None
+        self._awaited = "rank 0's port, where nobody listens,"
         self._rank = rank
         self._settings = settings
         self._lost_at = math.inf
@@ -240,12 +213,7 @@ class Spoke:
         )
 
     def meet(self, deadline: float) -> None:
-        """Ask for a seat, and return once every rank has one.
-
-        Raises:
-            ConnectionLost: nobody answers, or not by the deadline; or who does has other keys.
-            ConfigurationError: rank 0 refuses this rank.
-        """
+        """Ask for a seat, and return once every rank has one; raise why not by the deadline."""
         self.tell(Hello(self._rank, self._settings))
         while frames := self.hear(deadline):
             word, _ = self._parse(frames)
@@ -253,14 +221,11 @@ class Spoke:
                 raise word.error()
             if isinstance(word, Seats) and not word.missing:
                 return
-            self.awaited = word.missing if isinstance(word, Seats) else str(word)
-        raise ConnectionLost(f"{self.awaited} was awaited")
+            self._awaited = word.missing if isinstance(word, Seats) else str(word)
+        raise ConnectionLost(f"{self._awaited} was awaited")
 
     def exchange(self, call: Call, value: bytes, timeout: float) -> list[bytes]:
-        """Take part in a collective; return the values that this rank is owed.
-
-        Raises: as `Hub.exchange`.
-        """
+        """Take part in a collective; return the values that this rank is owed."""
         self.tell(call, value)
         try:
             word, values = self._answer(call, timeout)
@@ -275,18 +240,14 @@ class Spoke:
             self._watched.socket.send_multipart(cut(word, values), _NOBLOCK)
 
     def hear(self, deadline: float) -> list[zmq.Frame]:
-        """Return what the hub says next; nothing if that had not come by the deadline.
-
-        Raises:
-            ConnectionLost: nothing can come any more.
-        """
+        """Return what the hub says next; nothing if that has not come by the deadline."""
         while True:
             self._note_events()
             lost = time.monotonic() >= self._lost_at  # what had come before is still to be read
             if frames := _receive(self._watched):
                 return frames
             if lost:
-                raise ConnectionLost(f"{self.awaited} was awaited")
+                raise ConnectionLost(f"{self._awaited} was awaited")
             if time.monotonic() >= deadline:
                 return []
             _wait(self._watched, min(deadline, self._lost_at))
@@ -311,7 +272,7 @@ class Spoke:
     def _note_events(self) -> None:
         for event, value in self._watched.events():
             if event == zmq.EVENT_CONNECTED:
-                self.awaited = "rank 0's answer (or is it not a kvindex process group?)"
+                self._awaited = "rank 0's answer (or is it not a kvindex process group?)"
             elif event == zmq.EVENT_DISCONNECTED:
                 self._lost_at = min(self._lost_at, time.monotonic() + _LAST_WORDS)
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any, Final
 
 import zmq
@@ -15,11 +14,11 @@ from kvindex.errors import (
     PeerDiedError,
     QueueTimeoutError,
 )
-from kvindex.shm.groups.joining import Address, join, keys_from, listen
+from kvindex.shm.groups.joining import join, keys_from, listen, parse_address
 from kvindex.shm.groups.objects import MAX_OBJECT_BYTES, check_rank, pack_object, unpack_object
 from kvindex.shm.groups.same_node import ranks_that_share_memory
 from kvindex.shm.groups.star import Hub, Spoke
-from kvindex.shm.groups.words import Call, Failure, Settings, listed
+from kvindex.shm.groups.words import Call, Failure, Settings
 
 __all__ = ["TcpProcessGroup"]
 
@@ -37,12 +36,13 @@ class TcpProcessGroup:
     crosses the network: who does not know it can neither join nor read, is turned away by the
     handshake, and counted.
 
+    A collective raises what `ProcessGroup` says, and ClosedError once this rank has called `close`.
     The first failure of a collective (a rank gone, late, or calling something else) is raised at
     every rank that takes part and ends the group, since its ranks are out of step: make a new one.
-    A rank is gone when its process ends, and when its machine has given no sign for 15 s.
+    A rank is gone when its process ends, or when its machine has given no sign for 15 s.
 
-    In each collective every rank sends its value to rank 0 and waits for what it is to get, so all
-    of them take O(world_size × bytes) at rank 0 and at a gather's destination.
+    Complexity: in a collective every rank sends its value to rank 0 and waits for its share, which
+    takes O(world_size × bytes) at rank 0 and at a gather's destination.
 
     Args:
         rank: this process's number, from 0.
@@ -79,20 +79,19 @@ class TcpProcessGroup:
         max_object_bytes: int = MAX_OBJECT_BYTES,
     ) -> None:
         _check(rank, world_size, token, timeout, max_object_bytes)
-        where = Address(address)
         self._rank = rank
         self._settings = Settings(world_size, max_object_bytes)
         self._timeout = float(timeout)
-        self._where = where
+        self._address = address
         self._keys = keys_from(token)
         self._star: Hub | Spoke | None = None
         self._ready = self._closed = False
         self._failure: Failure | None = None
         self._calls = 0
-        self._address = address
         if rank == 0:
-            self._star, self._address = listen(where, self._keys, self._settings)
-        elif where.port == 0:
+            self._star = listen(address, self._keys, self._settings)
+            self._address = self._star.address
+        elif parse_address(address)[1] == 0:
             raise ConfigurationError(f"rank {rank} needs rank 0's port, not 0: see its `address`")
 
     @property
@@ -128,26 +127,20 @@ class TcpProcessGroup:
             return
         limit = self._timeout if timeout is None else timeout
         if isinstance(self._star, Hub):
-            self._meet(self._star, limit)
+            self._star.meet(limit)
         else:
-            self._star = join(self._where, self._keys, self._rank, self._settings, limit)
+            self._star = join(self._address, self._keys, self._rank, self._settings, limit)
         self._ready = True
 
     def broadcast_object(self, obj: Any, source: int) -> Any:
-        """Return at every rank the `obj` of rank `source`. Collective.
-
-        Raises: see `ProcessGroup`; ClosedError if the group was closed.
-        """
+        """Return at every rank the `obj` of rank `source`. Collective."""
         check_rank("source", source, self.world_size)
         data = self._pack(obj if self._rank == source else None)
         values = self._exchange("broadcast_object", source, data)
         return unpack_object(values[0] if values else data)
 
     def gather_object(self, obj: Any, destination: int) -> list[Any] | None:
-        """Return at `destination` every rank's `obj`, by rank; None elsewhere. Collective.
-
-        Raises: see `ProcessGroup`; ClosedError if the group was closed.
-        """
+        """Return at `destination` every rank's `obj`, by rank; None elsewhere. Collective."""
         check_rank("destination", destination, self.world_size)
         data = self._pack(obj)
         values = self._exchange("gather_object", destination, data)
@@ -157,18 +150,12 @@ class TcpProcessGroup:
         return [unpack_object(value) for value in values]
 
     def same_node(self, source: int) -> list[bool]:
-        """Return at every rank, for each, whether it shares /dev/shm with `source`. Collective.
-
-        Raises: see `ProcessGroup`; ClosedError if the group was closed.
-        """
+        """Return at every rank, for each, whether it shares /dev/shm with `source`. Collective."""
         check_rank("source", source, self.world_size)
         return ranks_that_share_memory(self, source)
 
     def barrier(self) -> None:
-        """Return when every rank has called it. Collective.
-
-        Raises: see `ProcessGroup`; ClosedError if the group was closed.
-        """
+        """Return when every rank has called it. Collective."""
         self._exchange("barrier", 0, b"")
 
     def statistics(self) -> dict[str, int]:
@@ -198,14 +185,6 @@ class TcpProcessGroup:
 
     def _pack(self, obj: Any) -> bytes:
         return pack_object(obj, self._settings.max_object_bytes)
-
-    def _meet(self, hub: Hub, timeout: float) -> None:
-        if not hub.meet(time.monotonic() + timeout):
-            raise QueueTimeoutError(
-                f"{listed(hub.missing)} did not come to {self._address} within {timeout:g} s "
-                f"(turned away meanwhile: {dict(hub.turned_away)})",
-                timeout=timeout,
-            )
 
     def _exchange(self, operation: str, root: int, data: bytes) -> list[bytes]:
         """The values of one collective; whatever breaks it ends the group, here and elsewhere."""
