@@ -1,0 +1,58 @@
+"""How Sphinx builds the pages: python -m sphinx -W --keep-going -b html docs build/docs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import kvindex
+
+project = "kvindex"
+author = "The kvindex authors"
+project_copyright = "The kvindex authors"
+release = version = kvindex.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns: list[str] = []
+html_theme = "furo"
+html_title = f"kvindex {release}"
+
+# Markdown: headings can be linked to, and a broken link is a warning, which fails the build.
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence", "deflist"]
+
+# Docstrings are in the Google style, with `names` in single backticks.
+default_role = "py:obj"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_class_signature = "mixed"
+autodoc_default_options = {
+    "members": True,
+    "inherited-members": "Struct,Exception,tuple,str,Protocol,ABC",
+}
+
+_FENCE = re.compile(r"^\s*```")
+
+
+def _fences_to_literal_blocks(
+    app: Any, what: str, name: str, thing: object, options: Any, lines: list[str]
+) -> None:
+    """Show what a docstring has between ``` as it is: pictures, and trees of errors."""
+    inside = False
+    shown: list[str] = []
+    for line in lines:
+        if _FENCE.match(line):
+            shown += [""] if inside else ["", "::", ""]
+            inside = not inside
+        else:
+            shown.append(f"    {line}" if inside else line)
+    lines[:] = shown
+
+
+def setup(app: Any) -> None:
+    """Have Sphinx call what this file defines."""
+    app.connect("autodoc-process-docstring", _fences_to_literal_blocks, priority=400)
