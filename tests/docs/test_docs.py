@@ -1,102 +1,198 @@
-"""The examples of README and docs run, against fake engines where they name endpoints."""
+"""Every example of the README and of the site runs, against fake engines where it names some."""
 
 from __future__ import annotations
 
-import os
+import ast
+import doctest
+import importlib.util
 import re
-import subprocess
+import socket
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvindex import Client, KVEventsConfig, fanout
 from kvindex.testing import FakeEngine
+from tests.docs.test_commands import commands
+from tests.docs.pages import DOCS, PAGES, README, ROOT, Fence, anchors, fences, links, name_of
+from tests.native_ring import MISSING
 
-ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SKETCH = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WORKER = re.compile(
     r'Worker\("vllm-0", "tcp://127\.0\.0\.1:5557", replay="tcp://127\.0\.0\.1:5657", dp_size=2\)'
 )
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+CLUSTER = ".svc.cluster.local"
+PROMPT = list(range(100))
+# Python has one spelling, so that no example is left out. What is not run has another test:
+# shell commands (test_commands), the engines' JSON and YAML (below), or shows text.
+LANGUAGES = {"python", "sh", "text", "yaml", "{toctree}", "{eval-rst}"}
+INCLUDES = re.compile(r"\{literalinclude\} (\S+)")
 
 
 @pytest.fixture
 def engines() -> Iterator[list[FakeEngine]]:
     ranks = [FakeEngine("vllm-0", dp_rank=rank) for rank in range(2)]
+    for engine in ranks:  # as `kvindex fake-engine` does, which the pages tell their reader to run
+        engine.serve(PROMPT[: len(PROMPT) // (engine.rank.dp_rank + 1)])
     yield ranks
     for engine in ranks:
         engine.close()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_python_example_of_the_page_runs(page: Path, engines: list[FakeEngine]) -> None:
-    token_ids = list(range(100))
-    engines[0].serve(token_ids)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_python_examples_of_a_page_run_and_print_what_it_says(
+    page: Path,
+    engines: list[FakeEngine],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", in_the_cluster(socket.getaddrinfo))
+    names: dict[str, Any] = {"token_ids": PROMPT}
+    left_out: set[str] = set()
+    found = fences(page)
+    try:
+        for fence, after in pairwise([*found, Fence("", "", 0)]):
+            if fence.language != "python":
+                continue
+            if missing := not_installed(fence):
+                left_out |= missing
+                continue
+            capsys.readouterr()
+            run(page, fence, engines, names)
+            printed = capsys.readouterr().out
+            if after.language == "text":
+                assert equal(printed, after.text), f"{name_of(page)}:{after.line}: got {printed}"
+    finally:
+        for thing in names.values():
+            if isinstance(thing, Client | fanout.FanOut | fanout.Replica):
+                thing.close()
+    if left_out:
+        pytest.skip(f"the examples that import {', '.join(sorted(left_out))} were left out")
+
+
+def run(page: Path, fence: Fence, engines: list[FakeEngine], names: dict[str, Any]) -> None:
     live = [engine.endpoint for engine in engines]
     replay = [engine.replay_endpoint for engine in engines]
-    names: dict[str, object] = {"token_ids": token_ids}
-    try:
-        for example in PYTHON.findall(page.read_text()):
-            exec(WORKER.sub(f'Worker("vllm-0", {live}, replay={replay})', example), names)
-    finally:
-        if "client" in names:
-            names["client"].close()  # type: ignore[attr-defined]
+    example = WORKER.sub(f'Worker("vllm-0", {live}, replay={replay})', fence.text)
+    # As many lines down as in the page, so that a traceback names the page's own line.
+    exec(compile("\n" * (fence.line - 1) + example, str(page), "exec"), names)
+
+
+def not_installed(fence: Fence) -> set[str]:
+    """Return the packages that an example imports and that are not here."""
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(fence.text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module.split(".")[0])
+    missing = {name for name in imported if importlib.util.find_spec(name) is None}
+    assert not missing & {"kvindex", *sys.stdlib_module_names}
+    if MISSING and re.search(r"\b(fanout|kvindex\.shm)\b|\bserver\b", fence.text):
+        missing.add(f"the ring ({MISSING})")
+    return missing
+
+
+def equal(printed: str, shown: str) -> bool:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(shown, printed, flags)
+
+
+def in_the_cluster(getaddrinfo: Any) -> Any:
+    """Resolve a cluster's names to this machine, and all others as ever."""
+
+    def look_up(host: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = isinstance(host, str) and host.endswith(CLUSTER)
+        return getaddrinfo("127.0.0.1" if inside else host, *args, **kwargs)
+
+    return look_up
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_has_no_example_that_nobody_runs(page: Path) -> None:
+    for fence in fences(page):
+        if included := INCLUDES.match(fence.language):
+            shown = (page.parent / included[1]).resolve()
+            assert shown.parent == ROOT / "examples", "tests/e2e/test_examples.py runs these only"
+            assert shown.exists()
+        else:
+            assert fence.language in LANGUAGES, f"{name_of(page)}:{fence.line}"
+
+
+def configured() -> list[Any]:
+    """Return what the pages have engines publish: JSON on command lines, and in manifests."""
+    return [
+        pytest.param(text, id=f"{name_of(page)}-{number}")
+        for page in PAGES
+        for number, text in enumerate(re.findall(r"'(\{[^']*\"publisher\"[^']*\})'", page.read_text()))
+    ]
+
+
+@pytest.mark.parametrize("text", configured())
+def test_the_events_configurations_of_the_pages_are_valid(text: str) -> None:
+    config = KVEventsConfig.from_cli(text)
+    assert config.publisher == "zmq"
+    assert config.endpoint == "tcp://*:5557"
+    assert config.replay_endpoint == "tcp://*:5657"
+
+
+def test_the_manifests_open_the_ports_that_the_engines_are_given() -> None:
+    yaml = pytest.importorskip("yaml")
+    manifests = [
+        manifest
+        for fence in fences(DOCS / "how-to" / "kubernetes.md")
+        if fence.language == "yaml"
+        for manifest in yaml.safe_load_all(fence.text)
+    ]
+    assert [manifest["kind"] for manifest in manifests] == [
+        "Service",
+        "StatefulSet",
+        "NetworkPolicy",
+    ]
+    service, engines, policy = manifests
+    ports = {"http": 8000, "kv-events": 5557, "kv-replay": 5657}
+    assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
+    (container,) = engines["spec"]["template"]["spec"]["containers"]
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == ports
+    assert engines["spec"]["serviceName"] == service["metadata"]["name"]
+    labels = engines["spec"]["template"]["metadata"]["labels"]
+    for chosen in (service["spec"]["selector"], policy["spec"]["podSelector"]["matchLabels"]):
+        assert chosen == labels
+    opened = [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]]
+    assert opened == list(ports.values())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        if target.startswith(("https:", "http:")):
+            continue
+        linked = (page.parent / target).resolve() if target else page
+        assert linked.exists(), link
+        if anchor:
+            assert anchor in anchors(linked), link
 
 
 def test_the_readme_example_finds_the_rank_that_holds_the_prompt(
     engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    test_every_python_example_of_the_page_runs(ROOT / "README.md", engines)
+    names: dict[str, Any] = {"token_ids": PROMPT}
+    first = next(fence for fence in fences(README) if fence.language == "python")
+    try:
+        run(README, first, engines, names)
+    finally:
+        names["client"].close()
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "vllm-0/0 96 True"
-    assert printed[1].endswith("6 {'GPU': 6} live")
-    assert printed[3:] == [
-        "vllm-0/0: 96 of 100 tokens: every whole block of the prompt is resident",
-        "vllm-0/1: 0 of 100 tokens: it holds nothing at all",
-    ]
+    assert "vllm-0/0: 96 of 100 tokens: every whole block of the prompt is resident" in printed
 
 
-CHECK_NAMES = """
-import ast, sys
-
-tree, names = ast.parse(sys.stdin.read()), {}
-for node in tree.body:  # others may not be installed
-    if isinstance(node, ast.Import | ast.ImportFrom) and "kvindex" in ast.unparse(node):
-        exec(ast.unparse(node), names)
-for node in ast.walk(tree):
-    if isinstance(node, ast.Attribute):
-        root = ast.unparse(node).split(".")[0]
-        if root in names or root == "kvindex":
-            eval(ast.unparse(node), names)
-"""
-
-
-def sketches() -> list[object]:
-    """The examples that need more than kvindex to run, each with its page."""
-    return [
-        pytest.param(sketch, id=f"{page.stem}-{number}")
-        for page in PAGES
-        for number, sketch in enumerate(SKETCH.findall(page.read_text()))
-    ]
-
-
-@pytest.mark.parametrize("sketch", sketches())
-def test_every_sketch_of_the_pages_imports_what_it_names(sketch: str) -> None:
-    # In a process of its own, where nobody else has imported kvindex.fanout.
-    subprocess.run(
-        [sys.executable, "-c", CHECK_NAMES],
-        input=sketch,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-    )
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_of_the_page_leads_to_a_file(page: Path) -> None:
-    for target in LINK.findall(page.read_text()):
-        assert (page.parent / target).exists(), target
+def test_the_readme_and_the_command_line_name_the_same_fake_engine() -> None:
+    # Whoever copies the first example beside `kvindex fake-engine` must meet it.
+    shown = next(fence for fence in fences(README) if fence.language == "python").text
+    assert WORKER.search(shown)
+    assert "kvindex fake-engine" in commands(README)
