@@ -42,8 +42,8 @@ class FanOut:
         max_replicas: most processes at a time.
         chunk_bytes, chunks: size of the ring in shared memory, which takes their product.
         max_blocks_per_rank: as for `kvindex.connect`; replicas keep to it, too.
-        resume, resume_within, on_loss, replay_policy, socket_options, probe_interval, stale_after,
-            context: as for `kvindex.connect`.
+        resume, resume_within, on_loss: as for `kvindex.connect`.
+        replay_policy, socket_options, probe_interval, stale_after, context: likewise.
 
     Attributes:
         client: the client that it fills; it can be asked as well, and workers added and removed.

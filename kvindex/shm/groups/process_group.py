@@ -19,11 +19,11 @@ class ProcessGroup(Protocol):
     of these. Every rank, that which gave the value included, is returned what msgpack makes of
     it: a tuple becomes a list.
 
-    Raises (each method):
-        ConfigurationError: the value cannot be carried, `source` or `destination` is no rank of
+    Raises:
+        ConfigurationError: by each method: the value cannot be carried, `source` or `destination` is no rank of
             the group, or the ranks called different things.
-        QueueTimeoutError: ranks did not make the call in time.
-        PeerDiedError: a rank is gone.
+        QueueTimeoutError: by each method: ranks did not make the call in time.
+        PeerDiedError: by each method: a rank is gone.
 
     Thread safety: one thread at a time, as the order of calls must be the same everywhere.
     """

@@ -1,0 +1,73 @@
+"""The built site: no warnings, nothing from third parties, and every public name is in it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT
+
+MODULES = ["kvindex", "kvindex.index", "kvindex.wire", "kvindex.publish"] + [
+    "kvindex.testing",
+    "kvindex.fanout",
+    "kvindex.shm",
+]
+DOCUMENTED = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
+LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']((?:https?:)?//[^"']+)""")
+
+
+def documented() -> list[str]:
+    return [
+        name
+        for page in sorted((DOCS / "reference").glob("*.md"))
+        for name in DOCUMENTED.findall(page.read_text())
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_in_the_reference_once(module: str) -> None:
+    # Under the shortest path by which it can be imported, which is the one to use.
+    names = documented()
+    assert len(names) == len(set(names))
+    root = importlib.import_module("kvindex").__all__
+    for name in importlib.import_module(module).__all__:
+        homes = [home for home in MODULES if name in importlib.import_module(home).__all__]
+        home = "kvindex" if name in root else homes[0]
+        assert f"{home}.{name}" in names or f"{module}.{name}" in names, f"{module}.{name}"
+
+
+def test_the_reference_has_no_name_that_is_not_public() -> None:
+    for path in documented():
+        module, _, name = path.rpartition(".")
+        assert name in importlib.import_module(module).__all__, path
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for package in ("sphinx", "furo", "myst_parser"):
+        pytest.importorskip(package, reason="the extra `docs` is not installed")
+    built = tmp_path_factory.mktemp("site")
+    ended = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-E"]
+        + ["-b", "html", str(DOCS), str(built)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return built
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        assert not LOADED.findall(page.read_text()), page.name
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", sheet.read_text()), sheet.name
