@@ -1,10 +1,11 @@
 """What a user's program says to kvindex. It is type-checked, not run: by mypy and by pyright, both
 strict, against an installed kvindex (`.ci/run`).
 
-`assert_type` fails where a type got lost, also where it became `Any`.
+`assert_type` fails where a type got lost, also where it became `Any`. A `type: ignore` fails where
+the mistake in its line is not seen.
 """
 
-# pyright: strict
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import array
 import time
 from collections.abc import Mapping, Sequence
 
-from typing_extensions import assert_type
+from typing_extensions import Unpack, assert_type
 
 import kvindex
 from kvindex import (
@@ -27,18 +28,27 @@ from kvindex import (
     KVEventsConfig,
     KVIndexError,
     Match,
+    MatchOptions,
     NotLiveError,
     Rank,
+    RankBatch,
+    RankExplanation,
+    RankLost,
     RankMatch,
+    RankRestarted,
     RankStatus,
+    ReplayPolicy,
+    ResidentBlock,
+    SocketOptions,
     State,
+    StreamItem,
     TokenError,
+    TokenIds,
     UnknownRankError,
     Worker,
     ZmqEventPublisher,
     connect,
 )
-from kvindex.subscribe import RankBatch, RankLost, RankRestarted, StreamItem
 from kvindex.testing import FakeEngine
 
 WORKERS = [
@@ -61,9 +71,16 @@ def route(client: Client, token_ids: Sequence[int]) -> Rank | None:
         assert_type(found.by_medium, dict[str, int])
         if found.state == State.LIVE and found.complete:
             return found.rank
-    first = match[Rank("vllm-0", 0)]
-    assert_type(first.tokens, int)
-    return match.best.rank if match.best is not None and len(match) > 0 else None
+    assert_type(match[Rank("vllm-0", 0)].tokens, int)
+    assert_type(match.top(3), list[RankMatch])
+    assert_type(match["vllm-0"] in match, bool)
+    return match.best.rank if match and match.best is not None else None
+
+
+def tokens_held(client: Client, token_ids: TokenIds, **options: Unpack[MatchOptions]) -> int:
+    """Pass the options of `match` on."""
+    best = client.match(token_ids, **options).best
+    return 0 if best is None else best.tokens
 
 
 def any_tokens(client: Client, index: Index) -> None:
@@ -73,11 +90,28 @@ def any_tokens(client: Client, index: Index) -> None:
         assert_type(answer, Match)
     assert_type(index.match(memoryview(data)), Match)
     assert_type(client.match_many([[1, 2], [3]]), list[Match])
-    print(client.explain([1, 2, 3]))
+    for ending in client.explain([1, 2, 3]):
+        assert_type(ending, RankExplanation)
+    print(tokens_held(client, data, lora=3, block_size=16))
+
+
+def mistakes(client: Client) -> None:
+    connect(WORKERS, on_loss="forget")  # type: ignore[arg-type]
+    connect(WORKERS, prob_interval=1.0)  # type: ignore[call-arg]
+    client.match(5)  # type: ignore[arg-type]
+    client.match([1], model="a")  # type: ignore[call-arg]
+    tokens_held(client, [1], block_sise=16)  # type: ignore[call-arg]
 
 
 def run() -> int:
-    with connect(WORKERS, resume="state.kvindex") as client:
+    policy = ReplayPolicy(timeout=0.5, attempts=3)
+    with connect(
+        WORKERS,
+        resume="state.kvindex",
+        on_loss="keep",
+        replay_policy=policy,
+        socket_options=SocketOptions(hwm=10_000),
+    ) as client:
         assert_type(client, Client)
         try:
             client.wait_live(timeout=5.0)
@@ -116,6 +150,9 @@ def mirror(stream: EventStream, index: Index) -> None:
         elif isinstance(item, (RankLost, RankRestarted)):
             assert_type(item.reason, str)
             index.tree(item.rank).clear()
+    for rank in index.ranks:
+        for block in index.tree(rank).walk():
+            assert_type(block, ResidentBlock)
 
 
 def next_item(stream: EventStream) -> StreamItem | None:
@@ -130,7 +167,7 @@ def next_item(stream: EventStream) -> StreamItem | None:
 def explain_refusal(index: Index, data: bytes) -> str:
     try:
         index.apply(Rank("a"), data)
-        index.match(["no", "tokens"])
+        index.match([2**64])
     except TokenError as error:
         return f"not tokens: {error}"
     except KVIndexError as error:
