@@ -20,6 +20,7 @@ from kvindex.fanout.meeting_point import Listener
 from kvindex.fanout.outflow import Outflow
 from kvindex.fanout.snapshot import Snapshots
 from kvindex.fanout.tap import StreamTap
+from kvindex.waker import Waker
 
 __all__ = ["Reception"]
 
@@ -67,8 +68,8 @@ class Reception:
         self._guests: dict[socket.socket, Guest] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener.socket, selectors.EVENT_READ)
-        self._waker, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvindex-fanout", daemon=True)
         self._thread.start()
@@ -95,10 +96,7 @@ class Reception:
     def close(self) -> None:
         """Stop listening and end every connection. Idempotent."""
         self._stopping = True
-        try:
-            self._waker.send(b"\0")
-        except OSError:
-            pass  # closed already
+        self._waker.wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -118,8 +116,8 @@ class Reception:
         for key, events in ready:
             if key.fileobj is self._listener.socket:
                 self._accept()
-            elif key.fileobj is self._woken:
-                self._woken.recv(64)
+            elif key.fileobj is self._waker:
+                self._waker.clear()
             else:
                 self._serve(self._guests[key.fileobj], events)  # type: ignore[index]
         # After they were served: it may be the subscriber's thread that took so long.
@@ -254,4 +252,3 @@ class Reception:
         self._guests.clear()
         self._selector.close()
         self._waker.close()
-        self._woken.close()

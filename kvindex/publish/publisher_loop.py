@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 import threading
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from kvindex.publish.batch_queue import BatchQueue
 from kvindex.publish.replay_buffer import ReplayBuffer
 from kvindex.publish.replay_service import ReplayService
 from kvindex.publish.sockets import PublisherSockets
+from kvindex.waker import Waker
 from kvindex.wire import (
     Dialect,
     EventBatch,
@@ -64,10 +64,10 @@ class PublisherLoop:
     ) -> None:
         self._dialect = dialect
         self._topic = topic
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
-        self.queue = BatchQueue(max_queue_size, drop_when_full=drop_when_full, wake=self.wake)
+        self._waker = Waker()
+        self.queue = BatchQueue(
+            max_queue_size, drop_when_full=drop_when_full, wake=self._waker.wake
+        )
         self.counters: Counter[str] = Counter()
         self.buffer = ReplayBuffer(buffer_steps)
         self.failure: str | None = None
@@ -93,7 +93,7 @@ class PublisherLoop:
             with_topic=self._dialect.replay_topic,
             counters=self.counters,
         )
-        self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        self._poller.register(self._waker, zmq.POLLIN)
         self._poller.register(sockets.pub, zmq.POLLERR)  # so that a terminated context wakes it
         if sockets.router is not None:
             self._poller.register(sockets.router, zmq.POLLIN)
@@ -102,8 +102,7 @@ class PublisherLoop:
     def discard(self) -> None:
         """Free what the constructor made: at the thread's end, or if it never starts."""
         self.queue.stop_waking()
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._waker.close()
 
     def close(self, timeout: float) -> bool:
         """Take no more batches, send those that wait; False if not all went out within timeout."""
@@ -114,13 +113,6 @@ class PublisherLoop:
             return False
         self._thread.join(max(0.0, self._deadline - time.monotonic()) + 1.0)
         return not self._thread.is_alive() and self.counters["unsent_at_shutdown"] == 0
-
-    def wake(self) -> None:
-        """Make the thread look at the queue."""
-        try:
-            self._wake_writer.send(b"\0")
-        except BlockingIOError:
-            pass  # full of wake-ups that are under way
 
     def _run(self) -> None:
         try:
@@ -153,15 +145,9 @@ class PublisherLoop:
             wait = left if wait is None else min(wait, left)
         # Rounded up, so that it does not wake just before the time and poll again for nothing.
         ready = dict(self._poller.poll(None if wait is None else math.ceil(wait * 1000)))
-        if self._wake_reader.fileno() in ready:
-            self._drain_wake_ups()
+        if self._waker.fileno() in ready:
+            self._waker.clear()
         return self._sockets.router in ready
-
-    def _drain_wake_ups(self) -> None:
-        try:
-            self._wake_reader.recv(4096)
-        except BlockingIOError:
-            pass
 
     def _send_live(self) -> None:
         for seq, batch in self.queue.take(LIVE_SLICE):

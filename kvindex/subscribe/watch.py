@@ -18,16 +18,20 @@ empty. Hence the rule, which makes missing one impossible:
 from __future__ import annotations
 
 import selectors
-import socket
 from typing import Any
 
 import zmq
+
+from kvindex.waker import Waker
 
 __all__ = ["Watch"]
 
 
 class Watch:
     """Waits for any of many sockets, each watched on behalf of an owner.
+
+    Attributes:
+        wake: makes the waiting thread return from `wait`.
 
     Thread safety: `wake` from any thread; everything else by the waiting thread only.
     """
@@ -36,10 +40,9 @@ class Watch:
         self._selector = selectors.DefaultSelector()
         self._descriptors: dict[zmq.Socket[bytes], int] = {}
         self._again: dict[Any, None] = {}
-        self._receiver, self._sender = socket.socketpair()
-        self._receiver.setblocking(False)
-        self._sender.setblocking(False)
-        self._selector.register(self._receiver, selectors.EVENT_READ)
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ)
+        self.wake = self._waker.wake
 
     def add(self, watched: zmq.Socket[bytes], owner: Any) -> None:
         """Wait for this socket too; its owner is returned by the next `wait`."""
@@ -64,27 +67,12 @@ class Watch:
         owners, self._again = self._again, {}
         for key, _ in found:
             if key.data is None:
-                self._clear()
+                self._waker.clear()
             else:
                 owners[key.data] = None
         return owners
 
-    def wake(self) -> None:
-        """Make the waiting thread return from `wait`; cheap, and as good as once if repeated."""
-        try:
-            self._sender.send(b"\0")
-        except OSError:
-            pass  # full: it is about to return anyway; closed: nobody waits
-
-    def _clear(self) -> None:
-        try:
-            while self._receiver.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
-
     def close(self) -> None:
         """Close what waiting needs; the watched sockets are their owners' to close. Idempotent."""
         self._selector.close()
-        self._receiver.close()
-        self._sender.close()
+        self._waker.close()

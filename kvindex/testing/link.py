@@ -25,6 +25,7 @@ import zmq
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.testing.faults import Faults, Frames, Lane
 from kvindex.testing.ports import reserve_port
+from kvindex.waker import Waker
 
 __all__ = ["FaultyLink"]
 
@@ -81,9 +82,7 @@ class FaultyLink:
         self._wires: _Wires | None = None
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]]
         self._commands = queue.SimpleQueue()
-        self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
+        self._waker = Waker()
         self._ended = threading.Event()
         self._closing = False
         self._close_lock = threading.Lock()
@@ -150,10 +149,11 @@ class FaultyLink:
         """Close all sockets and end the thread. Idempotent."""
         with self._close_lock:
             self._closing = True
-            self._ring()
+            self._waker.wake()
             self._thread.join()
-            for holder in (*self._holders, self._wake, self._woken):
+            for holder in self._holders:
                 holder.close()
+            self._waker.close()
 
     def __enter__(self) -> FaultyLink:
         return self
@@ -166,17 +166,11 @@ class FaultyLink:
         self._holders.append(holder)
         return f"tcp://127.0.0.1:{port}"
 
-    def _ring(self) -> None:
-        try:
-            self._wake.send(b"!")
-        except OSError:
-            pass  # full: a wake-up is under way already; closed: nobody is left to wake
-
     def _call(self, command: Callable[[], None]) -> None:
         """Let the link's thread run a command, and wait for it."""
         done: Future[None] = Future()
         self._commands.put((command, done))
-        self._ring()
+        self._waker.wake()
         if self._ended.is_set():
             self._refuse_commands()
         try:
@@ -211,14 +205,14 @@ class FaultyLink:
         wires = self._wires
         if wires is None:
             poller = zmq.Poller()
-            poller.register(self._woken, zmq.POLLIN)
+            poller.register(self._waker, zmq.POLLIN)
         else:
-            poller = wires.poller(self._woken)
+            poller = wires.poller(self._waker)
         ready = {item for item, _ in poller.poll(self._timeout())}
         if wires is not None:
             self._relay(wires, ready)
             self._send_due(wires)
-        if self._woken in ready or self._woken.fileno() in ready:
+        if self._waker.fileno() in ready:
             self._obey()
 
     def _timeout(self) -> int | None:
@@ -233,10 +227,7 @@ class FaultyLink:
         return math.ceil(wait * 1000)
 
     def _obey(self) -> None:
-        try:
-            self._woken.recv(4096)
-        except BlockingIOError:
-            pass
+        self._waker.clear()
         while True:
             try:
                 command, done = self._commands.get_nowait()
@@ -361,10 +352,10 @@ class _Wires:
             self.close()
             raise
 
-    def poller(self, woken: socket.socket) -> zmq.Poller:
+    def poller(self, waker: Waker) -> zmq.Poller:
         if self._poller is None:
             self._poller = zmq.Poller()
-            self._poller.register(woken, zmq.POLLIN)
+            self._poller.register(waker, zmq.POLLIN)
             sockets = [self.xpub, self.xsub, self.router, *self.dealers.values()]
             for one in sockets:
                 if one is not None:

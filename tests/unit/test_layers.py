@@ -16,21 +16,24 @@ ALLOWED: dict[str, set[str]] = {
     "errors": {"rank"},
     "rank_lookup": {"errors", "rank"},
     "forks": set(),
+    "waker": set(),
     "curve": {"errors"},
     "backend": {"errors", "_native"},
     "wire": {"errors"},
     "sequencer": {"errors", "rank"},
-    "subscribe": {"sequencer", "curve", "rank_lookup", "errors", "rank", "wire", "forks"},
+    "subscribe": {"sequencer", "curve", "rank_lookup", "errors", "rank", "wire", "forks"}
+    | {"waker"},
     "index": {"rank_lookup", "errors", "rank", "wire", "backend", "_native"},
-    "publish": {"curve", "errors", "wire"},
+    "publish": {"curve", "errors", "wire", "waker"},
     "ring": {"errors", "_native"},
     "shm": {"errors", "ring"},
     "saved_state": {"errors", "rank", "index", "subscribe"},
     "answering": {"rank_lookup", "errors", "rank", "index", "subscribe"},
     "client": {"rank_lookup", "errors", "rank", "index", "subscribe", "saved_state", "answering"},
     "fanout": {"errors", "rank", "rank_lookup", "forks", "index", "subscribe", "client"}
-    | {"answering", "ring"},
-    "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"},
+    | {"answering", "ring", "waker"},
+    "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"}
+    | {"waker"},
     "cli": {
         "kvindex",
         "backend",
