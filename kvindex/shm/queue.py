@@ -14,11 +14,7 @@ from kvindex.ring import DeadReaderPolicy, Waiting
 from kvindex.shm import arguments
 from kvindex.shm.codec import Codec, body_of, choose_codec, decoder_of
 from kvindex.shm.ends import ReadingEnd, WritingEnd, open_reading_end, open_writing_end
-from kvindex.shm.groups.sharing import (
-    reader_options,
-    share_one_queue,
-    share_queues_to_one,
-)
+from kvindex.shm.groups.sharing import reader_options, share_one_queue, share_queues_to_one
 from kvindex.shm.handle import Handle
 from kvindex.shm.remote.keys import CurveReader, CurveServer
 from kvindex.shm.turn import IN_USE

@@ -19,7 +19,7 @@ from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.same_node import ranks_that_share_memory
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
-from kvindex.shm.segment import Segment
+from kvindex.ring.segment import Segment
 
 TOKEN = b"0123456789abcdef"
 

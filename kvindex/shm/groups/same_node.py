@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvindex.errors import SegmentError
 from kvindex.shm.groups.process_group import ProcessGroup
-from kvindex.shm.segment import Segment
+from kvindex.ring.segment import Segment
 
 __all__ = ["ranks_that_share_memory"]
 
