@@ -256,9 +256,10 @@ def test_what_a_rank_says_before_all_have_come_is_refused(pool: ThreadPoolExecut
         with pytest.raises(ConnectionLost, match=r"^ranks? .*2 was awaited"):
             hasty.meet(time.monotonic() + 0.2)
         hasty.tell(Call(0, "barrier", 0))
+        hasty._watched.socket.send(b"\xc1")
         mute.tell(Seats("of a rank without one"))
         mute._watched.socket.send(b"\xc1")
-        wait_until(lambda: hub.statistics() == {"malformed": 2}, "both are refused")
+        wait_until(lambda: hub.statistics() == {"malformed": 3}, "all are refused")
         hasty.close()
         with group_of(1, 3, hub.address) as again, group_of(2, 3, hub.address) as last:
             in_threads(pool, [again, last], TcpProcessGroup.wait_until_ready)

@@ -70,7 +70,7 @@ class Hub:
         """Return once every rank has a seat, or raise QueueTimeoutError; may be called again."""
         deadline = time.monotonic() + timeout
         while not self._complete:
-            for rank, _, _ in self._hear():
+            for rank, _ in self._hear():
                 self._turn_away("malformed", f"rank {rank} spoke before all had come")
             self._complete = not self.missing
             if self._told != self._seats.keys():
@@ -109,13 +109,15 @@ class Hub:
         deadline = time.monotonic() + timeout
         values, gave_up = {0: value}, set[int]()
         while True:
-            for rank, word, sent in self._hear():
+            for rank, frames in self._hear():
+                word, sent = parse(frames, f"rank {rank}", self._settings.max_object_bytes)
                 if isinstance(word, Failure) and word.kind == "QueueTimeoutError":
                     gave_up.add(rank)
                 else:
                     (values[rank],) = _checked(call, word, sent, 1, here=0, there=rank)
             if self.missing:
-                raise PeerDiedError(f"{listed(self.missing)} is gone during {call}")
+                are = "is" if len(self.missing) == 1 else "are"
+                raise PeerDiedError(f"{listed(self.missing)} {are} gone during {call}")
             awaited = set(self._seats.values()) - values.keys()
             if not awaited and not gave_up:
                 return values
@@ -124,7 +126,7 @@ class Hub:
                 why = f"; {listed(gave_up)} gave up" if gave_up else ""
                 raise _late(who, call, timeout, why)
 
-    def _hear(self) -> Iterator[tuple[int, Word, list[bytes]]]:
+    def _hear(self) -> Iterator[tuple[int, list[zmq.Frame]]]:
         """Yield what ranks have said; seat, or turn away, who says hello."""
         self._note_ends()
         while message := _receive(self._watched):
@@ -134,7 +136,7 @@ class Hub:
             if rank is None:
                 self._admit(name, frames)
             else:
-                yield rank, *parse(frames, f"rank {rank}", self._settings.max_object_bytes)
+                yield rank, frames
 
     def _admit(self, name: bytes, frames: list[zmq.Frame]) -> None:
         try:

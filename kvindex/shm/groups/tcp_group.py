@@ -30,11 +30,11 @@ _MOST_RANKS: Final = 1 << 16
 class TcpProcessGroup:
     """Processes that meet at rank 0's address and exchange small values through it.
 
-    Rank 0 listens from the start until it is closed, at the given address only. The others connect
-    when `wait_until_ready` or the first collective is called, trying again while nobody listens
-    yet. Connections are encrypted (ZeroMQ's CURVE) with keys made from `token`, which itself never
-    crosses the network: who does not know it can neither join nor read, is turned away by the
-    handshake, and counted.
+    Rank 0 listens at the given address only, from the start until it is closed: close a group that
+    has made its queues. The others connect when `wait_until_ready` or the first collective is
+    called, and try again while nobody listens yet. ZeroMQ's CURVE encrypts the connections with
+    keys made from `token`, which itself is never sent. Who does not know it can neither join nor
+    read: the handshake turns them away, and they are counted.
 
     A collective raises what `ProcessGroup` says, and ClosedError once this rank has called `close`.
     The first failure of a collective (a rank gone, late, or calling something else) is raised at
