@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from kvindex.errors import ConfigurationError, DecodeError, SegmentError
+from kvindex.ring.segment import Segment
 from kvindex.shm.groups.joining import parse_address
 from kvindex.shm.groups.objects import pack_object, unpack_object
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.same_node import ranks_that_share_memory
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
-from kvindex.ring.segment import Segment
 
 TOKEN = b"0123456789abcdef"
 
