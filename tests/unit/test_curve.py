@@ -19,6 +19,7 @@ SERVER, OTHER = Curve.generate(), Curve.generate()
         (SERVER.public_key, OTHER.secret_key, None, "not a pair"),
         (SERVER.public_key, b"\xff" * 40, None, "secret_key cannot be used"),
     ],
+    ids=["short public", "text", "short secret", "empty server", "no pair", "no Z85"],
 )
 def test_keys_that_cannot_work_are_refused(
     public_key: bytes, secret_key: bytes, server_key: bytes | None, wrong: str
