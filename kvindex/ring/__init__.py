@@ -17,6 +17,7 @@ from kvindex.ring.layout import Layout
 from kvindex.ring.messages import RAW, Buffer, fragments
 from kvindex.ring.receiver import RingReceiver
 from kvindex.ring.ring import RingHandle, ShmRingBuffer, check_native
+from kvindex.ring.segment import Segment
 from kvindex.ring.sender import DeadReaderPolicy, RingSender, check_dead, check_policy
 from kvindex.ring.waiting import Patience, Waiting
 
@@ -29,6 +30,7 @@ __all__ = [
     "RingHandle",
     "RingReceiver",
     "RingSender",
+    "Segment",
     "ShmRingBuffer",
     "Waiting",
     "check_dead",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvindex.errors import ConfigurationError, DecodeError, SegmentError
-from kvindex.ring.segment import Segment
+from kvindex.ring import Segment
 from kvindex.shm.groups.joining import parse_address
 from kvindex.shm.groups.objects import pack_object, unpack_object
 from kvindex.shm.groups.process_group import ProcessGroup

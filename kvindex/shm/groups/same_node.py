@@ -13,7 +13,7 @@ import secrets
 from typing import Any, Final
 
 from kvindex.errors import SegmentError
-from kvindex.ring.segment import Segment
+from kvindex.ring import Segment
 from kvindex.shm.groups.process_group import ProcessGroup
 
 __all__ = ["ranks_that_share_memory"]
