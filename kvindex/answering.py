@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -20,7 +20,7 @@ from kvindex.index import (
 )
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
-from kvindex.subscribe import RankStatus, State
+from kvindex.subscribe import Following, RankStatus, State
 
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
@@ -30,7 +30,7 @@ __all__ = ["Answering"]
 _JUST_ADDED = Trust(State.CONNECTING, False, 0)
 
 
-class Answering(ABC):
+class Answering(Following):
     """What `Client` and `Replica` are asked about prompts and ranks.
 
     Thread safety: every method may be called from any thread.
@@ -40,14 +40,6 @@ class Answering(ABC):
     @abstractmethod
     def index(self) -> Index:
         """What the events have filled."""
-
-    @abstractmethod
-    def _trusts(self) -> Mapping[Rank, Trust]:
-        """Return how far each rank can be trusted now, as a snapshot."""
-
-    @abstractmethod
-    def _status(self, rank: RankName) -> RankStatus:
-        """Return how a rank's stream stands; raises UnknownRankError."""
 
     def match(
         self,
@@ -103,13 +95,13 @@ class Answering(ABC):
         To be called before the index is asked: what changes in between makes an answer better than
         its trust, not worse. A rank that comes in between may hold what is not proven yet.
         """
-        trusts = self._trusts()
+        trusts = self._board.trusts()
         return lambda rank: trusts.get(rank, _JUST_ADDED)
 
     def _stream_notes(self, rank: Rank) -> Iterator[str]:
         """Yield what a rank's stream says to a missing block."""
         try:
-            status = self._status(rank)
+            status = self._board.get(rank)
         except UnknownRankError:
             yield "nobody follows its stream"
             return
@@ -125,20 +117,50 @@ class Answering(ABC):
             times = _times(status.restarts, "time", "times")
             yield f"restarted {times}: what it held before was dropped"
 
-    def status(self, rank: RankName) -> RankStatus:
-        """Return how a rank's stream stands, with its orphans and ignored blocks.
-
-        Raises:
-            UnknownRankError: the rank is not subscribed to.
-
-        `rank` may be a text, too: "a/0", or "a" if that worker has one rank only.
-        """
-        status = self._status(rank)
+    def _shown(self, status: RankStatus) -> RankStatus:
         try:
             held = self.index.tree(status.rank).statistics()
         except UnknownRankError:
             return status  # its worker is being removed
         return msgspec.structs.replace(status, orphans=held["orphans"], ignored=held["ignored"])
+
+    def statistics(self) -> dict[str, Any]:
+        """Return every counter as plain JSON-ready values.
+
+        `ranks`: by `str(rank)` the stream's `RankStatus` and, under `index`, what the index says
+        about the rank. `index`: the totals of `Index.statistics`.
+
+        Of a `Client` also `thread`: the subscriber's own counters; and `resume`: of the ranks in a
+        saved file, those set `aside` until their worker is added, and their bytes; those
+        `restored`, whose own counters say whether they continued; those `dropped`, by reason.
+
+        Of a `Replica` also `replica`: `joins`; `rejoins` and `join_failures` by reason; `messages`
+        and `batches` that were applied, `entries_passed` that were in a snapshot already;
+        `backlog`: chunks that wait in the ring; `silences` of the server; `following` or not, and
+        the `trouble`.
+        """
+        index = self.index.statistics()
+        by_rank = index.pop("ranks")
+        ranks = {}
+        for rank, status in self._board.all().items():
+            held = by_rank.get(str(rank), {})
+            ranks[str(rank)] = {
+                **status.to_dict(),
+                "index": held,
+                "orphans": held.get("orphans", 0),
+                "ignored": held.get("ignored", {}),
+            }
+        return {"ranks": ranks, "index": index, **self._own_statistics()}
+
+    @abstractmethod
+    def _own_statistics(self) -> dict[str, Any]:
+        """Return the parts of `statistics` that only this class has."""
+
+    def __repr__(self) -> str:
+        statuses = self._board.all().values()
+        live = sum(status.state is State.LIVE for status in statuses)
+        blocks = len(self.index)
+        return f"<{type(self).__name__} of {len(statuses)} ranks, {live} live, {blocks} blocks>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -15,8 +15,7 @@ from kvindex.answering import Answering
 from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
-from kvindex.rank import Rank, Trust
-from kvindex.rank_lookup import RankName
+from kvindex.rank import Rank
 from kvindex.saved_state import SavedState, read_saved
 from kvindex.subscribe import (
     RankAdded,
@@ -27,7 +26,6 @@ from kvindex.subscribe import (
     RankStatus,
     ReplayPolicy,
     SocketOptions,
-    State,
     StreamItem,
     Subscriber,
     Tap,
@@ -188,24 +186,14 @@ class Client(Answering):
             clock=clock,
             on_stop=on_stop,
         )
+        self._board = self.subscriber.board
 
     @property
     def index(self) -> Index:
         """The index that the events fill."""
         return self._index
 
-    def _trusts(self) -> Mapping[Rank, Trust]:
-        return self.subscriber.trusts()
-
-    def _status(self, rank: RankName) -> RankStatus:
-        return self.subscriber.status(rank)
-
     # Workers and their streams ----------------------------------------------------------------
-
-    @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """The ranks subscribed to, sorted."""
-        return self.subscriber.ranks
 
     def add(self, worker: Worker) -> None:
         """Subscribe to a further worker's ranks.
@@ -226,54 +214,11 @@ class Client(Answering):
         """
         self.subscriber.remove(worker)
 
-    def wait_live(
-        self,
-        timeout: float = 5.0,
-        *,
-        ranks: Iterable[RankName] | str | None = None,
-        complete: bool = False,
-    ) -> None:
-        """Return once every rank (or each of those given) is live.
-
-        Args:
-            timeout: longest wait, in seconds.
-            ranks: wait for these only.
-            complete: insist on every batch since the publisher's first having been applied.
-
-        Raises:
-            NotLiveError: time ran out (a TimeoutError); it names the ranks, and for each what is
-                wrong and what to try.
-        """
-        self.subscriber.wait_live(timeout, ranks=ranks, complete=complete)
-
-    def wait_for(
-        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
-    ) -> bool:
-        """Wait until the ranks' statuses meet a condition; return whether they did in time.
-
-        Args:
-            condition: called with the latest snapshots, whenever one has changed.
-            timeout: longest wait, in seconds.
-        """
-        return self.subscriber.wait_for(condition, timeout)
-
-    def statistics(self) -> dict[str, Any]:
-        """Return every counter as plain JSON-ready values.
-
-        `ranks`: by `str(rank)` the stream's `RankStatus` and, under `index`, what the index says
-        about it; `index`: its totals; `thread`: the subscriber's own counters. `resume`: of the
-        ranks in a saved file, those set `aside` until their worker is added, and their bytes; those
-        `restored`, whose own counters say whether they continued; those `dropped`, by reason.
-        """
-        stream = self.subscriber.statistics()
-        index = self.index.statistics()
-        by_rank = index.pop("ranks")
-        for name, status in stream["ranks"].items():
-            held = by_rank.get(name, {})
-            status["index"] = held
-            status["orphans"] = held.get("orphans", 0)
-            status["ignored"] = held.get("ignored", {})
-        return {**stream, "index": index, "resume": self._saved.statistics()}
+    def _own_statistics(self) -> dict[str, Any]:
+        return {
+            "thread": self.subscriber.statistics()["thread"],
+            "resume": self._saved.statistics(),
+        }
 
     def save(self, path: str | os.PathLike[str]) -> tuple[Rank, ...]:
         """Write what every rank holds and how far its stream was applied; return the ranks written.
@@ -318,18 +263,6 @@ class Client(Answering):
     def close(self) -> None:
         """Stop receiving; the index stays as it is and still answers. Idempotent."""
         self.subscriber.close()
-
-    def __repr__(self) -> str:
-        statuses = self.subscriber.statuses().values()
-        live = sum(status.state is State.LIVE for status in statuses)
-        return f"<Client of {len(statuses)} ranks, {live} live, {len(self.index)} blocks>"
-
-    def __enter__(self) -> Client:
-        self.subscriber.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def follow_item(index: Index, item: StreamItem) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,8 @@ from kvindex.fanout.joining import RefusedError
 from kvindex.fanout.meeting_point import check_platform
 from kvindex.forks import Fork, prepare_forks
 from kvindex.index import Index
-from kvindex.rank import Rank, Trust
-from kvindex.rank_lookup import RankName
 from kvindex.ring import check_native
-from kvindex.subscribe import RankStatus, State
+from kvindex.subscribe import State
 from kvindex.subscribe.status_board import StatusBoard
 
 __all__ = ["Replica", "join"]
@@ -112,62 +109,11 @@ class Replica(Answering):
         """The present copy of the server's index; another one after each joining."""
         return self._follower.copy.index
 
-    @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """The ranks that the server is subscribed to, sorted."""
-        return self._board.ranks
-
-    def _trusts(self) -> Mapping[Rank, Trust]:
-        return self._board.trusts()
-
-    def _status(self, rank: RankName) -> RankStatus:
-        return self._board.get(rank)
-
-    def wait_live(
-        self,
-        timeout: float = 5.0,
-        *,
-        ranks: Iterable[RankName] | str | None = None,
-        complete: bool = False,
-    ) -> None:
-        """Return once every rank (or each of those given) is live.
-
-        Args and Raises: as `Client.wait_live`.
-        """
-        self._board.wait_live(ranks, timeout, complete=complete)
-
-    def wait_for(
-        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
-    ) -> bool:
-        """Wait until the ranks' statuses meet a condition; return whether they did in time.
-
-        Args: as `Client.wait_for`.
-        """
-        return self._board.wait_for(condition, timeout)
-
-    def statistics(self) -> dict[str, Any]:
-        """Return every counter as plain JSON-ready values.
-
-        `ranks` and `index`: as `Client.statistics`. `replica`: `joins`; `rejoins` and
-        `join_failures` by reason; `messages` and `batches` that were applied, `entries_passed` that
-        were in a snapshot already; `backlog`: chunks that wait in the ring; `silences` of the
-        server; `following` or not, and the `trouble`.
-        """
-        index = self.index.statistics()
-        by_rank = index.pop("ranks")
-        ranks = {}
-        for rank, status in self._board.all().items():
-            held = by_rank.get(str(rank), {})
-            ranks[str(rank)] = {
-                **status.to_dict(),
-                "index": held,
-                "orphans": held.get("orphans", 0),
-                "ignored": held.get("ignored", {}),
-            }
+    def _own_statistics(self) -> dict[str, Any]:
         replica = self._follower.statistics()
         if self._disowned:
             replica.update(following=False, trouble=self._disowned)
-        return {"ranks": ranks, "index": index, "replica": replica}
+        return {"replica": replica}
 
     def close(self) -> None:
         """Leave the server; the index stays as it is and can still be asked. Idempotent.
@@ -201,18 +147,6 @@ class Replica(Answering):
             for status in copy.statuses.values()
         )
         self._board = board
-
-    def __enter__(self) -> Replica:
-        self._board.check_open()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        statuses = self._board.all().values()
-        live = sum(status.state is State.LIVE for status in statuses)
-        return f"<Replica of {len(statuses)} ranks, {live} live, {len(self.index)} blocks>"
 
 
 def _drop(follower: Follower, pid: int) -> None:

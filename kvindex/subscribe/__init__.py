@@ -10,6 +10,7 @@ from kvindex.sequencer import (
 )
 from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.event_stream import EventStream
+from kvindex.subscribe.following import Following
 from kvindex.subscribe.resumption import SavedRanks
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.stream import (
@@ -33,6 +34,7 @@ __all__ = [
     "DecodedBatch",
     "EventStream",
     "FingerprintMaker",
+    "Following",
     "PublisherAddress",
     "RankAdded",
     "RankBatch",

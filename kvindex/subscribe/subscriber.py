@@ -19,6 +19,7 @@ from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
 from kvindex.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.connection import SocketOptions
+from kvindex.subscribe.following import Following
 from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.resumption import SavedRanks, check_saved
 from kvindex.subscribe.status import RankStatus
@@ -36,7 +37,7 @@ _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
 _Result = TypeVar("_Result")
 
 
-class Subscriber:
+class Subscriber(Following):
     """Receives every rank's batches in order, repairs gaps, notices restarts, and tells a sink.
 
     Args:
@@ -63,6 +64,9 @@ class Subscriber:
         on_statuses: called on the subscriber's thread with the statuses that others see from now
             on, at the end of each turn (with none, if none is new).
         on_stop: called once, on the subscriber's thread, when that ends for whatever reason.
+
+    Attributes:
+        board: the ranks' statuses, as the subscriber's thread shows them.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.
@@ -112,7 +116,7 @@ class Subscriber:
             clock=clock,
             on_stop=on_stop,
         )
-        self._board = self._thread.board
+        self.board = self._board = self._thread.board
         self._drop = weakref.finalize(self, _drop, self._thread, os.getpid())
         self._drop.atexit = False
         prepare_forks(self, Subscriber._prepare_fork)
@@ -131,11 +135,6 @@ class Subscriber:
             raise
 
     # Calls from any thread --------------------------------------------------------------------
-
-    @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """The ranks subscribed to, sorted."""
-        return self._board.ranks
 
     @property
     def ended(self) -> str | None:
@@ -217,16 +216,6 @@ class Subscriber:
         """
         return self.call(lambda: self._thread.roster.cursor(rank))
 
-    def status(self, rank: RankName) -> RankStatus:
-        """Return how a rank's stream stands.
-
-        A rank whose batches name another dp_rank than its port is found under both.
-
-        Raises:
-            UnknownRankError: the rank is not subscribed to.
-        """
-        return self._board.get(rank)
-
     def find(self, rank: Rank) -> RankStatus | None:
         """Return the latest snapshot of a rank, its `last_event_age` not aged, or None. O(1)."""
         return self._board.find(rank)
@@ -239,52 +228,10 @@ class Subscriber:
         """
         return self._board.trusts()
 
-    def statuses(self) -> dict[Rank, RankStatus]:
-        """Return how every rank's stream stands."""
-        return self._board.all()
-
     def statistics(self) -> dict[str, Any]:
         """Return plain JSON-ready values: `ranks` by `str(rank)` as `RankStatus`, and `thread`."""
         ranks = {str(rank): status.to_dict() for rank, status in self.statuses().items()}
         return {"ranks": ranks, "thread": dict(self._counters)}
-
-    def wait_live(
-        self,
-        timeout: float = 5.0,
-        *,
-        ranks: Iterable[RankName] | str | None = None,
-        complete: bool = False,
-    ) -> None:
-        """Return once every rank (or each of those given) is live.
-
-        Args:
-            timeout: longest wait, in seconds.
-            ranks: wait for these only.
-            complete: insist on every batch since the publisher's first having been applied. It
-                takes a replay endpoint that answers, and a buffer that still has all.
-
-        Raises:
-            NotLiveError: time ran out (a TimeoutError); it names the ranks, and for each what is
-                wrong and what to try.
-            UnknownRankError: one of `ranks` is not subscribed to.
-            ClosedError: the subscriber is or was closed meanwhile.
-        """
-        self._board.wait_live(ranks, timeout, complete=complete)
-
-    def wait_for(
-        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
-    ) -> bool:
-        """Wait until the ranks' statuses meet a condition; return whether they did in time.
-
-        Args:
-            condition: called with the latest snapshots, whenever one has changed; it must not
-                call this object.
-            timeout: longest wait, in seconds.
-
-        Raises:
-            ClosedError: the subscriber is or was closed meanwhile.
-        """
-        return self._board.wait_for(condition, timeout)
 
     def close(self) -> None:
         """Stop the thread and close every socket; idempotent.
@@ -293,13 +240,6 @@ class Subscriber:
         """
         self._drop.detach()
         self._thread.end(_COMMAND_TIMEOUT)
-
-    def __enter__(self) -> Subscriber:
-        self._board.check_open()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _call(self, command: Callable[[], None]) -> None:
         """Run a command on the thread and wait for it; from the thread itself, run it later."""

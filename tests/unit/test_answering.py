@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +14,7 @@ from kvindex import BlockStored, EventBatch, Index, Rank, State
 from kvindex.answering import Answering
 from kvindex.errors import UnknownRankError
 from kvindex.rank import Trust
-from kvindex.subscribe import RankStatus
+from kvindex.subscribe.status_board import StatusBoard
 from tests.unit.test_status_board import status
 
 A, B = Rank("a", 0), Rank("b", 0)
@@ -26,24 +28,35 @@ def store(index: Index, rank: Rank, blocks: int) -> None:
 
 
 class Asked(Answering):
-    """An index with one live rank, to which another comes as soon as the trust was looked at."""
+    """An index, and a board of its ranks."""
 
     def __init__(self) -> None:
         self._index = Index()
         store(self._index, A, blocks=1)
+        self._board = Board(self._index)
 
     @property
     def index(self) -> Index:
         return self._index
 
-    def _trusts(self) -> Mapping[Rank, Trust]:
-        store(self._index, B, blocks=2)
-        return {A: Trust(State.LIVE, True, 0)}
+    def _own_statistics(self) -> dict[str, Any]:
+        return {}
 
-    def _status(self, rank: Rank | str) -> RankStatus:
-        if rank != A:
-            raise UnknownRankError(rank, [A])
-        return status(A)
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Board(StatusBoard):
+    """A board with one live rank; another rank comes as soon as the trust was looked at."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(time.monotonic, math.inf)
+        self._index = index
+        self.show([status(A)])
+
+    def trusts(self) -> Mapping[Rank, Trust]:
+        store(self._index, B, blocks=2)
+        return super().trusts()
 
 
 def test_a_rank_that_comes_between_trust_and_answer_is_not_taken_for_live() -> None:
@@ -81,7 +94,7 @@ def test_an_explanation_says_what_the_stream_says_to_it() -> None:
     troubled = status(
         A, state=State.STALE, reason="no proof of life", complete=False, losses=2, restarts=1
     )
-    asked._status = lambda rank: troubled  # type: ignore[method-assign]
+    asked._board.show([troubled])
     text = str(asked.explain(PROMPT, ranks=[A]))
     assert "not live (stale), so this may be out of date: no proof of life" in text
     assert "not all of its history was seen" in text
