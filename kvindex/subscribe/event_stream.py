@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import zmq
@@ -14,7 +15,9 @@ from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank
 from kvindex.sequencer import RankBatch, ReplayPolicy
+from kvindex.subscribe.changes import LoopBell
 from kvindex.subscribe.connection import SocketOptions
+from kvindex.subscribe.following import Following
 from kvindex.subscribe.stream import StreamItem
 from kvindex.subscribe.subscriber import FORKED, Subscriber
 from kvindex.subscribe.worker import Worker
@@ -23,6 +26,7 @@ __all__ = ["EventStream"]
 
 
 _CLOSED = "the event stream is closed"
+_TURN = 0.001  # seconds for which a task may iterate before others get their turn
 
 
 class _Waiting:
@@ -30,6 +34,7 @@ class _Waiting:
 
     def __init__(self, max_items: int) -> None:
         self.closed = ""  # why, once it is
+        self.bell: LoopBell | None = None  # of a task that iterates
         self._ended = False  # nothing more comes
         self._max_items = max_items
         self._items: deque[StreamItem] = deque()
@@ -42,35 +47,52 @@ class _Waiting:
                 self._changed.wait_for(lambda: self.closed or len(self._items) < self._max_items)
             if not self.closed:
                 self._items.append(item)
-                self._changed.notify_all()
+                self._notify()
 
     def take(self, timeout: float | None) -> StreamItem | None:
         """Return the next item, as `EventStream.get`; None when none is left and none will come."""
         with self._changed:
-            ready = self._changed.wait_for(
-                lambda: self.closed or self._ended or self._items, timeout
-            )
-            if not ready:
+            if not self._changed.wait_for(self._is_ready, timeout):
                 raise TimeoutError(f"no item within {timeout} s")
-            if self.closed:
-                raise ClosedError(self.closed)
-            if not self._items:
-                return None
-            item = self._items.popleft()
-            self._changed.notify_all()
-            return item
+            return self._take()
+
+    async def take_async(self, bell: LoopBell) -> StreamItem | None:
+        """Return the next item, as `take`; the bell is rung when there may be one."""
+        self.bell = bell
+        while True:
+            with self._changed:
+                if self._is_ready():
+                    return self._take()
+            await bell.wait()
+
+    def _is_ready(self) -> bool:
+        return bool(self.closed or self._ended or self._items)
+
+    def _take(self) -> StreamItem | None:
+        if self.closed:
+            raise ClosedError(self.closed)
+        if not self._items:
+            return None
+        item = self._items.popleft()
+        self._changed.notify_all()  # there is room
+        return item
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        if self.bell is not None:
+            self.bell.ring()
 
     def end(self) -> None:
         """Take note that nothing more comes: what waits can still be taken."""
         with self._changed:
             self._ended = True
-            self._changed.notify_all()
+            self._notify()
 
     def close(self, reason: str = _CLOSED) -> None:
         """Give nothing any more, and end all waiting."""
         with self._changed:
             self.closed = self.closed or reason
-            self._changed.notify_all()
+            self._notify()
 
     def prepare_fork(self, fork: Fork) -> None:
         """Have a forked child closed, whoever held the lock."""
@@ -78,11 +100,16 @@ class _Waiting:
 
     def _disown(self) -> None:
         self._changed = threading.Condition()
+        self.bell = None  # the parent's
         self.close(FORKED)
 
 
-class EventStream:
+class EventStream(Following):
     """Iterates over every rank's items in order: batches, and losses and restarts between them.
+
+        for item in stream: ...                          # waits in this thread
+        async with EventStream(workers) as stream:
+            async for item in stream: ...                # waits in an asyncio task
 
     Args:
         workers: the engines to subscribe to.
@@ -100,7 +127,11 @@ class EventStream:
     Raises:
         ConfigurationError: a worker or a setting cannot work.
 
-    Thread safety: one consumer; `close` from any thread ends the iteration.
+    Attributes:
+        subscriber: receives the events. Workers are added and removed there; its `cursor` tells how
+            far the stream came.
+
+    Thread safety: one consumer, a thread or a task; every other method from any thread.
     """
 
     def __init__(
@@ -134,6 +165,7 @@ class EventStream:
             context=context,
             clock=clock,
         )
+        self._board = self.subscriber.board
 
     def get(self, timeout: float | None = None) -> StreamItem:
         """Return the next item, waiting for it at most `timeout` seconds (None: as long as needed).
@@ -144,7 +176,9 @@ class EventStream:
                 from; or its subscriber ended and every item that waited was taken, then with the
                 reason.
         """
-        item = self._waiting.take(timeout)
+        return self._whole(self._waiting.take(timeout))
+
+    def _whole(self, item: StreamItem | None) -> StreamItem:
         if item is None:
             raise ClosedError(f"the event stream has ended: {self.subscriber.ended}")
         return item
@@ -163,14 +197,31 @@ class EventStream:
                     return
                 raise
 
+    async def __aiter__(self) -> AsyncGenerator[StreamItem, None]:
+        """Iterate in an asyncio task until the stream is closed; the event loop goes on meanwhile.
+
+        No thread waits for the task. Other tasks get their turn every millisecond, also while items
+        wait. A task that is cancelled takes no item: the next iteration goes on where it was.
+
+        Raises:
+            ClosedError: as `__iter__`.
+        """
+        bell = LoopBell()
+        time_of_loop = asyncio.get_running_loop().time
+        turn_ends = time_of_loop() + _TURN
+        while True:
+            if time_of_loop() >= turn_ends:
+                await asyncio.sleep(0)
+                turn_ends = time_of_loop() + _TURN
+            try:
+                item = self._whole(await self._waiting.take_async(bell))
+            except ClosedError:
+                if self._waiting.closed:
+                    return
+                raise
+            yield item
+
     def close(self) -> None:
         """End the iteration and the subscription, and drop what waits; idempotent."""
         self._waiting.close()
         self.subscriber.close()
-
-    def __enter__(self) -> EventStream:
-        self.subscriber.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

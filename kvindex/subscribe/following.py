@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from kvindex.errors import NotLiveError
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
+from kvindex.sequencer import State
+from kvindex.subscribe.changes import Changes
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
 
@@ -19,7 +24,7 @@ _Self = TypeVar("_Self", bound="Following")
 class Following(ABC):
     """Base of whatever has a board of ranks' statuses, which another thread writes.
 
-    A context manager: leaving it calls `close`.
+    A context manager, for `with` and `async with`: leaving it calls `close`.
 
     Thread safety: every method may be called from any thread.
     """
@@ -86,6 +91,83 @@ class Following(ABC):
         """
         return self._board.wait_for(condition, timeout)
 
+    async def wait_live_async(
+        self,
+        timeout: float = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
+    ) -> None:
+        """Return once every rank (or each of those given) is live; for asyncio.
+
+        The event loop goes on meanwhile. No thread waits, and cancelling leaves nothing behind.
+
+        Args and Raises: as `wait_live`.
+        """
+        board = self._board
+        wanted = board.named(ranks)
+        changes = Changes(board)
+        timer = asyncio.get_running_loop().call_later(timeout, changes.end)
+        try:
+            late = board.late(wanted, complete)
+            while late and (status := await changes.take()) is not None:
+                is_ready = status.state is State.LIVE and (status.complete or not complete)
+                if is_ready or status.state is State.CLOSED:
+                    late.pop(status.rank, None)
+                    late = late or board.late(wanted, complete)
+        finally:
+            timer.cancel()
+            changes.stop()
+        board.check_open()
+        if late and (late := board.late(wanted, complete)):
+            raise NotLiveError(timeout, late)
+
+    async def watch(self) -> AsyncGenerator[RankStatus, None]:
+        """Yield every rank's status, and again whenever its state, completeness or epoch changes.
+
+            async for status in client.watch():
+                print(status.rank, status.state, status.reason)
+
+        It starts with the ranks as they are. A rank that is removed, or gets another name, is
+        yielded once more, as closed. The iteration ends when this is closed.
+
+        A slow consumer gets the latest status of each rank that has changed, and misses those in
+        between. So no more than one status of each rank waits, however slow it is.
+
+        There may be any number of consumers, on any number of event loops. No thread waits for
+        them. Cancelling the task leaves nothing behind. After a `break`, the event loop ends the
+        iteration by itself, as it does with every asynchronous generator.
+        """
+        changes = Changes(self._board)
+        try:
+            while (status := await changes.take()) is not None:
+                yield self._shown(self._board.aged(status))
+        finally:
+            changes.stop()
+
+    def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]:
+        """Have a function called with each status that changes as `watch` says, from now on.
+
+        It is called on the thread that receives the events, and holds that up while it runs: it
+        should hand the status on and return. What it raises is logged. `statuses` has the present
+        ones.
+
+        Returns:
+            A function that ends this; a call that is under way may still come.
+        """
+        # Not held: the thread would keep what was dropped without `close`.
+        shown = weakref.WeakMethod(self._shown)
+        aged = self._board.aged
+
+        def tell(changed: Sequence[RankStatus]) -> None:
+            show = shown()
+            if show is not None:
+                for status in changed:
+                    callback(show(aged(status)))
+
+        _, stop = self._board.listen(tell)
+        return stop
+
     @abstractmethod
     def close(self) -> None:
         """Stop following. Idempotent."""
@@ -100,3 +182,9 @@ class Following(ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    async def __aenter__(self: _Self) -> _Self:
+        return self.__enter__()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.to_thread(self.close)  # which waits for the receiving thread to end

@@ -5,9 +5,12 @@ Written by that thread alone, read and waited on by any.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 
@@ -19,7 +22,10 @@ from kvindex.subscribe.status import RankStatus
 
 __all__ = ["StatusBoard"]
 
+logger = logging.getLogger(__name__)
+
 Statuses = Mapping[Rank, RankStatus]
+Listener: TypeAlias = Callable[[Sequence[RankStatus]], None]
 
 
 class StatusBoard:
@@ -47,6 +53,7 @@ class StatusBoard:
         self._names: dict[Rank, Rank] = {}  # by the rank that a port tells, the one it is
         self._signed_at = clock()
         self._ended: str | None = None
+        self._listeners: dict[object, Listener] = {}
         # Made when asked for, until something in it changes; and whether the thread was stuck then.
         self._trusts: tuple[Mapping[Rank, Trust], bool] | None = None
 
@@ -54,48 +61,71 @@ class StatusBoard:
 
     def sign(self, now: float) -> None:
         """Note that the thread has come round."""
+        was_stuck = now - self._signed_at >= self._patience
         self._signed_at = now
+        if was_stuck:
+            with self._writing() as changed:
+                changed += self._statuses.values()
 
     def show(self, statuses: Iterable[RankStatus]) -> None:
         """Replace these ranks' snapshots."""
-        with self._changed:
+        with self._writing() as changed:
             for status in statuses:
                 before = self._statuses.get(status.rank)
                 if before is None or before.trust != status.trust:
                     self._trusts = None
+                if self._listeners and (before is None or _phase(before) != _phase(status)):
+                    changed.append(status)
                 self._statuses[status.rank] = status
-            self._changed.notify_all()
 
     def remove(self, worker: str) -> None:
         """Forget a worker's ranks."""
-        with self._changed:
-            self._statuses = {r: s for r, s in self._statuses.items() if r.worker != worker}
+        with self._writing() as changed:
+            gone = [rank for rank in self._statuses if rank.worker == worker]
+            changed += self._take_away(gone, "it is not subscribed to any more")
             self._names = {r: n for r, n in self._names.items() if r.worker != worker}
-            self._trusts = None
-            self._changed.notify_all()
 
     def rename(self, gone: Iterable[Rank], names: Mapping[Rank, Rank]) -> None:
         """Take names away, and note under which a port's own rank is found now."""
-        with self._changed:
-            for rank in gone:
-                self._statuses.pop(rank, None)
+        with self._writing() as changed:
+            changed += self._take_away(gone, "its batches give it another name")
             self._names.update(names)
-            self._trusts = None
+
+    def _take_away(self, ranks: Iterable[Rank], reason: str) -> Iterator[RankStatus]:
+        self._trusts = None
+        for rank in ranks:
+            status = self._statuses.pop(rank, None)
+            if status is not None:
+                yield _closed(status, reason)
 
     def end(self, reason: str, *, shown: str = "closed") -> None:
         """Show every rank as closed for the reason `shown`, and end all waiting."""
-        with self._changed:
+        with self._writing() as changed:
             self._ended = reason
             self._trusts = None
             for rank, status in self._statuses.items():
-                self._statuses[rank] = msgspec.structs.replace(
-                    status, state=State.CLOSED, connected=False, reason=shown
-                )
+                self._statuses[rank] = _closed(status, shown)
+            changed += self._statuses.values()
+
+    @contextmanager
+    def _writing(self) -> Iterator[list[RankStatus]]:
+        """Hold the lock, then wake who waits, and tell listeners what was put into the list."""
+        changed: list[RankStatus] = []
+        with self._changed:
+            yield changed
             self._changed.notify_all()
+            listeners = tuple(self._listeners.values())
+        if changed or self._ended is not None:
+            for listener in listeners:
+                try:
+                    listener(changed)
+                except Exception:
+                    logger.exception("a function that is called with changed statuses failed")
 
     def disown(self, reason: str) -> None:
         """In a forked child, which lacks the writing thread and whoever held the lock: end."""
         self._changed = threading.Condition()
+        self._listeners = {}  # they are for threads and event loops of the parent
         self.end(reason, shown=reason)
 
     # By any thread ----------------------------------------------------------------------------
@@ -110,6 +140,25 @@ class StatusBoard:
     def ended(self) -> str | None:
         """Why the writing thread has ended; None while it runs."""
         return self._ended
+
+    def listen(self, listener: Listener) -> tuple[list[RankStatus], Callable[[], None]]:
+        """Return the present statuses, and have a function called with those that change.
+
+        It is called on the writing thread, with the statuses whose state, completeness or epoch
+        has changed, with those of ranks that are gone, as closed; and once more when this ends.
+
+        Returns:
+            The statuses as they are now, and a function that ends the calls. That waits for no
+            lock, and a call that is under way may still come.
+        """
+        key = object()
+
+        def stop() -> None:
+            self._listeners.pop(key, None)
+
+        with self._changed:
+            self._listeners[key] = listener
+            return list(self._statuses.values()), stop
 
     def check_open(self) -> None:
         """Raise ClosedError, with the reason, once the writing thread has ended."""
@@ -142,13 +191,13 @@ class StatusBoard:
             if len(found) > 1:
                 raise UnknownRankError(rank, found, ambiguous=True)
             status = self._statuses[found[0]]
-        return self._aged(status)
+        return self.aged(status)
 
     def all(self) -> dict[Rank, RankStatus]:
         """Return every rank's snapshot, as `get` does."""
         with self._changed:
             statuses = sorted(self._statuses.items())
-        return {rank: self._aged(status) for rank, status in statuses}
+        return {rank: self.aged(status) for rank, status in statuses}
 
     def wait_for(self, condition: Callable[[Statuses], bool], timeout: float) -> bool:
         """Wait until the snapshots, as of `get`, meet a condition; return whether they did in time.
@@ -160,7 +209,7 @@ class StatusBoard:
             met = self._changed.wait_for(
                 lambda: (
                     self._ended is not None
-                    or condition(_Snapshots(dict(self._statuses), self._aged))
+                    or condition(_Snapshots(dict(self._statuses), self.aged))
                 ),
                 timeout,
             )
@@ -181,17 +230,24 @@ class StatusBoard:
             UnknownRankError: one of `ranks` is not known.
             ClosedError: the writing thread has ended, or ended meanwhile.
         """
-        wanted = None
-        if ranks is not None:
-            with self._changed:
-                names = [ranks] if isinstance(ranks, str) else ranks
-                wanted = [rank for name in names for rank in self._find(name)]
+        wanted = self.named(ranks)
         if not self.wait_for(lambda _: not self._late(wanted, complete), timeout):
-            with self._changed:
-                raise NotLiveError(timeout, self._late(wanted, complete))
+            raise NotLiveError(timeout, self.late(wanted, complete))
+
+    def named(self, ranks: Iterable[RankName] | str | None) -> list[Rank] | None:
+        """Return the ranks that are meant, None for all; raises UnknownRankError."""
+        if ranks is None:
+            return None
+        with self._changed:
+            names = [ranks] if isinstance(ranks, str) else ranks
+            return [rank for name in names for rank in self._find(name)]
+
+    def late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str]:
+        """Return the ranks that are not live, or not complete if that is wanted, and why."""
+        with self._changed:
+            return self._late(wanted, complete)
 
     def _late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str]:
-        """Return the ranks that are not live, or not complete, and why."""
         late = {}
         for rank in self._statuses if wanted is None else map(self._name, wanted):
             status = self._statuses.get(rank)
@@ -232,7 +288,7 @@ class StatusBoard:
             status, state=State.STALE, reason=self._silent.format(silence)
         )
 
-    def _aged(self, status: RankStatus) -> RankStatus:
+    def aged(self, status: RankStatus) -> RankStatus:
         """Return a snapshot with the time of its last event turned into an age."""
         status = self._believed(status)
         if status.last_event_age is None:
@@ -263,3 +319,12 @@ class _Snapshots(Mapping[Rank, RankStatus]):
 def _trust(status: RankStatus, stuck: bool) -> Trust:
     trust = status.trust
     return trust._replace(state=State.STALE) if stuck and trust.state is State.LIVE else trust
+
+
+def _phase(status: RankStatus) -> tuple[State, bool, int]:
+    """Return what listeners are told changes of."""
+    return status.state, status.complete, status.epoch
+
+
+def _closed(status: RankStatus, reason: str) -> RankStatus:
+    return msgspec.structs.replace(status, state=State.CLOSED, connected=False, reason=reason)

@@ -17,8 +17,8 @@ import pytest
 
 from kvindex import Client, KVEventsConfig, fanout
 from kvindex.testing import FakeEngine
-from tests.docs.test_commands import commands
 from tests.docs.pages import DOCS, PAGES, README, ROOT, Fence, anchors, fences, links, name_of
+from tests.docs.test_commands import commands
 from tests.native_ring import MISSING
 
 WORKER = re.compile(
