@@ -40,7 +40,6 @@ __all__ = [
     "Attached",
     "Begin",
     "End",
-    "FrameDecoder",
     "Hello",
     "JoinersFrame",
     "Leave",
@@ -157,26 +156,6 @@ def frame_bytes(head: bytes | bytearray, most: int) -> int:
     if length > most:
         raise DecodeError(f"a frame of {length} bytes: at most {most} are read", size=length)
     return int(length)
-
-
-class FrameDecoder:
-    """Makes a joiner's frames of the bytes that come, however they come; each of `max_bytes`."""
-
-    def __init__(self, max_bytes: int = 4096) -> None:
-        self._max_bytes = max_bytes
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[JoinersFrame]:
-        """Return the frames that these bytes complete; after DecodeError it is of no use."""
-        self._buffer += data
-        frames: list[JoinersFrame] = []
-        while len(self._buffer) >= LENGTH.size:
-            end = LENGTH.size + frame_bytes(self._buffer[: LENGTH.size], self._max_bytes)
-            if len(self._buffer) < end:
-                break
-            frames.append(decode_joiners(bytes(self._buffer[LENGTH.size : end])))
-            del self._buffer[:end]
-        return frames
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Frame], body: bytes) -> _Frame:

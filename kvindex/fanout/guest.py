@@ -1,52 +1,46 @@
-"""One joiner at the server: what it said, what it is still to be sent, how long it may take.
-
-Owned by the reception's thread.
-"""
+"""One joiner at the server: what is said to it and what it says, in order, on one event loop."""
 
 from __future__ import annotations
 
-import enum
+import asyncio
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import closing
+from typing import Any, TypeVar
 
 from kvindex.errors import DecodeError
 from kvindex.fanout.frames import (
+    LENGTH,
     Ask,
     Attached,
-    FrameDecoder,
     Hello,
     JoinersFrame,
     Leave,
     Refused,
     Report,
     Welcome,
+    decode_joiners,
     encode_frame,
+    frame_bytes,
 )
 
-__all__ = ["Guest", "Stage"]
+__all__ = ["Guest"]
 
-_RECEIVED = 4096
+T = TypeVar("T")
 
-
-class Stage(str, enum.Enum):
-    """How far a joiner has come."""
-
-    GREETING = "greeting"
-    ATTACHING = "attaching"
-    JOINING = "joining"
-    FOLLOWING = "following"
+_MAX_FRAME_BYTES = 4096
+_STEP = 1 << 18  # bytes that must go within the patience
 
 
 class Guest:
     """A connection and its state.
 
     Args:
-        connection: non-blocking; the guest closes it.
+        connection: non-blocking.
         welcome: returns what to answer to a greeting.
         report: returns how the server stands, as JSON.
         make_snapshot: returns the parts of a snapshot, made one by one as they are sent.
         patience: seconds in which each next step must be taken, and bytes must move.
-        now: the present.
     """
 
     def __init__(
@@ -57,11 +51,10 @@ class Guest:
         report: Callable[[], bytes],
         make_snapshot: Callable[[], Generator[bytes, None, None]],
         patience: float,
-        now: float,
     ) -> None:
         self.connection = connection
-        self.stage = Stage.GREETING
         self.place: int | None = None  # in the ring
+        self.following = False  # whether it has the whole snapshot
         self.left = False  # whether it has said that it goes
         self.answered = False  # and gets no more: why it may not join, or what it asked
         self.pid = 0  # as it says
@@ -69,86 +62,84 @@ class Guest:
         self._report = report
         self._make_snapshot = make_snapshot
         self._patience = patience
-        self._deadline = now + patience
-        self._decoder = FrameDecoder()
-        self._outgoing = memoryview(b"")
-        self._parts: Generator[bytes, None, None] | None = None
+        self._received = bytearray()
 
-    @property
-    def deadline(self) -> float | None:
-        """When it has taken too long; None while there is nothing for it to do."""
-        return None if self.stage is Stage.FOLLOWING else self._deadline
+    async def converse(self, on_joined: Callable[[Guest], None]) -> None:
+        """Serve it until it leaves, or has its one answer; `on_joined` is told when it follows.
 
-    @property
-    def wants_to_send(self) -> bool:
-        """Whether something is left to be sent."""
-        return bool(self._outgoing) or self.stage is Stage.JOINING
-
-    def receive(self, now: float) -> bool:
-        """Take what has come; return whether the connection goes on. DecodeError, OSError."""
-        try:
-            data = self.connection.recv(_RECEIVED)
-        except BlockingIOError:
-            return True
-        for frame in self._decoder.feed(data):
-            self._take(frame, now)
-        return bool(data) and not self.left
-
-    def send(self, now: float) -> bool:
-        """Send as much as goes; return whether the connection goes on. KVIndexError, OSError."""
-        if not self._outgoing:
-            self._load()
-        try:
-            sent = self.connection.send(self._outgoing)
-        except BlockingIOError:
-            return True
-        self._outgoing = self._outgoing[sent:]
-        self._deadline = now + self._patience
-        if self._outgoing:
-            return True
-        self._load()  # at once, so that the last part's arrival finds the stage as it is
-        return not self.answered
-
-    def close(self) -> None:
-        """Close the connection, and have nothing more taken for it. Idempotent."""
-        self.connection.close()
-        if self._parts is not None:
-            self._parts.close()
-
-    def _load(self) -> None:
-        """Take the next part; after the last one there is nothing more to be done."""
-        if self.stage is not Stage.JOINING or self._parts is None:
-            return
-        part = next(self._parts, None)
-        if part is None:
-            self.stage = Stage.FOLLOWING
-        else:
-            self._outgoing = memoryview(part)
-
-    def _take(self, frame: JoinersFrame, now: float) -> None:
-        if isinstance(frame, Leave):
-            self.left = True
-        elif self.answered:
-            raise DecodeError(f"{type(frame).__name__} after the answer")
-        elif isinstance(frame, Hello) and self.stage is Stage.GREETING:
-            self._greet(frame)
-        elif isinstance(frame, Ask) and self.stage is Stage.GREETING:
+        Raises:
+            DecodeError: it says what may not come now.
+            KVIndexError: the next part of its snapshot cannot be made.
+            TimeoutError: it took too long for a step.
+            OSError: the connection has ended.
+        """
+        frame = await self._in_time(self._receive())
+        if isinstance(frame, Ask):
             self.answered = True
             report = self._report()
-            self._outgoing = memoryview(encode_frame(Report(len(report))) + report)
-        elif isinstance(frame, Attached) and self.stage is Stage.ATTACHING:
-            self.stage = Stage.JOINING
-            self._parts = self._make_snapshot()
-        else:
-            raise DecodeError(f"{type(frame).__name__} while {self.stage.value}")
-        self._deadline = now + self._patience
-
-    def _greet(self, hello: Hello) -> None:
+            await self._send(encode_frame(Report(len(report))) + report)
+            return
+        hello = _expected(Hello, frame)
         self.pid = hello.pid
         answer = self._welcome(hello)
-        self._outgoing = memoryview(encode_frame(answer))
         if isinstance(answer, Welcome):
             self.place = answer.place
-            self.stage = Stage.ATTACHING
         else:
             self.answered = True
+        await self._send(encode_frame(answer))
+        if self.answered:
+            return
+        frame = await self._in_time(self._receive())
+        if not isinstance(frame, Leave):
+            _expected(Attached, frame)
+            with closing(self._make_snapshot()) as parts:
+                for part in parts:
+                    await self._send(part)
+            self.following = True
+            on_joined(self)
+            frame = await self._receive()
+        _expected(Leave, frame)
+        self.left = True
+
+    async def _receive(self) -> JoinersFrame:
+        size = frame_bytes(await self._read(LENGTH.size), _MAX_FRAME_BYTES)
+        return decode_joiners(await self._read(size))
+
+    async def _read(self, size: int) -> bytes:
+        receive = asyncio.get_running_loop().sock_recv
+        while len(self._received) < size:
+            piece = await receive(self.connection, _MAX_FRAME_BYTES)
+            if not piece:
+                raise ConnectionResetError("the joiner closed the connection")
+            self._received += piece
+        data = bytes(self._received[:size])
+        del self._received[:size]
+        return data
+
+    async def _send(self, data: bytes) -> None:
+        view = memoryview(data)
+        for at in range(0, len(view), _STEP):
+            send = asyncio.get_running_loop().sock_sendall
+            await self._in_time(send(self.connection, view[at : at + _STEP]))
+
+    async def _in_time(self, step: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(step)
+        try:
+            # Not `wait_for`: what came while the loop was held by another guest came in time.
+            await asyncio.wait({task}, timeout=self._patience)
+            if task.done():
+                return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        raise TimeoutError(f"it took over {self._patience:g} s for a step")
+
+
+_Frame = TypeVar("_Frame", Hello, Attached, Leave)
+
+
+def _expected(kind: type[_Frame], frame: JoinersFrame) -> _Frame:
+    if not isinstance(frame, kind):
+        raise DecodeError(f"{type(frame).__name__} while {kind.__name__} should come")
+    return frame

@@ -9,6 +9,7 @@ that start at the same time one comes after the other. The lock file stays; nobo
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -67,18 +68,17 @@ class Listener:
                 self.socket.close()
                 raise
 
-    def accept(self) -> socket.socket | None:
-        """Return the next connection of this user, non-blocking; None if there is none."""
-        try:
-            connection, _ = self.socket.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return None
-        if peer_uid(connection) != os.geteuid():
+    async def accept(self) -> socket.socket:
+        """Return the next connection of this user, non-blocking."""
+        while True:
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(self.socket)
+            except ConnectionAbortedError:
+                continue
+            if peer_uid(connection) == os.geteuid():
+                close_in_children(connection)
+                return connection
             connection.close()
-            return None
-        connection.setblocking(False)
-        close_in_children(connection)
-        return connection
 
     def close(self) -> None:
         """Stop listening, and take the file away if it is still this one. Idempotent."""
