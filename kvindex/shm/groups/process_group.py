@@ -20,8 +20,8 @@ class ProcessGroup(Protocol):
     it: a tuple becomes a list.
 
     Raises:
-        ConfigurationError: by each method: the value cannot be carried, `source` or `destination` is no rank of
-            the group, or the ranks called different things.
+        ConfigurationError: by each method: the value cannot be carried, `source` or `destination`
+            is no rank of the group, or the ranks called different things.
         QueueTimeoutError: by each method: ranks did not make the call in time.
         PeerDiedError: by each method: a rank is gone.
 
