@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvindex.testing import FakeEngine
+from tests.native_ring import needs_ring
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -40,7 +41,14 @@ def run(path: Path, *argv: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=needs_ring if path.stem.startswith("08") else ())
+        for path in EXAMPLES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_the_example_runs_and_shows_its_point(path: Path) -> None:
     assert SHOWN[path.stem] in run(path)
 

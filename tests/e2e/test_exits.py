@@ -12,6 +12,7 @@ from kvindex.fanout import FanOut
 from kvindex.testing import FakeEngine
 from tests.e2e.publish_peers import wait_until
 from tests.live import PATIENCE, caught_up, worker_of
+from tests.native_ring import needs_ring
 
 ROOT = Path(__file__).parents[2]
 JOIN = "import sys; from kvindex import fanout; replica = fanout.join(sys.argv[1])"
@@ -35,6 +36,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@needs_ring
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_process_that_does_not_close_its_replica_ends_well(ending: str, tmp_path: Path) -> None:
     code, exit_code = ENDINGS[ending]
@@ -56,6 +58,7 @@ sys.stdin.readline()
 """
 
 
+@needs_ring
 def test_a_replica_that_joined_anew_leaves_when_its_process_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,6 +112,7 @@ print("fine")
 """
 
 
+@needs_ring
 def test_a_replica_is_collected_inside_a_lock_that_its_thread_wants(tmp_path: Path) -> None:
     path = str(tmp_path / "fanout")
     with FanOut((), path) as server:
@@ -126,6 +130,7 @@ def test_a_replica_is_collected_inside_a_lock_that_its_thread_wants(tmp_path: Pa
         assert (process.returncode, out) == (0, "fine\n"), err
 
 
+@needs_ring
 def test_the_interpreter_ends_while_a_thread_waits_in_a_ring() -> None:
     ended = run(
         "import threading\n"
