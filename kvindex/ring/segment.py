@@ -150,11 +150,6 @@ class Segment:
         self._check_open()
         return self._locks.take(party)
 
-    def drop(self, party: int) -> None:
-        """Give a party's lock back."""
-        self._check_open()
-        self._locks.give(party)
-
     def lives(self, party: int) -> bool:
         """Return whether a party's lock is held by another mapping than this. A system call."""
         self._check_open()
@@ -244,9 +239,6 @@ class _Locks:
                 return False
             raise
         return True
-
-    def give(self, party: int) -> None:
-        self._ask(_SET, fcntl.F_UNLCK, party)
 
     def held_elsewhere(self, party: int) -> bool:
         return self._ask(_GET, fcntl.F_WRLCK, party) != fcntl.F_UNLCK

@@ -157,14 +157,8 @@ def test_no_bytes_upset_the_parsers(part: bytes) -> None:
             pass
 
 
-def test_a_roster_takes_the_ranks_it_was_given() -> None:
-    roster = Roster(2, [3, 5], TOKEN)
-    assert roster.refuses(3) is None
-    assert roster.refuses(4) is Refusal.UNKNOWN_RANK
-
-
-def test_a_roster_without_ranks_takes_so_many_different_ones() -> None:
-    roster = Roster(2, None, TOKEN)
+def test_a_roster_takes_so_many_different_ranks() -> None:
+    roster = Roster(2, TOKEN)
     for rank in (8, 1):
         assert roster.refuses(rank) is None
         roster.join(member(rank))
@@ -174,7 +168,7 @@ def test_a_roster_without_ranks_takes_so_many_different_ones() -> None:
 
 
 def test_a_rank_is_free_again_when_its_reader_left() -> None:
-    roster = Roster(1, None, TOKEN)
+    roster = Roster(1, TOKEN)
     first = member(4)
     roster.join(first)
     assert roster.refuses(4) is Refusal.RANK_TAKEN
@@ -186,16 +180,16 @@ def test_a_rank_is_free_again_when_its_reader_left() -> None:
 
 
 def test_a_roster_knows_its_token() -> None:
-    roster = Roster(1, None, TOKEN)
+    roster = Roster(1, TOKEN)
     assert roster.knows(Hello(VERSION, 0, TOKEN))
     assert not roster.knows(Hello(VERSION, 0, bytes(32)))
     assert not roster.knows(Hello(VERSION, 0, b""))
 
 
-@pytest.mark.parametrize(("n_remote", "ranks"), [(0, None), (-1, None), (2, [1]), (2, [1, 1])])
-def test_a_roster_of_impossible_size_is_refused(n_remote: int, ranks: list[int] | None) -> None:
+@pytest.mark.parametrize("n_remote", [0, -1])
+def test_a_roster_of_nobody_is_refused(n_remote: int) -> None:
     with pytest.raises(ConfigurationError):
-        Roster(n_remote, ranks, TOKEN)
+        Roster(n_remote, TOKEN)
 
 
 def test_keys_that_are_no_keys_are_refused() -> None:

@@ -276,8 +276,6 @@ def test_closing_gives_back_descriptors_and_the_name() -> None:
         segment.lives(MAKER)
     with pytest.raises(ClosedError):
         segment.hold(1)
-    with pytest.raises(ClosedError):
-        segment.drop(1)
 
 
 def test_a_view_that_is_still_in_use_outlives_closing() -> None:
@@ -307,9 +305,6 @@ def test_a_party_lives_as_long_as_its_mapping(segment: Segment) -> None:
     assert segment.lives(3)
     assert not segment.hold(3)
     assert not segment.lives(4)
-    other.drop(3)
-    assert not segment.lives(3)
-    assert other.hold(3)
     other.close()
     assert not segment.lives(3)
     assert segment.hold(3)

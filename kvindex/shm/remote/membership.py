@@ -7,11 +7,10 @@ import hmac
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection
 
 import zmq
 
-from kvindex.errors import ClosedError, ConfigurationError
+from kvindex.errors import ConfigurationError
 from kvindex.shm.remote.credits import SendWindow
 from kvindex.shm.remote.frames import (
     MAX_CONTROL_BYTES,
@@ -70,21 +69,14 @@ class Roster:
     """The readers that are expected, and `members`, who are here: a new tuple at each change.
 
     Args:
-        n_remote: how many are expected.
-        ranks: which, or None: any, as long as there are no more than `n_remote`.
+        n_remote: how many are expected, whatever their ranks are.
         token: what a reader must show.
-
-    Raises:
-        ConfigurationError: `n_remote` is no positive number, or `ranks` are not as many.
     """
 
-    def __init__(self, n_remote: int, ranks: Collection[int] | None, token: bytes) -> None:
+    def __init__(self, n_remote: int, token: bytes) -> None:
         if n_remote < 1:
             raise ConfigurationError(f"n_remote must be 1 or more, not {n_remote!r}")
-        if ranks is not None and len(set(ranks)) != n_remote:
-            raise ConfigurationError(f"{n_remote} remote readers, but ranks {sorted(ranks)}")
         self._n_remote = n_remote
-        self._ranks = None if ranks is None else frozenset(ranks)
         self._token = token
         self._seen: set[int] = set()
         self._by_identity: dict[bytes, Member] = {}
@@ -122,10 +114,7 @@ class Roster:
         """Return why a reader of this rank cannot join now, or None if it can."""
         if rank in self._by_rank:
             return Refusal.RANK_TAKEN
-        if rank in self._seen:
-            return None
-        expected = self.awaited > 0 if self._ranks is None else rank in self._ranks
-        return None if expected else Refusal.UNKNOWN_RANK
+        return None if rank in self._seen or self.awaited > 0 else Refusal.UNKNOWN_RANK
 
     def join(self, member: Member) -> None:
         """Add a reader whom nothing refuses."""
@@ -191,8 +180,6 @@ class Membership:
         self.half_said = True
         try:
             send(identity, _MORE)
-        except zmq.ContextTerminated as error:
-            raise ClosedError("the ZeroMQ context was terminated") from error
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
@@ -263,8 +250,6 @@ class Membership:
                 self._take(identity.bytes, first, parts)
         except zmq.Again:
             pass
-        except zmq.ContextTerminated as error:
-            raise ClosedError("the ZeroMQ context was terminated") from error
 
     def _take(self, identity: bytes, frame: zmq.Frame, parts: int) -> None:
         if parts > 1 or len(frame) > MAX_CONTROL_BYTES:

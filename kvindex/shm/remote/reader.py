@@ -40,7 +40,7 @@ from kvindex.shm.remote.frames import (
     unpack_message,
 )
 from kvindex.shm.remote.keys import CurveReader
-from kvindex.shm.remote.sockets import Context, RemoteLink, WatchedSocket, is_handshake_failure
+from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket, is_handshake_failure
 from kvindex.shm.remote.waiting import Wait
 
 __all__ = ["RemoteReader"]
@@ -68,7 +68,6 @@ class RemoteReader:
         max_message_bytes: a larger message ends the connection; as the writer's.
         curve: keys, if the writer has them.
         link: heartbeats.
-        context: the ZeroMQ context to use; None makes a private one.
 
     Raises:
         ConfigurationError: a value cannot work.
@@ -85,7 +84,6 @@ class RemoteReader:
         max_message_bytes: int,
         curve: CurveReader | None = None,
         link: RemoteLink | None = None,
-        context: Context | None = None,
     ) -> None:
         if not address.startswith("tcp://"):
             raise ConfigurationError(f"a writer's address is tcp://host:port, not {address!r}")
@@ -115,7 +113,7 @@ class RemoteReader:
             address,
             self._link,
             curve,
-            context,
+            None,
             max_part_bytes=max(max_message_bytes, PACKED_BYTES) + MESSAGE_HEADER_BYTES,
         )
         self._socket = self._watched.socket
@@ -198,8 +196,6 @@ class RemoteReader:
                 linger = _FLUSH
                 if self._end is None:
                     self._say(encode(Bye()))
-        except ClosedError:
-            pass  # with its context
         finally:
             self._watched.close(linger)
 
@@ -241,8 +237,6 @@ class RemoteReader:
                     return _NOT_TAKEN
         except zmq.Again:
             return None
-        except zmq.ContextTerminated as error:
-            raise ClosedError("the ZeroMQ context was terminated") from error
         except (Malformed, WriterDiedError) as error:
             raise self._finish(WriterDiedError(f"{self.address}: {error}")) from None
 
@@ -256,7 +250,7 @@ class RemoteReader:
                 self._ahead = self._socket.recv(_NOBLOCK)
             if self._ahead[:1] in _MESSAGES:
                 return
-        except (zmq.Again, zmq.ContextTerminated):  # the next call says so, this one has a message
+        except zmq.Again:
             pass
         self._acknowledge_pending()
 
@@ -365,7 +359,7 @@ class RemoteReader:
     def _say(self, part: bytes) -> None:
         try:
             self._socket.send(part, _NOBLOCK)
-        except (zmq.Again, zmq.ContextTerminated):
+        except zmq.Again:
             pass  # there is no connection any more, as is noticed presently
 
     # -- how it ends

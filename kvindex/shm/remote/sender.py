@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -26,7 +26,6 @@ from kvindex.shm.remote.keys import CurveServer
 from kvindex.shm.remote.membership import Membership, Roster
 from kvindex.shm.remote.sockets import (
     MAX_WINDOW,
-    Context,
     RemoteLink,
     WatchedSocket,
 )
@@ -52,13 +51,11 @@ class RemoteSender:
     Args:
         n_remote: how many readers are expected; `send` waits until each has joined once.
         connect_ip: the address to bind to, and that readers connect to; see `endpoint_host`.
-        ranks: the readers' ranks; None takes any `n_remote` ranks, those that come first.
         window: messages that each reader may have unacknowledged, 1 to 4096.
         max_window_bytes: the same in bytes; a larger message goes when all else is acknowledged.
         max_message_bytes: a larger message is refused by `send`.
         curve: the writer's keys; without them the token and all messages travel in the clear.
         link: heartbeats, and how long `close` waits.
-        context: the ZeroMQ context to use; None makes a private one.
 
     Raises:
         ConfigurationError: a value cannot work, or the address cannot be bound to.
@@ -75,13 +72,11 @@ class RemoteSender:
         n_remote: int,
         connect_ip: str,
         *,
-        ranks: Collection[int] | None = None,
         window: int = 256,
         max_window_bytes: int = 64 * 1024 * 1024,
         max_message_bytes: int,
         curve: CurveServer | None = None,
         link: RemoteLink | None = None,
-        context: Context | None = None,
     ) -> None:
         if not 1 <= window <= MAX_WINDOW:
             raise ConfigurationError(f"window must be 1 to {MAX_WINDOW} messages, not {window!r}")
@@ -89,7 +84,7 @@ class RemoteSender:
             raise ConfigurationError("max_window_bytes and max_message_bytes must be positive")
         host = endpoint_host(connect_ip)
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._roster = Roster(n_remote, ranks, self.token)
+        self._roster = Roster(n_remote, self.token)
         self._link = link or RemoteLink()
         self._max_message_bytes = max_message_bytes
         self._serve_every = max(1, window // 4)
@@ -97,7 +92,7 @@ class RemoteSender:
         self._sent_bytes = 0
         self._closed = False
         self._interrupted = False
-        self._watched = WatchedSocket.bind(host, self._link, curve, context)
+        self._watched = WatchedSocket.bind(host, self._link, curve, None)
         self._membership = Membership(
             self._watched, self._roster, window=window, max_window_bytes=max_window_bytes
         )
@@ -219,8 +214,6 @@ class RemoteSender:
         try:
             if not (self._interrupted or self._membership.half_said):
                 self._farewell()
-        except ClosedError as error:
-            logger.warning("readers were not told that the queue closed: %s", error)
         finally:
             self._watched.close(_FLUSH)
 
