@@ -16,6 +16,7 @@ MODULES = ["kvindex", "kvindex.index", "kvindex.wire", "kvindex.publish"] + [
     "kvindex.testing",
     "kvindex.fanout",
     "kvindex.shm",
+    "kvindex.ring",
 ]
 DOCUMENTED = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
 LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']((?:https?:)?//[^"']+)""")
