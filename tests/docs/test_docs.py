@@ -122,12 +122,15 @@ def test_a_page_has_no_example_that_nobody_runs(page: Path) -> None:
             assert fence.language in LANGUAGES, f"{name_of(page)}:{fence.line}"
 
 
+CONFIGURATION = re.compile(r"'(\{[^']*\"publisher\"[^']*\})'")
+
+
 def configured() -> list[Any]:
     """Return what the pages have engines publish: JSON on command lines, and in manifests."""
     return [
         pytest.param(text, id=f"{name_of(page)}-{number}")
         for page in PAGES
-        for number, text in enumerate(re.findall(r"'(\{[^']*\"publisher\"[^']*\})'", page.read_text()))
+        for number, text in enumerate(CONFIGURATION.findall(page.read_text()))
     ]
 
 

@@ -12,14 +12,14 @@ import pytest
 
 from tests.docs.pages import DOCS, ROOT
 
-MODULES = ["kvindex", "kvindex.index", "kvindex.wire", "kvindex.publish"] + [
-    "kvindex.testing",
-    "kvindex.fanout",
-    "kvindex.shm",
-    "kvindex.ring",
+MODULES = ["kvindex"]
+MODULES += [
+    f"kvindex.{part}" for part in ("index", "wire", "publish", "testing", "fanout", "shm", "ring")
 ]
 DOCUMENTED = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
-LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']((?:https?:)?//[^"']+)""")
+LOADED = re.compile(
+    r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']((?:https?:)?//[^"']+)"""
+)
 
 
 def documented() -> list[str]:
@@ -57,8 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(package, reason="the extra `docs` is not installed")
     built = tmp_path_factory.mktemp("site")
     ended = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-E"]
-        + ["-b", "html", str(DOCS), str(built)],
+        [sys.executable, *"-m sphinx -q -W --keep-going -E -b html".split(), DOCS, built],
         cwd=ROOT,
         capture_output=True,
         text=True,
