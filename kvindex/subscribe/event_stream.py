@@ -107,9 +107,11 @@ class _Waiting:
 class EventStream(Following):
     """Iterates over every rank's items in order: batches, and losses and restarts between them.
 
-        for item in stream: ...                          # waits in this thread
-        async with EventStream(workers) as stream:
-            async for item in stream: ...                # waits in an asyncio task
+    ```
+    for item in stream: ...                          # waits in this thread
+    async with EventStream(workers) as stream:
+        async for item in stream: ...                # waits in an asyncio task
+    ```
 
     Args:
         workers: the engines to subscribe to.

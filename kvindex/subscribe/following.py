@@ -125,8 +125,10 @@ class Following(ABC):
     async def watch(self) -> AsyncGenerator[RankStatus, None]:
         """Yield every rank's status, and again whenever its state, completeness or epoch changes.
 
-            async for status in client.watch():
-                print(status.rank, status.state, status.reason)
+        ```
+        async for status in client.watch():
+            print(status.rank, status.state, status.reason)
+        ```
 
         It starts with the ranks as they are. A rank that is removed, or gets another name, is
         yielded once more, as closed. The iteration ends when this is closed.

@@ -23,8 +23,10 @@ PROMPT = list(range(100))
 DEADLINE = 30.0
 # Not run here: installations and builds (.ci/run does those), engines that need a GPU,
 # benchmarks that take minutes (`--smoke` is in .ci/run), and what runs at night.
-ELSEWHERE = ("pip ", "git ", "cmake ", "vllm ", "python -m ", "KVINDEX_STRICT_BUILD=1 pip ")
-ELSEWHERE += (".ci/run ", "HYPOTHESIS_PROFILE=nightly ", "CXX=clang++ ", "mkdir ")
+ELSEWHERE = (
+    *("pip ", "git ", "cmake ", "vllm ", "python -m ", "KVINDEX_STRICT_BUILD=1 pip "),
+    *(".ci/run ", "HYPOTHESIS_PROFILE=nightly ", "CXX=clang++ ", "mkdir "),
+)
 # These run until they are interrupted; what they print first (on stderr: {…}) says that they work.
 UNTIL_INTERRUPTED = {"fake-engine": "events at", "fanout": "listening at"}
 ENGINE = r"vllm-0=tcp://127\.0\.0\.1:5557,replay=tcp://127\.0\.0\.1:5657"

@@ -57,7 +57,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(package, reason="the extra `docs` is not installed")
     built = tmp_path_factory.mktemp("site")
     ended = subprocess.run(
-        [sys.executable, *"-m sphinx -q -W --keep-going -E -b html".split(), DOCS, built],
+        [
+            *(sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-E"),
+            *("-b", "html", DOCS, built),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
