@@ -85,7 +85,7 @@ def test_the_rest_of_a_message_from_before_the_reader_came_is_passed_over() -> N
 
 
 @pytest.mark.parametrize("total", [0, 2, 3, MOST + 1, 2**32, 2**63, 2**64 - 1])
-def test_a_length_that_cannot_be_is_refused_before_memory_is_taken(total: int) -> None:
+def test_an_impossible_length_is_refused_before_memory_is_taken(total: int) -> None:
     assembly = Assembly(MOST)
     with pytest.raises(DecodeError, match=str(total)):
         assembly.add(RAW | MORE, first(total, b"abc"))
@@ -190,7 +190,7 @@ def test_buffers_of_other_shapes_are_bytes() -> None:
         struct.pack("<IQQ", 1, 7, 0) + b"\xc7\x04\x02\x00\x00\x00\x00",
     ],
 )
-def test_buffers_that_cannot_be_are_refused(body: bytes) -> None:
+def test_impossible_buffers_are_refused(body: bytes) -> None:
     with pytest.raises(DecodeError):
         decode(BUFFERS, body, MsgpackCodec())
 

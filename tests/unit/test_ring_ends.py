@@ -185,7 +185,7 @@ def test_only_the_readers_that_are_missing_are_waited_for(ends: Callable[..., En
         end.close()
 
 
-def test_the_gone_are_taken_off_at_once_when_that_is_asked_for(ends: Callable[..., Ends]) -> None:
+def test_remove_dead_removes_dead_readers_at_once(ends: Callable[..., Ends]) -> None:
     sender, receivers = ends(3)
     assert sender.remove_dead() == []
     receivers[1].ring.close()  # as if killed
@@ -260,7 +260,7 @@ class Interrupted:
         return getattr(self._party, name)
 
 
-def test_a_fragment_that_an_interrupt_kept_from_being_given_back_is_added_once(
+def test_a_fragment_that_is_read_again_after_an_interrupt_is_added_once(
     ends: Callable[..., Ends],
 ) -> None:
     sender, (receiver,) = ends(chunk=40_000)  # long enough to be read in place
@@ -276,7 +276,7 @@ def test_a_fragment_that_an_interrupt_kept_from_being_given_back_is_added_once(
 
 
 @pytest.mark.parametrize("size", [1, 64, 150])
-def test_who_died_is_raised_when_the_others_have_the_message(
+def test_dead_readers_are_raised_after_the_others_were_sent_the_message(
     ends: Callable[..., Ends], size: int
 ) -> None:
     sender, (dead, living) = ends(2, on_dead_reader="raise", ranks=[5, 7])
@@ -290,7 +290,7 @@ def test_who_died_is_raised_when_the_others_have_the_message(
     assert [living.receive(DECODE, 0.0) for _ in range(2)] == [b"y" * size, b"z"]
 
 
-def test_who_died_before_a_time_out_is_raised_with_the_next_message_that_is_sent(
+def test_readers_that_died_before_a_time_out_are_raised_with_the_next_message(
     ends: Callable[..., Ends],
 ) -> None:
     sender, (dead, slow) = ends(2, on_dead_reader="raise")

@@ -219,7 +219,7 @@ def test_a_place_has_one_living_reader() -> None:
         (SEQ, "=Q", 2**64 - 1),
     ],
 )
-def test_a_record_that_cannot_be_is_an_error_and_nothing_is_read(
+def test_an_impossible_record_is_an_error_and_nothing_is_read(
     ring_of: Make, at: int, form: str, value: int
 ) -> None:
     ring = ring_of(1, 2, 64)
@@ -267,7 +267,7 @@ def test_parties_refuse_memory_that_is_too_small(ring_of: Make) -> None:
 
 @pytest.mark.parametrize("evict", [False, True])
 @pytest.mark.parametrize("started", [False, True])
-def test_a_reader_that_was_removed_learns_it(ring_of: Make, evict: bool, started: bool) -> None:
+def test_a_removed_reader_knows_it(ring_of: Make, evict: bool, started: bool) -> None:
     ring = ring_of(1, 2, 64)
     with ShmRingBuffer(*ring.handle()) as other:
         writer, reader = ring.writer(), other.reader(0)

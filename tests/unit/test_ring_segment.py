@@ -374,7 +374,7 @@ def test_a_sweep_does_not_open_what_another_user_gave_such_a_name(
         foreign.unlink()
 
 
-def test_where_there_are_no_such_locks_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_without_such_locks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvindex.ring.segment._SET", -1)
     with pytest.raises(SegmentError, match="needs Linux"):
         check_platform()
