@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import msgspec
 
-from kvindex.errors import ConfigurationError
+from kvindex.errors import ConfigurationError, WaitCancelledError
 
 __all__ = ["Patience", "Waiting"]
 
@@ -65,9 +66,8 @@ class Patience:
 
     def slice(self) -> float:
         """Return how long to sleep before the next look, in seconds; 0 if the time is up."""
-        if self._deadline is None:
-            return self._look
-        return max(0.0, min(self._look, self._deadline - time.monotonic()))
+        until = self._warn_at if self._deadline is None else min(self._deadline, self._warn_at)
+        return max(0.0, min(self._look, until - time.monotonic()))
 
     def remaining(self) -> float | None:
         """Return the seconds left, or None without an end."""
@@ -77,6 +77,11 @@ class Patience:
     def exhausted(self) -> bool:
         """Whether the time is up."""
         return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def check_cancel(self, cancel: threading.Event | None, awaited: str) -> None:
+        """Raise WaitCancelledError if the event is set; `awaited` says what the wait is for."""
+        if cancel is not None and cancel.is_set():
+            raise WaitCancelledError(f"the wait for {awaited} was cancelled")
 
     def warn(self, awaited: str) -> None:
         """Log a warning if the wait has become long; `awaited` says for what."""

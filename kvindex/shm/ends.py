@@ -10,11 +10,11 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import zmq
 
-from kvindex.errors import ConfigurationError, DecodeError, QueueTimeoutError
+from kvindex.errors import ConfigurationError, DecodeError
 from kvindex.ring import (
     RAW,
     Buffer,
@@ -36,8 +36,6 @@ from kvindex.shm.turn import Turn
 __all__ = ["ReadingEnd", "WritingEnd", "open_reading_end", "open_writing_end"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _LOOPBACK = "127.0.0.1"
 
@@ -169,20 +167,14 @@ class ReadingEnd:
     Args:
         ring, remote: where messages come from, one of them; the end closes it.
         codec: what they are encoded with.
-        waiting: how to wait.
     """
 
     def __init__(
-        self,
-        ring: RingReceiver | None,
-        remote: RemoteReader | None,
-        codec: Codec,
-        waiting: Waiting,
+        self, ring: RingReceiver | None, remote: RemoteReader | None, codec: Codec
     ) -> None:
         self._ring = ring
         self._remote = remote
         self._codec = codec
-        self._waiting = waiting
         self._turn = Turn()
         self._messages = 0
 
@@ -219,8 +211,8 @@ class ReadingEnd:
             assert self._ring is not None
             self._ring.wait_ready(timeout)
         else:
-            patience = Patience(self._waiting, timeout)
-            self._patiently(self._remote.wait_ready, patience, None, "the queue was not ready")
+            with self._turn.taken() as closing:
+                self._remote.wait_ready(timeout, closing)
 
     def statistics(self) -> dict[str, Any]:
         """Return the count of `messages`, and more under `local`. Any thread."""
@@ -241,36 +233,12 @@ class ReadingEnd:
     ) -> tuple[int, list[memoryview]]:
         """Return the next message's kind and its frames, of which there is at least one."""
         assert self._remote is not None
-        patience = Patience(self._waiting, timeout, quiet=quiet)
-        head, *frames = self._patiently(self._remote.receive, patience, cancel, "no message came")
+        with self._turn.taken(cancel) as ending:
+            head, *frames = self._remote.receive(timeout, ending, quiet=quiet)
         if len(head) != 1 or not frames:
             raise DecodeError("a message that does not say its kind", size=len(head))
         self._messages += 1
         return head[0], frames
-
-    def _patiently(
-        self,
-        call: Callable[[float | None, threading.Event], T],
-        patience: Patience,
-        cancel: threading.Event | None,
-        failure: str,
-    ) -> T:
-        """Return what a call of the remote reader returns; warn whenever that takes long."""
-        assert self._remote is not None
-        most = self._waiting.warn_after
-        while True:
-            remaining = patience.remaining()
-            try:
-                with self._turn.taken(cancel) as ending:
-                    return call(most if remaining is None else min(most, remaining), ending)
-            except QueueTimeoutError:
-                if patience.exhausted:
-                    awaited = self._remote.awaited
-                    why = "" if self._remote.is_ready else f": waited for {awaited}"
-                    raise QueueTimeoutError(
-                        f"{failure} in {patience.timeout:g} s{why}", timeout=patience.timeout
-                    ) from None
-                patience.warn(self._remote.awaited)
 
 
 def open_writing_end(
@@ -325,6 +293,7 @@ def open_writing_end(
                 window=remote_window,
                 max_message_bytes=max_message_bytes + 1,  # the kind
                 curve=curve,
+                waiting=waiting,
             )
         opened.pop_all()
     handle = Handle(
@@ -350,8 +319,8 @@ def open_reading_end(
             f"its writer, instead of {codec.name!r}"
         )
     if rank in handle.local_reader_ranks:
-        return ReadingEnd(_ring_receiver(handle, rank, waiting), None, codec, waiting)
-    return ReadingEnd(None, _remote_reader(handle, rank, codec, curve), codec, waiting)
+        return ReadingEnd(_ring_receiver(handle, rank, waiting), None, codec)
+    return ReadingEnd(None, _remote_reader(handle, rank, codec, waiting, curve), codec)
 
 
 def _ring_receiver(handle: Handle, rank: int, waiting: Waiting) -> RingReceiver:
@@ -369,7 +338,7 @@ def _ring_receiver(handle: Handle, rank: int, waiting: Waiting) -> RingReceiver:
 
 
 def _remote_reader(
-    handle: Handle, rank: int, codec: Codec, curve: CurveReader | None
+    handle: Handle, rank: int, codec: Codec, waiting: Waiting, curve: CurveReader | None
 ) -> RemoteReader:
     if handle.remote_address is None or handle.remote_token is None:
         raise ConfigurationError(
@@ -385,6 +354,7 @@ def _remote_reader(
         rank,
         max_message_bytes=handle.max_message_bytes + 1,  # the kind
         curve=curve,
+        waiting=waiting,
     )
 
 

@@ -88,6 +88,15 @@ def test_a_writer_that_is_in_no_call_is_named_when_time_is_up(
         reader.dequeue(0.01)
 
 
+def test_a_writer_that_waits_long_for_remote_readers_warns(
+    parties: Parties, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = parties.writer(waiting=Waiting(warn_after=0.02))
+    with pytest.raises(QueueTimeoutError, match=r"remote readers that never joined"):
+        writer.enqueue(b"nobody is here", timeout=0.1)
+    assert "waiting for 1 remote readers that never joined" in caplog.text
+
+
 def test_a_warning_tells_a_short_wait_as_it_is(
     parties: Parties, caplog: pytest.LogCaptureFixture
 ) -> None:

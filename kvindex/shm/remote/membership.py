@@ -320,7 +320,6 @@ class Membership:
         for member in self.roster.members:
             self.say(member, encode(Closed(self.next_seq)))
 
-    @property
     def all_read(self) -> bool:
         """Whether who is here has acknowledged all that was sent."""
         return not any(member.window.unread for member in self.roster.members)

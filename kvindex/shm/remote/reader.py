@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 
@@ -13,9 +14,11 @@ from kvindex.errors import (
     ConfigurationError,
     KVIndexError,
     QueueClosedError,
+    QueueTimeoutError,
     ReaderEvictedError,
     WriterDiedError,
 )
+from kvindex.ring import Patience, Waiting
 from kvindex.shm.remote.credits import ReadLedger
 from kvindex.shm.remote.frames import (
     MAX_RANK,
@@ -41,7 +44,6 @@ from kvindex.shm.remote.frames import (
 )
 from kvindex.shm.remote.keys import CurveReader
 from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket, is_handshake_failure
-from kvindex.shm.remote.waiting import Wait
 
 __all__ = ["RemoteReader"]
 
@@ -68,6 +70,7 @@ class RemoteReader:
         max_message_bytes: a larger message ends the connection; as the writer's.
         curve: keys, if the writer has them.
         link: heartbeats.
+        waiting: how often a wait looks at `cancel`, and when it warns.
 
     Raises:
         ConfigurationError: a value cannot work.
@@ -84,6 +87,7 @@ class RemoteReader:
         max_message_bytes: int,
         curve: CurveReader | None = None,
         link: RemoteLink | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         if not address.startswith("tcp://"):
             raise ConfigurationError(f"a writer's address is tcp://host:port, not {address!r}")
@@ -103,6 +107,7 @@ class RemoteReader:
         self._ask_at: float | None = None
         self._taken_since: float | None = None  # when it was first said that the rank is taken
         self._link = link or RemoteLink()
+        self._waiting = waiting or Waiting()
         self._trouble = "its connection"  # why there is no welcome yet
         self._connected = False
         self._broken_at: float | None = None
@@ -143,15 +148,19 @@ class RemoteReader:
 
         Raises: as `receive`.
         """
-        wait = Wait(timeout, cancel)
+        patience = Patience(self._waiting, timeout)
         while not self._ready:
             if self._look(take=False) is None and not self._ready:
-                self._pause(wait)
+                self._pause(patience, cancel, "the queue was not ready")
 
     def receive(
-        self, timeout: float | None = None, cancel: threading.Event | None = None
+        self,
+        timeout: float | None = None,
+        cancel: threading.Event | None = None,
+        *,
+        quiet: bool = False,
     ) -> list[memoryview]:
-        """Return the frames of the next message.
+        """Return the frames of the next message; `quiet`: warn of no long wait.
 
         The memory is the caller's: it stays as it is for as long as the frames are held. If
         nothing more waits to be read, the writer is told that this was: it may close meanwhile.
@@ -165,16 +174,16 @@ class RemoteReader:
             ReaderEvictedError: the writer took this reader off the queue.
             ConfigurationError: the writer refuses this reader for good: its token is not the
                 queue's, its rank is none of the queue's or another reader's who stays, or it is
-                of another version; or `timeout` is negative.
+                of another version.
             ClosedError: this reader was closed.
         """
         message = self._read()
         if message is not None:
             self._look_ahead()
             return message
-        wait = Wait(timeout, cancel)
+        patience = Patience(self._waiting, timeout, quiet=quiet)
         while (message := self._look()) is None:
-            self._pause(wait)
+            self._pause(patience, cancel, "no message came")
         self._acknowledge_pending()  # it came just now: hardly is another behind it
         return message
 
@@ -341,13 +350,20 @@ class RemoteReader:
 
     # -- what is owed to the writer
 
-    def _pause(self, wait: Wait) -> None:
+    def _pause(self, patience: Patience, cancel: threading.Event | None, failure: str) -> None:
         """Say what is owed, then wait a little for the writer."""
         self._acknowledge_pending()
         if self._ask_at is not None and time.monotonic() >= self._ask_at:
             self._ask_at = None
             self._say(hello(self.rank, self._token))
-        self._watched.wait(wait.slice(lambda: self.awaited))
+        patience.check_cancel(cancel, self.awaited)
+        if patience.exhausted:
+            why = "" if self._ready else f": waited for {self.awaited}"
+            raise QueueTimeoutError(
+                f"{failure} in {patience.timeout:g} s{why}", timeout=patience.timeout
+            )
+        patience.warn(self.awaited)
+        self._watched.wait(math.ceil(1000 * patience.slice()))
 
     def _acknowledge_pending(self) -> None:
         if self._ledger is not None and self._ledger.pending:

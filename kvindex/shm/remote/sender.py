@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
-from kvindex.ring import Buffer
+from kvindex.ring import Buffer, Patience, Waiting
 from kvindex.shm.remote.address import endpoint_host
 from kvindex.shm.remote.frames import (
     MAX_FRAMES,
@@ -29,7 +30,6 @@ from kvindex.shm.remote.sockets import (
     RemoteLink,
     WatchedSocket,
 )
-from kvindex.shm.remote.waiting import Wait
 
 __all__ = ["RemoteSender"]
 
@@ -56,6 +56,7 @@ class RemoteSender:
         max_message_bytes: a larger message is refused by `send`.
         curve: the writer's keys; without them the token and all messages travel in the clear.
         link: heartbeats, and how long `close` waits.
+        waiting: how often a wait looks at `cancel`, and when it warns.
 
     Raises:
         ConfigurationError: a value cannot work, or the address cannot be bound to.
@@ -77,6 +78,7 @@ class RemoteSender:
         max_message_bytes: int,
         curve: CurveServer | None = None,
         link: RemoteLink | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         if not 1 <= window <= MAX_WINDOW:
             raise ConfigurationError(f"window must be 1 to {MAX_WINDOW} messages, not {window!r}")
@@ -86,6 +88,7 @@ class RemoteSender:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._roster = Roster(n_remote, self.token)
         self._link = link or RemoteLink()
+        self._waiting = waiting or Waiting()
         self._max_message_bytes = max_message_bytes
         self._serve_every = max(1, window // 4)
         self._unserved = 0  # messages sent since `_serve`
@@ -118,7 +121,7 @@ class RemoteSender:
         Raises: as `send`.
         """
         self._check_usable()
-        self._wait_until(lambda: not self._roster.absent, Wait(timeout, cancel), self._absent)
+        self._wait_until(lambda: not self._roster.absent, timeout, cancel, self._absent)
         return self._membership.take_dead()
 
     def send_ready(self) -> None:
@@ -152,8 +155,7 @@ class RemoteSender:
             self._serve()
         if not self._admits(size):
             self._membership.counters["waits"] += 1
-            wait = Wait(timeout, cancel)
-            self._wait_until(lambda: self._admits(size), wait, self._owing)
+            self._wait_until(lambda: self._admits(size), timeout, cancel, self._owing)
         parts = self._parts(frames, size)
         self._interrupted = True  # an exception in between leaves readers that differ
         self._send_to_all(parts, size)
@@ -258,12 +260,25 @@ class RemoteSender:
 
     # -- waiting
 
-    def _wait_until(self, reached: Callable[[], bool], wait: Wait, what: Callable[[], str]) -> None:
+    def _wait_until(
+        self,
+        reached: Callable[[], bool],
+        timeout: float | None,
+        cancel: threading.Event | None,
+        awaited: Callable[[], str],
+    ) -> None:
+        patience = Patience(self._waiting, timeout)
         while True:
             self._serve()
             if reached():
                 return
-            self._watched.wait(wait.slice(what))
+            patience.check_cancel(cancel, awaited())
+            if patience.exhausted:
+                raise QueueTimeoutError(
+                    f"waited {patience.timeout:g} s for {awaited()}", timeout=patience.timeout
+                )
+            patience.warn(awaited())
+            self._watched.wait(math.ceil(1000 * patience.slice()))
 
     def _serve(self) -> None:
         self._unserved = 0
@@ -275,7 +290,7 @@ class RemoteSender:
 
     def _owing(self) -> str:
         if self._roster.awaited:
-            return f"{self._roster.awaited} remote readers that have never joined"
+            return f"{self._roster.awaited} remote readers that never joined"
         most = max(self._roster.members, key=lambda member: member.window.unread_bytes)
         return (
             f"remote reader {most.rank} to read: {most.window.unread} messages of"
@@ -287,8 +302,7 @@ class RemoteSender:
     def _farewell(self) -> None:
         self._membership.take_leave()
         try:
-            wait = Wait(self._link.linger, None)
-            self._wait_until(lambda: self._membership.all_read, wait, self._owing)
+            self._wait_until(self._membership.all_read, self._link.linger, None, self._owing)
         except QueueTimeoutError:
             for member in self._roster.members:
                 if member.window.unread:
