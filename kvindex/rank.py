@@ -1,10 +1,11 @@
-"""The unit of everything: one engine's data-parallel rank."""
+"""The unit of everything: one engine's data-parallel rank, and how its stream stands."""
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
-__all__ = ["Rank", "Trust"]
+__all__ = ["Rank", "State", "Trust"]
 
 
 class Rank(NamedTuple):
@@ -26,15 +27,38 @@ class Rank(NamedTuple):
         return f"{self.worker}/{self.dp_rank}"
 
 
+class State(str, enum.Enum):
+    """What a rank's stream is doing, and so how far its answers can be trusted.
+
+    Attributes:
+        CONNECTING: no connection to the publisher.
+        SYNCING: connected; a replay catches up, or proves that this is still the same publisher.
+        LIVE: everything that is known to exist has been applied.
+        REPAIRING: batches are missing; they are awaited or asked for.
+        STALE: as LIVE, but there was no sign of life for too long.
+        CLOSED: closed by its owner, for good.
+    """
+
+    CONNECTING = "connecting"
+    SYNCING = "syncing"
+    LIVE = "live"
+    REPAIRING = "repairing"
+    STALE = "stale"
+    CLOSED = "closed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 class Trust(NamedTuple):
     """How far a rank's answer can be trusted.
 
     Attributes:
-        state: the rank's stream state, e.g. "live".
+        state: what the rank's stream is doing.
         complete: whether every batch since the publisher's first was applied.
         lag: batches known of but not applied yet.
     """
 
-    state: str
+    state: State
     complete: bool
     lag: int

@@ -9,15 +9,13 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 import msgspec
 
 from kvindex.errors import UnknownRankError
-from kvindex.rank import Rank, Trust
+from kvindex.rank import Rank, State, Trust
 from kvindex.rank_lookup import RankName, find_rank
 
 __all__ = ["Found", "FoundMatches", "Match", "RankMatch", "Trusts"]
 
 Trusts: TypeAlias = Callable[[Rank], Trust | None] | Mapping[Rank, Trust]
 """How far each rank's answer can be trusted; None, or no entry, where nothing is known of it."""
-
-_LIVE = "live"
 
 
 class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +46,7 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
     by_medium: dict[str, int] = msgspec.field(default_factory=dict)
     device_tokens: int = 0
     upper_bound: bool = False
-    state: str | None = None
+    state: State | None = None
     complete: bool | None = None
     lag: int | None = None
 
@@ -240,7 +238,7 @@ class Match:
 
     def _is_live(self, rank: Rank) -> bool:
         trust = None if self._trust is None else self._trust(rank)
-        return trust is None or trust.state == _LIVE
+        return trust is None or trust.state == State.LIVE
 
 
 def _longest(rank_match: RankMatch) -> tuple[int, Rank]:

@@ -3,7 +3,7 @@
 They are part of the product: whoever writes a router tests it with them, without a GPU.
 """
 
-from kvindex.testing.answers import CacheKey, Lookup, ResidentBlock, Served
+from kvindex.testing.answers import CacheKey, Lookup, ResidentPrefix, Served
 from kvindex.testing.cache import PagedCache, Running
 from kvindex.testing.clock import ManualClock
 from kvindex.testing.engine import FakeEngine
@@ -24,7 +24,7 @@ __all__ = [
     "ManualClock",
     "PagedCache",
     "Request",
-    "ResidentBlock",
+    "ResidentPrefix",
     "Running",
     "Served",
     "Workload",

@@ -8,7 +8,7 @@ import msgspec
 
 from kvindex.wire import BlockHash
 
-__all__ = ["CacheKey", "Lookup", "ResidentBlock", "Served"]
+__all__ = ["CacheKey", "Lookup", "ResidentPrefix", "Served"]
 
 CacheKey = tuple[BlockHash, str, int | None]
 """What events tell apart: (block_hash, medium, group_idx)."""
@@ -44,7 +44,7 @@ class Lookup(msgspec.Struct, frozen=True, kw_only=True):
     by_medium: dict[str, int]
 
 
-class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
+class ResidentPrefix(msgspec.Struct, frozen=True, kw_only=True):
     """One block that the cache holds, with its whole prefix.
 
     Attributes:

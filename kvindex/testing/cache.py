@@ -14,7 +14,7 @@ import msgspec
 
 from kvindex.errors import ClosedError, ConfigurationError, TokenError
 from kvindex.testing.announce import Announcer
-from kvindex.testing.answers import CacheKey, Lookup, ResidentBlock, Served
+from kvindex.testing.answers import CacheKey, Lookup, ResidentPrefix, Served
 from kvindex.testing.chain import Chain, Hasher, HashForm, Link, Namespace
 from kvindex.testing.options import CacheOptions
 from kvindex.testing.pool import BlockPool, CpuTier
@@ -149,7 +149,7 @@ class PagedCache:
             for group, link, copies, medium in self._contents()
         }
 
-    def resident_prefixes(self) -> list[ResidentBlock]:
+    def resident_prefixes(self) -> list[ResidentPrefix]:
         """Return every resident block with the tokens from the prompt's start through it.
 
         Complexity: O(blocks * prefix length).
@@ -442,9 +442,9 @@ class PagedCache:
         for group, link, copies in self._cpu.contents():
             yield group, link, copies, self._announcer.cpu
 
-    def _resident(self, group: int, link: Link, copies: int, medium: str) -> ResidentBlock:
+    def _resident(self, group: int, link: Link, copies: int, medium: str) -> ResidentPrefix:
         path = list(link.path())[::-1]
-        return ResidentBlock(
+        return ResidentPrefix(
             block_hash=link.block_hash,
             medium=medium,
             group_idx=self._announcer.group_idx(group),

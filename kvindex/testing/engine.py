@@ -15,7 +15,7 @@ import zmq
 from kvindex.errors import ClosedError, ConfigurationError, TokenError
 from kvindex.publish import ZmqEventPublisher
 from kvindex.rank import Rank
-from kvindex.testing.answers import CacheKey, Lookup, ResidentBlock, Served
+from kvindex.testing.answers import CacheKey, Lookup, ResidentPrefix, Served
 from kvindex.testing.cache import ExtraKeys, PagedCache
 from kvindex.testing.chain import HashForm
 from kvindex.testing.options import CacheOptions
@@ -254,7 +254,7 @@ class FakeEngine:
         with self._lock:
             return self._cache.truth()
 
-    def resident_prefixes(self) -> list[ResidentBlock]:
+    def resident_prefixes(self) -> list[ResidentPrefix]:
         """Return every resident block with the tokens from the prompt's start through it."""
         with self._lock:
             return self._cache.resident_prefixes()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import EventBatch, GroupSpec, Index, Rank, RankMatch
+from kvindex import EventBatch, GroupSpec, Index, Rank, RankMatch, State
 from kvindex.errors import (
     ConfigurationError,
     DecodeError,
@@ -96,7 +96,7 @@ def test_to_dict_is_ready_for_json() -> None:
 
 
 def test_live_ranks_come_before_stale_ones_that_hold_more() -> None:
-    trust = {A: Trust("live", True, 0), B: Trust("stale", False, 7)}
+    trust = {A: Trust(State.LIVE, True, 0), B: Trust(State.STALE, False, 7)}
     match = three_ranks().match(prompt(9), trust=trust)
     assert match.best is not None
     assert match.best.rank == A
@@ -106,7 +106,7 @@ def test_live_ranks_come_before_stale_ones_that_hold_more() -> None:
 
 
 def test_a_dead_rank_is_not_best_while_a_live_one_that_holds_nothing_could_be_chosen() -> None:
-    states = {A: "connecting", B: "connecting", C: "live"}
+    states = {A: State.CONNECTING, B: State.CONNECTING, C: State.LIVE}
     match = three_ranks().match(prompt(9), trust=lambda rank: Trust(states[rank], True, 0))
     assert match.best is None
     assert match.top(3) == []
@@ -115,14 +115,14 @@ def test_a_dead_rank_is_not_best_while_a_live_one_that_holds_nothing_could_be_ch
 
 
 def test_a_stale_rank_is_best_when_no_rank_is_live() -> None:
-    match = three_ranks().match(prompt(9), trust=lambda _: Trust("stale", True, 0))
+    match = three_ranks().match(prompt(9), trust=lambda _: Trust(State.STALE, True, 0))
     assert match.best is not None
     assert (match.best.rank, match.best.state) == (B, "stale")
     assert match
 
 
 def test_only_the_ranks_that_were_asked_for_keep_others_from_being_best() -> None:
-    states = {A: "connecting", B: "connecting", C: "live"}
+    states = {A: State.CONNECTING, B: State.CONNECTING, C: State.LIVE}
     trust = {rank: Trust(state, True, 0) for rank, state in states.items()}
     best = three_ranks().match(prompt(9), ranks=[A, B], trust=trust).best
     assert best is not None
@@ -136,7 +136,7 @@ def test_a_match_is_true_when_somebody_holds_something() -> None:
 
 
 def test_what_iteration_gives_is_contained_and_found_by_its_rank() -> None:
-    match = three_ranks().match(prompt(9), trust=lambda _: Trust("live", True, 0))
+    match = three_ranks().match(prompt(9), trust=lambda _: Trust(State.LIVE, True, 0))
     for found in match:
         assert found in match
         assert found.rank in match
@@ -167,7 +167,7 @@ def test_the_best_ranks_are_the_first_of_the_iteration_that_may_be_chosen() -> N
         if blocks:
             apply(index, Rank(worker), stored(*range(blocks)))
     for dead in ("", "b", "be", "bec", "abcef", "abcdef"):
-        trust = {Rank(w): Trust("stale" if w in dead else "live", True, 0) for w in held}
+        trust = {Rank(w): Trust(State.STALE if w in dead else State.LIVE, True, 0) for w in held}
         match = index.match(prompt(9), trust=trust)
         order = list(match)
         assert [found.rank.worker for found in order] == list("becfad"), "longest first, then rank"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import EventBatch, GroupSpec, Index, Rank
+from kvindex import EventBatch, GroupSpec, Index, Rank, State
 from kvindex.errors import TokenError, UnknownRankError
 from kvindex.index import Ending, Explanation, Trust
 from kvindex.wire import CacheSettings
@@ -208,7 +208,7 @@ def test_ranks_are_narrowed_and_found_by_name() -> None:
 
 def test_an_explanation_is_ready_for_json_and_takes_trust() -> None:
     trusted = index_of(stored(0, 1), removed(0)).explain(
-        prompt(2), trust=lambda _: Trust("stale", False, 3), notes=lambda _: ["a note"]
+        prompt(2), trust=lambda _: Trust(State.STALE, False, 3), notes=lambda _: ["a note"]
     )
     plain = json.loads(json.dumps(trusted.to_dict()))["a/0"]
     assert (plain["ending"], plain["match"]["state"], plain["notes"]) == (

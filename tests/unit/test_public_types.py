@@ -21,6 +21,7 @@ from kvindex import (
     Rank,
     RankMatch,
     ReplayPolicy,
+    State,
     TokenError,
     TokenIds,
     Trust,
@@ -75,7 +76,8 @@ def test_what_is_no_prompt_is_refused() -> None:
 
 def test_options_are_checked_and_answers_are_typed() -> None:
     index = stored()
-    match: Match = index.match(TOKENS, lora=None, media="GPU", trust={RANK: Trust("live", True, 0)})
+    trust = {RANK: Trust(State.LIVE, True, 0)}
+    match: Match = index.match(TOKENS, lora=None, media="GPU", trust=trust)
     best: RankMatch | None = match.best
     assert best is not None
     assert best in match.top(3)
