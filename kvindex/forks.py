@@ -1,6 +1,8 @@
 """What a forked child inherits: sockets that it closes, and objects whose threads it lacks.
 
-Only so can the end of a process be seen, and is a child told that nobody keeps what it has.
+Only so can the end of a process be seen, and is a child told that nobody keeps what it has. What
+feeds an index gets ready before the indexes do, and hears of the fork after them: so an index is
+held after all that its feeders hold, and can be used again before they are told.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ import logging
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-__all__ = ["Fork", "close_in_children", "prepare_forks"]
+__all__ = ["Fork", "close_in_children", "guard_forks", "prepare_forks"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,34 +28,40 @@ _Prepare: TypeAlias = "Callable[[_Owner, Fork], None]"
 class Fork:
     """A fork that a thread is at: what it holds until then, and what is to be done after it.
 
+    Attributes:
+        guarded: what `guard_forks` was given until then.
+        prepared_at: when the others had got ready, in monotonic seconds.
+
     Thread safety: that thread only.
     """
 
     def __init__(self) -> None:
-        self._locks: list[tuple[threading.Lock, list[bool]]] = []
-        self._in_child: list[Callable[[], None]] = []
+        self.guarded: list[Guarded] = []
+        self.prepared_at = 0.0
+        self._after: list[Callable[[bool], None]] = []
+
+    def then(self, call: Callable[[bool], None]) -> None:
+        """Have something called after the fork, the last first, with whether this is the child."""
+        self._after.append(call)
+
+    def do_in_child(self, call: Callable[[], None]) -> None:
+        """Have something done in the child only."""
+        self.then(lambda in_child: call() if in_child else None)
 
     def hold(self, lock: threading.Lock, timeout: float) -> None:
         """Take a lock if it can be had in time; both processes give it back after the fork."""
         taken: list[bool] = []
-        self._locks.append((lock, taken))
+        self.then(lambda _: lock.release() if any(taken) else None)
         # In one C call: what a signal's handler raises leaves it not taken, or noted.
         taken.extend(map(lock.acquire, (True,), (timeout,)))
 
-    def do_in_child(self, call: Callable[[], None]) -> None:
-        """Have something done in the child, when the locks are given back."""
-        self._in_child.append(call)
-
     def end(self, in_child: bool) -> None:
-        """Give back and do what was asked for."""
-        for lock, taken in self._locks:
-            if any(taken):
-                lock.release()
-        for call in self._in_child if in_child else ():
+        """Do what was asked for."""
+        for call in reversed(self._after):
             try:
-                call()
+                call(in_child)
             except Exception:
-                logger.exception("a forked child is not told that something is its parent's")
+                logger.exception("after a fork, something was not told of it")
 
 
 class _Forking(threading.local):
@@ -62,9 +71,20 @@ class _Forking(threading.local):
         self.fork: Fork | None = None
 
 
-# The state of the process that this package keeps; kvindex/index/guard.py has its own, of indexes.
+class Guarded(Protocol):
+    """What is whole at every fork, and goes on in the child: an index."""
+
+    def prepare_fork(self, fork: Fork) -> None:
+        """Keep everything whole until the fork, and ask for what is to be done after it."""
+
+    def miss_fork(self) -> None:
+        """In a child: another thread made this when the others had got ready."""
+
+
+# The state of the process that this package keeps.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _prepared: weakref.WeakKeyDictionary[Any, _Prepare[Any]] = weakref.WeakKeyDictionary()
+_guarded: weakref.WeakKeyDictionary[Guarded, None] = weakref.WeakKeyDictionary()
 _forking = _Forking()
 _watched = False
 
@@ -76,7 +96,7 @@ def close_in_children(owned: socket.socket) -> None:
 
 
 def prepare_forks(owner: _Owner, prepare: _Prepare[_Owner]) -> None:
-    """Have something get ready before every fork from now on.
+    """Have something get ready before every fork of this process from now on.
 
     Args:
         owner: for as long as it lives.
@@ -86,9 +106,15 @@ def prepare_forks(owner: _Owner, prepare: _Prepare[_Owner]) -> None:
     _prepared[owner] = prepare
 
 
+def guard_forks(guarded: Guarded) -> None:
+    """Have something be whole at every fork from now on, those of children too."""
+    _watch()
+    _guarded[guarded] = None
+
+
 def _watch() -> None:
     global _watched
-    if not _watched:
+    if not _watched and hasattr(os, "register_at_fork"):
         _watched = True
         os.register_at_fork(
             before=_before,
@@ -97,24 +123,35 @@ def _watch() -> None:
         )
 
 
+def _living(owners: weakref.WeakKeyDictionary[_Owner, Any]) -> list[_Owner]:
+    # Their references are copied in one step: other threads make some meanwhile.
+    return [owner for reference in owners.keyrefs() if (owner := reference()) is not None]
+
+
 def _before() -> None:
     fork = _forking.fork = Fork()
-    interrupted: BaseException | None = None
-    for reference in _prepared.keyrefs():  # copied in one step: other threads join meanwhile
-        owner = reference()
-        prepare = None if owner is None else _prepared.get(owner)
-        if prepare is None:
-            continue
-        try:
-            prepare(owner, fork)
-        except BaseException as error:  # Python forks all the same: the others get ready, too
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted  # Python says so, and goes on
+    interruptions = [_try(_prepared[owner], owner, fork) for owner in _living(_prepared)]
+    fork.prepared_at = time.monotonic()
+    fork.guarded = _living(_guarded)
+    interruptions += [_try(guarded.prepare_fork, fork) for guarded in fork.guarded]
+    for error in filter(None, interruptions):
+        raise error  # Python says so, and goes on
+
+
+def _try(call: Callable[..., None], *arguments: object) -> BaseException | None:
+    """Return what a call raised: Python forks all the same, so that the others get ready, too."""
+    try:
+        call(*arguments)
+    except BaseException as error:
+        return error
+    return None
 
 
 def _after(in_child: bool) -> None:
     fork, _forking.fork = _forking.fork, None
+    if in_child:
+        for guarded in set(_living(_guarded)).difference(fork.guarded if fork else ()):
+            guarded.miss_fork()
     if fork is not None:
         fork.end(in_child)
     if in_child:

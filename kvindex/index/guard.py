@@ -6,17 +6,16 @@ its own thread is doing, and a forked child, which lacks the thread that would g
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
 from typing import Final, NoReturn, Protocol, TypeVar
 
 from kvindex.errors import InUseError, InvariantError, UnknownRankError
+from kvindex.forks import Fork, guard_forks
 
 __all__ = ["HOLD_BLOCKS", "Guard", "HeldInForks", "Hold", "WholeHold"]
 
@@ -65,7 +64,7 @@ class Guard:
         # Parts whose change is not done and lets others go first, by the thread that changes them.
         self._paused: dict[object, int] = {}
         self._done = threading.Condition(self._lock)
-        _guards[self] = None
+        guard_forks(self)
 
     def ask(self, question: Callable[[], _Result]) -> _Result:
         """Return the answer to a question while nothing changes."""
@@ -161,12 +160,19 @@ class Guard:
         if self._broken:
             raise InvariantError(f"the index is half changed: {self._broken}; make a new one")
 
-    def _hold(self, taken: list[bool], until: float) -> None:
-        """Take the locks, the own one if it can be had in time, and note which were had."""
+    def prepare_fork(self, fork: Fork) -> None:
+        """Take the locks, the own one if it can be had in time, until the fork is over."""
+        taken: list[bool] = []
+        fork.then(partial(self._end_fork, taken))
+        until = fork.prepared_at + _PATIENCE
         # In one C call each: what a signal's handler raises leaves it not taken, or noted.
         taken.extend(map(self._lock.acquire, (True,), (max(0.0, until - time.monotonic()),)))
         if self._core is not None:
             taken.extend(starmap(self._core.hold_for_fork, ((),)))
+
+    def miss_fork(self) -> None:
+        """In a child: nothing is taken, but another thread may have had the lock."""
+        self._end_fork([], True)
 
     def _end_fork(self, taken: list[bool], in_child: bool) -> None:
         if self._core is not None and (in_child or len(taken) == 2):
@@ -216,59 +222,3 @@ class WholeHold(Hold):
 
     def did(self, blocks: int) -> None:
         """Go on."""
-
-
-# Forks -------------------------------------------------------------------------------------------
-# Hooks are called in the reverse order of their registration. These are registered at import,
-# before those of whatever feeds an index: so an index is held after all that its feeders hold, last
-# before the fork, and can be used again before they are told.
-
-_Held = tuple[Guard, "list[bool]"]
-
-
-class _Forking(threading.local):
-    """What a thread holds while it forks."""
-
-    def __init__(self) -> None:
-        self.held: list[_Held] = []
-
-
-_guards: weakref.WeakKeyDictionary[Guard, None] = weakref.WeakKeyDictionary()
-_forking = _Forking()
-
-
-def _living() -> Iterable[Guard]:
-    # Their references are copied in one step: other threads make indexes meanwhile.
-    return filter(None, [reference() for reference in _guards.keyrefs()])
-
-
-def _before() -> None:
-    held = _forking.held = []
-    until = time.monotonic() + _PATIENCE
-    interrupted: BaseException | None = None
-    for guard in _living():
-        taken: list[bool] = []
-        held.append((guard, taken))
-        try:
-            guard._hold(taken, until)
-        except BaseException as error:  # Python forks all the same: the others are held, too
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted  # Python says so, and goes on
-
-
-def _after(in_child: bool) -> None:
-    held, _forking.held = _forking.held, []
-    for guard, taken in held:
-        guard._end_fork(taken, in_child)
-    if in_child:  # those that other threads made since
-        for guard in set(_living()) - {guard for guard, _ in held}:
-            guard._end_fork([], in_child)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before,
-        after_in_parent=partial(_after, False),
-        after_in_child=partial(_after, True),
-    )

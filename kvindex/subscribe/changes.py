@@ -70,6 +70,8 @@ class Changes:
     def _put(self, changed: Sequence[RankStatus]) -> None:
         with self._lock:
             self._latest.update((status.rank, status) for status in changed)
+            # Not asked for later: the board has ended a moment before it tells so.
+            self._ended = self._ended or self._board.ended is not None
         self._bell.ring()
 
     def end(self) -> None:
@@ -84,6 +86,6 @@ class Changes:
             with self._lock:
                 for rank in self._latest:
                     return self._latest.pop(rank)
-                if self._ended or self._board.ended is not None:
+                if self._ended:
                     return None
             await self._bell.wait()

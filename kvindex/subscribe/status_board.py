@@ -145,7 +145,8 @@ class StatusBoard:
         """Return the present statuses, and have a function called with those that change.
 
         It is called on the writing thread, with the statuses whose state, completeness or epoch
-        has changed, with those of ranks that are gone, as closed; and once more when this ends.
+        has changed, with those of ranks that are gone, as closed; and a last time when this ends
+        (at once, with none, if it has ended).
 
         Returns:
             The statuses as they are now, and a function that ends the calls. That waits for no
@@ -158,7 +159,11 @@ class StatusBoard:
 
         with self._changed:
             self._listeners[key] = listener
-            return list(self._statuses.values()), stop
+            present = list(self._statuses.values())
+            has_ended = self._ended is not None
+        if has_ended:
+            listener(())
+        return present, stop
 
     def check_open(self) -> None:
         """Raise ClosedError, with the reason, once the writing thread has ended."""

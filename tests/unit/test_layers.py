@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "sequencer": {"errors", "rank"},
     "subscribe": {"sequencer", "curve", "rank_lookup", "errors", "rank", "wire", "forks"}
     | {"waker"},
-    "index": {"rank_lookup", "errors", "rank", "wire", "backend", "_native"},
+    "index": {"rank_lookup", "errors", "rank", "wire", "backend", "forks", "_native"},
     "publish": {"curve", "errors", "wire", "waker"},
     "ring": {"errors", "_native"},
     "shm": {"errors", "ring"},
