@@ -38,7 +38,10 @@ __all__ = [
 
 Key: TypeAlias = bytes
 Lora: TypeAlias = str | int | None
+"""A LoRA adapter: its name, or its number for engines that send no names; None for none."""
+
 ExtraKeys: TypeAlias = Sequence[Iterable[Any] | None]
+"""For each block of a prompt what its identity covers besides tokens; None for nothing."""
 
 _KEY_BYTES = 16
 _encode = msgspec.msgpack.Encoder().encode

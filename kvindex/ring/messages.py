@@ -16,6 +16,7 @@ from kvindex.errors import DecodeError
 __all__ = ["CONTINUED", "LENGTH_BYTES", "MORE", "RAW", "Assembly", "Buffer", "fragments"]
 
 Buffer = bytes | bytearray | memoryview
+"""Bytes that a message is made of."""
 
 RAW = 0
 """The kind of a message that is the caller's bytes as they are; other kinds are up to 15."""

@@ -96,6 +96,8 @@ class RankRemoved(msgspec.Struct, frozen=True, tag=True):
 StreamItem: TypeAlias = (
     RankAdded | RankBatch[EventBatch] | RankLost | RankRestarted | RanksRenamed | RankRemoved
 )
+"""What an `EventStream` yields: a batch, or what happened to a rank between two batches."""
+
 Sink: TypeAlias = Callable[[StreamItem], None]
 """Called on the subscriber's thread, one item at a time, in order for each rank."""
 BatchSink: TypeAlias = Callable[[Rank, Any], None]

@@ -82,6 +82,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+"""One change of a cache."""
 
 
 class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
