@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import doctest
 import importlib.util
 import re
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from kvindex import Client, KVEventsConfig, fanout
 from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS, PAGES, README, ROOT, Fence, anchors, fences, links, name_of
 from tests.docs.test_commands import commands
-from tests.native_ring import MISSING
+from tests.native_ring import MISSING, needs_ring
 
 WORKER = re.compile(
     r'Worker\("vllm-0", "tcp://127\.0\.0\.1:5557", replay="tcp://127\.0\.0\.1:5657", dp_size=2\)'
@@ -79,6 +81,33 @@ def run(page: Path, fence: Fence, engines: list[FakeEngine], names: dict[str, An
     example = WORKER.sub(f'Worker("vllm-0", {live}, replay={replay})', fence.text)
     # As many lines down as in the page, so that a traceback names the page's own line.
     exec(compile("\n" * (fence.line - 1) + example, str(page), "exec"), names)
+
+
+@needs_ring
+def test_the_hooks_for_servers_join_and_leave(
+    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = DOCS / "how-to" / "many-processes.md"
+    names: dict[str, Any] = {"token_ids": PROMPT}
+    examples = [fence for fence in fences(page) if fence.language == "python"]
+    try:
+        for fence in examples[: 1 + next(n for n, e in enumerate(examples) if "exit" in e.text)]:
+            run(page, fence, engines, names)
+        gunicorn = SimpleNamespace(pid=7)
+        names["post_fork"](None, gunicorn)
+        assert names["replicas"][7].match(PROMPT).best.tokens == 96
+        names["worker_exit"](None, gunicorn)
+        assert not names["replicas"]
+        assert asyncio.run(asked_in(names["lifespan"])) == 96
+    finally:
+        names["server"].close()
+
+
+async def asked_in(lifespan: Any) -> int:
+    app = SimpleNamespace(state=SimpleNamespace())
+    async with lifespan(app):
+        tokens: int = app.state.replica.match(PROMPT).best.tokens
+    return tokens
 
 
 def not_installed(fence: Fence) -> set[str]:
