@@ -21,7 +21,7 @@ from kvindex.subscribe import (
 )
 from kvindex.testing import FakeEngine
 from kvindex.wire import encode_batch, live_frames
-from tests.e2e.publish_peers import Context
+from tests.e2e.publish_peers import Context, wait_until
 from tests.live import PATIENCE, caught_up, client_of, worker_of
 
 RANK = Rank("engine", 0)
@@ -185,6 +185,8 @@ def test_a_stream_that_replay_brought_to_life_still_waits_for_its_topic() -> Non
     # Replies of this version have no topic: the first live message confirms it, in no run.
     with FakeEngine("engine", topic="kv", dialect="vllm-0.10.2") as engine:
         engine.serve([1] * 64)
+        # By its own thread: if the client were there before, the message would come live.
+        wait_until(lambda: engine.statistics()["sent"] == 1, "the batch is sent to nobody")
         with client_of(worker_of(engine, topic="kv")) as client:
             caught_up(client, engine)
             assert not client.subscriber._thread.roster.feeds[RANK].topic.confirmed

@@ -138,6 +138,18 @@ def all_live(statuses: Mapping[Rank, RankStatus]) -> bool:
     return all(status.state is State.LIVE for status in statuses.values())
 
 
+async def run_in_a_task() -> None:
+    async with connect(WORKERS) as client, EventStream(WORKERS) as stream:
+        assert_type(client, Client)
+        await client.wait_live_async(timeout=5.0)
+        async for status in client.watch():
+            assert_type(status, RankStatus)
+            if status.state is State.LIVE:
+                break
+        async for item in stream:
+            assert_type(item, StreamItem)
+
+
 # An index of one's own ---------------------------------------------------------------------------
 
 
