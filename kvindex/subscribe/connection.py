@@ -13,8 +13,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError
-from kvindex.subscribe.endless import EndlessMessages
-from kvindex.subscribe.host_check import HostCheck
+from kvindex.subscribe.peer import EndlessMessages, HostCheck
+from kvindex.subscribe.watch import Watch
 
 __all__ = ["Connection", "SocketOptions"]
 
@@ -110,6 +110,8 @@ class Connection:
         subscriptions: topics to subscribe to (SUB only).
         repairable: whether replay can bring again what is dropped for want of room.
         host: asked, when nobody answers, whether the endpoint's host is known.
+        watch: waits for its sockets; None if nobody does.
+        owner: what `watch` returns then.
 
     Raises:
         ConfigurationError: ZeroMQ refuses the endpoint.
@@ -132,12 +134,16 @@ class Connection:
         subscriptions: tuple[bytes, ...] = (),
         repairable: bool = False,
         host: HostCheck | None = None,
+        watch: Watch | None = None,
+        owner: object = None,
     ) -> None:
         self.endpoint = endpoint
         self.host = HostCheck(endpoint) if host is None else host
         self.retries = 0
         self.refused_handshakes = 0
         self.drained = False
+        self._watch = watch
+        self._owner = owner
         self._open: set[int] = set()  # descriptors of TCP or ipc connections
         self._handshakes = 0  # how many of them have shaken hands
         self._inproc = endpoint.startswith("inproc://")
@@ -166,11 +172,19 @@ class Connection:
             self.close()
             verb = "bind to" if bind else "connect to"
             raise ConfigurationError(f"cannot {verb} {endpoint!r}: {error}") from error
+        if watch is not None:
+            for socket in self._sockets:
+                watch.add(socket, owner)
 
     @property
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """The sockets to wait for."""
+    def _sockets(self) -> list[zmq.Socket[bytes]]:
+        """The socket and its monitor."""
         return [self.socket] if self.monitor is None else [self.socket, self.monitor]
+
+    def look_again(self) -> None:
+        """Have its owner look after it soon; whoever leaves something unread is to call this."""
+        if self._watch is not None:
+            self._watch.look_again(self._owner)
 
     def receive(self) -> list[list[bytes]]:
         """Return the messages that are ready, up to a bound, without waiting."""
@@ -291,6 +305,9 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket and its monitor; idempotent."""
+        if self._watch is not None:
+            for socket in self._sockets:
+                self._watch.remove(socket)
         if self.monitor is not None:
             self.socket.disable_monitor()
             self.monitor.close(0)

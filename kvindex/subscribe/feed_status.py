@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvindex.sequencer import State
+from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.status import RankStatus
 
-if TYPE_CHECKING:
-    from kvindex.subscribe.feed import Feed
-
-__all__ = ["feed_status", "unrepairable"]
+__all__ = ["feed_status"]
 
 
 def feed_status(feed: Feed, now: float) -> RankStatus:
-    """Return a snapshot; `last_event_age` is the time of the last event, made an age later."""
+    """Return a snapshot that is about to be shown, and log what is new in it.
+
+    Its `last_event_age` is the time of the last event, made an age later.
+    """
     sequencer = feed.sequencer
     counters = _all_counters(feed)
-    return RankStatus(
+    status = RankStatus(
         rank=feed.rank,
         state=_state(feed),
         reason=_reason(feed, now),
-        epoch=feed.epoch,
-        seq=feed.seq,
+        epoch=feed.delivery.epoch,
+        seq=feed.delivery.seq,
         complete=sequencer.complete,
-        lag=sequencer.lag + feed.pending,
-        connected=feed.live.connected,
+        lag=sequencer.lag + feed.delivery.lag,
+        connected=feed.live.connection.connected,
         endpoint=feed.address.endpoint,
         replay_endpoint=feed.address.replay,
-        last_event_age=feed.last_event_at,
+        last_event_age=feed.delivery.batch_at,
         gaps=counters.get("gaps", 0),
         replays_asked=counters.get("replays_asked", 0),
         replays_filled=counters.get("replays_ended", 0),
@@ -39,6 +38,9 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
         decode_failures=counters.get("decode_failures", 0),
         counters=counters,
     )
+    feed.shown_live = status.state is State.LIVE
+    feed.notes.note(status, "" if feed.address.replay is None else _unrepairable(feed))
+    return status
 
 
 def _state(feed: Feed) -> State:
@@ -50,17 +52,18 @@ def _state(feed: Feed) -> State:
     state = feed.sequencer.state
     if state is not State.LIVE:
         return state
-    behind = not feed.shown_live and feed.pending > 0
-    return State.SYNCING if behind or feed.topic.contradicted or feed.topic.open else state
+    behind = not feed.shown_live and feed.delivery.lag > 0
+    topic = feed.reader.topic
+    return State.SYNCING if behind or topic.contradicted or topic.open else state
 
 
 def _all_counters(feed: Feed) -> dict[str, int]:
     """Return what was counted, without what never happened."""
     counters = {name: count for name, count in feed.sequencer.counters.items() if count}
-    for name, count in feed.counters.items():
+    for name, count in feed.notes.counters.items():
         counters[name] = counters.get(name, 0) + count
-    if feed.topic.filtered:
-        counters["filtered_by_topic"] = feed.topic.filtered
+    if feed.reader.topic.filtered:
+        counters["filtered_by_topic"] = feed.reader.topic.filtered
     return counters
 
 
@@ -69,21 +72,22 @@ def _reason(feed: Feed, now: float) -> str:
         return feed.failure
     if feed.closed:
         return "closed"
-    if not feed.live.connected:
+    if not feed.live.connection.connected:
         return _connection_trouble(feed, now)
-    if feed.topic.contradicted:
-        return feed.topic.trouble()
+    if feed.reader.topic.contradicted:
+        return feed.reader.topic.trouble()
     state = feed.sequencer.state
     if state is State.LIVE:
-        if feed.topic.open:
+        if feed.reader.topic.open:
             return "waiting for the first message, to see its topic"
-        behind = 0 if feed.shown_live else feed.pending
-        return f"applying what came: {behind} batches to go" if behind else unrepairable(feed)
-    trouble = feed.replay.trouble() if feed.replay is not None else ""
+        behind = 0 if feed.shown_live else feed.delivery.lag
+        return f"applying what came: {behind} batches to go" if behind else _unrepairable(feed)
+    replay = feed.replay.connection
+    trouble = "" if replay is None else replay.trouble()
     reason = feed.sequencer.reason
     if trouble:
         return f"{reason}; replay: {trouble}; check replay= (its port is replay port + dp_rank)"
-    if feed.replay is not None and feed.sequencer.counters["replay_timeouts"]:
+    if replay is not None and feed.sequencer.counters["replay_timeouts"]:
         return (
             f"{reason}; the replay endpoint {feed.address.replay} is connected but silent: "
             "is it the engine's replay_endpoint?"
@@ -91,7 +95,7 @@ def _reason(feed: Feed, now: float) -> str:
     return reason
 
 
-def unrepairable(feed: Feed) -> str:
+def _unrepairable(feed: Feed) -> str:
     """Return why nothing can be repaired at present, and what that means; "" if it can."""
     why = feed.sequencer.unrepairable
     if not why:
@@ -103,21 +107,22 @@ def unrepairable(feed: Feed) -> str:
 
 
 def _connection_trouble(feed: Feed, now: float) -> str:
-    trouble = feed.live.trouble()
+    live = feed.live.connection
+    trouble = live.trouble()
     was_connected = feed.lost_at is not None or feed.sequencer.state is not State.CONNECTING
-    if was_connected and not feed.live.refused_handshakes:
+    if was_connected and not live.refused_handshakes:
         ago = 0.0 if feed.lost_at is None else now - feed.lost_at
         lost = f"connection to {feed.address.endpoint} lost {ago:.0f} s ago"
-        retries = feed.live.retries
+        retries = live.retries
         failed = f"failed attempts to connect again: {retries}" if retries else ""
-        return "; ".join(filter(None, (lost, failed, feed.live.host.trouble)))
-    if feed.bind:
+        return "; ".join(filter(None, (lost, failed, live.host.trouble)))
+    if feed.worker.bind:
         return f"listening at {feed.address.endpoint}: no publisher has connected; {trouble}"
-    if feed.live.refused_handshakes:
+    if live.refused_handshakes:
         return f"{trouble}: is this the PUB port (+ dp_rank), and not the replay port?"
-    if feed.live.host.trouble:
+    if live.host.trouble:
         return trouble
-    if feed.live.retries:
+    if live.retries:
         return (
             f"{trouble}: is the engine up, with KV events on, at this port (+ dp_rank)? An "
             "engine whose own endpoint names a host instead of '*' connects instead of "

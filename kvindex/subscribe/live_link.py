@@ -13,11 +13,14 @@ Owned by the subscriber's thread.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from kvindex.errors import ConfigurationError
 from kvindex.subscribe.connection import Connection
+from kvindex.subscribe.events import Connected, Disconnected, Event
+from kvindex.subscribe.notes import Notes
+from kvindex.subscribe.reading import Reader
 
 __all__ = ["LiveLink"]
 
@@ -26,14 +29,12 @@ class LiveLink:
     """Tells what a publisher's live side brings, in the order in which it is to be handled.
 
     Args:
-        open_: makes a connection that is watched.
-        close: closes it.
-        look_again: says that a socket may have something left.
-        refused: told why no new socket is to be had, and when.
+        connect: makes a connection with these subscriptions.
+        reader: reads its messages.
+        notes: where it counts and logs.
         bind: whether the sockets bind: one port, which cannot be given up in between.
         hwm: messages that a socket holds at most.
         pause: seconds that a socket must have been there to be replaced.
-        counters: where it counts, by name.
 
     Raises:
         ConfigurationError: ZeroMQ refuses the endpoint.
@@ -44,60 +45,54 @@ class LiveLink:
 
     def __init__(
         self,
-        open_: Callable[[], Connection],
-        close: Callable[[Connection], None],
-        look_again: Callable[[], None],
-        refused: Callable[[ConfigurationError, float], None],
+        connect: Callable[[tuple[bytes, ...]], Connection],
+        reader: Reader,
+        notes: Notes,
         *,
         bind: bool,
         hwm: int,
         pause: float,
-        counters: Counter[str],
     ) -> None:
-        self._open = open_
-        self._close = close
-        self._look_again = look_again
-        self._refused = refused
+        self._connect = connect
+        self._reader = reader
+        self._notes = notes
         self._bind = bind
         self._hwm = hwm
         self._pause = pause
-        self._counters = counters
         self._parting = False  # the connection broke; what it brought is not all read
         self._closed = False
         self._drained = False  # whether the last look left nothing behind
-        self._rest: list[list[bytes]] = []  # messages that were given back
+        self._unread: deque[list[bytes]] = deque()  # messages that were received
         self._opened_at = -math.inf  # the first one is replaced whenever it breaks
-        self.connection = open_()
+        self.connection = self._open()
 
-    def take(self, now: float) -> Iterator[bool | list[list[bytes]]]:
-        """Yield messages, up to a bound; True for a new connection; False for one that is over."""
+    def take(self, now: float) -> Iterator[Event]:
+        """Yield what has come, up to a bound.
+
+        Whoever stops taking in between is to look again: the next `take` goes on from there.
+        """
         # Messages first, then the monitor: so a message of a new connection is never handled
         # before the end of the old one is known.
         parting = self._parting
-        messages = self._received()
+        self._receive()
         for connected in self.connection.changes(now):
             if not connected:
                 self._parting = True
             elif not self._parting:
-                yield True
+                yield Connected()
             else:
                 # There is another connection under this socket already, and nothing tells which
                 # messages came before it.
-                self._note_dropped(len(messages))
-                messages = []
+                self._drop_received()
                 yield from self._part(now)
                 break
-        yield messages
-        if parting and self._parting and self._drained and not self._rest:
+        for event in self._reader.live(self._unread):
+            self._narrow()
+            yield event
+        if parting and self._parting and self._drained:
             yield from self._part(now)
         elif self._parting:  # what came between the last look and the end is still to be read
-            self._look_again()
-
-    def give_back(self, messages: list[list[bytes]]) -> None:
-        """Take messages back for which there was no time: the next `take` begins with them."""
-        if messages:
-            self._rest = messages
-            self._look_again()
+            self.connection.look_again()
 
     def reopen(self, now: float) -> bool:
         """Replace the socket; False, and later again, if there is none to be had."""
@@ -105,45 +100,57 @@ class LiveLink:
         try:
             self.connection = self._open()
         except ConfigurationError as error:
-            self._counters["reopen_failures"] += 1
+            self._notes.counters["reopen_failures"] += 1
             given_up.postpone(now)
-            self._refused(error, now)
+            self._notes.warn("reopen", "%s", error)
             return False
-        self._counters["reopened"] += 1
+        self._notes.counters["reopened"] += 1
         self._opened_at = now
         self._parting = False
-        self._note_dropped(len(self._rest))
-        self._rest = []
-        self._close(given_up)
+        self._drop_received()
+        given_up.close()
         return True
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._close(self.connection)
+        self._closed = True
+        self.connection.close()
 
-    def _received(self) -> list[list[bytes]]:
-        if self._rest:
-            messages, self._rest = self._rest, []
+    def _open(self) -> Connection:
+        topic = self._reader.topic
+        self._listens_to_all = not topic.confirmed
+        return self._connect((topic.topic, b"") if self._listens_to_all else (topic.topic,))
+
+    def _narrow(self) -> None:
+        """Listen to the wanted topic only, once that is known to be right."""
+        if self._listens_to_all and self._reader.topic.confirmed:
+            self._listens_to_all = False
+            self.connection.socket.unsubscribe(b"")
+            self.connection.look_again()
+
+    def _receive(self) -> None:
+        if self._unread:
             # More may have come since: a flood of whole messages is no message without end.
             self._drained = self.connection.drained = False
         else:
-            messages = self.connection.receive()
+            self._unread.extend(self.connection.receive())
             self._drained = self.connection.drained
         if not self._drained:
-            self._look_again()
-        return messages
+            self.connection.look_again()
 
-    def _part(self, now: float) -> Iterator[bool]:
+    def _part(self, now: float) -> Iterator[Event]:
         self._parting = False
-        yield False
+        yield Disconnected()
         stays = self._bind or now < self._opened_at + self._pause
         if self._closed or (not stays and self.reopen(now)):
             return
         self._drop_unread()
         if self.connection.connected:
-            yield True
+            yield Connected()
+
+    def _drop_received(self) -> None:
+        self._note_dropped(len(self._unread))
+        self._unread.clear()
 
     def _drop_unread(self) -> None:
         """Drop what has come until now: at most what a socket holds, for more may come."""
@@ -153,8 +160,8 @@ class LiveLink:
             dropped = len(self.connection.receive())
             self._note_dropped(dropped)
             left -= dropped
-        self._look_again()
+        self.connection.look_again()
 
     def _note_dropped(self, count: int) -> None:
         if count:
-            self._counters["unread_dropped"] += count
+            self._notes.counters["unread_dropped"] += count

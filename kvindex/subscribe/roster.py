@@ -10,28 +10,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import msgspec
 import zmq
 
 from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank
-from kvindex.sequencer import SequencerConfig
-from kvindex.subscribe.connection import SocketOptions
-from kvindex.subscribe.deadlines import Deadlines
-from kvindex.subscribe.feed import Feed
-from kvindex.subscribe.outlet import Outlet
+from kvindex.subscribe.delivery import Outlet
+from kvindex.subscribe.feed import Feed, FeedSettings
+from kvindex.subscribe.feed_status import feed_status
 from kvindex.subscribe.rank_names import Claim, settle
 from kvindex.subscribe.resumption import Resumption, SavedRanks, take_up
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.subscribe.stream import (
-    Decode,
-    FingerprintMaker,
-    RankAdded,
-    RankRemoved,
-    RanksRenamed,
-)
-from kvindex.subscribe.watch import Watch
+from kvindex.subscribe.stream import RankAdded, RankRemoved, RanksRenamed
+from kvindex.subscribe.watch import Deadlines, Watch
 from kvindex.subscribe.worker import PublisherAddress, Worker
 
 __all__ = ["Roster"]
@@ -43,16 +34,12 @@ class Roster:
     """Adds, names and removes the feeds of workers, and tells outlet and board of it.
 
     Args:
-        config: settings of every sequencer, but for whether there is replay.
-        socket_options: settings of the sockets.
+        settings: those of every feed.
         context_for: gives the ZeroMQ context for an address.
         watch: told of every socket.
-        decode: makes batches of payloads.
-        fingerprints: makes hashes of them.
         outlet: where items go.
         board: where statuses are shown.
         counters: where failures are counted.
-        clock: monotonic seconds.
 
     Attributes:
         feeds: every feed, by the name that its rank goes by.
@@ -61,31 +48,24 @@ class Roster:
 
     def __init__(
         self,
-        config: SequencerConfig,
+        settings: FeedSettings,
         *,
-        socket_options: SocketOptions,
         context_for: Callable[[PublisherAddress], zmq.Context[zmq.Socket[bytes]]],
         watch: Watch,
-        decode: Decode,
-        fingerprints: FingerprintMaker,
         outlet: Outlet,
         board: StatusBoard,
         counters: Counter[str],
-        clock: Callable[[], float],
     ) -> None:
         self.feeds: dict[Rank, Feed] = {}
         self.deadlines: Deadlines[Feed] = Deadlines()
         self._workers: set[str] = set()
-        self._config = config
-        self._socket_options = socket_options
+        self._settings = settings
+        self._clock = settings.clock
         self._context_for = context_for
         self._watch = watch
-        self._decode = decode
-        self._fingerprints = fingerprints
         self._outlet = outlet
         self._board = board
         self._counters = counters
-        self._clock = clock
 
     def guard(self, feed: Feed, step: Callable[[float], bool | None], now: float) -> bool | None:
         """Take one step of a feed; a failure ends that feed, and no other."""
@@ -105,7 +85,7 @@ class Roster:
 
     def publish(self, feeds: Iterable[Feed], now: float) -> None:
         """Show others the new statuses of these feeds."""
-        statuses = [feed.status(now) for feed in feeds if self.feeds.get(feed.rank) is feed]
+        statuses = [feed_status(feed, now) for feed in feeds if self.feeds.get(feed.rank) is feed]
         self._board.show(statuses)
         self._outlet.put_statuses(statuses)
 
@@ -116,7 +96,7 @@ class Roster:
             UnknownRankError: no such rank.
         """
         feed = self.feeds[find_rank(rank, self.feeds)]
-        saved = feed.cursor(self._fingerprints.identity, self._clock())
+        saved = feed.cursor(self._clock())
         return None if saved is None else saved.encode()
 
     def add(self, worker: Worker, saved: SavedRanks) -> None:
@@ -139,12 +119,12 @@ class Roster:
         feeds: list[Feed] = []
         try:
             for address in worker.publishers():
-                feeds.append(self._feed(worker, address, now))
+                feeds.append(self._feed(worker, address))
             plan, unused = take_up(
                 saved,
                 worker.name,
                 [feed.address.dp_rank for feed in feeds],
-                self._fingerprints.identity,
+                self._settings.fingerprints.identity,
             )
         except BaseException:
             for feed in feeds:
@@ -158,36 +138,31 @@ class Roster:
         """Say that another worker is at the same endpoint: what is there is then held by both."""
         endpoints = {address.endpoint for address in worker.publishers()}
         for feed in self.feeds.values():
-            if feed.address.endpoint in endpoints and feed.topic.topic == worker.topic.encode():
+            if feed.address.endpoint in endpoints and feed.worker.topic == worker.topic:
                 logger.warning(
                     "workers %r and %r are both at %s: is one engine added under two names?",
-                    feed.worker,
+                    feed.worker.name,
                     worker.name,
                     feed.address.endpoint,
                 )
 
-    def _feed(self, worker: Worker, address: PublisherAddress, now: float) -> Feed:
+    def _feed(self, worker: Worker, address: PublisherAddress) -> Feed:
         return Feed(
             worker,
             address,
-            msgspec.structs.replace(self._config, has_replay=address.replay is not None),
-            socket_options=self._socket_options,
+            self._settings,
             context=self._context_for(address),
             watch=self._watch,
-            decode=self._decode,
-            fingerprint=self._fingerprints.of,
             outlet=self._outlet,
             on_named=self._settle_names,
-            clock=self._clock,
-            now=now,
         )
 
     def _start(self, feeds: list[Feed], plan: list[Resumption], now: float) -> None:
         """Begin with the publishers of one worker, each as planned."""
         for feed, resumption in zip(feeds, plan, strict=True):
-            feed.rename(Rank(feed.worker, resumption.dp_rank))
+            feed.rename(Rank(feed.worker.name, resumption.dp_rank))
             self.feeds[feed.rank] = feed
-            self._outlet.put(RankAdded(feed.rank, feed.cache))
+            self._outlet.put(RankAdded(feed.rank, feed.worker.cache))
         for feed, resumption in zip(feeds, plan, strict=True):
             self.guard(feed, partial(feed.start, resumption), now)
             self.deadlines.set(feed, feed.deadline)
@@ -213,7 +188,7 @@ class Roster:
             raise UnknownRankError(worker, self._workers)
         self._workers.remove(worker)
         now = self._clock()
-        for feed in [feed for feed in self.feeds.values() if feed.worker == worker]:
+        for feed in [feed for feed in self.feeds.values() if feed.worker.name == worker]:
             feed.close(now)
             del self.feeds[feed.rank]
             self.deadlines.forget(feed)
@@ -230,18 +205,18 @@ class Roster:
 
     def _settle_names(self, named: Feed) -> None:
         """Name a worker's ranks anew after one of its publishers has named its dp_rank."""
-        feeds = [feed for feed in self.feeds.values() if feed.worker == named.worker]
+        feeds = [feed for feed in self.feeds.values() if feed.worker.name == named.worker.name]
         feeds.sort(key=lambda feed: feed.address.dp_rank)
-        dp_ranks = settle([Claim(feed.address.dp_rank, feed.named) for feed in feeds])
+        dp_ranks = settle([Claim(feed.address.dp_rank, feed.reader.named) for feed in feeds])
         names: dict[Rank, Rank] = {}
         for feed, dp_rank in zip(feeds, dp_ranks, strict=True):
-            if feed.named not in (None, dp_rank):
-                feed.counters["dp_rank_conflicts"] = 1
+            if feed.reader.named not in (None, dp_rank):
+                feed.notes.counters["dp_rank_conflicts"] = 1
                 logger.warning(
-                    "%s: its batches name dp_rank %d, as another's do", feed.rank, feed.named
+                    "%s: its batches name dp_rank %d, as another's do", feed.rank, feed.reader.named
                 )
             if dp_rank != feed.rank.dp_rank:
-                names[feed.rank] = Rank(feed.worker, dp_rank)
+                names[feed.rank] = Rank(feed.worker.name, dp_rank)
         if names:
             self._rename(feeds, names)
 
@@ -259,4 +234,4 @@ class Roster:
 
 def _names_by_port(feeds: list[Feed]) -> dict[Rank, Rank]:
     """Return by what each port tells under which name its rank goes."""
-    return {Rank(feed.worker, feed.address.dp_rank): feed.rank for feed in feeds}
+    return {Rank(feed.worker.name, feed.address.dp_rank): feed.rank for feed in feeds}

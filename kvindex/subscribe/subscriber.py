@@ -19,8 +19,9 @@ from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
 from kvindex.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.connection import SocketOptions
+from kvindex.subscribe.delivery import Outlet
+from kvindex.subscribe.feed import FeedSettings
 from kvindex.subscribe.following import Following
-from kvindex.subscribe.outlet import Outlet
 from kvindex.subscribe.resumption import SavedRanks, check_saved
 from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.stream import BatchSink, Decode, FingerprintMaker, Sink, StatusSink
@@ -97,23 +98,25 @@ class Subscriber(Following):
         calls = {"sink": sink, "decode": decode, "on_batch": on_batch}
         _check_settings(replay_policy, socket_options, calls)
         saved = check_saved(resume)
-        config = SequencerConfig(
-            has_replay=True,
-            on_loss=on_loss,
-            replay_policy=replay_policy or ReplayPolicy(),
-            probe_interval=probe_interval,
-            stale_after=stale_after,
-        )
-        self._counters: Counter[str] = Counter()
-        self._thread = SubscriberThread(
-            config,
+        settings = FeedSettings(
+            sequencer=SequencerConfig(
+                has_replay=True,
+                on_loss=on_loss,
+                replay_policy=replay_policy or ReplayPolicy(),
+                probe_interval=probe_interval,
+                stale_after=stale_after,
+            ),
             socket_options=socket_options or SocketOptions(),
             decode=decode,
             fingerprints=fingerprints or Fingerprints(),
+            clock=clock,
+        )
+        self._counters: Counter[str] = Counter()
+        self._thread = SubscriberThread(
+            settings,
             outlet=Outlet(sink, on_batch, self._counters, on_statuses),
             counters=self._counters,
             context=context,
-            clock=clock,
             on_stop=on_stop,
         )
         self.board = self._board = self._thread.board

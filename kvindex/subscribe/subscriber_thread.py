@@ -14,14 +14,11 @@ from collections.abc import Callable
 
 import zmq
 
-from kvindex.sequencer import SequencerConfig
 from kvindex.subscribe.commands import Commands
-from kvindex.subscribe.connection import SocketOptions
-from kvindex.subscribe.feed import Feed
-from kvindex.subscribe.outlet import Outlet
+from kvindex.subscribe.delivery import Outlet
+from kvindex.subscribe.feed import Feed, FeedSettings
 from kvindex.subscribe.roster import Roster
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.subscribe.stream import Decode, FingerprintMaker
 from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import PublisherAddress
 
@@ -36,14 +33,10 @@ class SubscriberThread:
     """Runs a roster's feeds until it is told to end.
 
     Args:
-        config: settings of every sequencer, but for whether there is replay.
-        socket_options: settings of the sockets.
-        decode: makes batches of payloads.
-        fingerprints: makes hashes of them.
+        settings: those of every feed.
         outlet: where items go.
         counters: where failures are counted.
         context: ZeroMQ context for every socket; None as for `Subscriber`.
-        clock: monotonic seconds.
         on_stop: called once, on the thread, when it ends.
 
     Attributes:
@@ -57,39 +50,31 @@ class SubscriberThread:
 
     def __init__(
         self,
-        config: SequencerConfig,
+        settings: FeedSettings,
         *,
-        socket_options: SocketOptions,
-        decode: Decode,
-        fingerprints: FingerprintMaker,
         outlet: Outlet,
         counters: Counter[str],
         context: zmq.Context[zmq.Socket[bytes]] | None,
-        clock: Callable[[], float],
         on_stop: Callable[[], None] | None,
     ) -> None:
         self._shared_context = context or zmq.Context.instance()
         self._own_context = None if context else _large_context()
-        self._clock = clock
+        self._clock = settings.clock
         self._on_stop = on_stop
         self._outlet = outlet
         self._counters = counters
         self._pid = os.getpid()
-        self.board = StatusBoard(clock, config.stale_after + 2 * _MAX_SLEEP)
+        self.board = StatusBoard(settings.clock, settings.sequencer.stale_after + 2 * _MAX_SLEEP)
         self._watch = Watch()
         self.roster = Roster(
-            config,
-            socket_options=socket_options,
+            settings,
             context_for=self._context_for,
             watch=self._watch,
-            decode=decode,
-            fingerprints=fingerprints,
             outlet=outlet,
             board=self.board,
             counters=counters,
-            clock=clock,
         )
-        self._cut_at = clock()  # when peers that send without end are looked for next
+        self._cut_at = settings.clock()  # when peers that send without end are looked for next
         self.commands = Commands(self._watch.wake)
         self.stopping = False
         self._thread = threading.Thread(target=self._run, name="kvindex-subscriber", daemon=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvindex import Client, NotLiveError, Rank, State, Worker, ZmqEventPublisher, connect
-from kvindex.subscribe import host_check
+from kvindex.subscribe.peer import HostCheck
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
 from tests.live import PATIENCE, client_of, link_to, wait_status, worker_of
@@ -199,7 +199,7 @@ def test_a_host_that_is_unknown_is_told_from_a_port_where_nothing_listens(
     def resolve(host: str, port: None) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(host_check.HostCheck.__init__, "__defaults__", (resolve,))
+    monkeypatch.setattr(HostCheck.__init__, "__defaults__", (resolve,))
     with client_of(Worker("engine", "tcp://no-such-host.invalid:5557")) as client:
         assert client.wait_for(lambda s: "is unknown (" in s[RANK].reason, PATIENCE)
         reason = client.status(RANK).reason

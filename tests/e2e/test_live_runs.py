@@ -189,10 +189,10 @@ def test_a_stream_that_replay_brought_to_life_still_waits_for_its_topic() -> Non
         wait_until(lambda: engine.statistics()["sent"] == 1, "the batch is sent to nobody")
         with client_of(worker_of(engine, topic="kv")) as client:
             caught_up(client, engine)
-            assert not client.subscriber._thread.roster.feeds[RANK].topic.confirmed
+            assert not client.subscriber._thread.roster.feeds[RANK].reader.topic.confirmed
             engine.serve([2] * 64)
             caught_up(client, engine)
-            assert client.subscriber._thread.roster.feeds[RANK].topic.confirmed
+            assert client.subscriber._thread.roster.feeds[RANK].reader.topic.confirmed
 
 
 class Note:

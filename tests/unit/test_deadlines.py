@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.subscribe.deadlines import Deadlines
+from kvindex.subscribe.watch import Deadlines
 
 owners = st.sampled_from("abc")
 times = st.integers(0, 20).map(float)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvindex.subscribe import endless
-from kvindex.subscribe.endless import EndlessMessages
+from kvindex.subscribe import peer
+from kvindex.subscribe.peer import EndlessMessages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
 
@@ -18,7 +18,7 @@ LIMIT = 2 * 1_000 + 4_000
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, socket.socket]]:
-    monkeypatch.setattr(endless, "_SLACK", 4_000)
+    monkeypatch.setattr(peer, "_SLACK", 4_000)
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvindex.subscribe.host_check import HostCheck
+from kvindex.subscribe.peer import HostCheck
 from tests.live import PATIENCE
 
 

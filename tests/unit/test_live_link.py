@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvindex.errors import ConfigurationError
+from kvindex.rank import Rank
+from kvindex.subscribe.events import Connected, Disconnected
 from kvindex.subscribe.live_link import LiveLink
+from kvindex.subscribe.notes import Notes
+from kvindex.subscribe.topic_check import TopicCheck
 
 Look = tuple[list[str], bool, list[bool]]  # messages, whether that was all, changes
 
@@ -23,6 +27,13 @@ class Scripted:
         self.connected = True
         self.closed = False
         self.postponed_at: float | None = None
+        self.again = 0
+
+    def look_again(self) -> None:
+        self.again += 1
+
+    def close(self) -> None:
+        self.closed = True
 
     def receive(self) -> list[list[bytes]]:
         assert not self.closed
@@ -38,43 +49,50 @@ class Scripted:
         self.postponed_at = now
 
 
+class Words:
+    """A reader to which each message is a word, in place of what it says."""
+
+    topic = TopicCheck(b"")
+
+    def live(self, messages: deque[list[bytes]]) -> Iterator[str]:
+        while messages:
+            yield messages.popleft()[0].decode()
+
+
 class Link:
     """A `LiveLink` over scripted connections, and what came of it."""
 
     def __init__(self, *connections: Scripted, bind: bool = False, hwm: int = 100) -> None:
         self.connections = list(connections)
-        self.counters: Counter[str] = Counter()
-        self.again = 0
-        self.refused: list[str] = []
+        self._made: list[Scripted] = []
+        self.notes = Notes(Rank("engine", 0), lambda: 0.0)
+        self.counters = self.notes.counters
         make: Any = self._open
-        close: Any = self._close
-        self.live = LiveLink(
-            make,
-            close,
-            self._look_again,
-            lambda error, now: self.refused.append(str(error)),
-            bind=bind,
-            hwm=hwm,
-            pause=2.0,
-            counters=self.counters,
-        )
+        reader: Any = Words()
+        self.live = LiveLink(make, reader, self.notes, bind=bind, hwm=hwm, pause=2.0)
 
-    def take(self, now: float = 1.0) -> list[bool | str]:
+    @property
+    def again(self) -> int:
+        return sum(connection.again for connection in self._made)
+
+    def take(self, now: float = 1.0, most: int = 1000) -> list[bool | str]:
+        """Take what there is, up to so many words; connections as True, their ends as False."""
         found: list[bool | str] = []
-        for what in self.live.take(now):
-            found += [what] if isinstance(what, bool) else [frames[0].decode() for frames in what]
+        for event in self.live.take(now):
+            what: Any = event
+            if isinstance(event, (Connected, Disconnected)):
+                what = isinstance(event, Connected)
+            found.append(what)
+            if sum(isinstance(word, str) for word in found) == most:
+                break
         return found
 
-    def _open(self) -> Scripted:
+    def _open(self, topics: tuple[bytes, ...]) -> Scripted:
+        assert topics == (b"",)
         if not self.connections:
             raise ConfigurationError("no socket is to be had")
-        return self.connections.pop(0)
-
-    def _close(self, connection: Scripted) -> None:
-        connection.closed = True
-
-    def _look_again(self) -> None:
-        self.again += 1
+        self._made.append(self.connections.pop(0))
+        return self._made[-1]
 
 
 def test_messages_come_after_the_connection_that_brought_them() -> None:
@@ -112,12 +130,10 @@ def test_what_is_unread_when_zeromq_has_connected_anew_is_dropped(at_once: bool)
     assert link.take() == [True, "n"]
 
 
-def test_what_is_given_back_comes_first_and_before_the_end_of_its_connection() -> None:
+def test_what_was_left_comes_first_and_before_the_end_of_its_connection() -> None:
     old = Scripted((["a", "b"], True, [False]), (["c"], True, []), ([], True, []))
     link = Link(old, Scripted((["n"], True, [True])))
-    for found in link.live.take(1.0):
-        assert isinstance(found, list)
-        link.live.give_back(found[1:])
+    assert link.take(most=1) == ["a"]
     assert link.take() == ["b"]
     assert link.take() == ["c", False]
     assert link.take() == [True, "n"]
@@ -127,17 +143,13 @@ def test_a_socket_is_not_known_to_be_empty_while_there_was_no_time_for_it() -> N
     connection = Scripted((["a", "b"], True, []), (["c"], True, []))
     link = Link(connection)
     for drained, expected in ((True, "a"), (False, "b"), (True, "c")):
-        (found,) = link.live.take(1.0)
-        assert not isinstance(found, bool)
-        assert (found[0], connection.drained) == ([expected.encode()], drained)
-        link.live.give_back(found[1:])
+        assert link.take(most=1) == [expected]
+        assert connection.drained == drained
 
 
-def test_what_was_given_back_is_dropped_with_its_socket() -> None:
-    link = Link(Scripted((["a", "b"], True, [])), Scripted((["n"], True, [True])))
-    for found in link.live.take(1.0):
-        assert isinstance(found, list)
-        link.live.give_back(found)
+def test_what_was_left_is_dropped_with_its_socket() -> None:
+    link = Link(Scripted((["a", "b", "c"], True, [])), Scripted((["n"], True, [True])))
+    assert link.take(most=1) == ["a"]
     assert link.live.reopen(1.5)
     assert link.counters["unread_dropped"] == 2
     assert link.take() == [True, "n"]
@@ -174,11 +186,14 @@ def test_a_flood_of_a_new_publisher_is_not_dropped_for_ever() -> None:
     assert len(link.take()) == 40
 
 
-def test_without_a_new_socket_the_old_one_goes_on_with_what_comes_next() -> None:
+def test_without_a_new_socket_the_old_one_goes_on_with_what_comes_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     old = Scripted((["a"], False, [False, True]), (["b"], True, []), (["n"], True, []))
     link = Link(old)
     assert link.take() == [False, True]
-    assert (link.refused, link.counters["reopen_failures"]) == (["no socket is to be had"], 1)
+    assert link.counters["reopen_failures"] == 1
+    assert "engine/0: no socket is to be had" in caplog.text
     assert (old.closed, old.postponed_at, link.counters["unread_dropped"]) == (False, 1.0, 2)
     assert link.take() == ["n"]
 
@@ -187,7 +202,7 @@ def test_a_link_closed_while_it_is_taken_from_opens_no_new_socket() -> None:
     old, new = Scripted((["a"], False, [False, True])), Scripted()
     link = Link(old, new)
     for found in link.live.take(1.0):
-        if found is False:
+        if isinstance(found, Disconnected):
             link.live.close()
     assert (old.closed, link.connections) == (True, [new])
 

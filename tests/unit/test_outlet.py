@@ -10,7 +10,7 @@ import pytest
 
 from kvindex.rank import Rank
 from kvindex.subscribe import RankBatch, RankRemoved, StreamItem
-from kvindex.subscribe.outlet import Outlet
+from kvindex.subscribe.delivery import Outlet
 
 RANK = Rank("engine", 0)
 
@@ -18,11 +18,11 @@ RANK = Rank("engine", 0)
 def test_the_sink_gets_each_batch_in_an_envelope_with_its_own_seq() -> None:
     items: list[StreamItem] = []
     outlet = Outlet(items.append, None, Counter())
-    outlet.put_batches(RANK, 2, 40, ["a", "b"], replayed=True)
+    outlet.put_run(RANK, 2, 40, ["a", "b"])
     outlet.put(RankRemoved(RANK))
     assert items == [
-        RankBatch(RANK, 2, 40, "a", True),
-        RankBatch(RANK, 2, 41, "b", True),
+        RankBatch(RANK, 2, 40, "a", False),
+        RankBatch(RANK, 2, 41, "b", False),
         RankRemoved(RANK),
     ]
 
@@ -31,7 +31,7 @@ def test_on_batch_gets_the_batches_and_the_sink_everything_else() -> None:
     items: list[StreamItem] = []
     batches: list[tuple[Rank, Any]] = []
     outlet = Outlet(items.append, lambda rank, batch: batches.append((rank, batch)), Counter())
-    outlet.put_batches(RANK, 2, 40, ["a", "b"], replayed=False)
+    outlet.put_run(RANK, 2, 40, ["a", "b"])
     outlet.put(RankRemoved(RANK))
     assert batches == [(RANK, "a"), (RANK, "b")]
     assert items == [RankRemoved(RANK)]
@@ -44,7 +44,7 @@ def test_batches_are_handed_over_one_at_least_as_long_as_there_is_time(by_batch:
         taken.append, (lambda rank, b: taken.append(b)) if by_batch else None, Counter()
     )
     times = iter([True, False, False])
-    put = partial(outlet.put_batches, RANK, 0, 0, replayed=False, time_left=lambda: next(times))
+    put = partial(outlet.put_run, RANK, 0, 0, time_left=lambda: next(times))
     assert [put(["a", "b", "c"]), put(["c"])] == [2, 1]
     assert len(taken) == 3
     outlet.shut = True
@@ -72,7 +72,7 @@ def test_a_failure_is_counted_and_the_batches_after_it_still_come(
 
     counters: Counter[str] = Counter()
     outlet = Outlet(sink, on_batch if direct else None, counters)
-    outlet.put_batches(RANK, 0, 0, ["a", "b", "c"], replayed=False)
+    outlet.put_run(RANK, 0, 0, ["a", "b", "c"])
     assert taken == ["a", "c"]
     assert counters == {"sink_failures": 1}
     assert "the sink failed on RankBatch" in caplog.text
@@ -92,6 +92,6 @@ def test_nothing_comes_once_it_is_shut_not_even_the_rest_of_a_run(direct: bool) 
         on_batch(item.rank, item.batch)
 
     outlet = Outlet(sink, on_batch if direct else None, Counter())
-    outlet.put_batches(RANK, 0, 0, ["a", "b", "c"], replayed=False)
+    outlet.put_run(RANK, 0, 0, ["a", "b", "c"])
     outlet.put(RankRemoved(RANK))
     assert taken == ["a"]

@@ -1,0 +1,235 @@
+"""The way from a feed to the sink: what is in order, as fast as the sink takes it.
+
+Owned by the subscriber's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from msgspec.structs import replace
+
+from kvindex.rank import Rank
+from kvindex.sequencer import RankBatch, RankLost, RankRestarted
+from kvindex.subscribe.status import RankStatus
+from kvindex.subscribe.stream import BatchSink, Sink, StatusSink, StreamItem
+
+__all__ = ["Allowance", "Delivery", "Outlet"]
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 0.05
+"""Of one feed in one turn; what takes longer is done in the next turns."""
+
+Item: TypeAlias = RankBatch[Any] | RankLost | RankRestarted
+
+
+class Allowance:
+    """How long one feed may hold the subscriber's thread before the others get their turn.
+
+    Whoever is bounded by it does one thing first and asks then, so that each turn brings progress.
+
+    Args:
+        clock: monotonic seconds.
+
+    Thread safety: none.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until = clock()
+
+    def begin(self) -> None:
+        """Begin a turn."""
+        self._until = self._clock() + SECONDS
+
+    def left(self) -> bool:
+        """Return whether any time is left."""
+        return self._clock() < self._until
+
+
+class Outlet:
+    """Hands items to the sink; what fails in there is counted and logged, and goes no further.
+
+    Args:
+        sink: takes every item.
+        on_batch: takes the batches instead, if given.
+        counters: where failures are counted.
+        on_statuses: takes the statuses that were shown, if given.
+
+    Attributes:
+        shut: set, by any thread, when the sink is to be called no more.
+        forked: set in a child that a sink has forked; the thread ends there when the sink returns,
+            by a SystemExit: whatever comes next in it would use the parent's sockets.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        on_batch: BatchSink | None,
+        counters: Counter[str],
+        on_statuses: StatusSink | None = None,
+    ) -> None:
+        self.shut = False
+        self.forked = False
+        self._sink = sink
+        self._on_batch = on_batch
+        self._on_statuses = on_statuses
+        self._counters = counters
+
+    def put(self, item: StreamItem) -> None:
+        """Hand over one item."""
+        if isinstance(item, RankBatch) and self._on_batch is not None:
+            self._call(RankBatch, self._on_batch, item.rank, item.batch)
+        else:
+            self._call(type(item), self._sink, item)
+
+    def put_run(
+        self,
+        rank: Rank,
+        epoch: int,
+        first_seq: int,
+        batches: Sequence[Any],
+        time_left: Callable[[], bool] = lambda: True,
+    ) -> int:
+        """Hand over live batches of one rank, numbered from `first_seq` on without a hole.
+
+        Returns:
+            How many of them: one at least, and all if there is time.
+        """
+        on_batch = self._on_batch
+        for count, batch in enumerate(batches):
+            if self.shut:
+                break
+            if on_batch is None:
+                self.put(RankBatch(rank, epoch, first_seq + count, batch, False))
+            else:  # as `put`, without an item: nearly all batches of an index come this way
+                try:
+                    on_batch(rank, batch)
+                except Exception as error:
+                    self._note_failure(RankBatch, error)
+                if self.forked:
+                    raise SystemExit
+            if not time_left():
+                return count + 1
+        return len(batches)
+
+    def put_statuses(self, statuses: Sequence[RankStatus]) -> None:
+        """Hand over what the board shows anew, perhaps nothing."""
+        if self._on_statuses is not None:
+            self._call(RankStatus, self._on_statuses, statuses)
+
+    def _call(self, kind: type, sink: Callable[..., None], *args: object) -> None:
+        if self.shut:
+            return
+        try:
+            sink(*args)
+        except Exception as error:
+            self._note_failure(kind, error)
+        if self.forked:
+            raise SystemExit
+
+    def _note_failure(self, kind: type, error: Exception) -> None:
+        self._counters["sink_failures"] += 1
+        logger.error("the sink failed on %s", kind.__name__, exc_info=error)
+
+
+class _Row(NamedTuple):
+    """Live batches numbered without a hole."""
+
+    first_seq: int
+    batches: Sequence[Any]
+
+
+class Delivery:
+    """What of one feed is in order, and how far the sink has got with it.
+
+    Args:
+        rank: whose it is.
+        outlet: hands items over.
+        time_left: asked after each item whether there is time for a further one.
+
+    Attributes:
+        epoch, seq: of the last batch that was handed over; seq is None before the first.
+        batch_at: when that was, None before the first.
+    """
+
+    def __init__(self, rank: Rank, outlet: Outlet, time_left: Callable[[], bool]) -> None:
+        self.epoch = 0
+        self.seq: int | None = None
+        self.batch_at: float | None = None
+        self._rank = rank
+        self._outlet = outlet
+        self._time_left = time_left
+        self._waiting: deque[Item | _Row] = deque()
+        self._handing_over = False
+
+    def __bool__(self) -> bool:
+        """Whether anything waits, for want of time."""
+        return bool(self._waiting)
+
+    @property
+    def lag(self) -> int:
+        """How many batches wait."""
+        return sum(
+            len(item.batches) if isinstance(item, _Row) else isinstance(item, RankBatch)
+            for item in self._waiting
+        )
+
+    def add(self, item: Item) -> None:
+        """Have an item handed over after all others."""
+        self._waiting.append(item)
+
+    def add_run(self, first_seq: int, batches: Sequence[Any]) -> None:
+        """Have live batches handed over after all other items."""
+        self._waiting.append(_Row(first_seq, batches))
+
+    def rename(self, rank: Rank) -> None:
+        """Give what waits, and what comes, another name."""
+        self._rank = rank
+        self._waiting = deque(
+            item if isinstance(item, _Row) else replace(item, rank=rank) for item in self._waiting
+        )
+
+    def hand_over(self, now: float) -> None:
+        """Hand over what waits: one item at least, and all if there is time."""
+        if self._handing_over:
+            return  # within a call of the sink
+        self._handing_over = True
+        try:
+            while self._waiting:
+                self._put(self._waiting.popleft(), now)
+                if not self._time_left():
+                    break
+        finally:
+            self._handing_over = False
+
+    def hand_over_all(self, now: float) -> None:
+        """Hand over everything that waits, however long it takes."""
+        while self._waiting and not self._handing_over:
+            self.hand_over(now)
+
+    def close(self) -> None:
+        """Drop what waits."""
+        self._waiting.clear()
+
+    def _put(self, item: Item | _Row, now: float) -> None:
+        if isinstance(item, _Row):
+            first_seq, batches = item
+            self._note(first_seq + len(batches) - 1, now)
+            done = self._outlet.put_run(self._rank, self.epoch, first_seq, batches, self._time_left)
+            if done < len(batches):
+                self.seq = first_seq + done - 1
+                self._waiting.appendleft(_Row(first_seq + done, batches[done:]))
+            return
+        if isinstance(item, RankBatch):
+            self._note(item.seq, now)
+        elif isinstance(item, RankRestarted):
+            self.epoch, self.seq = item.epoch, None
+        self._outlet.put(item)
+
+    def _note(self, seq: int, now: float) -> None:
+        self.seq, self.batch_at = seq, now

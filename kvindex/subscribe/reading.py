@@ -1,0 +1,159 @@
+"""From frames to events: what messages say, and what is wrong with them.
+
+Nearly every live message is ordinary: three frames, the wanted topic, the seq after that of the
+message before, a payload that can be decoded, and no news of the publisher's dp_rank. Such messages
+are read by the run: one event for all of them, with what a sequencer must know of each.
+
+Owned by the subscriber's thread.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvindex.errors import DecodeError
+from kvindex.sequencer import Batch
+from kvindex.subscribe.events import (
+    Damaged,
+    Event,
+    Named,
+    ReplayBatch,
+    ReplayDamaged,
+    ReplayEnded,
+    Run,
+)
+from kvindex.subscribe.notes import Notes
+from kvindex.subscribe.stream import Decode, DecodedBatch, Fingerprint
+from kvindex.subscribe.topic_check import TopicCheck
+from kvindex.wire import parse_live, parse_replay
+
+__all__ = ["Reader"]
+
+_unpack_seq = struct.Struct(">Q").unpack
+
+
+class Reader:
+    """Reads the messages of one publisher.
+
+    Args:
+        topic: the prefix that topics must have.
+        decode: makes batches of payloads.
+        fingerprint: makes hashes of them.
+        notes: where damage is counted and logged.
+        time_left: whether there is time to decode a further payload at once.
+
+    Attributes:
+        topic: whether the topic is right.
+        named: the dp_rank that batches name; None while they have named none.
+    """
+
+    def __init__(
+        self,
+        topic: bytes,
+        decode: Decode,
+        fingerprint: Fingerprint,
+        notes: Notes,
+        time_left: Callable[[], bool],
+    ) -> None:
+        self.topic = TopicCheck(topic)
+        self.named: int | None = None
+        self._decode = decode
+        self._fingerprint = fingerprint
+        self._notes = notes
+        self._time_left = time_left
+
+    def live(self, messages: deque[list[bytes]]) -> Iterator[Event]:
+        """Yield what live messages say; those that were told are taken out of `messages`."""
+        while messages:
+            was_named = self.named is not None
+            run = self._run(messages) if self.topic.confirmed else None
+            event = self._odd(messages.popleft()) if run is None else run
+            if self.named is not None and not was_named:
+                yield Named(self.named)
+            if event is not None:
+                yield event
+
+    def _run(self, messages: deque[list[bytes]]) -> Run | None:
+        """Take out the ordinary messages in front; None if the first is none.
+
+        Nothing has come of the message that ends a run: what it is, the next look finds out.
+        """
+        topic, decode, fingerprint = self.topic.topic, self._decode, self._fingerprint
+        time_left, named = self._time_left, self.named
+        batches: list[DecodedBatch] = []
+        run = Run(0, batches, [], [], [])
+        _, _, timestamps, fingerprints, sizes = run
+        next_seq = 0
+        try:
+            for sent_topic, head, payload in messages:
+                (seq,) = _unpack_seq(head)
+                if (batches and seq != next_seq) or not sent_topic.startswith(topic):
+                    break
+                batch = decode(payload)
+                if named is None and batch.data_parallel_rank is not None:
+                    if batches:
+                        break
+                    self.named = named = batch.data_parallel_rank
+                batches.append(batch)
+                timestamps.append(batch.ts)
+                fingerprints.append(fingerprint(payload))
+                sizes.append(len(payload))
+                next_seq = seq + 1
+                if not time_left():
+                    break
+        except (ValueError, struct.error, DecodeError):
+            pass  # not three frames, no seq of eight bytes, or no batch
+        if not batches:
+            return None
+        for _ in batches:
+            messages.popleft()
+        return run._replace(first_seq=next_seq - len(batches))
+
+    def _odd(self, frames: list[bytes]) -> Run | Damaged | None:
+        """Read one live message, whatever it is; None for one of another topic."""
+        try:
+            live = parse_live(frames)
+        except DecodeError as error:
+            self._note_damage("bad_frames", error)
+            return Damaged(None)
+        if not self.topic.fits(live.topic):
+            return None
+        batch = self._decoded(live.seq, live.payload)
+        if batch is None:
+            return Damaged(live.seq)
+        return Run(batch.seq, [batch.content], [batch.ts], [batch.fingerprint], [batch.size])
+
+    def reply(self, request: int, frames: list[bytes]) -> Iterator[Event]:
+        """Yield what a reply to a replay request says: nothing, if it cannot be read at all."""
+        try:
+            reply = parse_replay(frames)
+        except DecodeError as error:
+            self._note_damage("bad_frames", error)
+            return
+        if reply.end:
+            yield ReplayEnded(request)
+            return
+        if reply.topic is not None and not self.topic.confirmed:
+            self.topic.fits(reply.topic)
+        was_named = self.named is not None
+        batch = self._decoded(reply.seq, reply.payload)
+        if self.named is not None and not was_named:
+            yield Named(self.named)
+        yield ReplayDamaged(request, reply.seq) if batch is None else ReplayBatch(request, batch)
+
+    def _decoded(self, seq: int, payload: bytes) -> Batch | None:
+        try:
+            batch = self._decode(payload)
+        except DecodeError as error:
+            self._note_damage("undecodable", error)
+            return None
+        if self.named is None:
+            self.named = batch.data_parallel_rank
+        return Batch(seq, batch.ts, batch, self._fingerprint(payload), len(payload))
+
+    def _note_damage(self, kind: str, error: DecodeError) -> None:
+        self._notes.counters["decode_failures"] += 1
+        self._notes.counters[kind] += 1
+        self._notes.warn(kind, "%s: %s", kind, error)
