@@ -19,7 +19,6 @@ class LiveBatches:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._stream = machine.stream
         self._applied = machine.applied
         self._held = machine.held
         self._replay = machine.replay
@@ -42,7 +41,7 @@ class LiveBatches:
         elif self._follows(batch):
             if batch.seq in self._held:  # it waited for a replay that proved empty
                 self._counters["duplicates"] += 1
-            self._stream.deliver(batch, replayed=False)
+            self._machine.deliver(batch, replayed=False)
             self._machine.drain()
             self._machine.after_advance()
         elif self._machine.hold(batch):
@@ -51,9 +50,7 @@ class LiveBatches:
     def _follows(self, batch: Batch) -> bool:
         """Return whether a live batch may be delivered at once."""
         applied = self._applied
-        if applied.unproven or self._machine.catching_up:
-            return False
-        if applied.start_in_doubt and self._replay.usable:
+        if applied.unproven or self._machine.awaits_replay:
             return False
         if applied.next_seq is None and self._machine.state is State.LIVE:
             applied.start(batch.seq)
@@ -78,8 +75,8 @@ class LiveBatches:
             if self._machine.state is State.LIVE and self._machine.repair is None:
                 self._machine.begin(Purpose.PROBE)
             return
-        self._stream.refused += 1
-        if self._stream.refused >= MAX_REFUSED and self._machine.state is not State.CONNECTING:
+        self._machine.refused += 1
+        if self._machine.refused >= MAX_REFUSED and self._machine.state is not State.CONNECTING:
             self._machine.restart("clock_fell_back", batch)
 
     def take_damaged(self, seq: int | None) -> None:
@@ -95,7 +92,7 @@ class LiveBatches:
         elif seq is not None and next_seq is not None and not self._applied.unproven:
             self._machine.note_damaged(seq)
             if self._machine.state is not State.CONNECTING:
-                self._stream.lose_damaged()
+                self._machine.lose_damaged()
                 self._machine.go_live()
 
     @property
@@ -132,6 +129,6 @@ class LiveBatches:
             count = min(count, next(older))
         if count:
             self._counters["live"] += count
-            self._stream.note_delivered(count)
+            self._machine.note_delivered(count)
             self._applied.apply_run(timestamps[:count], fingerprints[:count])
         return count

@@ -14,7 +14,6 @@ class Replies:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._stream = machine.stream
         self._applied = machine.applied
         self._held = machine.held
         self._replay = machine.replay
@@ -23,21 +22,21 @@ class Replies:
     def take(self, repair: Repair, batch: Batch) -> None:
         """Take a reply to the open request."""
         self._replay.unanswered = 0
-        repair.saw(batch.seq, self._stream.now)
+        repair.saw(batch.seq, self._machine.now)
         self._stop_flood(repair, advanced=self._take(repair, batch))
 
     def take_damaged(self, repair: Repair, seq: int | None) -> None:
         """Take note of a reply that cannot be read; its seq, where that was legible."""
         self._counters["damaged"] += 1
         if seq is not None:
-            repair.saw(seq, self._stream.now)
+            repair.saw(seq, self._machine.now)
             self._machine.note_damaged(seq)
         self._stop_flood(repair, advanced=False)
 
     def end(self, repair: Repair, request: int) -> None:
         """Take note of the end of the open request."""
         self._counters["replays_ended"] += 1
-        self._replay.ended(self._stream.now)
+        self._replay.ended(self._machine.now)
         self._machine.close_request(repair)
         self._held.testify(request)
         self._take_end(repair)
@@ -129,7 +128,7 @@ class Replies:
             return advanced
         if repair.purpose is Purpose.PROBE:
             self._counters["tail_repaired"] += 1
-        self._stream.deliver(batch, replayed=True)
+        self._machine.deliver(batch, replayed=True)
         self._machine.drain()
         self._machine.after_advance()
         return True
@@ -137,7 +136,7 @@ class Replies:
     def _stop_flood(self, repair: Repair, *, advanced: bool) -> None:
         """Abandon a request whose replies go on for ever without bringing anything."""
         still_open = self._machine.repair is repair and repair.request is not None
-        if not repair.judge(advanced, self._stream.now) and still_open:
+        if not repair.judge(advanced, self._machine.now) and still_open:
             self._counters["replay_flood"] += 1
             self._machine.close_request(repair)
             self._retry_or_give_up(repair, "replay_failed")
@@ -175,7 +174,7 @@ class Replies:
             if self._applied.next_seq == 0:
                 self._applied.forget_start()
             self._machine.go_live()
-            self._stream.lose_dropped()
+            self._machine.lose_dropped()
 
     def _take_end_below(self, repair: Repair) -> None:
         """Judge a replay that ended below what was applied: a restart, or nothing is kept."""
@@ -213,7 +212,7 @@ class Replies:
         if repair.purpose is Purpose.PROBE and not self._machine.missing:
             self._counters["probes_failed"] += 1
             self._replay.probe_rarely()
-            self._replay.quiet_since = self._stream.now
+            self._replay.quiet_since = self._machine.now
             self._machine.repair = None
         elif not repair.exhausted:
             self._machine.ask_later(repair)
@@ -235,8 +234,8 @@ class Replies:
         if reason in ("replay_timeout", "replay_failed"):
             # Nobody answers: each further hole would cost as much time for nothing.
             self._replay.wanted = False
-            self._stream.lose_all_gaps(reason)
-            self._stream.lose_dropped()
+            self._machine.lose_all_gaps(reason)
+            self._machine.lose_dropped()
         else:
             self._lose_holes_tried_for(repair, reason)
         if self._machine.missing:
@@ -251,10 +250,10 @@ class Replies:
         All tries asked from the same seq on, so they were tries for each hole known before them.
         """
         first_try = self._replay.requests + 1 - repair.tries
-        self._stream.lose(reason)
+        self._machine.lose(reason)
         self._machine.drain()
         while self._held.is_hole_older_than(first_try):
-            self._stream.lose(self._name_hole(repair))
+            self._machine.lose(self._name_hole(repair))
             self._machine.drain()
 
     def _lose_join(self, reason: str) -> None:
@@ -264,7 +263,7 @@ class Replies:
             return
         self._applied.start(first)
         if first > 0:
-            self._stream.declare_lost(reason, 0, first - 1)
+            self._machine.declare_lost(reason, 0, first - 1)
 
     def _name_hole(self, repair: Repair) -> str:
         """Return why replay could not fill the hole at the next expected seq."""

@@ -17,9 +17,9 @@ drops what the rank held, so batches of two publishers never stand together.
 
 **The parts**, from below. `Applied` remembers what was delivered. `Held` keeps what came out of
 order, within bounds, with the evidence for each batch. `Replay` is what is known of the replay
-endpoint, and `Repair` the replay that is under way. `Stream` makes the items and moves the cursor.
-`Machine` knows the state and makes each step to another. `LiveBatches` and `Replies` decide what
-steps to take. `Sequencer` has the entrances, and watches the time.
+endpoint, and `Repair` the replay that is under way. `Machine` knows the state, makes each step to
+another, and with them the items. `LiveBatches` and `Replies` decide which steps to take.
+`Sequencer` has the entrances, and watches the time.
 
 **States.** ::
 
@@ -74,7 +74,6 @@ whose first batch to reach us has exactly the next number, cannot be told from t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
@@ -106,6 +105,10 @@ class Sequencer:
         now: the time.
         random: source of the jitter of back-off.
 
+    Attributes:
+        applied: what was delivered: `epoch`, `seq`, `complete`, … Read, do not write.
+        counters: what happened how often, by name. Read, do not write.
+
     Examples:
         >>> sequencer = Sequencer(Rank("w", 0), SequencerConfig(has_replay=True), now=0.0)
         >>> sequencer.connected(0.0)
@@ -113,34 +116,33 @@ class Sequencer:
         >>> sequencer.replay_ended(1, 0.1)
         [CloseReplay(request=1)]
         >>> [item] = sequencer.live(Batch(0, 1.0, "events", fingerprint=7, size=3), 0.2)
-        >>> item.rank, item.seq, item.batch, sequencer.next_seq, str(sequencer.state)
+        >>> item.rank, item.seq, item.batch, sequencer.applied.next_seq, str(sequencer.state)
         (Rank(worker='w', dp_rank=0), 0, 'events', 1, 'live')
     """
 
     def __init__(
         self, rank: Rank, config: SequencerConfig, *, now: float, random: Random | None = None
     ) -> None:
-        self._config = config
-        self._alive_at = now
-        self._stale = False
         self._machine = Machine(rank, config, now, Random() if random is None else random)
         self._live = LiveBatches(self._machine)
         self._replies = Replies(self._machine)
-        self._stream = self._machine.stream
-        self._applied = self._machine.applied
-        self._held = self._machine.held
         self._replay = self._machine.replay
+        self._config = config
+        self._alive_at = now
+        self._stale = False
+        self.applied = self._machine.applied
+        self.counters = self._machine.counters
 
     # How it stands ----------------------------------------------------------------------------
 
     @property
     def rank(self) -> Rank:
         """The name that items carry; its owner may set another."""
-        return self._stream.rank
+        return self._machine.rank
 
     @rank.setter
     def rank(self, rank: Rank) -> None:
-        self._stream.rank = rank
+        self._machine.rank = rank
 
     @property
     def state(self) -> State:
@@ -149,45 +151,24 @@ class Sequencer:
         return State.STALE if self._stale and state is State.LIVE else state
 
     @property
-    def epoch(self) -> int:
-        """Restarts so far."""
-        return self._applied.epoch
-
-    @property
-    def seq(self) -> int | None:
-        """Seq of the last batch delivered in this epoch, or None."""
-        return self._applied.seq
-
-    @property
-    def next_seq(self) -> int | None:
-        """The seq that must be delivered next; None while the epoch may start anywhere."""
-        return self._applied.next_seq
-
-    @property
-    def complete(self) -> bool:
-        """Whether every batch of the publisher, from its first on, has been delivered."""
-        return self._applied.complete
-
-    @property
     def lag(self) -> int:
         """Batches that are known to exist and not delivered."""
-        next_seq = self._applied.next_seq
-        return len(self._held) if next_seq is None else max(0, self._held.highest + 1 - next_seq)
-
-    @property
-    def counters(self) -> Counter[str]:
-        """What happened how often, by name. The sequencer's own: read, do not write."""
-        return self._stream.counters
+        next_seq = self.applied.next_seq
+        return (
+            len(self._machine.held)
+            if next_seq is None
+            else max(0, self._machine.held.highest + 1 - next_seq)
+        )
 
     @property
     def reason(self) -> str:
         """Why the state is not LIVE and what is awaited, for people; empty when LIVE."""
         return explain(
             self.state,
-            self._applied,
-            self._held,
+            self.applied,
+            self._machine.held,
             self._machine.repair,
-            now=self._stream.now,
+            now=self._machine.now,
             alive_at=self._alive_at,
             gap_due=self._machine.gap_due,
         )
@@ -223,7 +204,7 @@ class Sequencer:
         """
         if self._machine.state is State.CLOSED or not self._replay.usable:
             return None
-        return self._applied.cursor(losses_kept=self._config.on_loss == "keep")
+        return self.applied.cursor(losses_kept=self._config.on_loss == "keep")
 
     # Entrances --------------------------------------------------------------------------------
 
@@ -240,16 +221,16 @@ class Sequencer:
         """
         if self._enter(now):
             assert self._machine.state is State.CONNECTING
-            assert self._applied.seq is None
+            assert self.applied.seq is None
             refusal = refused or self._why_not_resume(cursor)
             if cursor is None or refusal:
                 self.counters["resumes_refused"] += 1
                 self.counters[f"refused_{refusal}"] += 1
-                self._applied.epoch = 0 if cursor is None else cursor.epoch
+                self.applied.epoch = 0 if cursor is None else cursor.epoch
                 self._machine.restart(refusal)
             else:
                 self.counters["resumed"] += 1
-                self._applied.resume(cursor)
+                self.applied.resume(cursor)
         return self._leave()
 
     def connected(self, now: float) -> list[Action]:
@@ -259,12 +240,12 @@ class Sequencer:
                 self._machine.disconnect()
             self._alive_at = self._replay.quiet_since = now
             if self._replay.exists:
-                self._machine.begin(Purpose.JOIN if self._applied.seq is None else Purpose.PROVE)
+                self._machine.begin(Purpose.JOIN if self.applied.seq is None else Purpose.PROVE)
             else:
-                if self._applied.unproven:
+                if self.applied.unproven:
                     # Nothing will ever show that it is the same publisher, nor whose the batches
                     # are that came since the connection broke.
-                    self._held.clear()
+                    self._machine.held.clear()
                     self._machine.restart("unproven_reconnect")
                 self._machine.go_live()
         return self._leave()
@@ -361,7 +342,7 @@ class Sequencer:
         """End for good; idempotent."""
         if self._enter(now):
             self._machine.abandon_repair()
-            self._held.clear()
+            self._machine.held.clear()
             self._machine.state = State.CLOSED
         return self._leave()
 
@@ -371,12 +352,12 @@ class Sequencer:
         """Set the time; return False when closed."""
         if self._machine.state is State.CLOSED:
             return False
-        self._stream.now = now
+        self._machine.now = now
         return True
 
     def _leave(self) -> list[Action]:
         """Hand over the actions that have piled up."""
-        out, self._stream.out = self._stream.out, []
+        out, self._machine.out = self._machine.out, []
         return out
 
     def _current(self, request: int) -> Repair | None:
@@ -396,12 +377,12 @@ class Sequencer:
         return "kept_losses" if cursor.kept_losses and self._config.on_loss == "reset" else ""
 
     def _prove_life(self) -> None:
-        self._alive_at = self._stream.now
+        self._alive_at = self._machine.now
         self._stale = False
 
     def _note_silence(self) -> None:
         due = self._alive_at + self._config.stale_after
-        if self._machine.state is State.LIVE and not self._stale and self._stream.now >= due:
+        if self._machine.state is State.LIVE and not self._stale and self._machine.now >= due:
             self._stale = True
             self.counters["stale"] += 1
 

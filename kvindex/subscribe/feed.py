@@ -177,7 +177,10 @@ class Feed:
             self._named_by_cursor = True
         cursor = None if saved is None else saved.cursor
         self._carry_out(self.sequencer.resume(cursor, now, refused=resumption.refused), now)
-        self.delivery.epoch, self.delivery.seq = self.sequencer.epoch, self.sequencer.seq
+        self.delivery.epoch, self.delivery.seq = (
+            self.sequencer.applied.epoch,
+            self.sequencer.applied.seq,
+        )
 
     def cursor(self, now: float) -> SavedCursor | None:
         """Return all that another process must know to go on from here; None if it cannot."""

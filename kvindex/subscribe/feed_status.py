@@ -22,7 +22,7 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
         reason=_reason(feed, now),
         epoch=feed.delivery.epoch,
         seq=feed.delivery.seq,
-        complete=sequencer.complete,
+        complete=sequencer.applied.complete,
         lag=sequencer.lag + feed.delivery.lag,
         connected=feed.live.connection.connected,
         endpoint=feed.address.endpoint,
@@ -102,7 +102,7 @@ def _unrepairable(feed: Feed) -> str:
         return ""
     replay = feed.address.replay
     where = "" if replay is None else f" (replay: {replay}, its port is replay port + dp_rank)"
-    partial = "" if feed.sequencer.complete else "it is not complete, and "
+    partial = "" if feed.sequencer.applied.complete else "it is not complete, and "
     return f"{why}{where}: {partial}every gap is a loss"
 
 

@@ -372,7 +372,7 @@ class World:
         if self.expected is not None:
             assert batch.seq == self.expected, f"{batch.seq} delivered, {self.expected} expected"
         elif batch.seq > 0:
-            assert not self.sequencer.complete
+            assert not self.sequencer.applied.complete
         if self.delivered and self.delivered[-1].content[0] != life:
             self._check_mixture(action)
         if life < self.highest_life:

@@ -94,7 +94,7 @@ class CacheWorld(World):
             for block in self.index.tree(RANK).walk()
         }
         truth = {(h, medium, group or 0): c for (h, medium, group), c in self.fake.truth().items()}
-        if self.sequencer.complete:
+        if self.sequencer.applied.complete:
             assert held == truth
             for request in workload(5, seed=1):
                 found = self.index.match(request.token_ids)[RANK].tokens
@@ -149,7 +149,7 @@ def test_when_replay_reaches_back_the_index_equals_the_engine(
     world = CacheWorld(seed=seed, faults=faults, config=config, buffer_steps=10_000)
     if run(world, schedule):
         if not world.sequencer.counters["repairs_given_up"]:
-            assert world.sequencer.complete
+            assert world.sequencer.applied.complete
         world.compare()
 
 

@@ -51,7 +51,7 @@ def by_runs(sequencer: Sequencer, batches: Sequence[Batch], now: float) -> list[
             timestamps, fingerprints = [b.ts for b in row], [b.fingerprint for b in row]
             taken = sequencer.live_run(row[0].seq, timestamps, fingerprints, now)
             actions += [
-                RankBatch(RANK, sequencer.epoch, batch.seq, batch.content, False)
+                RankBatch(RANK, sequencer.applied.epoch, batch.seq, batch.content, False)
                 for batch in row[:taken]
             ]
             event(f"runs of {'several' if taken > 1 else taken}")

@@ -78,7 +78,7 @@ def check_at_rest(world: World) -> None:
     held = world.unbroken
     assert held == published[len(published) - len(held) :]
     assert held or not published or world.losses
-    if sequencer.complete:
+    if sequencer.applied.complete:
         assert held == published == engine.batches[: len(published)]
 
 
@@ -103,7 +103,7 @@ def test_whatever_replay_can_repair_is_repaired_without_loss(
         check_at_rest(world)
         assert world.delivered == world.engine.batches
         assert world.losses == []
-        assert world.sequencer.complete
+        assert world.sequencer.applied.complete
 
 
 @schedules
@@ -151,7 +151,7 @@ def test_a_process_that_goes_on_from_what_another_saved_loses_nothing(
         check_at_rest(world)
         assert world.delivered == world.engine.batches
         assert world.losses == []
-        assert world.sequencer.complete
+        assert world.sequencer.applied.complete
         event(f"resumed {min(world.resumed, 2)}")
 
 

@@ -23,9 +23,9 @@ def test_a_run_advances_as_so_many_batches_would() -> None:
     assert script.sequencer.run_start == 1
     assert take_run(script, 1, 5) == 5
     sequencer = script.sequencer
-    assert (sequencer.seq, sequencer.next_seq, sequencer.run_start) == (5, 6, 6)
+    assert (sequencer.applied.seq, sequencer.applied.next_seq, sequencer.run_start) == (5, 6, 6)
     assert (script.count["live"], script.count["delivered"]) == (5, 6)
-    assert sequencer.complete
+    assert sequencer.applied.complete
     assert delivered(script.live(6)) == [6]
 
 
@@ -41,30 +41,30 @@ def test_another_payload_under_a_number_of_a_run_is_a_restart() -> None:
     script = Script().joined(0)
     take_run(script, 1, 5)
     script.live(batch(4, life=1))
-    assert script.sequencer.epoch == 1
+    assert script.sequencer.applied.epoch == 1
 
 
 def test_a_run_ends_before_a_batch_that_is_older_than_the_epoch() -> None:
     script = Script().joined(0)
     ts = [START_TS + 1, START_TS, START_TS - 0.5, START_TS + 4]
     assert take_run(script, 1, 4, ts=ts) == 2
-    assert script.sequencer.next_seq == 3
+    assert script.sequencer.applied.next_seq == 3
     assert take_run(script, 3, 1, ts=[START_TS - 0.5]) == 0
-    assert script.sequencer.next_seq == 3
+    assert script.sequencer.applied.next_seq == 3
 
 
 def test_a_run_that_begins_elsewhere_is_not_taken() -> None:
     script = Script().joined(0)
     for first_seq in (0, 2, 2**64 - 1):
         assert take_run(script, first_seq, 2) == 0
-    assert script.sequencer.next_seq == 1
+    assert script.sequencer.applied.next_seq == 1
     assert script.count["live"] == 0
 
 
 def test_an_empty_run_changes_nothing() -> None:
     script = Script().joined(0)
     assert script.sequencer.live_run(1, [], [], script.now) == 0
-    assert script.sequencer.next_seq == 1
+    assert script.sequencer.applied.next_seq == 1
 
 
 def test_numbers_end_before_the_one_that_marks_a_replays_end() -> None:
@@ -74,7 +74,7 @@ def test_numbers_end_before_the_one_that_marks_a_replays_end() -> None:
     script.live(last - 1)
     assert take_run(script, last, 3) == 1
     assert take_run(script, last + 1, 1) == 0
-    assert script.sequencer.seq == last
+    assert script.sequencer.applied.seq == last
 
 
 def test_a_run_proves_life_and_puts_the_probe_off() -> None:
@@ -179,10 +179,10 @@ def after_closing() -> Script:
 )
 def test_no_run_begins(situation: Callable[[], Script]) -> None:
     script = situation()
-    next_seq = script.sequencer.next_seq
+    next_seq = script.sequencer.applied.next_seq
     assert script.sequencer.run_start is None
     assert take_run(script, 1 if next_seq is None else next_seq, 2) == 0
-    assert script.sequencer.next_seq == next_seq
+    assert script.sequencer.applied.next_seq == next_seq
 
 
 def test_runs_begin_again_once_a_gap_is_filled() -> None:

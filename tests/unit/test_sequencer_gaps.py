@@ -48,7 +48,7 @@ def test_gap_is_filled_from_the_last_applied_batch_and_order_is_kept() -> None:
     assert delivered(script.reply(1, 2, 3)) == [2, 3, 4]
     assert script.is_in(State.LIVE)
     script.end()
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
     assert script.sequencer.reason == ""
 
 
@@ -80,7 +80,7 @@ def test_evicted_history_is_lost_after_the_tries() -> None:
     assert lost(script.actions) == [("evicted", 1, 3)]
     assert delivered(script.actions) == [0, 4, 5]
     assert script.is_in(State.LIVE)
-    assert not script.sequencer.complete
+    assert not script.sequencer.applied.complete
 
 
 def test_batch_that_was_never_encoded_is_an_unreplayable_hole() -> None:
@@ -125,7 +125,7 @@ def test_each_reply_restarts_the_time_out() -> None:
         script.pass_time(0.9 * TIMEOUT)
         script.reply(seq)
     assert script.count["replay_timeouts"] == 0
-    assert script.sequencer.seq == 7
+    assert script.sequencer.applied.seq == 7
 
 
 def test_back_off_grows_and_is_capped() -> None:
@@ -246,7 +246,7 @@ def test_seq_that_falls_back_with_a_newer_time_is_a_restart() -> None:
     assert restarts(out) == ["seq_fell_back"]
     assert asked(out) == [0]
     assert delivered(script.reply(batch(0, 1), end=True)) == [(1, 0)]
-    assert script.sequencer.epoch == 1
+    assert script.sequencer.applied.epoch == 1
 
 
 def test_restart_without_replay_goes_on_with_the_batch_that_told() -> None:
@@ -256,7 +256,7 @@ def test_restart_without_replay_goes_on_with_the_batch_that_told() -> None:
     out = script.live(batch(0, 1))
     assert restarts(out) == ["seq_fell_back"]
     assert delivered(out) == [(1, 0)]
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
 
 
 def test_straggler_of_an_old_epoch_is_refused_and_checked() -> None:
@@ -394,7 +394,7 @@ def test_overflow_of_held_batches_is_followed_by_a_further_replay() -> None:
     assert asked(out) == [3]
     assert delivered(script.reply(3, 4, 5, end=True)) == [4, 5]
     assert script.is_in(State.LIVE)
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
 
 
 def test_held_batches_are_bounded_in_bytes() -> None:
@@ -421,7 +421,7 @@ def test_corrupted_number_that_no_replay_confirms_is_discarded_without_loss() ->
     assert script.count["unconfirmed"] == 1
     assert script.is_in(State.LIVE)
     assert delivered(script.live(1)) == [1]
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
 
 
 def test_same_number_with_other_content_keeps_the_newer() -> None:

@@ -15,8 +15,8 @@ def test_replay_from_zero_is_asked_first_and_streams() -> None:
     assert delivered(script.reply(0, 1)) == [0, 1]
     assert script.end() == [CloseReplay(1)]
     assert script.is_in(State.LIVE)
-    assert script.sequencer.complete
-    assert (script.sequencer.seq, script.sequencer.next_seq) == (1, 2)
+    assert script.sequencer.applied.complete
+    assert (script.sequencer.applied.seq, script.sequencer.applied.next_seq) == (1, 2)
 
 
 def test_live_batches_are_held_during_the_join_and_follow_it() -> None:
@@ -31,7 +31,7 @@ def test_live_batches_are_held_during_the_join_and_follow_it() -> None:
 def test_buffer_that_no_longer_reaches_back_gives_a_partial_join_without_loss() -> None:
     script = Script().joined(7, 8)
     assert delivered(script.actions) == [7, 8]
-    assert not script.sequencer.complete
+    assert not script.sequencer.applied.complete
     assert script.count["join_truncated"] == 1
     assert lost(script.actions) == []
 
@@ -41,15 +41,15 @@ def test_held_batches_reach_further_back_than_a_small_buffer() -> None:
     script.connect()
     script.live(0, 1, 2, 3)
     assert delivered(script.reply(3, end=True)) == [0, 1, 2, 3]
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
 
 
 def test_empty_replay_means_nothing_was_published_yet() -> None:
     script = Script().joined()
     assert script.is_in(State.LIVE)
-    assert script.sequencer.next_seq == 0
+    assert script.sequencer.applied.next_seq == 0
     assert delivered(script.live(0)) == [0]
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
 
 
 def test_publisher_that_keeps_nothing_is_followed_without_replay() -> None:
@@ -64,7 +64,7 @@ def test_publisher_that_keeps_nothing_is_followed_without_replay() -> None:
         script.pass_time(1.0)
         script.end()
     assert delivered(script.actions) == [5]
-    assert not script.sequencer.complete
+    assert not script.sequencer.applied.complete
     assert script.count["replay_empty"] == 1
 
 
@@ -82,7 +82,7 @@ def test_a_copy_of_a_batch_that_waited_for_an_empty_replay_is_delivered_once() -
     assert delivered(script.pass_time(2 * TIMEOUT)) == []
     assert lost(script.actions) == []
     assert script.count["duplicates"] == 1
-    assert script.sequencer.next_seq == 3
+    assert script.sequencer.applied.next_seq == 3
 
 
 def test_publisher_whose_empty_buffer_fills_is_joined_again() -> None:
@@ -97,7 +97,7 @@ def test_publisher_whose_empty_buffer_fills_is_joined_again() -> None:
     script.pass_time(5.0)
     assert restarts(script.reply(batch(5))) == ["replay_awoke"]
     assert delivered(script.reply(*range(6), end=True)) == [0, 1, 2, 3, 4, 5]
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
 
 
 def test_dead_replay_at_join_delays_live_batches_but_never_stops_them() -> None:
@@ -107,7 +107,7 @@ def test_dead_replay_at_join_delays_live_batches_but_never_stops_them() -> None:
     assert delivered(script.pass_time(3 * TIMEOUT + 1.0)) == [4, 5]
     assert lost(script.actions) == [("join_replay_timeout", 0, 3)]
     assert script.is_in(State.LIVE)
-    assert not script.sequencer.complete
+    assert not script.sequencer.applied.complete
     assert delivered(script.live(6)) == [6]
 
 
@@ -118,7 +118,7 @@ def test_dead_replay_at_join_with_nothing_held_declares_no_loss() -> None:
     assert lost(script.actions) == []
     assert script.is_in(State.LIVE)
     assert delivered(script.live(9)) == [9]
-    assert not script.sequencer.complete
+    assert not script.sequencer.applied.complete
 
 
 def test_without_replay_the_first_live_batch_begins() -> None:
@@ -127,7 +127,7 @@ def test_without_replay_the_first_live_batch_begins() -> None:
         assert script.connect() == []
         assert script.is_in(State.LIVE)
         assert delivered(script.live(first)) == [first]
-        assert script.sequencer.complete is complete
+        assert script.sequencer.applied.complete is complete
 
 
 def test_same_publisher_after_a_reconnect_goes_on() -> None:
@@ -138,7 +138,7 @@ def test_same_publisher_after_a_reconnect_goes_on() -> None:
     assert delivered(script.live(3)) == []
     assert delivered(script.reply(1, 2, end=True)) == [2, 3]
     assert restarts(script.actions) == []
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
 
 
 def test_restart_while_cut_off_that_has_passed_our_number_is_found_by_the_overlap() -> None:
@@ -154,8 +154,8 @@ def test_restart_while_cut_off_that_has_passed_our_number_is_found_by_the_overla
         (1, 1),
         (1, 2),
     ]
-    assert script.sequencer.epoch == 1
-    assert script.sequencer.complete
+    assert script.sequencer.applied.epoch == 1
+    assert script.sequencer.applied.complete
 
 
 def test_overlap_out_of_the_buffer_after_a_reconnect_is_a_restart() -> None:
@@ -212,7 +212,7 @@ def test_reconnect_without_replay_is_a_restart_at_once() -> None:
     assert restarts(script.connect()) == ["unproven_reconnect"]
     assert delivered(script.live(3)) == [3]
     assert delivered(script.actions) == [0, 1, 3]
-    assert not script.sequencer.complete
+    assert not script.sequencer.applied.complete
 
 
 def test_straggler_before_the_first_batch_of_a_reconnected_publisher_is_not_taken() -> None:

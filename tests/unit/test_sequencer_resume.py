@@ -60,7 +60,7 @@ def test_there_is_no_cursor_while_batches_are_taken_on_trust() -> None:
     while not script.is_in(State.LIVE):
         script.end()
         script.pass_time(1.0)
-    assert script.sequencer.seq == 5
+    assert script.sequencer.applied.seq == 5
     assert script.count["replay_empty"] == 1
     assert script.sequencer.cursor() is None
 
@@ -83,7 +83,7 @@ def test_the_overlap_is_asked_for_and_only_what_is_missing_is_delivered() -> Non
     assert script.is_in(State.SYNCING)
     assert script.end() == [CloseReplay(1)]
     assert script.is_in(State.LIVE)
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
     assert script.count["resumed"] == 1
     assert script.count["replayed"] == 2
 
@@ -113,7 +113,7 @@ def test_a_publisher_that_was_started_anew_and_is_past_us_is_told_by_the_overlap
     assert out == [CloseReplay(1), RankRestarted(RANK, 1, "overlap_differs"), AskReplay(2, 0)]
     again = script.reply(*(batch(seq, life=1) for seq in range(3)), end=True)
     assert delivered(again) == [(1, 0), (1, 1), (1, 2)]
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
 
 
 def test_a_publisher_that_was_started_anew_and_is_below_us_is_told_by_the_end() -> None:
@@ -131,7 +131,7 @@ def test_a_buffer_that_no_longer_reaches_back_to_the_cursor_proves_nothing() -> 
         script.pass_time(1.0)
     assert restarts(script.actions) == ["unproven_reconnect"]
     assert delivered(script.reply(7, 8, end=True)) == [7, 8]
-    assert not script.sequencer.complete
+    assert not script.sequencer.applied.complete
 
 
 def test_a_silent_replay_endpoint_proves_nothing() -> None:
@@ -148,7 +148,7 @@ def test_without_replay_all_is_dropped_at_once() -> None:
     assert script.count["resumes_refused"] == script.count["refused_no_replay"] == 1
     script.connect()
     assert delivered(script.live(2)) == [2]
-    assert not script.sequencer.complete
+    assert not script.sequencer.applied.complete
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_cursor_that_the_caller_cannot_use_is_a_restart_and_then_a_join(
     assert script.actions == [RankRestarted(RANK, epoch, refused or "no_cursor")]
     assert script.connect() == [AskReplay(1, 0)]
     assert delivered(script.reply(0, 1, end=True)) == [0, 1]
-    assert script.sequencer.complete
+    assert script.sequencer.applied.complete
 
 
 def test_what_was_kept_over_a_loss_stays_flagged_and_is_not_kept_by_a_stricter_policy() -> None:
@@ -177,7 +177,7 @@ def test_what_was_kept_over_a_loss_stays_flagged_and_is_not_kept_by_a_stricter_p
     assert (cursor.seq, cursor.complete, cursor.kept_losses) == (5, False, True)
     same = resumed(cursor, on_loss="keep").joined(5, 6)
     assert delivered(same.actions) == [6]
-    assert not same.sequencer.complete
+    assert not same.sequencer.applied.complete
     again = same.sequencer.cursor()
     assert again is not None
     assert again.kept_losses
@@ -204,7 +204,7 @@ def test_epochs_are_counted_on() -> None:
     assert cursor is not None
     assert cursor.epoch == 1
     later = resumed(cursor)
-    assert later.sequencer.epoch == 1
+    assert later.sequencer.applied.epoch == 1
     later.connect()
     assert later.reply(batch(0, life=2))[1] == RankRestarted(RANK, 2, "overlap_differs")
 
