@@ -12,7 +12,6 @@ from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.event_stream import EventStream
 from kvindex.subscribe.following import Following
 from kvindex.subscribe.resumption import SavedRanks
-from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.stream import (
     BatchSink,
     Decode,
@@ -21,6 +20,7 @@ from kvindex.subscribe.stream import (
     RankAdded,
     RankRemoved,
     RanksRenamed,
+    RankStatus,
     Sink,
     StreamItem,
     Tap,

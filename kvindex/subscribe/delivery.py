@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from kvindex.rank import Rank
 from kvindex.sequencer import RankBatch, RankLost, RankRestarted
-from kvindex.subscribe.status import RankStatus
-from kvindex.subscribe.stream import BatchSink, Sink, StatusSink, StreamItem
+from kvindex.subscribe.stream import BatchSink, RankStatus, Sink, StatusSink, StreamItem
 
 __all__ = ["Allowance", "Delivery", "Outlet"]
 

@@ -102,7 +102,6 @@ class Feed:
         self.address = address
         self.failure = ""
         self.closed = False
-        self.shown_live = False  # whether the status shown last was LIVE
         self.lost_at: float | None = None  # when the connection broke, until there is another
         repairable = address.replay is not None
         rank, options = Rank(worker.name, address.dp_rank), settings.socket_options

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from kvindex.sequencer import State
 from kvindex.subscribe.feed import Feed
-from kvindex.subscribe.status import RankStatus
+from kvindex.subscribe.stream import RankStatus
 
 __all__ = ["feed_status"]
+
+logger = logging.getLogger(__name__)
 
 
 def feed_status(feed: Feed, now: float) -> RankStatus:
@@ -38,9 +42,28 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
         decode_failures=counters.get("decode_failures", 0),
         counters=counters,
     )
-    feed.shown_live = status.state is State.LIVE
-    feed.notes.note(status, "" if feed.address.replay is None else _unrepairable(feed))
+    _log_news(feed, status)
     return status
+
+
+def _log_news(feed: Feed, status: RankStatus) -> None:
+    """Log that the engine is gone or back, and that its replay endpoint is of no use."""
+    notes = feed.notes
+    notes.shown_live = status.state is State.LIVE
+    if status.state in (State.CONNECTING, State.STALE) and notes.was_up:
+        notes.was_up = False
+        if notes.may_log("down"):
+            notes.told_down = True
+            logger.info("%s: %s: %s", status.rank, status.state, status.reason)
+    elif notes.shown_live and not notes.was_up:
+        notes.was_up = True
+        if notes.told_down or notes.may_log("up"):
+            notes.told_down = False
+            logger.info("%s: live: %s", status.rank, status.endpoint)
+    unrepairable = "" if status.replay_endpoint is None else _unrepairable(feed)
+    if unrepairable and not notes.told_unrepairable:
+        notes.warn("unrepairable", "%s", unrepairable)
+    notes.told_unrepairable = bool(unrepairable)
 
 
 def _state(feed: Feed) -> State:
@@ -52,7 +75,7 @@ def _state(feed: Feed) -> State:
     state = feed.sequencer.state
     if state is not State.LIVE:
         return state
-    behind = not feed.shown_live and feed.delivery.lag > 0
+    behind = not feed.notes.shown_live and feed.delivery.lag > 0
     topic = feed.reader.topic
     return State.SYNCING if behind or topic.contradicted or topic.open else state
 
@@ -80,7 +103,7 @@ def _reason(feed: Feed, now: float) -> str:
     if state is State.LIVE:
         if feed.reader.topic.open:
             return "waiting for the first message, to see its topic"
-        behind = 0 if feed.shown_live else feed.delivery.lag
+        behind = 0 if feed.notes.shown_live else feed.delivery.lag
         return f"applying what came: {behind} batches to go" if behind else _unrepairable(feed)
     replay = feed.replay.connection
     trouble = "" if replay is None else replay.trouble()

@@ -18,8 +18,7 @@ from kvindex.rank_lookup import RankName, find_rank
 from kvindex.subscribe.delivery import Outlet
 from kvindex.subscribe.feed import Feed, FeedSettings
 from kvindex.subscribe.feed_status import feed_status
-from kvindex.subscribe.rank_names import Claim, settle
-from kvindex.subscribe.resumption import Resumption, SavedRanks, take_up
+from kvindex.subscribe.resumption import Claim, Resumption, SavedRanks, settle, take_up
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import RankAdded, RankRemoved, RanksRenamed
 from kvindex.subscribe.watch import Deadlines, Watch

@@ -18,7 +18,7 @@ from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName, find_ranks
 from kvindex.sequencer import State
-from kvindex.subscribe.status import RankStatus
+from kvindex.subscribe.stream import RankStatus
 
 __all__ = ["StatusBoard"]
 

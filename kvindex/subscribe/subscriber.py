@@ -23,8 +23,14 @@ from kvindex.subscribe.delivery import Outlet
 from kvindex.subscribe.feed import FeedSettings
 from kvindex.subscribe.following import Following
 from kvindex.subscribe.resumption import SavedRanks, check_saved
-from kvindex.subscribe.status import RankStatus
-from kvindex.subscribe.stream import BatchSink, Decode, FingerprintMaker, Sink, StatusSink
+from kvindex.subscribe.stream import (
+    BatchSink,
+    Decode,
+    FingerprintMaker,
+    RankStatus,
+    Sink,
+    StatusSink,
+)
 from kvindex.subscribe.subscriber_thread import SubscriberThread
 from kvindex.subscribe.worker import Worker, not_a_worker, workers_of
 from kvindex.wire import Fingerprints, decode_batch

@@ -13,7 +13,7 @@ from kvindex.rank import Rank
 from kvindex.subscribe.events import Connected, Disconnected
 from kvindex.subscribe.live_link import LiveLink
 from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.topic_check import TopicCheck
+from kvindex.subscribe.reading import TopicCheck
 
 Look = tuple[list[str], bool, list[bool]]  # messages, whether that was all, changes
 

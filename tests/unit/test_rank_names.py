@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.subscribe.rank_names import Claim, settle
+from kvindex.subscribe.resumption import Claim, settle
 
 named = st.lists(st.one_of(st.none(), st.integers(0, 4)), min_size=1, max_size=5)
 

@@ -9,8 +9,8 @@ import pytest
 from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.rank import Rank, Trust
 from kvindex.sequencer import State
-from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
+from kvindex.subscribe.stream import RankStatus
 
 A, B = Rank("a", 0), Rank("b", 0)
 PATIENCE = 10.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvindex.subscribe.topic_check import TopicCheck
+from kvindex.subscribe.reading import TopicCheck
 
 
 def test_the_empty_topic_fits_everything_and_needs_no_proof() -> None:
