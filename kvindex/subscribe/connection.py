@@ -16,7 +16,7 @@ from kvindex.errors import ConfigurationError
 from kvindex.subscribe.peer import EndlessMessages, HostCheck
 from kvindex.subscribe.watch import Watch
 
-__all__ = ["Connection", "SocketOptions"]
+__all__ = ["Connection", "Contexts", "SocketOptions"]
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _POLLIN = int(zmq.POLLIN)
@@ -95,6 +95,32 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         socket.setsockopt(zmq.IPV6, 1)
         if curve is not None:
             curve.configure(socket)
+
+
+class Contexts:
+    """The ZeroMQ contexts of one subscriber.
+
+    Args:
+        given: for every socket; None for the process-wide one for inproc endpoints, so that they
+            meet, and one of its own for all others.
+    """
+
+    def __init__(self, given: zmq.Context[zmq.Socket[bytes]] | None) -> None:
+        self._shared = given or zmq.Context.instance()
+        self._own: zmq.Context[zmq.Socket[bytes]] | None = None
+        if given is None:  # with room for thousands of ranks; each takes three to six sockets
+            self._own = zmq.Context()
+            self._own.set(zmq.MAX_SOCKETS, min(65_535, self._own.get(zmq.SOCKET_LIMIT)))
+
+    def of(self, *endpoints: str | None) -> zmq.Context[zmq.Socket[bytes]]:
+        """Return the one for a publisher at these endpoints."""
+        inproc = any(e is not None and e.startswith("inproc://") for e in endpoints)
+        return self._shared if self._own is None or inproc else self._own
+
+    def close(self) -> None:
+        """End what is not shared, with every socket in it."""
+        if self._own is not None:
+            self._own.destroy(linger=0)
 
 
 class Connection:

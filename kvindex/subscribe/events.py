@@ -7,18 +7,7 @@ from typing import NamedTuple, TypeAlias
 from kvindex.sequencer import Batch
 from kvindex.subscribe.stream import DecodedBatch
 
-__all__ = [
-    "Connected",
-    "Damaged",
-    "Disconnected",
-    "Event",
-    "Named",
-    "ReplayBatch",
-    "ReplayDamaged",
-    "ReplayEnded",
-    "ReplayFailed",
-    "Run",
-]
+__all__ = ["Connected", "Damaged", "Disconnected", "Event", "Named", "ReplayOver", "Replied", "Run"]
 
 
 class Connected(NamedTuple):
@@ -69,40 +58,19 @@ class Damaged(NamedTuple):
     seq: int | None
 
 
-class ReplayBatch(NamedTuple):
-    """A reply to a replay request."""
-
-    request: int
-    batch: Batch
-
-
-class ReplayDamaged(NamedTuple):
-    """A reply whose batch cannot be decoded, and its seq."""
+class Replied(NamedTuple):
+    """A reply to a replay request; its batch is None where that cannot be decoded."""
 
     request: int
     seq: int
+    batch: Batch | None
 
 
-class ReplayEnded(NamedTuple):
-    """The end marker of a replay."""
-
-    request: int
-
-
-class ReplayFailed(NamedTuple):
-    """A replay request could not be sent."""
+class ReplayOver(NamedTuple):
+    """Nothing more comes of a replay request: its end marker came, or it could not be sent."""
 
     request: int
+    failed: bool
 
 
-Event: TypeAlias = (
-    Connected
-    | Disconnected
-    | Named
-    | Run
-    | Damaged
-    | ReplayBatch
-    | ReplayDamaged
-    | ReplayEnded
-    | ReplayFailed
-)
+Event: TypeAlias = Connected | Disconnected | Named | Run | Damaged | Replied | ReplayOver

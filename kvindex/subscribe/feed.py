@@ -8,6 +8,7 @@ subscriber's thread.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -25,24 +26,13 @@ from kvindex.sequencer import (
     Sequencer,
     SequencerConfig,
 )
-from kvindex.subscribe.connection import Connection, SocketOptions
+from kvindex.subscribe.connection import Connection, Contexts, SocketOptions
 from kvindex.subscribe.delivery import Allowance, Delivery, Outlet
-from kvindex.subscribe.events import (
-    Connected,
-    Damaged,
-    Disconnected,
-    Event,
-    Named,
-    ReplayBatch,
-    ReplayDamaged,
-    ReplayEnded,
-    Run,
-)
-from kvindex.subscribe.live_link import LiveLink
+from kvindex.subscribe.events import Connected, Damaged, Disconnected, Event, Named, Replied, Run
+from kvindex.subscribe.links import LiveLink, ReplayLink
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.peer import HostCheck
 from kvindex.subscribe.reading import Reader
-from kvindex.subscribe.replay_link import ReplayLink
 from kvindex.subscribe.resumption import Resumption, SavedCursor
 from kvindex.subscribe.stream import Decode, FingerprintMaker
 from kvindex.subscribe.watch import Watch
@@ -54,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all feeds of a subscriber have in common; made once, and handed through as it is.
+    """What all feeds of a subscriber have in common; made once, and handed on as it is.
 
     Attributes:
         sequencer: of every sequencer, but for whether there is replay.
@@ -62,6 +52,9 @@ class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
         decode: makes batches of payloads.
         fingerprints: makes hashes of them.
         clock: monotonic seconds.
+        contexts: where the sockets live.
+        outlet: where items go.
+        counters: where failures of the thread and the sink are counted.
     """
 
     sequencer: SequencerConfig
@@ -69,6 +62,9 @@ class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode: Decode
     fingerprints: FingerprintMaker
     clock: Callable[[], float]
+    contexts: Contexts
+    outlet: Outlet
+    counters: Counter[str]
 
 
 class Feed:
@@ -78,9 +74,7 @@ class Feed:
         worker: whose publisher it is.
         address: where it is.
         settings: those of all feeds.
-        context: the ZeroMQ context.
         watch: told of every socket that is opened and closed.
-        outlet: where ordered items go.
         on_named: told once the publisher's batches have named its dp_rank.
 
     Raises:
@@ -92,10 +86,7 @@ class Feed:
         worker: Worker,
         address: PublisherAddress,
         settings: FeedSettings,
-        *,
-        context: zmq.Context[zmq.Socket[bytes]],
         watch: Watch,
-        outlet: Outlet,
         on_named: Callable[[Feed], None],
     ) -> None:
         self.worker = worker
@@ -110,7 +101,7 @@ class Feed:
         )
         self._allowance = Allowance(settings.clock)
         time_left = self._allowance.left
-        self.delivery = Delivery(rank, outlet, time_left)
+        self.delivery = Delivery(rank, settings.outlet, time_left)
         self.notes = Notes(rank, settings.clock)
         self.reader = Reader(
             worker.topic.encode(), settings.decode, settings.fingerprints.of, self.notes, time_left
@@ -121,7 +112,7 @@ class Feed:
         self._look_again = partial(watch.look_again, self)
         connect = partial(
             Connection,
-            context,
+            settings.contexts.of(address.endpoint, address.replay),
             socket_options=options,
             curve=worker.curve,
             watch=watch,
@@ -219,30 +210,34 @@ class Feed:
     def _take(self, event: Event, now: float) -> None:
         """Give an event to the sequencer, and carry out what that wants."""
         sequencer = self.sequencer
-        match event:
-            case Run():
-                self._take_run(event, now)
-            case ReplayBatch(request, batch):
-                self._carry_out(sequencer.replayed(request, batch, now), now)
-            case Damaged(seq):
-                self._carry_out(sequencer.damaged(seq, now), now)
-            case ReplayDamaged(request, damaged_seq):
-                self._carry_out(sequencer.replayed_damaged(request, damaged_seq, now), now)
-            case ReplayEnded(request):
-                self._carry_out(sequencer.replay_ended(request, now), now)
-            case Named():
-                self._on_named(self)
-            case Connected():
-                logger.debug("%s: connected", self.rank)
-                self.lost_at = None
-                self.reader.topic.connected(now)
-                self._carry_out(sequencer.connected(now), now)
-            case Disconnected():
-                logger.debug("%s: disconnected", self.rank)
-                self.lost_at = now
-                self._carry_out(sequencer.disconnected(now), now)
-            case _:
-                self._carry_out(sequencer.replay_failed(event.request, now), now)
+        actions: Iterable[Action] = ()
+        if isinstance(event, Run):
+            self._take_run(event, now)
+        elif isinstance(event, Replied):
+            request, seq, batch = event
+            if batch is None:
+                actions = sequencer.replayed_damaged(request, seq, now)
+            else:
+                actions = sequencer.replayed(request, batch, now)
+        elif isinstance(event, Damaged):
+            actions = sequencer.damaged(event.seq, now)
+        elif isinstance(event, Named):
+            self._on_named(self)
+        elif isinstance(event, Connected):
+            logger.debug("%s: connected", self.rank)
+            self.lost_at = None
+            self.reader.topic.connected(now)
+            actions = sequencer.connected(now)
+        elif isinstance(event, Disconnected):
+            logger.debug("%s: disconnected", self.rank)
+            self.lost_at = now
+            actions = sequencer.disconnected(now)
+        elif event.failed:
+            actions = sequencer.replay_failed(event.request, now)
+        else:
+            actions = sequencer.replay_ended(event.request, now)
+        if actions:
+            self._carry_out(actions, now)
 
     def _take_run(self, run: Run, now: float) -> None:
         """Take live batches: all at once where that comes to the same as one by one."""

@@ -15,15 +15,7 @@ from collections.abc import Callable, Iterator
 
 from kvindex.errors import DecodeError
 from kvindex.sequencer import Batch
-from kvindex.subscribe.events import (
-    Damaged,
-    Event,
-    Named,
-    ReplayBatch,
-    ReplayDamaged,
-    ReplayEnded,
-    Run,
-)
+from kvindex.subscribe.events import Damaged, Event, Named, ReplayOver, Replied, Run
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.stream import Decode, DecodedBatch, Fingerprint
 from kvindex.wire import parse_live, parse_replay
@@ -203,7 +195,7 @@ class Reader:
             self._note_damage("bad_frames", error)
             return
         if reply.end:
-            yield ReplayEnded(request)
+            yield ReplayOver(request, failed=False)
             return
         if reply.topic is not None and not self.topic.confirmed:
             self.topic.fits(reply.topic)
@@ -211,7 +203,7 @@ class Reader:
         batch = self._decoded(reply.seq, reply.payload)
         if self.named is not None and not was_named:
             yield Named(self.named)
-        yield ReplayDamaged(request, reply.seq) if batch is None else ReplayBatch(request, batch)
+        yield Replied(request, reply.seq, batch)
 
     def _decoded(self, seq: int, payload: bytes) -> Batch | None:
         try:

@@ -6,23 +6,19 @@ Owned by the subscriber's thread.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-
-import zmq
 
 from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank
-from kvindex.subscribe.delivery import Outlet
 from kvindex.subscribe.feed import Feed, FeedSettings
 from kvindex.subscribe.feed_status import feed_status
 from kvindex.subscribe.resumption import Claim, Resumption, SavedRanks, settle, take_up
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import RankAdded, RankRemoved, RanksRenamed
 from kvindex.subscribe.watch import Deadlines, Watch
-from kvindex.subscribe.worker import PublisherAddress, Worker
+from kvindex.subscribe.worker import Worker
 
 __all__ = ["Roster"]
 
@@ -34,37 +30,24 @@ class Roster:
 
     Args:
         settings: those of every feed.
-        context_for: gives the ZeroMQ context for an address.
         watch: told of every socket.
-        outlet: where items go.
         board: where statuses are shown.
-        counters: where failures are counted.
 
     Attributes:
         feeds: every feed, by the name that its rank goes by.
         deadlines: when each wants to be called next.
     """
 
-    def __init__(
-        self,
-        settings: FeedSettings,
-        *,
-        context_for: Callable[[PublisherAddress], zmq.Context[zmq.Socket[bytes]]],
-        watch: Watch,
-        outlet: Outlet,
-        board: StatusBoard,
-        counters: Counter[str],
-    ) -> None:
+    def __init__(self, settings: FeedSettings, watch: Watch, board: StatusBoard) -> None:
         self.feeds: dict[Rank, Feed] = {}
         self.deadlines: Deadlines[Feed] = Deadlines()
         self._workers: set[str] = set()
         self._settings = settings
-        self._clock = settings.clock
-        self._context_for = context_for
         self._watch = watch
-        self._outlet = outlet
         self._board = board
-        self._counters = counters
+        self._outlet = settings.outlet
+        self._counters = settings.counters
+        self._clock = settings.clock
 
     def guard(self, feed: Feed, step: Callable[[float], bool | None], now: float) -> bool | None:
         """Take one step of a feed; a failure ends that feed, and no other."""
@@ -118,7 +101,7 @@ class Roster:
         feeds: list[Feed] = []
         try:
             for address in worker.publishers():
-                feeds.append(self._feed(worker, address))
+                feeds.append(Feed(worker, address, self._settings, self._watch, self._settle_names))
             plan, unused = take_up(
                 saved,
                 worker.name,
@@ -144,17 +127,6 @@ class Roster:
                     worker.name,
                     feed.address.endpoint,
                 )
-
-    def _feed(self, worker: Worker, address: PublisherAddress) -> Feed:
-        return Feed(
-            worker,
-            address,
-            self._settings,
-            context=self._context_for(address),
-            watch=self._watch,
-            outlet=self._outlet,
-            on_named=self._settle_names,
-        )
 
     def _start(self, feeds: list[Feed], plan: list[Resumption], now: float) -> None:
         """Begin with the publishers of one worker, each as planned."""

@@ -18,7 +18,7 @@ from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
 from kvindex.sequencer import ReplayPolicy, SequencerConfig
-from kvindex.subscribe.connection import SocketOptions
+from kvindex.subscribe.connection import Contexts, SocketOptions
 from kvindex.subscribe.delivery import Outlet
 from kvindex.subscribe.feed import FeedSettings
 from kvindex.subscribe.following import Following
@@ -104,6 +104,7 @@ class Subscriber(Following):
         calls = {"sink": sink, "decode": decode, "on_batch": on_batch}
         _check_settings(replay_policy, socket_options, calls)
         saved = check_saved(resume)
+        self._counters: Counter[str] = Counter()
         settings = FeedSettings(
             sequencer=SequencerConfig(
                 has_replay=True,
@@ -116,15 +117,11 @@ class Subscriber(Following):
             decode=decode,
             fingerprints=fingerprints or Fingerprints(),
             clock=clock,
-        )
-        self._counters: Counter[str] = Counter()
-        self._thread = SubscriberThread(
-            settings,
+            contexts=Contexts(context),
             outlet=Outlet(sink, on_batch, self._counters, on_statuses),
             counters=self._counters,
-            context=context,
-            on_stop=on_stop,
         )
+        self._thread = SubscriberThread(settings, on_stop)
         self.board = self._board = self._thread.board
         self._drop = weakref.finalize(self, _drop, self._thread, os.getpid())
         self._drop.atexit = False

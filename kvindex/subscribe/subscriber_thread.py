@@ -9,18 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable
 
-import zmq
-
 from kvindex.subscribe.commands import Commands
-from kvindex.subscribe.delivery import Outlet
 from kvindex.subscribe.feed import Feed, FeedSettings
 from kvindex.subscribe.roster import Roster
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.watch import Watch
-from kvindex.subscribe.worker import PublisherAddress
 
 __all__ = ["SubscriberThread"]
 
@@ -34,9 +29,6 @@ class SubscriberThread:
 
     Args:
         settings: those of every feed.
-        outlet: where items go.
-        counters: where failures are counted.
-        context: ZeroMQ context for every socket; None as for `Subscriber`.
         on_stop: called once, on the thread, when it ends.
 
     Attributes:
@@ -48,32 +40,16 @@ class SubscriberThread:
     Thread safety: `tell_to_end`, `end`, `is_current` from any thread.
     """
 
-    def __init__(
-        self,
-        settings: FeedSettings,
-        *,
-        outlet: Outlet,
-        counters: Counter[str],
-        context: zmq.Context[zmq.Socket[bytes]] | None,
-        on_stop: Callable[[], None] | None,
-    ) -> None:
-        self._shared_context = context or zmq.Context.instance()
-        self._own_context = None if context else _large_context()
+    def __init__(self, settings: FeedSettings, on_stop: Callable[[], None] | None) -> None:
+        self._settings = settings
         self._clock = settings.clock
+        self._outlet = settings.outlet
+        self._counters = settings.counters
         self._on_stop = on_stop
-        self._outlet = outlet
-        self._counters = counters
         self._pid = os.getpid()
         self.board = StatusBoard(settings.clock, settings.sequencer.stale_after + 2 * _MAX_SLEEP)
         self._watch = Watch()
-        self.roster = Roster(
-            settings,
-            context_for=self._context_for,
-            watch=self._watch,
-            outlet=outlet,
-            board=self.board,
-            counters=counters,
-        )
+        self.roster = Roster(settings, self._watch, self.board)
         self._cut_at = settings.clock()  # when peers that send without end are looked for next
         self.commands = Commands(self._watch.wake)
         self.stopping = False
@@ -148,12 +124,6 @@ class SubscriberThread:
         nearest = self.roster.deadlines.nearest
         return _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
 
-    def _context_for(self, address: PublisherAddress) -> zmq.Context[zmq.Socket[bytes]]:
-        endpoints = (address.endpoint, address.replay or "")
-        if self._own_context is None or any(e.startswith("inproc://") for e in endpoints):
-            return self._shared_context
-        return self._own_context
-
     def _stop(self, reason: str) -> None:
         """End everything; what fails on the way is logged, and the rest ends all the same."""
         self.commands.close()
@@ -161,14 +131,6 @@ class SubscriberThread:
         self.roster.close(self._clock())
         self.board.end(reason)
         self._watch.close()
-        if self._own_context is not None:
-            self._own_context.destroy(linger=0)
+        self._settings.contexts.close()
         if self._on_stop is not None:
             self._on_stop()
-
-
-def _large_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return a context with room for thousands of ranks; each takes three to six sockets."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, min(65_535, context.get(zmq.SOCKET_LIMIT)))
-    return context

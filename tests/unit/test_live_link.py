@@ -11,7 +11,7 @@ import pytest
 from kvindex.errors import ConfigurationError
 from kvindex.rank import Rank
 from kvindex.subscribe.events import Connected, Disconnected
-from kvindex.subscribe.live_link import LiveLink
+from kvindex.subscribe.links import LiveLink
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.reading import TopicCheck
 

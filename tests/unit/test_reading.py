@@ -10,15 +10,7 @@ import pytest
 from kvindex.errors import DecodeError
 from kvindex.rank import Rank
 from kvindex.sequencer import Batch
-from kvindex.subscribe.events import (
-    Damaged,
-    Event,
-    Named,
-    ReplayBatch,
-    ReplayDamaged,
-    ReplayEnded,
-    Run,
-)
+from kvindex.subscribe.events import Damaged, Event, Named, ReplayOver, Replied, Run
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.reading import Reader
 from kvindex.wire import live_frames
@@ -152,6 +144,7 @@ def test_replies_are_told_with_their_request() -> None:
     replies.append([b"", b"\xff" * 8, b""])
     told = [event for frames in replies for event in reader.reply(4, frames)]
     assert told[0] == Named(2)
-    assert isinstance(told[1], ReplayBatch)
-    assert (told[1].request, told[1].batch.seq, told[1].batch.size) == (4, 7, 3)
-    assert told[2:] == [ReplayDamaged(4, 8), ReplayEnded(4)]
+    assert isinstance(told[1], Replied)
+    assert told[1].batch is not None
+    assert (told[1].request, told[1].seq, told[1].batch.size) == (4, 7, 3)
+    assert told[2:] == [Replied(4, 8, None), ReplayOver(4, failed=False)]

@@ -1,11 +1,14 @@
-"""The live side of a publisher: SUB sockets one after the other, each for one connection.
+"""The two sides of a publisher, each as the events that it brings.
 
+**The live side** is SUB sockets one after the other, each for one connection.
 ZeroMQ connects anew by itself under the same socket, and what an earlier connection brought is then
 still unread. If the publisher was an engine that has been restarted, those messages are a dead
 one's, and nothing in them tells. So a connection that broke is read to its end, and a new socket
 takes its place. Where that comes too late, what is unread is dropped: replay brings those of it
 that count. So it is for a connection that did not last, too: a new socket connects at once, and a
 peer that hangs up each time is to be left to ZeroMQ's pauses.
+
+**The replay side** is a DEALER socket for each request.
 
 Owned by the subscriber's thread.
 """
@@ -16,13 +19,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import zmq
+
 from kvindex.errors import ConfigurationError
+from kvindex.sequencer import AskReplay
 from kvindex.subscribe.connection import Connection
-from kvindex.subscribe.events import Connected, Disconnected, Event
+from kvindex.subscribe.events import Connected, Disconnected, Event, ReplayOver
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.reading import Reader
+from kvindex.wire import replay_request
 
-__all__ = ["LiveLink"]
+__all__ = ["LiveLink", "ReplayLink"]
 
 
 class LiveLink:
@@ -165,3 +172,78 @@ class LiveLink:
     def _note_dropped(self, count: int) -> None:
         if count:
             self._notes.counters["unread_dropped"] += count
+
+
+class ReplayLink:
+    """Sends replay requests, one at a time, and tells what is replied.
+
+    Args:
+        connect: makes a connection.
+        reader: reads replies.
+        notes: where it counts and logs.
+        look_again: has `take` called soon.
+
+    Attributes:
+        connection: that of the open request, or None.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        reader: Reader,
+        notes: Notes,
+        look_again: Callable[[], None],
+    ) -> None:
+        self.connection: Connection | None = None
+        self._connect = connect
+        self._reader = reader
+        self._notes = notes
+        self._look_again = look_again
+        self._request: int | None = None
+        self._unread: deque[list[bytes]] = deque()
+
+    def ask(self, ask: AskReplay) -> None:
+        """Send a request on a fresh socket: no reply to an earlier one can mix in."""
+        self.close()
+        self._request = ask.request
+        try:
+            self.connection = self._connect()
+            self.connection.socket.send_multipart(replay_request(ask.start_seq), zmq.NOBLOCK)
+        except (ConfigurationError, zmq.ZMQError) as error:
+            self._notes.counters["replay_socket_errors"] += 1
+            self._notes.warn("replay_socket", "cannot ask for a replay: %s", error)
+            self._close_socket()
+        self._look_again()
+
+    def take(self, now: float) -> Iterator[Event]:
+        """Yield what has come, up to a bound.
+
+        Whoever stops taking in between is to look again: the next `take` goes on from there.
+        """
+        request, connection = self._request, self.connection
+        if request is None:
+            return
+        if connection is None:
+            self._request = None
+            yield ReplayOver(request, failed=True)
+            return
+        if not self._unread:
+            self._unread.extend(connection.receive())
+            if not connection.drained:
+                self._look_again()
+        for _ in connection.changes(now):
+            pass  # only `trouble()` cares
+        while self._unread:  # another request, once there is one, has none as yet
+            yield from self._reader.reply(request, self._unread.popleft())
+
+    def close(self, request: int | None = None) -> None:
+        """Close the socket of this request, or of any; idempotent."""
+        if request is None or request == self._request:
+            self._request = None
+            self._unread.clear()
+            self._close_socket()
+
+    def _close_socket(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
