@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 
 from kvindex.rank import Rank
-from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
+from kvindex.subscribe.stream import RankStatus
 
 __all__ = ["Changes", "LoopBell"]
 

@@ -13,8 +13,8 @@ from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
 from kvindex.sequencer import State
 from kvindex.subscribe.changes import Changes
-from kvindex.subscribe.status import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
+from kvindex.subscribe.stream import RankStatus
 
 __all__ = ["Following"]
 
