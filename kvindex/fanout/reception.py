@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from kvindex.fanout.meeting_point import Listener
 from kvindex.fanout.outflow import Outflow
 from kvindex.fanout.snapshot import Snapshots
 from kvindex.fanout.tap import StreamTap
+from kvindex.log_rate import LogRate
 
 __all__ = ["Reception"]
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for each step of a joiner
 _EXTRA_GUESTS = 16  # connections beyond the places, so that one more can be told why not
-_LOG_INTERVAL = 10.0
 
 
 class Reception:
@@ -63,7 +62,7 @@ class Reception:
         self._on_failure = on_failure
         self._snapshots = Snapshots(client, tap)
         self._counters: Counter[str] = Counter()
-        self._logged_at: dict[str, float] = {}
+        self._log_rate = LogRate()
         self._guests: dict[Guest, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._ending: asyncio.Future[None] = self._loop.create_future()
@@ -208,9 +207,7 @@ class Reception:
     def _turn_away(self, guest: Guest, kind: str, reason: Exception) -> None:
         """End a connection for what its other end did."""
         self._counters[f"away_{kind}"] += 1
-        now = time.monotonic()
-        if now - self._logged_at.get(kind, -_LOG_INTERVAL) >= _LOG_INTERVAL:
-            self._logged_at[kind] = now
+        if self._log_rate.allows(kind):
             logger.warning("process %d could not join: %s", guest.pid, reason)
 
     def _see_off(self, guest: Guest) -> None:

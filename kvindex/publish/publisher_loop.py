@@ -18,6 +18,7 @@ from typing import Final
 import zmq
 
 from kvindex.errors import DecodeError
+from kvindex.log_rate import LogRate
 from kvindex.publish.batch_queue import BatchQueue
 from kvindex.publish.replay_buffer import ReplayBuffer
 from kvindex.publish.replay_service import ReplayService
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 LIVE_SLICE: Final = 64
 REQUEST_SLICE: Final = 64
-_LOG_INTERVAL: Final = 5.0
 _CLOSED: Final = "the publisher is closed"
 
 
@@ -72,7 +72,7 @@ class PublisherLoop:
         self.buffer = ReplayBuffer(buffer_steps)
         self.failure: str | None = None
         self._deadline = float("inf")
-        self._logged_at: dict[str, float] = {}
+        self._log_rate = LogRate()
         self._sockets: PublisherSockets
         self._replays: ReplayService
         self._poller = zmq.Poller()
@@ -189,9 +189,7 @@ class PublisherLoop:
 
     def _count_failure(self, counter: str, message: str) -> None:
         self.counters[counter] += 1
-        now = time.monotonic()
-        if now - self._logged_at.get(counter, float("-inf")) >= _LOG_INTERVAL:
-            self._logged_at[counter] = now
+        if self._log_rate.allows(counter):
             logger.warning("%s (%s: %d so far)", message, counter, self.counters[counter])
 
     def _fail(self, reason: str) -> None:

@@ -9,13 +9,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from kvindex.log_rate import LogRate
 from kvindex.rank import Rank
 
 __all__ = ["Notes"]
 
 logger = logging.getLogger(__name__)
-
-_INTERVAL = 10.0  # seconds between log lines of one kind
 
 
 class Notes:
@@ -32,6 +31,7 @@ class Notes:
         was_up: whether the engine was live since it was last gone.
         told_down: whether its being gone was logged, and its return was not yet.
         told_unrepairable: whether it was logged that its replay endpoint is of no use.
+        may_log: says whether a line of a kind may be logged now.
     """
 
     def __init__(self, rank: Rank, clock: Callable[[], float]) -> None:
@@ -39,18 +39,9 @@ class Notes:
         self.counters: Counter[str] = Counter()
         self.shown_live = False
         self.was_up = self.told_down = self.told_unrepairable = False
-        self._clock = clock
-        self._logged_at: dict[str, float] = {}
+        self.may_log = LogRate(clock).allows
 
     def warn(self, kind: str, text: str, *details: object) -> None:
         """Log a warning, unless there was one of this kind just now."""
         if self.may_log(kind):
             logger.warning(f"%s: {text}", self.rank, *details)
-
-    def may_log(self, kind: str) -> bool:
-        """Return whether a line of this kind may be logged now; then it is taken as logged."""
-        now = self._clock()
-        if now - self._logged_at.get(kind, -_INTERVAL) < _INTERVAL:
-            return False
-        self._logged_at[kind] = now
-        return True

@@ -17,21 +17,22 @@ ALLOWED: dict[str, set[str]] = {
     "rank_lookup": {"errors", "rank"},
     "forks": set(),
     "waker": set(),
+    "log_rate": set(),
     "curve": {"errors"},
     "backend": {"errors", "_native"},
     "wire": {"errors"},
     "sequencer": {"errors", "rank"},
     "subscribe": {"sequencer", "curve", "rank_lookup", "errors", "rank", "wire", "forks"}
-    | {"waker"},
+    | {"waker", "log_rate"},
     "index": {"rank_lookup", "errors", "rank", "wire", "backend", "forks", "_native"},
-    "publish": {"curve", "errors", "wire", "waker"},
+    "publish": {"curve", "errors", "wire", "waker", "log_rate"},
     "ring": {"errors", "_native"},
-    "shm": {"errors", "ring"},
+    "shm": {"errors", "ring", "log_rate"},
     "saved_state": {"errors", "rank", "index", "subscribe"},
     "answering": {"rank_lookup", "errors", "rank", "index", "subscribe"},
     "client": {"rank_lookup", "errors", "rank", "index", "subscribe", "saved_state", "answering"},
     "fanout": {"errors", "rank", "rank_lookup", "forks", "index", "subscribe", "client"}
-    | {"answering", "ring", "waker"},
+    | {"answering", "ring", "log_rate"},
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"}
     | {"waker"},
     "cli": {

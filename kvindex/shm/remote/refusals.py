@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 
 import zmq
+
+from kvindex.log_rate import LogRate
 
 __all__ = ["Refusals", "descriptor_of"]
 
 logger = logging.getLogger(__name__)
 
-_LOG_EVERY = 10.0  # seconds
 _REASONS = (
     "bad_acknowledgement",
     "cut_off",
@@ -33,15 +33,14 @@ class Refusals:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._logged_at = -_LOG_EVERY
+        self._log_rate = LogRate()
         self._unlogged = 0
 
     def note(self, reason: str, frame: zmq.Frame | None = None) -> None:
         """Count a refusal, of this frame or of a whole connection."""
         self._counts[reason] += 1
         self._unlogged += 1
-        now = time.monotonic()
-        if now - self._logged_at >= _LOG_EVERY:
+        if self._log_rate.allows():
             logger.warning(
                 "refused from remote readers or strangers: %d since the last such line, now for"
                 " %s, from %s",
@@ -49,7 +48,6 @@ class Refusals:
                 reason,
                 _peer(frame),
             )
-            self._logged_at = now
             self._unlogged = 0
 
     def statistics(self) -> dict[str, int]:
