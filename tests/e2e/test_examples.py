@@ -25,6 +25,7 @@ SHOWN = {
     "06_kv_aware_router": "round-robin",
     "07_warm_restart": "0 restarts, complete True",
     "08_many_router_processes": "60 of 60 answers are the subscriber's own",
+    "09_asyncio_router": "0 requests went there afterwards",
 }
 
 
