@@ -33,8 +33,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_configure() -> None:
-    """Refuse a run that would not test what it seems to; let children be interrupted."""
+    """Refuse a run that would not test what it seems to; say what children inherit."""
     _check_backend()
+    # As in pyproject.toml: programs that tests start fork beside threads on purpose, too.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:This process:DeprecationWarning")
     # A shell starts its background jobs with Ctrl-C ignored, and nohup starts its program with
     # SIGHUP ignored; children would ignore them as well. A handler is not handed down to programs
     # that are started, so they have the default, and this run goes on without its terminal.
