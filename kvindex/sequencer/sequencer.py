@@ -135,13 +135,8 @@ class Sequencer:
 
     # How it stands ----------------------------------------------------------------------------
 
-    @property
-    def rank(self) -> Rank:
-        """The name that items carry; its owner may set another."""
-        return self._machine.rank
-
-    @rank.setter
-    def rank(self, rank: Rank) -> None:
+    def rename(self, rank: Rank) -> None:
+        """Have items carry another name from now on."""
         self._machine.rank = rank
 
     @property

@@ -31,9 +31,6 @@ class Allowance:
 
     Whoever is bounded by it does one thing first and asks then, so that each turn brings progress.
 
-    Args:
-        clock: monotonic seconds.
-
     Thread safety: none.
     """
 
@@ -145,11 +142,6 @@ class _Row(NamedTuple):
 
 class Delivery:
     """What of one feed is in order, and how far the sink has got with it.
-
-    Args:
-        rank: whose it is.
-        outlet: hands items over.
-        time_left: asked after each item whether there is time for a further one.
 
     Attributes:
         epoch, seq: of the last batch that was handed over; seq is None before the first.

@@ -95,7 +95,8 @@ class Feed:
         self.closed = False
         self.lost_at: float | None = None  # when the connection broke, until there is another
         repairable = address.replay is not None
-        rank, options = Rank(worker.name, address.dp_rank), settings.socket_options
+        self.rank = rank = Rank(worker.name, address.dp_rank)
+        options = settings.socket_options
         self.sequencer = Sequencer(
             rank, replace(settings.sequencer, has_replay=repairable), now=settings.clock()
         )
@@ -141,14 +142,10 @@ class Feed:
             self._look_again,
         )
 
-    @property
-    def rank(self) -> Rank:
-        """The name that the rank goes by."""
-        return self.sequencer.rank
-
     def rename(self, rank: Rank) -> None:
         """Give the rank another name, also in items that wait to be handed over."""
-        self.sequencer.rank = self.notes.rank = rank
+        self.rank = self.notes.rank = rank
+        self.sequencer.rename(rank)
         self.delivery.rename(rank)
 
     def start(self, resumption: Resumption, now: float) -> None:

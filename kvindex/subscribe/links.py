@@ -35,14 +35,6 @@ __all__ = ["LiveLink", "ReplayLink"]
 class LiveLink:
     """Tells what a publisher's live side brings, in the order in which it is to be handled.
 
-    Args:
-        connect: makes a connection with these subscriptions.
-        reader: reads its messages.
-        notes: where it counts and logs.
-        bind: whether the sockets bind: one port, which cannot be given up in between.
-        hwm: messages that a socket holds at most.
-        pause: seconds that a socket must have been there to be replaced.
-
     Raises:
         ConfigurationError: ZeroMQ refuses the endpoint.
 
@@ -56,9 +48,9 @@ class LiveLink:
         reader: Reader,
         notes: Notes,
         *,
-        bind: bool,
-        hwm: int,
-        pause: float,
+        bind: bool,  # one port, which cannot be given up in between
+        hwm: int,  # messages that a socket holds at most
+        pause: float,  # seconds that a socket must have been there to be replaced
     ) -> None:
         self._connect = connect
         self._reader = reader
@@ -176,12 +168,6 @@ class LiveLink:
 
 class ReplayLink:
     """Sends replay requests, one at a time, and tells what is replied.
-
-    Args:
-        connect: makes a connection.
-        reader: reads replies.
-        notes: where it counts and logs.
-        look_again: has `take` called soon.
 
     Attributes:
         connection: that of the open request, or None.

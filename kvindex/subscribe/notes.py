@@ -20,10 +20,6 @@ logger = logging.getLogger(__name__)
 class Notes:
     """Counts, and remembers what was logged, and when.
 
-    Args:
-        rank: whose feed it is; log lines begin with it.
-        clock: monotonic seconds.
-
     Attributes:
         rank: the name that the rank goes by now.
         counters: what happened how often, by name.

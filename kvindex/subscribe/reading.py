@@ -34,9 +34,6 @@ class TopicCheck:
     A topic that matches nothing looks like an idle engine. So until the first message with the
     wanted topic, the subscriber also listens to all topics, and this check notes what it hears.
 
-    Args:
-        topic: the prefix that messages must have; b"" fits all.
-
     Attributes:
         filtered: messages that other topics carried.
         confirmed: whether a message with the wanted topic was seen (or all topics are wanted).
@@ -98,13 +95,6 @@ class TopicCheck:
 
 class Reader:
     """Reads the messages of one publisher.
-
-    Args:
-        topic: the prefix that topics must have.
-        decode: makes batches of payloads.
-        fingerprint: makes hashes of them.
-        notes: where damage is counted and logged.
-        time_left: whether there is time to decode a further payload at once.
 
     Attributes:
         topic: whether the topic is right.

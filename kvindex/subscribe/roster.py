@@ -28,11 +28,6 @@ logger = logging.getLogger(__name__)
 class Roster:
     """Adds, names and removes the feeds of workers, and tells outlet and board of it.
 
-    Args:
-        settings: those of every feed.
-        watch: told of every socket.
-        board: where statuses are shown.
-
     Attributes:
         feeds: every feed, by the name that its rank goes by.
         deadlines: when each wants to be called next.
