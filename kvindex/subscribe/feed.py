@@ -28,11 +28,19 @@ from kvindex.sequencer import (
 )
 from kvindex.subscribe.connection import Connection, Contexts, SocketOptions
 from kvindex.subscribe.delivery import Allowance, Delivery, Outlet
-from kvindex.subscribe.events import Connected, Damaged, Disconnected, Event, Named, Replied, Run
 from kvindex.subscribe.links import LiveLink, ReplayLink
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.peer import HostCheck
-from kvindex.subscribe.reading import Reader
+from kvindex.subscribe.reading import (
+    Connected,
+    Damaged,
+    Disconnected,
+    Event,
+    Named,
+    Reader,
+    Replied,
+    Run,
+)
 from kvindex.subscribe.resumption import Resumption, SavedCursor
 from kvindex.subscribe.stream import Decode, FingerprintMaker
 from kvindex.subscribe.watch import Watch
@@ -164,10 +172,8 @@ class Feed:
             self._named_by_cursor = True
         cursor = None if saved is None else saved.cursor
         self._carry_out(self.sequencer.resume(cursor, now, refused=resumption.refused), now)
-        self.delivery.epoch, self.delivery.seq = (
-            self.sequencer.applied.epoch,
-            self.sequencer.applied.seq,
-        )
+        applied = self.sequencer.applied
+        self.delivery.epoch, self.delivery.seq = applied.epoch, applied.seq
 
     def cursor(self, now: float) -> SavedCursor | None:
         """Return all that another process must know to go on from here; None if it cannot."""

@@ -24,9 +24,8 @@ import zmq
 from kvindex.errors import ConfigurationError
 from kvindex.sequencer import AskReplay
 from kvindex.subscribe.connection import Connection
-from kvindex.subscribe.events import Connected, Disconnected, Event, ReplayOver
 from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.reading import Reader
+from kvindex.subscribe.reading import Connected, Disconnected, Event, Reader, ReplayOver
 from kvindex.wire import replay_request
 
 __all__ = ["LiveLink", "ReplayLink"]

@@ -1,4 +1,4 @@
-"""From frames to events: what messages say, and what is wrong with them.
+"""From frames to events: what a feed's sockets say, and what is wrong with it.
 
 Nearly every live message is ordinary: three frames, the wanted topic, the seq after that of the
 message before, a payload that can be decoded, and no news of the publisher's dp_rank. Such messages
@@ -12,20 +12,97 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
 
 from kvindex.errors import DecodeError
 from kvindex.sequencer import Batch
-from kvindex.subscribe.events import Damaged, Event, Named, ReplayOver, Replied, Run
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.stream import Decode, DecodedBatch, Fingerprint
 from kvindex.wire import parse_live, parse_replay
 
-__all__ = ["Reader", "TopicCheck"]
+__all__ = [
+    "Connected",
+    "Damaged",
+    "Disconnected",
+    "Event",
+    "Named",
+    "Reader",
+    "ReplayOver",
+    "Replied",
+    "Run",
+    "TopicCheck",
+]
 
 _unpack_seq = struct.Struct(">Q").unpack
 _GRACE = 1.0  # seconds after connecting in which a wrong topic may still show
 _MAX_SEEN = 8
 _MAX_SHOWN = 64  # bytes of a topic; it is the network's to choose
+
+
+class Connected(NamedTuple):
+    """There is a new connection to the publisher's live side."""
+
+
+class Disconnected(NamedTuple):
+    """The connection to the live side is over, and what it brought is told."""
+
+
+class Named(NamedTuple):
+    """A batch names the publisher's dp_rank, for the first time; its event comes next."""
+
+    dp_rank: int
+
+
+class Run(NamedTuple):
+    """Live batches numbered without a hole; one at least.
+
+    Attributes:
+        first_seq: seq of the first.
+        batches: the decoded payloads.
+        timestamps: their `ts`.
+        fingerprints: a hash of each payload.
+        sizes: bytes of each payload.
+    """
+
+    first_seq: int
+    batches: list[DecodedBatch]
+    timestamps: list[float]
+    fingerprints: list[int]
+    sizes: list[int]
+
+    def batch(self, position: int) -> Batch:
+        """Return one of them by itself."""
+        return Batch(
+            self.first_seq + position,
+            self.timestamps[position],
+            self.batches[position],
+            self.fingerprints[position],
+            self.sizes[position],
+        )
+
+
+class Damaged(NamedTuple):
+    """A live message that cannot be read; its seq, where that was legible."""
+
+    seq: int | None
+
+
+class Replied(NamedTuple):
+    """A reply to a replay request; its batch is None where that cannot be decoded."""
+
+    request: int
+    seq: int
+    batch: Batch | None
+
+
+class ReplayOver(NamedTuple):
+    """Nothing more comes of a replay request: its end marker came, or it could not be sent."""
+
+    request: int
+    failed: bool
+
+
+Event: TypeAlias = Connected | Disconnected | Named | Run | Damaged | Replied | ReplayOver
 
 
 class TopicCheck:

@@ -10,10 +10,9 @@ import pytest
 
 from kvindex.errors import ConfigurationError
 from kvindex.rank import Rank
-from kvindex.subscribe.events import Connected, Disconnected
 from kvindex.subscribe.links import LiveLink
 from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.reading import TopicCheck
+from kvindex.subscribe.reading import Connected, Disconnected, TopicCheck
 
 Look = tuple[list[str], bool, list[bool]]  # messages, whether that was all, changes
 

@@ -10,9 +10,8 @@ import pytest
 from kvindex.errors import DecodeError
 from kvindex.rank import Rank
 from kvindex.sequencer import Batch
-from kvindex.subscribe.events import Damaged, Event, Named, ReplayOver, Replied, Run
 from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.reading import Reader
+from kvindex.subscribe.reading import Damaged, Event, Named, Reader, ReplayOver, Replied, Run
 from kvindex.wire import live_frames
 
 
