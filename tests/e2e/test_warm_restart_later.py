@@ -204,7 +204,7 @@ def test_what_nobody_adds_is_given_up_in_time_and_not_saved_again(
     with FakeEngine("engine") as engine:
         engine.run(BEFORE)
         save_of(engine, path=path)
-        with client_of(resume=path, resume_within=60.0, clock=clock, tap=tap) as client:
+        with Client(resume=path, resume_within=60.0, clock=clock, tap=tap) as client:
             clock.advance(59.9)
             _let_it_turn(client)
             assert resumed(client) == {"aside": 1, "restored": 0, "dropped": {}}
