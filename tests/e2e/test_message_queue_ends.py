@@ -300,7 +300,10 @@ def test_long_waits_are_warned_of_unless_they_are_expected(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, reader = pair(waiting=Waiting(look=0.005, warn_after=0.02))
-    with caplog.at_level(logging.WARNING, "kvindex.shm"):
+    writer.wait_until_ready(DEADLINE)
+    reader.wait_until_ready(DEADLINE)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "kvindex"):
         with pytest.raises(QueueTimeoutError):
             reader.dequeue(timeout=0.06, indefinite=True)
         assert not caplog.messages
