@@ -96,19 +96,20 @@ class Outlet:
         Returns:
             How many of them: one at least, and all if there is time.
         """
-        on_batch = self._on_batch
+        # As `put` for each, and for an index without an item: nearly all batches come this way.
+        sink, on_batch = self._sink, self._on_batch
         for count, batch in enumerate(batches):
             if self.shut:
                 break
-            if on_batch is None:
-                self.put(RankBatch(rank, epoch, first_seq + count, batch, False))
-            else:  # as `put`, without an item: nearly all batches of an index come this way
-                try:
+            try:
+                if on_batch is None:
+                    sink(RankBatch(rank, epoch, first_seq + count, batch, False))
+                else:
                     on_batch(rank, batch)
-                except Exception as error:
-                    self._note_failure(RankBatch, error)
-                if self.forked:
-                    raise SystemExit
+            except Exception as error:
+                self._note_failure(RankBatch, error)
+            if self.forked:
+                raise SystemExit
             if not time_left():
                 return count + 1
         return len(batches)

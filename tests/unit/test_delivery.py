@@ -1,4 +1,4 @@
-"""The guarded way to the sink."""
+"""The guarded way to the sink, and what waits on it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvindex.rank import Rank
-from kvindex.subscribe import RankBatch, RankRemoved, StreamItem
-from kvindex.subscribe.delivery import Outlet
+from kvindex.subscribe import RankBatch, RankLost, RankRemoved, RankRestarted, StreamItem
+from kvindex.subscribe.delivery import Delivery, Outlet
 
 RANK = Rank("engine", 0)
 
@@ -95,3 +95,71 @@ def test_nothing_comes_once_it_is_shut_not_even_the_rest_of_a_run(direct: bool) 
     outlet.put_run(RANK, 0, 0, ["a", "b", "c"])
     outlet.put(RankRemoved(RANK))
     assert taken == ["a"]
+
+
+# -- what waits for want of time
+
+
+def delivery_of(items: list[Any], times: list[bool]) -> Delivery:
+    """Make a delivery into `items` whose time is up when `times` says so."""
+    left = iter(times)
+    outlet = Outlet(items.append, None, Counter())
+    return Delivery(RANK, outlet, lambda: next(left))
+
+
+def batch(seq: int, *, replayed: bool = True) -> RankBatch[Any]:
+    return RankBatch(RANK, 0, seq, f"batch {seq}", replayed)
+
+
+def test_what_there_was_no_time_for_comes_first_in_the_next_turn() -> None:
+    items: list[Any] = []
+    delivery = delivery_of(items, [True, False, False, True, True, True, True])
+    delivery.add(batch(4))
+    delivery.add_run(5, ["batch 5", "batch 6", "batch 7"])
+    delivery.add(batch(8))
+    assert delivery.lag == 5
+    delivery.hand_over(1.0)
+    assert (delivery.seq, delivery.lag, delivery.batch_at) == (5, 3, 1.0)
+    delivery.hand_over(2.0)
+    assert (delivery.seq, delivery.lag) == (8, 0)
+    assert not delivery
+    assert items == [batch(seq, replayed=seq in (4, 8)) for seq in range(4, 9)]
+
+
+def test_everything_is_handed_over_where_the_cursor_must_stand_at_the_sink() -> None:
+    items: list[Any] = []
+    delivery = delivery_of(items, [False] * 6)
+    delivery.add_run(0, ["batch 0", "batch 1"])
+    delivery.add(RankRestarted(RANK, 1, "seq_fell_back"))
+    delivery.hand_over_all(1.0)
+    assert (delivery.epoch, delivery.seq, len(items)) == (1, None, 3)
+
+
+def test_what_waits_goes_out_under_the_name_that_its_rank_has_by_then() -> None:
+    items: list[Any] = []
+    delivery = delivery_of(items, [True] * 5)
+    delivery.add(batch(0))
+    delivery.add_run(1, ["batch 1"])
+    delivery.add(RankLost(RANK, 0, "evicted", 2, 3, False))
+    delivery.rename(Rank("engine", 7))
+    delivery.hand_over(1.0)
+    assert [(type(item), item.rank.dp_rank) for item in items] == [
+        (RankBatch, 7),
+        (RankBatch, 7),
+        (RankLost, 7),
+    ]
+
+
+def test_a_sink_that_asks_for_more_in_its_own_call_gets_nothing_out_of_order() -> None:
+    seqs: list[int] = []
+
+    def sink(item: StreamItem) -> None:
+        assert isinstance(item, RankBatch)
+        delivery.hand_over_all(1.0)
+        seqs.append(item.seq)
+
+    delivery = Delivery(RANK, Outlet(sink, None, Counter()), lambda: True)
+    delivery.add(batch(0))
+    delivery.add(batch(1))
+    delivery.hand_over(1.0)
+    assert seqs == [0, 1]
