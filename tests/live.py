@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvindex import Client, Match, Rank, RankStatus, ReplayPolicy, State, Worker, connect
+from kvindex import Client, Match, Rank, RankStatus, ReplayPolicy, State, Worker
 from kvindex.testing import FakeEngine, FaultyLink, Workload
 
 PATIENCE = 20.0  # seconds: far more than anything takes, so that a slow machine is no failure
@@ -38,7 +38,7 @@ def link_to(engine: FakeEngine, **options: Any) -> FaultyLink:
 
 
 def client_of(*workers: Worker, **options: Any) -> Client:
-    return connect(workers, **{"replay_policy": QUICK, "probe_interval": 0.3, **options})
+    return Client(workers, **{"replay_policy": QUICK, "probe_interval": 0.3, **options})
 
 
 def caught_up(client: Client, *engines: FakeEngine, timeout: float = PATIENCE) -> None:
