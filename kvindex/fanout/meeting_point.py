@@ -71,11 +71,15 @@ class Listener:
     async def accept(self) -> socket.socket:
         """Return the next connection of this user, non-blocking."""
         while True:
-            try:
-                connection, _ = await asyncio.get_running_loop().sock_accept(self.socket)
+            try:  # not the loop's own call: a connection would be lost in it if it is cancelled
+                connection, _ = self.socket.accept()
             except ConnectionAbortedError:
                 continue
+            except BlockingIOError:
+                await _readable(self.socket)
+                continue
             if peer_uid(connection) == os.geteuid():
+                connection.setblocking(False)
                 close_in_children(connection)
                 return connection
             connection.close()
@@ -86,6 +90,17 @@ class Listener:
         with suppress(OSError):
             if self._inode == _inode(self.path):
                 self.path.unlink()
+
+
+async def _readable(waited_for: socket.socket) -> None:
+    """Return when a socket can be read."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(waited_for, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(waited_for)
 
 
 def connect_to(path: str | os.PathLike[str], timeout: float) -> socket.socket:

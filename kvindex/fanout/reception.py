@@ -114,6 +114,8 @@ class Reception:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for guest in self._guests:  # whose task had not begun
+                guest.connection.close()
 
     def _stop(self) -> None:
         if not self._ending.done():
