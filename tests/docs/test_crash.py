@@ -1,0 +1,69 @@
+"""The table "When an engine crashes" of docs/guarantees.md, step by step."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+
+from kvindex import Client, Rank, RankStatus, State, Worker, connect
+from kvindex.testing import FakeEngine, FaultyLink
+from tests.docs.pages import DOCS
+
+PROMPT = list(range(100))
+OTHER = Rank("other")
+
+
+def best_of(client: Client) -> Rank | None:
+    best = client.match(PROMPT).best
+    return best and best.rank
+
+
+def test_a_crashed_engine_goes_through_the_states_of_the_table() -> None:
+    with (
+        FakeEngine("vllm-0") as engine,
+        FakeEngine("other") as other,
+        FaultyLink(engine.endpoint, engine.replay_endpoint) as link,
+        connect(
+            [
+                Worker("vllm-0", link.endpoint, replay=link.replay_endpoint),
+                Worker("other", other.endpoint, replay=other.replay_endpoint),
+            ]
+        ) as client,
+    ):
+        engine.serve(PROMPT)
+        other.serve(PROMPT[:50])
+        client.wait_live(timeout=10.0)
+        client.wait_for(lambda now: now[engine.rank].seq == now[OTHER].seq == 0, timeout=10.0)
+        assert best_of(client) == engine.rank
+        seen: SimpleQueue[RankStatus] = SimpleQueue()
+        client.on_change(seen.put)
+
+        link.cut()
+        client.wait_for(lambda now: now[engine.rank].state == "connecting", timeout=10.0)
+        down = client.status(engine.rank)
+        assert (down.complete, down.counters["disconnects"]) == (True, 1)
+        assert client.match(PROMPT)[engine.rank].tokens == 96  # the old blocks stay, marked
+        assert best_of(client) == OTHER
+
+        engine.restart()
+        engine.serve(PROMPT)
+        link.heal()
+        client.wait_for(lambda now: now[engine.rank].restarts == 1, timeout=20.0)
+        client.wait_live(timeout=10.0, complete=True)
+        back = client.status(engine.rank)
+        assert (back.epoch, back.seq, back.replays_filled) == (1, 0, down.replays_filled + 1)
+        assert best_of(client) == engine.rank
+
+    passed = [seen.get() for _ in range(seen.qsize())]
+    steps = [(one.state, one.complete, one.epoch) for one in passed if one.rank == engine.rank]
+    table = [
+        (State.CONNECTING, True, 0),
+        (State.SYNCING, True, 0),
+        (State.SYNCING, False, 1),
+        (State.LIVE, True, 1),
+    ]
+    first_seen = [steps.index(step) for step in table if step in steps]  # a step may be too short
+    assert first_seen == sorted(first_seen)
+    assert {table[0], table[-1]} <= set(steps) <= set(table)
+    told = (DOCS / "guarantees.md").read_text()
+    for state, complete, _ in table:
+        assert f"| `{state}` | {complete} |" in told
