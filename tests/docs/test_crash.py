@@ -52,13 +52,14 @@ def test_a_crashed_engine_goes_through_the_states_of_the_table() -> None:
         back = client.status(engine.rank)
         assert (back.epoch, back.seq, back.replays_filled) == (1, 0, down.replays_filled + 1)
         assert best_of(client) == engine.rank
+        passed = [seen.get() for _ in range(seen.qsize())]
 
-    passed = [seen.get() for _ in range(seen.qsize())]
     steps = [(one.state, one.complete, one.epoch) for one in passed if one.rank == engine.rank]
     table = [
         (State.CONNECTING, True, 0),
         (State.SYNCING, True, 0),
         (State.SYNCING, False, 1),
+        (State.SYNCING, True, 1),  # its first batch has come
         (State.LIVE, True, 1),
     ]
     first_seen = [steps.index(step) for step in table if step in steps]  # a step may be too short
