@@ -9,6 +9,7 @@ import importlib.util
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,18 @@ import pytest
 
 from kvindex import Client, KVEventsConfig, fanout
 from kvindex.testing import FakeEngine
-from tests.docs.pages import DOCS, PAGES, README, ROOT, Fence, anchors, fences, links, name_of
+from tests.docs.pages import (
+    DOCS,
+    PAGES,
+    README,
+    ROOT,
+    Fence,
+    anchors,
+    fences,
+    fences_in,
+    links,
+    name_of,
+)
 from tests.docs.test_commands import commands
 from tests.native_ring import MISSING, needs_ring
 
@@ -228,3 +240,24 @@ def test_the_readme_and_the_command_line_name_the_same_fake_engine() -> None:
     shown = next(fence for fence in fences(README) if fence.language == "python").text
     assert WORKER.search(shown)
     assert "kvindex fake-engine" in commands(README)
+
+
+def test_the_router_of_the_quickstart_sends_nothing_to_a_dead_engine(
+    engines: list[FakeEngine],
+) -> None:
+    names: dict[str, Any] = {}
+    page = DOCS / "quickstart.md"
+    wanted = [fence for fence in fences_in(page, "python") if "client.close" not in fence.text]
+    try:
+        for fence in wanted:
+            run(page, fence, engines, names)
+        busy = Counter({engines[1].rank: 10_000})
+        assert names["choose"](PROMPT, busy) == engines[0].rank
+        for engine, left in ((engines[0], engines[1].rank), (engines[1], None)):
+            engine.close()
+            names["client"].wait_for(
+                lambda now, dead=engine.rank: now[dead].state == "connecting", timeout=10.0
+            )
+            assert names["choose"](PROMPT, busy) == left
+    finally:
+        names["client"].close()
