@@ -37,6 +37,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True  # "LATEST", not what that holds
 autodoc_default_options = {
     "members": True,
     "inherited-members": "Struct,BaseException,OSError,tuple,str,Enum,Protocol,ABC",

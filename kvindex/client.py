@@ -223,10 +223,10 @@ class Client(Answering):
     def save(self, path: str | os.PathLike[str]) -> tuple[Rank, ...]:
         """Write what every rank holds and how far its stream was applied; return the ranks written.
 
-        `connect(resume=path)` continues from there. Each rank is saved between two of its batches;
-        events of all ranks wait while one rank is copied, queries do not wait. A rank is left out
-        if nothing can continue from it: nothing was applied yet, or its publisher has no replay
-        to prove itself by. Ranks that are set aside are written as they were read, so that a
+        `connect(resume=path)` continues from there. Each rank is saved between two of its batches.
+        Events of all ranks wait while one rank is copied, and queries wait behind such an event:
+        60 to 200 ms for a million blocks of that rank. A rank is left out if nothing can continue
+        from it: nothing was applied yet, or its publisher has no replay to prove itself by. Ranks that are set aside are written as they were read, so that a
         router that is restarted before it knows all its workers loses none. The file replaces an
         existing one only when all of it is written. Only its owner can read it, since it contains
         the index's seed.

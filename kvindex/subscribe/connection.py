@@ -46,8 +46,9 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hwm: messages queued in a socket before the publisher's side queues, and then drops. By
             default 4,000 where replay can bring again what is dropped, else 100,000, as the
-            engines' own.
-        max_message_bytes: a larger message closes the connection.
+            engines' own. It bounds messages, not bytes: up to `hwm` times `max_message_bytes`
+            for messages of one large frame.
+        max_message_bytes: a larger frame of a message closes the connection.
         heartbeat: seconds between ZMTP pings, so that a dead peer is noticed.
         heartbeat_timeout: seconds without a pong after which the connection counts as dead.
         reconnect: seconds before the first new try; doubles up to `max_reconnect`.

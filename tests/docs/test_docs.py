@@ -36,7 +36,7 @@ from tests.docs.test_commands import commands
 from tests.native_ring import MISSING, needs_ring
 
 WORKER = re.compile(
-    r'Worker\("vllm-0", "tcp://127\.0\.0\.1:5557", replay="tcp://127\.0\.0\.1:5657", dp_size=2\)'
+    r'Worker\("(\w+-0)", "tcp://127\.0\.0\.1:5557", replay="tcp://127\.0\.0\.1:5657", dp_size=2\)'
 )
 CLUSTER = ".svc.cluster.local"
 PROMPT = list(range(100))
@@ -90,7 +90,7 @@ def test_the_python_examples_of_a_page_run_and_print_what_it_says(
 def run(page: Path, fence: Fence, engines: list[FakeEngine], names: dict[str, Any]) -> None:
     live = [engine.endpoint for engine in engines]
     replay = [engine.replay_endpoint for engine in engines]
-    example = WORKER.sub(f'Worker("vllm-0", {live}, replay={replay})', fence.text)
+    example = WORKER.sub(rf'Worker("\1", {live}, replay={replay})', fence.text)
     # As many lines down as in the page, so that a traceback names the page's own line.
     exec(compile("\n" * (fence.line - 1) + example, str(page), "exec"), names)
 
