@@ -78,13 +78,14 @@ def connect(
         resume_within: seconds for which these ranks are kept; they take as much memory as in the
             file.
         on_loss: what happens to a rank's blocks when batches of it are lost for good. "reset" drops
-            them, since the lost batches may have removed some. "keep" keeps them, and the rank is
-            flagged as not complete.
+            them, since the lost batches may have removed some. "keep" keeps them.
+            Either way the rank is flagged as not complete until its engine restarts.
         replay_policy: how long to wait for a replay, and how often to ask.
         socket_options: settings of the ZeroMQ sockets.
         probe_interval: seconds without a batch after which a replay request checks whether the
             rank's last batches were lost.
-        stale_after: seconds without a sign of life after which a rank is stale.
+        stale_after: seconds without a sign of life (a batch, a reply to a replay request, a new
+            connection) after which a rank is stale.
         context: ZeroMQ context for every socket. By default the process-wide one for inproc
             endpoints, so that they meet, and one of its own for all others.
         clock: returns monotonic seconds; for tests.
