@@ -29,13 +29,10 @@ from kvindex.shm.groups.tcp_group import TcpProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
 from kvindex.shm.handle import Handle
 from kvindex.shm.queue import MessageQueue
-from kvindex.shm.remote.keys import CurveReader, CurveServer
 
 __all__ = [
     "ClosedError",
     "Codec",
-    "CurveReader",
-    "CurveServer",
     "Handle",
     "InUseError",
     "MessageQueue",

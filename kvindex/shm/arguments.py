@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError
 from kvindex.ring import Layout, Waiting, check_policy
 from kvindex.shm.handle import Handle
-from kvindex.shm.remote.keys import CurveReader, CurveServer
 
 __all__ = [
     "check_cancel",
@@ -57,7 +57,7 @@ def check_writing(
     waiting: Waiting,
     on_dead_reader: str,
     max_message_bytes: int,
-    curve: CurveServer | None,
+    curve: Curve | None,
     remote_window: int,
 ) -> None:
     """Raise ConfigurationError if no queue can be made so, whichever readers it has."""
@@ -68,14 +68,15 @@ def check_writing(
             f"max_message_bytes must be a positive int, not {max_message_bytes!r}"
         )
     _check_optional("waiting", waiting, Waiting, "a Waiting, as in Waiting(spin=0.0)")
-    _check_optional("curve", curve, CurveServer, "a CurveServer")
+    if curve is not None and (not isinstance(curve, Curve) or curve.server_key is not None):
+        raise ConfigurationError(
+            f"curve must be the writer's own key pair, Curve.generate(), or None, not {curve!r}"
+        )
     if not _is_int(remote_window):
         raise ConfigurationError(f"remote_window must be an int, not {remote_window!r}")
 
 
-def check_reading(
-    handle: Handle, rank: int, waiting: Waiting | None, curve: CurveReader | None
-) -> None:
+def check_reading(handle: Handle, rank: int, waiting: Waiting | None, curve: Curve | None) -> None:
     """Raise ConfigurationError if no reader can be made so, of whatever queue."""
     if not isinstance(handle, Handle):  # which is not shown: it opens the queue
         raise ConfigurationError(
@@ -85,7 +86,11 @@ def check_reading(
     if not _is_int(rank):
         raise ConfigurationError(f"rank must be an int, not {rank!r}")
     _check_optional("waiting", waiting, Waiting, "a Waiting, as in Waiting(spin=0.0)")
-    _check_optional("curve", curve, CurveReader, "a CurveReader")
+    if curve is not None and (not isinstance(curve, Curve) or curve.server_key is None):
+        raise ConfigurationError(
+            "curve must name the writer's public key, as Curve.generate(server_key) does, or be "
+            f"None, not {curve!r}"
+        )
 
 
 def checked_length(length: int | None, most: int) -> int:

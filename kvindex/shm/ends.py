@@ -14,6 +14,7 @@ from typing import Any
 
 import zmq
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError, DecodeError
 from kvindex.ring import (
     RAW,
@@ -28,7 +29,6 @@ from kvindex.ring import (
 )
 from kvindex.shm.codec import BUFFERS, Codec, PickleCodec
 from kvindex.shm.handle import Handle
-from kvindex.shm.remote.keys import CurveReader, CurveServer
 from kvindex.shm.remote.reader import RemoteReader
 from kvindex.shm.remote.sender import RemoteSender
 from kvindex.shm.turn import Turn
@@ -252,7 +252,7 @@ def open_writing_end(
     waiting: Waiting,
     on_dead_reader: DeadReaderPolicy,
     max_message_bytes: int,
-    curve: CurveServer | None,
+    curve: Curve | None,
     remote_window: int,
 ) -> tuple[WritingEnd, Handle]:
     """Return the end of a new queue's writer, and the handle for its readers.
@@ -265,7 +265,7 @@ def open_writing_end(
         _check_remote_codec(codec, encrypted=curve is not None)
         if curve is None and zmq.has("curve"):
             # The handle has the key: strangers at the port are refused before their first message.
-            curve = CurveServer.generate()
+            curve = Curve.generate()
     ring: RingSender | None = None
     remote: RemoteSender | None = None
     with ExitStack() as opened:  # closed again if something goes wrong
@@ -310,7 +310,7 @@ def open_writing_end(
 
 
 def open_reading_end(
-    handle: Handle, rank: int, codec: Codec, waiting: Waiting, curve: CurveReader | None
+    handle: Handle, rank: int, codec: Codec, waiting: Waiting, curve: Curve | None
 ) -> ReadingEnd:
     """Return the end of the reader of this rank; raises as `MessageQueue.create_from_handle`."""
     if codec.name != handle.codec:
@@ -338,7 +338,7 @@ def _ring_receiver(handle: Handle, rank: int, waiting: Waiting) -> RingReceiver:
 
 
 def _remote_reader(
-    handle: Handle, rank: int, codec: Codec, waiting: Waiting, curve: CurveReader | None
+    handle: Handle, rank: int, codec: Codec, waiting: Waiting, curve: Curve | None
 ) -> RemoteReader:
     if handle.remote_address is None or handle.remote_token is None:
         raise ConfigurationError(
@@ -346,7 +346,7 @@ def _remote_reader(
             "has no remote readers"
         )
     if handle.remote_curve_key is not None and curve is None:
-        curve = CurveReader.generate(handle.remote_curve_key)
+        curve = Curve.generate(handle.remote_curve_key)
     _check_remote_codec(codec, encrypted=curve is not None)
     return RemoteReader(
         handle.remote_address,

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
 from kvindex.ring import DeadReaderPolicy, Waiting
 from kvindex.shm import arguments
@@ -16,7 +17,6 @@ from kvindex.shm.codec import Codec, body_of, choose_codec, decoder_of
 from kvindex.shm.ends import ReadingEnd, WritingEnd, open_reading_end, open_writing_end
 from kvindex.shm.groups.sharing import reader_options, share_one_queue, share_queues_to_one
 from kvindex.shm.handle import Handle
-from kvindex.shm.remote.keys import CurveReader, CurveServer
 from kvindex.shm.turn import IN_USE
 
 __all__ = ["MessageQueue"]
@@ -47,8 +47,8 @@ class MessageQueue:
         on_dead_reader: what to do when a reader is gone with messages unread: "remove" it and go
             on, or "raise" ReaderDiedError once as well, when all others were sent the message.
         max_message_bytes: longest message, in bytes.
-        curve: keys that encrypt the connections to remote readers; new ones by default, where
-            ZeroMQ has CURVE. Whoever has the handle has the key.
+        curve: `kvindex.Curve.generate()`, which encrypts the connections to remote readers; by
+            default one is made, where ZeroMQ has CURVE. The handle holds its public key.
         remote_window: messages that a remote reader may be behind before the writer waits.
 
     Raises:
@@ -81,7 +81,7 @@ class MessageQueue:
         waiting: Waiting | None = None,
         on_dead_reader: DeadReaderPolicy = "remove",
         max_message_bytes: int = 1 << 30,
-        curve: CurveServer | None = None,
+        curve: Curve | None = None,
         remote_window: int = 256,
     ) -> None:
         chosen = choose_codec(codec)
@@ -112,7 +112,7 @@ class MessageQueue:
         *,
         codec: str | Codec = "msgpack",
         waiting: Waiting | None = None,
-        curve: CurveReader | None = None,
+        curve: Curve | None = None,
     ) -> MessageQueue:
         """Return the reader of this rank.
 
@@ -124,7 +124,8 @@ class MessageQueue:
             rank: which reader this is; one of the handle's local ranks, or a remote one.
             codec: what the writer uses; pickle must be asked for here too.
             waiting: how to wait.
-            curve: keys of this reader, when the writer has some; new ones by default.
+            curve: this reader's keys, `kvindex.Curve.generate(server_key)`, if the writer has keys;
+                new ones by default.
 
         Raises:
             ConfigurationError: a value cannot work, or the codec is not the writer's.

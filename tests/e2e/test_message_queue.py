@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvindex.curve import Curve
 from kvindex.errors import (
     ClosedError,
     ConfigurationError,
@@ -19,7 +20,7 @@ from kvindex.errors import (
     QueueTimeoutError,
     SegmentError,
 )
-from kvindex.shm import CurveServer, Handle, MessageQueue, MsgpackCodec, Waiting
+from kvindex.shm import Handle, MessageQueue, MsgpackCodec, Waiting
 from tests.e2e.queue_peers import DEADLINE, End, Nursery, Peer, ThreadPeer, ended, is_left
 from tests.native_ring import needs_ring
 
@@ -187,7 +188,7 @@ class Tensor:
 
 
 def test_pickle_brings_back_everything_where_both_sides_ask_for_it(party: Party) -> None:
-    curve = CurveServer.generate() if party.is_remote else None
+    curve = Curve.generate() if party.is_remote else None
     writer, (reader,) = party.ready(codec="pickle", curve=curve)
     values = [*VALUES, (1, 2), {3, 4}, 2**200, bytearray(7), Waiting(spin=0.0)]
     values += [Tensor(bytearray(100)), [Tensor(bytearray(b"z" * 9000)), "and", bytearray(5)]]

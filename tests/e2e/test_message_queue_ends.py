@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from kvindex.curve import Curve
 from kvindex.errors import (
     ClosedError,
     ConfigurationError,
@@ -31,8 +32,6 @@ from kvindex.errors import (
     WaitCancelledError,
 )
 from kvindex.shm import (
-    CurveReader,
-    CurveServer,
     Handle,
     MessageQueue,
     MsgpackCodec,
@@ -398,6 +397,7 @@ def test_only_the_maker_writes() -> None:
         ((1, 0, None, 64, 0, "127.0.0.1"), {}),
         ((1, 0, None, 64, 2, 5), {}),
         ((1, 0, None, 64, 2, "127.0.0.1"), {"curve": "key"}),
+        ((1, 0, None, 64, 2, "127.0.0.1"), {"curve": Curve.generate(Curve.generate().public_key)}),
         ((1, 0, None, 64, 2, "127.0.0.1"), {"remote_window": "4"}),
         ((1, 1), {"on_dead_reader": "ignore"}),
         ((1, 1), {"max_message_bytes": 0}),
@@ -426,7 +426,8 @@ def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[
         ({"rank": True}, "rank must be an int, not True"),
         ({"codec": MsgpackCodec}, r"pass MsgpackCodec\(\)"),
         ({"waiting": 0.5}, "waiting must be a Waiting.* not 0.5"),
-        ({"curve": CurveServer.generate()}, "curve must be a CurveReader"),
+        ({"curve": Curve.generate()}, "curve must name the writer's public key"),
+        ({"curve": b"key"}, "curve must name the writer's public key"),
     ],
 )
 def test_a_reader_is_told_at_once_what_it_gave_wrongly(given: dict[str, Any], said: str) -> None:
@@ -457,7 +458,7 @@ def test_pickle_is_refused_unless_both_sides_ask_for_it() -> None:
 
 
 def test_without_its_key_an_encrypted_queue_hears_nobody_out() -> None:
-    with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=CurveServer.generate()) as writer:
+    with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=Curve.generate()) as writer:
         address = writer.export_handle().remote_address
         assert address is not None
         with RawPeer(address) as peer:  # speaks in the clear
@@ -473,7 +474,7 @@ def test_pickle_is_refused_for_remote_readers_without_curve(n_local: int) -> Non
     with pytest.raises(ConfigurationError, match="curve"):
         MessageQueue(2, n_local, connect_ip="127.0.0.1", codec="pickle")
     with MessageQueue(
-        1, 0, connect_ip="127.0.0.1", codec="pickle", curve=CurveServer.generate()
+        1, 0, connect_ip="127.0.0.1", codec="pickle", curve=Curve.generate()
     ) as writer:
         handle = writer.export_handle()
         forged = type(handle)(
@@ -487,10 +488,10 @@ def test_pickle_is_refused_for_remote_readers_without_curve(n_local: int) -> Non
 def test_keys_of_ones_own_are_used(pair: Pair, way: str) -> None:
     if way != "remote":
         return
-    server = CurveServer.generate()
+    server = Curve.generate()
     with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=server, codec="pickle") as writer:
         handle = writer.export_handle()
-        keys = CurveReader.generate(server.public_key)
+        keys = Curve.generate(server.public_key)
         with MessageQueue.create_from_handle(handle, 0, codec="pickle", curve=keys) as reader:
             sending = Running(lambda: writer.enqueue({1, 2}, DEADLINE))
             assert reader.dequeue(DEADLINE) == {1, 2}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvindex.curve import Curve
 from kvindex.errors import (
     ClosedError,
     ConfigurationError,
@@ -26,7 +27,6 @@ from kvindex.shm.groups.objects import MAX_OBJECT_BYTES
 from kvindex.shm.groups.star import ConnectionLost, Hub, Spoke
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
 from kvindex.shm.groups.words import FRAME_BYTES, Call, Failure, Seats, Settings, cut
-from kvindex.shm.remote.keys import CurveReader
 from kvindex.shm.remote.sockets import RemoteLink
 from tests.e2e.group_ranks import (
     PATIENCE,
@@ -77,7 +77,7 @@ def hub_of(group: TcpProcessGroup) -> Hub:
 def spoke_to(group: TcpProcessGroup, rank: int = 1, **settings: int) -> Spoke:
     """A bare spoke that knows the token, which a test lets say what it likes."""
     made = Settings(**{"world_size": 3, "max_object_bytes": MAX_OBJECT_BYTES, **settings})
-    keys = CurveReader.generate(keys_from(TOKEN).public_key)
+    keys = Curve.generate(keys_from(TOKEN).public_key)
     return Spoke(f"tcp://{group.address}", keys, rank, made)
 
 

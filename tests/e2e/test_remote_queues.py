@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvindex.curve import Curve
 from kvindex.errors import (
     ConfigurationError,
     QueueClosedError,
@@ -20,7 +21,7 @@ from kvindex.errors import (
     ReaderEvictedError,
 )
 from kvindex.ring import RingSender
-from kvindex.shm import CurveServer, Handle, MessageQueue, PickleCodec, Waiting
+from kvindex.shm import Handle, MessageQueue, PickleCodec, Waiting
 from tests.e2e.remote_peers import DEADLINE
 from tests.native_ring import needs_ring
 
@@ -202,7 +203,7 @@ class Disguised(PickleCodec):
 def test_pickle_by_another_name_is_refused_without_curve(parties: Parties) -> None:
     with pytest.raises(ConfigurationError, match="pickle runs whatever"):
         parties.writer(codec=Disguised())
-    writer = parties.writer(codec=Disguised(), curve=CurveServer.generate())
+    writer = parties.writer(codec=Disguised(), curve=Curve.generate())
     bare = msgspec.structs.replace(writer.export_handle(), remote_curve_key=None)
     with pytest.raises(ConfigurationError, match="pickle runs whatever"):
         parties.reader(bare, codec=Disguised())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvindex.curve import Curve
 from kvindex.errors import (
     ClosedError,
     ConfigurationError,
@@ -19,7 +20,7 @@ from kvindex.errors import (
     WaitCancelledError,
     WriterDiedError,
 )
-from kvindex.shm.remote import CurveReader, CurveServer, RemoteLink, RemoteReader, RemoteSender
+from kvindex.shm.remote import RemoteLink, RemoteReader, RemoteSender
 from kvindex.shm.remote.credits import SendWindow
 from kvindex.shm.remote.frames import (
     Acknowledgement,
@@ -602,9 +603,9 @@ def test_a_reader_of_nonsense_is_refused(address: str, token: bytes, rank: int) 
 
 
 def test_curve_encrypts_both_ways(queue: Queue) -> None:
-    keys = CurveServer.generate()
+    keys = Curve.generate()
     sender = queue.sender(curve=keys)
-    reader = queue.reader(sender, curve=CurveReader.generate(keys.public_key))
+    reader = queue.reader(sender, curve=Curve.generate(keys.public_key))
     sender.wait_connected(DEADLINE)
     messages = [various(number) for number in range(100)] + [[bytes(MAX_BYTES)]]
     for message in messages:
@@ -613,7 +614,7 @@ def test_curve_encrypts_both_ways(queue: Queue) -> None:
     assert [next(received) for _ in messages] == messages
 
 
-SERVER, OTHER = CurveServer.generate(), CurveServer.generate()
+SERVER, OTHER = Curve.generate(), Curve.generate()
 
 
 @pytest.mark.parametrize(
@@ -622,10 +623,10 @@ SERVER, OTHER = CurveServer.generate(), CurveServer.generate()
     ids=["other key", "no key", "no key of the writer"],
 )
 def test_a_reader_without_the_writers_key_is_told(
-    queue: Queue, server: CurveServer | None, client: CurveServer | None
+    queue: Queue, server: Curve | None, client: Curve | None
 ) -> None:
     sender = queue.sender(curve=server)
-    curve = CurveReader.generate(client.public_key) if client else None
+    curve = Curve.generate(client.public_key) if client else None
     reader = queue.reader(sender, curve=curve)
     with pytest.raises(WriterDiedError, match="CURVE keys"):
         reader.wait_ready(DEADLINE)

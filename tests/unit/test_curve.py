@@ -28,5 +28,7 @@ def test_keys_that_cannot_work_are_refused(
         Curve(public_key=public_key, secret_key=secret_key, server_key=server_key)
 
 
-def test_the_secret_key_is_not_shown() -> None:
-    assert SERVER.secret_key.decode() not in repr(SERVER)
+def test_secret_keys_are_not_shown() -> None:
+    client = Curve.generate(SERVER.public_key)
+    for keys in (SERVER, client):
+        assert keys.secret_key.decode() not in repr(keys)

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "index": {"rank_lookup", "errors", "rank", "wire", "backend", "forks", "_native"},
     "publish": {"curve", "errors", "wire", "waker", "log_rate"},
     "ring": {"errors", "_native"},
-    "shm": {"errors", "ring", "log_rate"},
+    "shm": {"curve", "errors", "ring", "log_rate"},
     "saved_state": {"errors", "rank", "index", "subscribe"},
     "answering": {"rank_lookup", "errors", "rank", "index", "subscribe"},
     "client": {"rank_lookup", "errors", "rank", "index", "subscribe", "saved_state", "answering"},

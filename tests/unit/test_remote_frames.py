@@ -35,7 +35,6 @@ from kvindex.shm.remote.frames import (
     parse_reader,
     unpack_message,
 )
-from kvindex.shm.remote.keys import CurveReader, CurveServer
 from kvindex.shm.remote.membership import Member, Roster
 from kvindex.shm.remote.sockets import RemoteLink
 
@@ -190,25 +189,6 @@ def test_a_roster_knows_its_token() -> None:
 def test_a_roster_of_nobody_is_refused(n_remote: int) -> None:
     with pytest.raises(ConfigurationError):
         Roster(n_remote, TOKEN)
-
-
-def test_keys_that_are_no_keys_are_refused() -> None:
-    server, other = CurveServer.generate(), CurveServer.generate()
-    with pytest.raises(ConfigurationError, match="not a pair"):
-        CurveServer(public_key=server.public_key, secret_key=other.secret_key)
-    with pytest.raises(ConfigurationError, match="40 bytes"):
-        CurveServer(public_key=b"short", secret_key=server.secret_key)
-    with pytest.raises(ConfigurationError, match="server_key must be 40 bytes"):
-        CurveReader.generate(b"")
-    with pytest.raises(ConfigurationError, match="Z85"):
-        CurveServer(public_key=server.public_key, secret_key=b"\xff" * 40)
-
-
-def test_secret_keys_are_not_shown() -> None:
-    server = CurveServer.generate()
-    reader = CurveReader.generate(server.public_key)
-    for keys in (server, reader):
-        assert keys.secret_key.decode() not in repr(keys)
 
 
 @pytest.mark.parametrize("field", ["heartbeat", "heartbeat_timeout", "handshake_timeout"])

@@ -14,10 +14,10 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError, QueueTimeoutError
 from kvindex.shm.groups.star import ConnectionLost, Hub, Spoke
 from kvindex.shm.groups.words import Settings
-from kvindex.shm.remote.keys import CurveReader, CurveServer
 
 __all__ = ["join", "keys_from", "listen", "parse_address"]
 
@@ -27,14 +27,14 @@ _LAST_RETRY: Final = 1.0
 _PROBE_SECONDS: Final = 2.0
 
 
-def keys_from(token: bytes) -> CurveServer:
+def keys_from(token: bytes) -> Curve:
     """Return rank 0's keys, which nobody can work out without the token.
 
     CURVE never sends the server's public key, so it stays as secret as the token, and lets in
     those ranks alone that know the token.
     """
     secret_key = z85.encode(hmac.digest(token, b"kvindex process group", "sha256"))
-    return CurveServer(public_key=zmq.curve_public(secret_key), secret_key=secret_key)
+    return Curve(public_key=zmq.curve_public(secret_key), secret_key=secret_key)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -56,7 +56,7 @@ def parse_address(text: str) -> tuple[str, int]:
     return match["literal"] or match["host"], int(match["port"])
 
 
-def listen(address: str, keys: CurveServer, settings: Settings) -> Hub:
+def listen(address: str, keys: Curve, settings: Settings) -> Hub:
     """Return rank 0's end of a group, which listens there and nowhere else.
 
     Raises:
@@ -78,7 +78,7 @@ def listen(address: str, keys: CurveServer, settings: Settings) -> Hub:
     )
 
 
-def join(address: str, keys: CurveServer, rank: int, settings: Settings, timeout: float) -> Spoke:
+def join(address: str, keys: Curve, rank: int, settings: Settings, timeout: float) -> Spoke:
     """Return this rank's end of a group, once every rank has come.
 
     Tries again, ever less often, while nobody listens there, or who does is no process group.
@@ -95,7 +95,7 @@ def join(address: str, keys: CurveServer, rank: int, settings: Settings, timeout
         try:
             for number in _numbers(host):
                 endpoint = f"tcp://{number}:{port}"
-                spoke = Spoke(endpoint, CurveReader.generate(keys.public_key), rank, settings)
+                spoke = Spoke(endpoint, Curve.generate(keys.public_key), rank, settings)
                 try:
                     spoke.meet(deadline)
                     return spoke

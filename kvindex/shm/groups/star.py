@@ -18,6 +18,7 @@ from typing import Final
 
 import zmq
 
+from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError
 from kvindex.shm.groups.words import (
     FRAME_BYTES,
@@ -31,7 +32,6 @@ from kvindex.shm.groups.words import (
     listed,
     parse,
 )
-from kvindex.shm.remote.keys import CurveReader, CurveServer
 from kvindex.shm.remote.refusals import descriptor_of
 from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket, is_handshake_failure
 
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 class Hub:
     """Rank 0, which listens from the start; `turned_away` counts who got no seat, by reason."""
 
-    def __init__(self, host: str, port: int, curve: CurveServer, settings: Settings) -> None:
+    def __init__(self, host: str, port: int, curve: Curve, settings: Settings) -> None:
         self.turned_away: Counter[str] = Counter()
         self._settings = settings
         self._seats: dict[bytes, int] = {}  # ZeroMQ's name of a connection -> rank
@@ -202,9 +202,7 @@ class Spoke:
         handshake_failure: ZeroMQ's reason (`zmq.PROTOCOL_ERROR_...`), if the handshake failed.
     """
 
-    def __init__(
-        self, endpoint: str, curve: CurveReader | None, rank: int, settings: Settings
-    ) -> None:
+    def __init__(self, endpoint: str, curve: Curve | None, rank: int, settings: Settings) -> None:
         self.handshake_failure: int | None = None
         self._awaited = "rank 0's port, where nobody listens,"
         self._rank = rank

@@ -9,6 +9,7 @@ import time
 
 import zmq
 
+from kvindex.curve import Curve
 from kvindex.errors import (
     ClosedError,
     ConfigurationError,
@@ -42,7 +43,6 @@ from kvindex.shm.remote.frames import (
     parse_control,
     unpack_message,
 )
-from kvindex.shm.remote.keys import CurveReader
 from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket, is_handshake_failure
 
 __all__ = ["RemoteReader"]
@@ -85,7 +85,7 @@ class RemoteReader:
         rank: int,
         *,
         max_message_bytes: int,
-        curve: CurveReader | None = None,
+        curve: Curve | None = None,
         link: RemoteLink | None = None,
         waiting: Waiting | None = None,
     ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from kvindex.curve import Curve
 from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
 from kvindex.ring import Buffer, Patience, Waiting
 from kvindex.shm.remote.address import endpoint_host
@@ -23,7 +24,6 @@ from kvindex.shm.remote.frames import (
     message_header,
     packed_message,
 )
-from kvindex.shm.remote.keys import CurveServer
 from kvindex.shm.remote.membership import Membership, Roster
 from kvindex.shm.remote.sockets import (
     MAX_WINDOW,
@@ -76,7 +76,7 @@ class RemoteSender:
         window: int = 256,
         max_window_bytes: int = 64 * 1024 * 1024,
         max_message_bytes: int,
-        curve: CurveServer | None = None,
+        curve: Curve | None = None,
         link: RemoteLink | None = None,
         waiting: Waiting | None = None,
     ) -> None:

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
+from kvindex.curve import Curve
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.shm.remote.frames import MAX_CONTROL_BYTES
-from kvindex.shm.remote.keys import CurveReader, CurveServer
 
 __all__ = ["MAX_WINDOW", "RemoteLink", "WatchedSocket"]
 
@@ -108,7 +108,7 @@ class WatchedSocket:
         cls,
         host: str,
         link: RemoteLink,
-        curve: CurveServer | None,
+        curve: Curve | None,
         context: Context | None,
         *,
         port: int = 0,
@@ -123,9 +123,7 @@ class WatchedSocket:
         socket.sndhwm = 0  # bounded by the readers' windows
         socket.rcvhwm = MAX_WINDOW + _SPARE  # of each reader
         if curve is not None:
-            socket.curve_server = True
-            socket.curve_publickey = curve.public_key
-            socket.curve_secretkey = curve.secret_key
+            curve.configure(socket)
         return watched._open(f"tcp://{host}:{port or '*'}", bind=True)
 
     @classmethod
@@ -133,7 +131,7 @@ class WatchedSocket:
         cls,
         address: str,
         link: RemoteLink,
-        curve: CurveReader | None,
+        curve: Curve | None,
         context: Context | None,
         *,
         max_part_bytes: int,
@@ -148,9 +146,7 @@ class WatchedSocket:
         socket.setsockopt(zmq.MAXMSGSIZE, max_part_bytes + _OVERHEAD)
         socket.sndhwm = socket.rcvhwm = MAX_WINDOW + _SPARE
         if curve is not None:
-            socket.curve_serverkey = curve.server_key
-            socket.curve_publickey = curve.public_key
-            socket.curve_secretkey = curve.secret_key
+            curve.configure(socket)
         return watched._open(address, bind=False)
 
     def _open(self, endpoint: str, *, bind: bool) -> WatchedSocket:
