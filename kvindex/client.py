@@ -75,8 +75,8 @@ def connect(
             publisher proves to be the same; if not, it starts from scratch. Ranks of workers that
             are not among `workers` are set aside and take no part in answers until their worker
             is added. If there is no such file, every rank starts from scratch.
-        resume_within: seconds for which these ranks are kept; they take as much memory as in the
-            file.
+        resume_within: seconds for which these ranks are kept, 600 by default; they take as much
+            memory as in the file.
         on_loss: what happens to a rank's blocks when batches of it are lost for good. "reset" drops
             them, since the lost batches may have removed some. "keep" keeps them.
             Either way the rank is flagged as not complete until its engine restarts.
