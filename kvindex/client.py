@@ -227,10 +227,10 @@ class Client(Answering):
         `connect(resume=path)` continues from there. Each rank is saved between two of its batches.
         Events of all ranks wait while one rank is copied, and queries wait behind such an event:
         60 to 200 ms for a million blocks of that rank. A rank is left out if nothing can continue
-        from it: nothing was applied yet, or its publisher has no replay to prove itself by. Ranks that are set aside are written as they were read, so that a
-        router that is restarted before it knows all its workers loses none. The file replaces an
-        existing one only when all of it is written. Only its owner can read it, since it contains
-        the index's seed.
+        from it: nothing was applied yet, or its publisher has no replay to prove itself by. Ranks
+        that are set aside are written as they were read, so that a router that is restarted before
+        it knows all its workers loses none. The file replaces an existing one only when all of it
+        is written. Only its owner can read it, since it contains the index's seed.
 
         Raises:
             OSError: it cannot be written; an existing file is unchanged.

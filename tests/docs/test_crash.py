@@ -14,7 +14,7 @@ OTHER = Rank("other")
 
 def best_of(client: Client) -> Rank | None:
     best = client.match(PROMPT).best
-    return best and best.rank
+    return None if best is None else best.rank
 
 
 def test_a_crashed_engine_goes_through_the_states_of_the_table() -> None:
