@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvindex import Client, Rank, Worker, connect
+from kvindex import Client, Rank, State, Worker, connect
 from kvindex.testing import FakeEngine, Request, Workload
 
 ENGINES = 4
@@ -28,13 +28,15 @@ class Router:
     def choose(self, token_ids: list[int]) -> Rank:
         # An engine computes the last token always: it never hits the whole prompt.
         match = self.client.match(token_ids[:-1])
+        # An engine that is down has no load: it would be the cheapest of all.
+        up = [found for found in match if found.state not in (State.CONNECTING, State.CLOSED)]
         to_compute = {
             # What a rank that is not live says may be outdated: count on nothing there.
-            found.rank: len(token_ids) - (found.tokens if found.state == "live" else 0)
-            for found in match
+            found.rank: len(token_ids) - (found.tokens if found.state == State.LIVE else 0)
+            for found in up or match
         }
         # Without the load, the first rank to hold a system prompt would get all its users.
-        chosen = min(self.load, key=lambda r: to_compute[r] + self.load_weight * self.load[r])
+        chosen = min(to_compute, key=lambda r: to_compute[r] + self.load_weight * self.load[r])
         # Engines finish work while requests come: a router in service would count what is open.
         for rank in self.load:
             self.load[rank] *= self.memory
