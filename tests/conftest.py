@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 import kvindex
 from kvindex.backend import hidden_native_build
 
+collect_ignore = ["typing"]  # for type checkers, which is why it is never imported
+
 settings.register_profile(
     "default",
     max_examples=100,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -477,6 +479,17 @@ def test_a_setting_that_cannot_work_is_refused_and_leaves_nothing(
         FanOut((), path, **option)
     assert not Path(path).exists()
     assert threading.active_count() == before
+
+
+def test_connections_that_come_while_it_closes_are_closed(path: str) -> None:
+    for _ in range(30):
+        with FanOut((), path):
+            coming = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+            for connection in coming:
+                connection.connect(path)
+        for connection in coming:
+            connection.close()
+    gc.collect()  # an open socket warns when it goes, and a warning is an error
 
 
 @pytest.mark.parametrize("option", [{"timeout": 0}, {"stale_after": -1.0}, {"buffer_bytes": 0}])
