@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 
@@ -19,13 +18,14 @@ from kvindex.errors import (
 )
 from kvindex.shm.remote import RemoteLink, RemoteSender
 from kvindex.shm.remote.frames import (
+    VERSION,
     Acknowledgement,
     Closed,
+    Hello,
     Refusal,
     Refused,
     Welcome,
     encode,
-    hello,
     message_header,
     packed_message,
 )
@@ -142,7 +142,7 @@ def test_readers_of_a_killed_writer_read_what_was_sent_and_are_told(queue: Queue
 def _has_left_the_writer(queue: Queue, process: Process, address: str) -> None:
     """Wait until what a writer has sent is with the system: its ZeroMQ works in order."""
     stranger = queue.stranger_at(address)
-    stranger.send(b"kvindexQ" + struct.pack(">H", 99))
+    stranger.send(encode(Hello(99)))
 
     def is_answered() -> bool:
         process.tell("serve")
@@ -244,11 +244,11 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> Non
     for parts in (
         [b""],
         [b"garbage"],
-        [hello(0, sender.token)[:-1]],
+        [encode(Hello(VERSION, 0, sender.token))[:-1]],
         [bytes(100)],
         [b"B", b"B"],
-        [encode(Acknowledgement(0, 0))],
-        [b"kvindexQ" + struct.pack(">H", 99)],
+        [encode(Acknowledgement(0))],
+        [encode(Hello(99))],
     ):
         stranger.send_multipart(parts)
     assert stranger.poll(0) == 0
@@ -290,11 +290,11 @@ def test_who_does_not_speak_zeromq_is_counted_and_harms_nobody(queue: Queue) -> 
 def test_a_reader_that_acknowledges_what_it_was_not_sent_is_counted(queue: Queue) -> None:
     sender = queue.sender(1, window=1)
     liar = queue.stranger(sender)
-    liar.send(hello(0, sender.token))
+    liar.send(encode(Hello(VERSION, 0, sender.token)))
     sender.wait_connected(DEADLINE)
     sender.send([b"unread"], DEADLINE)
-    liar.send(hello(0, sender.token))
-    liar.send(encode(Acknowledgement(1000, 1000)))
+    liar.send(encode(Hello(VERSION, 0, sender.token)))
+    liar.send(encode(Acknowledgement(1000)))
     wait_until(
         lambda: not sender.serve() and sender.statistics()["refused_bad_acknowledgement"] == 1,
         "counted",

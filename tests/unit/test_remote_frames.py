@@ -1,4 +1,4 @@
-"""What the parties of a remote queue say, as bytes; and whom the writer lets in."""
+"""What the parties of a remote queue say, as bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvindex.errors import ConfigurationError
 from kvindex.ring import Buffer
-from kvindex.shm.remote.credits import SendWindow
 from kvindex.shm.remote.frames import (
     MAX_CONTROL_BYTES,
     VERSION,
@@ -22,28 +21,20 @@ from kvindex.shm.remote.frames import (
     Hello,
     Malformed,
     MessageHeader,
-    Probe,
     Ready,
     Refusal,
     Refused,
     Welcome,
     encode,
-    hello,
     message_header,
     packed_message,
     parse_control,
     parse_reader,
     unpack_message,
 )
-from kvindex.shm.remote.membership import Member, Roster
 from kvindex.shm.remote.sockets import RemoteLink
 
 TOKEN = bytes(range(32))
-
-
-def member(rank: int) -> Member:
-    window = SendWindow(0, messages=1, size=1)
-    return Member(b"%d" % rank, rank, window, descriptor=rank)
 
 
 def unpacked(part: bytes) -> tuple[int, list[bytes]]:
@@ -54,8 +45,8 @@ def unpacked(part: bytes) -> tuple[int, list[bytes]]:
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        (hello(3, TOKEN), Hello(VERSION, 3, TOKEN)),
-        (encode(Acknowledgement(2**64 - 1, 5)), Acknowledgement(2**64 - 1, 5)),
+        (encode(Hello(VERSION, 3, TOKEN)), Hello(VERSION, 3, TOKEN)),
+        (encode(Acknowledgement(2**64 - 1)), Acknowledgement(2**64 - 1)),
         (encode(Bye()), Bye()),
     ],
 )
@@ -70,7 +61,6 @@ def test_what_readers_say_is_understood(part: bytes, said: object) -> None:
         (encode(Welcome(9, 64, 1000, True)), Welcome(9, 64, 1000, True)),
         *((encode(Refused(reason)), Refused(reason)) for reason in Refusal),
         (encode(Ready()), Ready()),
-        (encode(Probe()), Probe()),
         (encode(Evicted()), Evicted()),
         (encode(Closed(12)), Closed(12)),
         (message_header(4, 3), MessageHeader(4, 3)),
@@ -80,9 +70,11 @@ def test_what_the_writer_says_is_understood(part: bytes, said: object) -> None:
     assert parse_control(part) == said
 
 
-def test_a_hello_of_another_version_tells_only_the_version() -> None:
-    part = b"kvindexQ" + struct.pack(">H", 7) + b"what version 7 says"
-    assert parse_reader(part) == Hello(7)
+def test_a_hello_of_another_version_tells_the_version() -> None:
+    assert parse_reader(msgspec.msgpack.encode(["Hello", 7])) == Hello(7)
+    said = parse_reader(msgspec.msgpack.encode(["Hello", 7, 1, TOKEN, "what version 7 adds"]))
+    assert isinstance(said, Hello)
+    assert said.version == 7
 
 
 @pytest.mark.parametrize(
@@ -90,9 +82,11 @@ def test_a_hello_of_another_version_tells_only_the_version() -> None:
     [
         b"",
         b"A",
-        b"kvindexQ",
-        hello(1, TOKEN)[:-1],
-        hello(1, TOKEN) + b"x",
+        msgspec.msgpack.encode(["Hello"]),
+        encode(Hello(VERSION, -1, TOKEN)),
+        encode(Hello(VERSION, 2**32, TOKEN)),
+        encode(Hello(VERSION, 1, TOKEN))[:-1],
+        encode(Hello(VERSION, 1, TOKEN)) + b"x",
         encode(Bye()) * 2,
         encode(Ready()),
     ],
@@ -154,41 +148,6 @@ def test_no_bytes_upset_the_parsers(part: bytes) -> None:
             parse(part)
         except Malformed:
             pass
-
-
-def test_a_roster_takes_so_many_different_ranks() -> None:
-    roster = Roster(2, TOKEN)
-    for rank in (8, 1):
-        assert roster.refuses(rank) is None
-        roster.join(member(rank))
-    assert roster.refuses(2) is Refusal.UNKNOWN_RANK
-    assert (roster.awaited, roster.absent) == (0, 0)
-    assert roster.ranks == {1, 8}
-
-
-def test_a_rank_is_free_again_when_its_reader_left() -> None:
-    roster = Roster(1, TOKEN)
-    first = member(4)
-    roster.join(first)
-    assert roster.refuses(4) is Refusal.RANK_TAKEN
-    roster.leave(first)
-    assert roster.refuses(4) is None
-    assert roster.refuses(5) is Refusal.UNKNOWN_RANK
-    assert (roster.awaited, roster.absent) == (0, 1)
-    assert roster.find(first.identity) is None
-
-
-def test_a_roster_knows_its_token() -> None:
-    roster = Roster(1, TOKEN)
-    assert roster.knows(Hello(VERSION, 0, TOKEN))
-    assert not roster.knows(Hello(VERSION, 0, bytes(32)))
-    assert not roster.knows(Hello(VERSION, 0, b""))
-
-
-@pytest.mark.parametrize("n_remote", [0, -1])
-def test_a_roster_of_nobody_is_refused(n_remote: int) -> None:
-    with pytest.raises(ConfigurationError):
-        Roster(n_remote, TOKEN)
 
 
 @pytest.mark.parametrize("field", ["heartbeat", "heartbeat_timeout", "handshake_timeout"])

@@ -7,7 +7,6 @@ judges who is missing. A spoke whose time is up tells the hub, and waits a secon
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import time
@@ -32,7 +31,7 @@ from kvindex.shm.groups.words import (
     listed,
     parse,
 )
-from kvindex.shm.remote.refusals import descriptor_of
+from kvindex.shm.remote.callers import Callers
 from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket, is_handshake_failure
 
 __all__ = ["ConnectionLost", "Hub", "Spoke"]
@@ -53,12 +52,10 @@ class Hub:
         self.turned_away: Counter[str] = Counter()
         self._settings = settings
         self._seats: dict[bytes, int] = {}  # ZeroMQ's name of a connection -> rank
-        self._names: dict[int | None, bytes] = {}  # descriptor of a connection -> name
         self._told: set[bytes] = set()  # who was there when the seats were last told
         self._complete = False
-        self._watched = WatchedSocket.bind(
-            host, LINK, curve, None, port=port, max_part_bytes=FRAME_BYTES
-        )
+        self._watched = WatchedSocket.bind(host, LINK, curve, port=port, max_part_bytes=FRAME_BYTES)
+        self._callers = Callers(self._watched)
         self.address = f"{host}:{self._watched.port}"
 
     @property
@@ -129,9 +126,9 @@ class Hub:
     def _hear(self) -> Iterator[tuple[int, list[zmq.Frame]]]:
         """Yield what ranks have said; seat, or turn away, who says hello."""
         self._note_ends()
-        while message := _receive(self._watched):
-            self._note_ends()  # a new connection may have the descriptor of one that has ended
-            name, frames = message[0].bytes, message[1:]
+        while heard := self._callers.hear():
+            self._note_ends()
+            name, frames = heard
             rank = self._seats.get(name)
             if rank is None:
                 self._admit(name, frames)
@@ -146,7 +143,8 @@ class Hub:
             return
         if not isinstance(hello, Hello):
             return  # said before its connection ended
-        self._names[descriptor_of(frames[0])] = name
+        if not self._callers.introduce(name, frames[0]):
+            return  # gone already, as was counted
         reason, why = self._refusal(hello)
         if reason:
             self._turn_away(reason, why)
@@ -168,11 +166,8 @@ class Hub:
 
     def _note_ends(self) -> None:
         """Take the seats of ranks whose connection has ended."""
-        for event, descriptor in self._watched.events():
-            if event != zmq.EVENT_DISCONNECTED:
-                continue
-            name = self._names.pop(descriptor, None)
-            if name is None:
+        for name, _ in self._callers.ended():
+            if not name:
                 self._turn_away("stranger", "who connected does not know the token")
             elif name in self._seats:
                 self._turn_away("ended", f"rank {self._seats.pop(name)} is gone")
@@ -184,11 +179,7 @@ class Hub:
             logger.warning("turned away (%s, %d so far): %s", reason, count, why)
 
     def _send(self, name: bytes, word: Word, frames: Sequence[zmq.Frame] = ()) -> None:
-        try:
-            self._watched.socket.send_multipart([name, *cut(word), *frames], _NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise  # else this rank is gone, as the next look at the events tells
+        self._callers.send(name, [*cut(word), *frames])  # who is gone is noticed by its end
 
 
 class ConnectionLost(Exception):  # noqa: N818 -- an event; the message says what was awaited
@@ -208,9 +199,7 @@ class Spoke:
         self._rank = rank
         self._settings = settings
         self._lost_at = math.inf
-        self._watched = WatchedSocket.connect(
-            endpoint, LINK, curve, None, max_part_bytes=FRAME_BYTES
-        )
+        self._watched = WatchedSocket.connect(endpoint, LINK, curve, max_part_bytes=FRAME_BYTES)
 
     def meet(self, deadline: float) -> None:
         """Ask for a seat, and return once every rank has one; raise why not by the deadline."""

@@ -1,12 +1,13 @@
-"""How much a reader elsewhere may be sent before it has said what it consumed. Pure bookkeeping.
+"""How much readers elsewhere may be sent before they have said what they consumed. Bookkeeping.
 
-The writer keeps a `SendWindow` for each reader, the reader a `ReadLedger`. What travels between
-them is one pair of numbers, cumulative since the reader joined: the seq of the message that the
-reader takes next, and the bytes that it has consumed. A lost or repeated acknowledgement is
-therefore made good by the next.
+The writer keeps one `SendWindow`, each reader a `ReadLedger`. All that travels back is the seq of
+the message that a reader takes next, so a lost or repeated acknowledgement is made good by the
+next.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 from kvindex.errors import WriterDiedError
 
@@ -16,64 +17,90 @@ _SHARE = 4  # a reader acknowledges each quarter of its window
 
 
 class SendWindow:
-    """What one reader was sent, what of it was consumed, and whether more may follow.
+    """What was sent, which of it readers have not consumed, and whether more may follow.
 
-    At most so many `messages` may be unacknowledged, and so many bytes (`size`); a larger message
-    goes when nothing else is. `first_seq` is the first that this reader is sent.
+    Args:
+        messages: how many a reader may have unread.
+        size: the same in bytes; a larger message goes when nothing else is unread.
+
+    Attributes:
+        next_seq: the seq of the next message, with which a reader begins that joins now.
+        sent_bytes: of all messages before it.
 
     Examples:
-        >>> window = SendWindow(7, messages=2, size=100)
+        >>> window = SendWindow(messages=2, size=100)
+        >>> window.join(0)
         >>> window.record(60), window.admits(60), window.admits(40)
         (None, False, True)
-        >>> window.acknowledge(8, 60), window.admits(500)
+        >>> window.acknowledge(0, 1), window.admits(500)
         (True, True)
     """
 
-    __slots__ = ("_acked_bytes", "_acked_seq", "_messages", "_next_seq", "_sent_bytes", "_size")
-
-    def __init__(self, first_seq: int, *, messages: int, size: int) -> None:
-        self._messages = messages
-        self._size = size
-        self._next_seq = self._acked_seq = first_seq
-        self._sent_bytes = self._acked_bytes = 0
+    def __init__(self, *, messages: int, size: int) -> None:
+        self.messages = messages
+        self.size = size
+        self.next_seq = 0
+        self.sent_bytes = 0
+        self._next: dict[int, int] = {}  # rank -> the seq that it takes next
+        self._starts: deque[int] = deque()  # of each unread message: the bytes sent before it
 
     @property
     def unread(self) -> int:
-        """Messages that were sent and not acknowledged."""
-        return self._next_seq - self._acked_seq
+        """Messages that the slowest reader has not acknowledged."""
+        return len(self._starts)
 
     @property
     def unread_bytes(self) -> int:
         """Bytes of these messages."""
-        return self._sent_bytes - self._acked_bytes
+        try:
+            return self.sent_bytes - self._starts[0]
+        except IndexError:  # of any thread's, as `statistics` is
+            return 0
+
+    @property
+    def slowest(self) -> int:
+        """The rank of the reader that has most unread; there must be one."""
+        return min(self._next, key=self._next.__getitem__)
+
+    def unread_by(self, rank: int) -> int:
+        """Return how many messages this reader has not acknowledged."""
+        return self.next_seq - self._next[rank]
+
+    def join(self, rank: int) -> None:
+        """Count on a reader from the next message on."""
+        self._next[rank] = self.next_seq
+
+    def leave(self, rank: int) -> None:
+        """Count on this reader no more."""
+        del self._next[rank]
+        self._forget_read()
 
     def admits(self, size: int) -> bool:
-        """Return whether a message of `size` bytes may be sent now."""
-        unread = self._next_seq - self._acked_seq
-        if unread >= self._messages:
-            return False
-        return unread == 0 or self._sent_bytes - self._acked_bytes + size <= self._size
+        """Return whether a message of `size` bytes may be sent now. O(1)."""
+        starts = self._starts
+        if not starts:
+            return True
+        return len(starts) < self.messages and self.sent_bytes - starts[0] + size <= self.size
 
     def record(self, size: int) -> None:
-        """Count a message of `size` bytes as sent."""
-        self._next_seq += 1
-        self._sent_bytes += size
+        """Count a message of `size` bytes as sent to all."""
+        if self._next:
+            self._starts.append(self.sent_bytes)
+        self.next_seq += 1
+        self.sent_bytes += size
 
-    def acknowledge(self, next_seq: int, consumed_bytes: int) -> bool:
-        """Take what the reader says; return False, and change nothing, if that cannot be.
-
-        Impossible are counts that go back, that exceed what was sent, or that leave bytes open
-        where no message is.
-        """
-        if not self._acked_seq <= next_seq <= self._next_seq:
+    def acknowledge(self, rank: int, next_seq: int) -> bool:
+        """Take what a reader says; return False, and change nothing, if that cannot be."""
+        if not self._next[rank] <= next_seq <= self.next_seq:
             return False
-        if not self._acked_bytes <= consumed_bytes <= self._sent_bytes:
-            return False
-        if next_seq == self._next_seq and consumed_bytes != self._sent_bytes:
-            return False
-        self._acked_seq = next_seq
-        self._acked_bytes = consumed_bytes
+        self._next[rank] = next_seq
+        self._forget_read()
         return True
+
+    def _forget_read(self) -> None:
+        unread = self.next_seq - min(self._next.values(), default=self.next_seq)
+        while len(self._starts) > unread:
+            self._starts.popleft()
 
 
 class ReadLedger:
@@ -86,40 +113,33 @@ class ReadLedger:
         >>> ledger.take(0, 10), ledger.due, ledger.pending
         (None, False, True)
         >>> ledger.take(1, 10), ledger.due, ledger.acknowledge()
-        (None, True, (2, 20))
+        (None, True, 2)
         >>> ledger.take(3, 10)
         Traceback (most recent call last):
         kvindex.errors.WriterDiedError: message 2 is missing: message 3 came instead
     """
 
-    __slots__ = (
-        "_acked_bytes",
-        "_acked_seq",
-        "_consumed_bytes",
-        "_every_bytes",
-        "_every_messages",
-        "next_seq",
-    )
+    __slots__ = ("_acked_seq", "_every_bytes", "_every_messages", "_unacked_bytes", "next_seq")
 
     def __init__(self, first_seq: int, *, messages: int, size: int) -> None:
         self._every_messages = max(1, messages // _SHARE)
         self._every_bytes = max(1, size // _SHARE)
         self.next_seq = self._acked_seq = first_seq
-        self._consumed_bytes = self._acked_bytes = 0
+        self._unacked_bytes = 0
 
     def take(self, seq: int, size: int) -> None:
         """Count the message `seq` as consumed; WriterDiedError if it is not the next one."""
         if seq != self.next_seq:
             raise WriterDiedError(_hole(self.next_seq, seq))
         self.next_seq += 1
-        self._consumed_bytes += size
+        self._unacked_bytes += size
 
     @property
     def due(self) -> bool:
         """Whether so much was consumed that the writer should be told at once."""
         return (
             self.next_seq - self._acked_seq >= self._every_messages
-            or self._consumed_bytes - self._acked_bytes >= self._every_bytes
+            or self._unacked_bytes >= self._every_bytes
         )
 
     @property
@@ -127,11 +147,11 @@ class ReadLedger:
         """Whether anything was consumed that the writer was not told."""
         return self.next_seq != self._acked_seq
 
-    def acknowledge(self) -> tuple[int, int]:
-        """Return the next seq and the bytes consumed, and count them as told."""
+    def acknowledge(self) -> int:
+        """Return the seq that is taken next, and count it as told."""
         self._acked_seq = self.next_seq
-        self._acked_bytes = self._consumed_bytes
-        return self._acked_seq, self._acked_bytes
+        self._unacked_bytes = 0
+        return self._acked_seq
 
 
 def _hole(expected: int, came: int) -> str:

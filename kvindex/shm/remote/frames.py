@@ -2,7 +2,6 @@
 
 The reader speaks first. Everything is one frame, a ZeroMQ part, but for long messages:
 
-- `kvindexQ`, version u16, rank u32, token (32 bytes), big-endian: hello, let me read
 - the words below, in msgpack
 - `P`, seq u64, number of frames u32, u32 size of each frame but the last, all frames' bytes: a
   small message
@@ -35,14 +34,12 @@ __all__ = [
     "Hello",
     "Malformed",
     "MessageHeader",
-    "Probe",
     "Ready",
     "Refusal",
     "Refused",
     "Welcome",
     "WritersWord",
     "encode",
-    "hello",
     "message_header",
     "packed_message",
     "parse_control",
@@ -56,12 +53,9 @@ MAX_RANK = 2**32 - 1
 MAX_FRAMES = 65_536  # of one message
 PACKED_BYTES = 8192  # messages up to this size travel as one ZeroMQ part: half the cost
 
-_HELLO = struct.Struct(f">8sHI{TOKEN_BYTES}s")
-_VERSIONED = struct.Struct(">8sH")
-_MAGIC = b"kvindexQ"
 _MESSAGE = struct.Struct(">cQI")
 MESSAGE_HEADER_BYTES = _MESSAGE.size
-MAX_CONTROL_BYTES = _HELLO.size  # the longest that a reader says
+MAX_CONTROL_BYTES = 64  # a reader says nothing longer
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 
@@ -79,19 +73,18 @@ class Malformed(ValueError):  # noqa: N818 - never leaves this part
     """Bytes that are nothing of the above; the message says how."""
 
 
-class Hello(msgspec.Struct, frozen=True):
-    """A reader asks to be let in. Of another version's, only the version is known."""
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A reader asks to be let in. Every version begins so."""
 
     version: int
-    rank: int = -1
+    rank: Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)] = 0
     token: bytes = b""
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A reader has consumed all before this seq: so many bytes since it joined."""
+    """A reader has consumed all before this seq."""
 
     next_seq: int
-    consumed_bytes: int
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -117,10 +110,6 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """All readers have joined."""
 
 
-class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Means nothing; sent to see whether there is a connection still."""
-
-
 class Evicted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The writer takes this reader off the queue."""
 
@@ -138,19 +127,14 @@ class MessageHeader(msgspec.Struct, frozen=True):
     frames: int
 
 
-ReadersWord: TypeAlias = Acknowledgement | Bye
-WritersWord: TypeAlias = Welcome | Refused | Ready | Probe | Evicted | Closed
+ReadersWord: TypeAlias = Hello | Acknowledgement | Bye
+WritersWord: TypeAlias = Welcome | Refused | Ready | Evicted | Closed
 
 encode = msgspec.msgpack.Encoder().encode
 """Return the frame of a word."""
 
 _readers: msgspec.msgpack.Decoder[ReadersWord] = msgspec.msgpack.Decoder(ReadersWord)
 _writers: msgspec.msgpack.Decoder[WritersWord] = msgspec.msgpack.Decoder(WritersWord)
-
-
-def hello(rank: int, token: bytes) -> bytes:
-    """Return the frame with which a reader asks to be let in."""
-    return _HELLO.pack(_MAGIC, VERSION, rank, token)
 
 
 def message_header(seq: int, frames: int) -> bytes:
@@ -189,14 +173,8 @@ def unpack_message(part: bytes) -> tuple[int, list[memoryview]]:
     return seq, frames
 
 
-def parse_reader(part: bytes) -> Hello | ReadersWord:
+def parse_reader(part: bytes) -> ReadersWord:
     """Return what a reader (or a stranger) said; Malformed if no reader says that."""
-    if part.startswith(_MAGIC) and len(part) >= _VERSIONED.size:
-        _, version = _VERSIONED.unpack_from(part)
-        if version != VERSION:
-            return Hello(version)
-        if len(part) == _HELLO.size:
-            return Hello(*_HELLO.unpack(part)[1:])
     try:
         return _readers.decode(part)
     except (msgspec.MsgspecError, ValueError, RecursionError):

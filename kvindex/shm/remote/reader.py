@@ -31,15 +31,16 @@ from kvindex.shm.remote.frames import (
     Bye,
     Closed,
     Evicted,
+    Hello,
     Malformed,
     MessageHeader,
+    ReadersWord,
     Ready,
     Refusal,
     Refused,
     Welcome,
     WritersWord,
     encode,
-    hello,
     parse_control,
     unpack_message,
 )
@@ -118,11 +119,10 @@ class RemoteReader:
             address,
             self._link,
             curve,
-            None,
             max_part_bytes=max(max_message_bytes, PACKED_BYTES) + MESSAGE_HEADER_BYTES,
         )
         self._socket = self._watched.socket
-        self._say(hello(rank, token))
+        self._say_hello()
 
     @property
     def next_seq(self) -> int | None:
@@ -204,7 +204,7 @@ class RemoteReader:
             if self._connected and not self._lost:
                 linger = _FLUSH
                 if self._end is None:
-                    self._say(encode(Bye()))
+                    self._say(Bye())
         finally:
             self._watched.close(linger)
 
@@ -345,7 +345,7 @@ class RemoteReader:
             raise WriterDiedError(
                 f"the queue ended before message {next_seq}, but message {expected} never came"
             )
-        self._say(encode(Bye()))
+        self._say(Bye())
         raise self._finish(QueueClosedError(f"the writer closed the queue at message {next_seq}"))
 
     # -- what is owed to the writer
@@ -355,7 +355,7 @@ class RemoteReader:
         self._acknowledge_pending()
         if self._ask_at is not None and time.monotonic() >= self._ask_at:
             self._ask_at = None
-            self._say(hello(self.rank, self._token))
+            self._say_hello()
         patience.check_cancel(cancel, self.awaited)
         if patience.exhausted:
             why = "" if self._ready else f": waited for {self.awaited}"
@@ -370,11 +370,14 @@ class RemoteReader:
             self._acknowledge(self._ledger)
 
     def _acknowledge(self, ledger: ReadLedger) -> None:
-        self._say(encode(Acknowledgement(*ledger.acknowledge())))
+        self._say(Acknowledgement(ledger.acknowledge()))
 
-    def _say(self, part: bytes) -> None:
+    def _say_hello(self) -> None:
+        self._say(Hello(VERSION, self.rank, self._token))
+
+    def _say(self, word: ReadersWord) -> None:
         try:
-            self._socket.send(part, _NOBLOCK)
+            self._socket.send(encode(word), _NOBLOCK)
         except zmq.Again:
             pass  # there is no connection any more, as is noticed presently
 

@@ -14,29 +14,24 @@ from kvindex.curve import Curve
 from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
 from kvindex.ring import Buffer, Patience, Waiting
 from kvindex.shm.remote.address import endpoint_host
+from kvindex.shm.remote.callers import Callers
+from kvindex.shm.remote.credits import SendWindow
 from kvindex.shm.remote.frames import (
     MAX_FRAMES,
     PACKED_BYTES,
     TOKEN_BYTES,
-    Evicted,
     Ready,
-    encode,
     message_header,
     packed_message,
 )
-from kvindex.shm.remote.membership import Membership, Roster
-from kvindex.shm.remote.sockets import (
-    MAX_WINDOW,
-    RemoteLink,
-    WatchedSocket,
-)
+from kvindex.shm.remote.readers import Readers
+from kvindex.shm.remote.sockets import MAX_WINDOW, RemoteLink, WatchedSocket
 
 __all__ = ["RemoteSender"]
 
 logger = logging.getLogger(__name__)
 
 _FLUSH = 0.1  # seconds for what the farewell left in ZeroMQ's hands
-_COUNTERS = ("waits", "joined", "left", "died", "evicted", "probes")
 
 
 class RemoteSender:
@@ -86,19 +81,18 @@ class RemoteSender:
             raise ConfigurationError("max_window_bytes and max_message_bytes must be positive")
         host = endpoint_host(connect_ip)
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._roster = Roster(n_remote, self.token)
         self._link = link or RemoteLink()
         self._waiting = waiting or Waiting()
         self._max_message_bytes = max_message_bytes
         self._serve_every = max(1, window // 4)
         self._unserved = 0  # messages sent since `_serve`
-        self._sent_bytes = 0
+        self._waits = 0
         self._closed = False
         self._interrupted = False
-        self._watched = WatchedSocket.bind(host, self._link, curve, None)
-        self._membership = Membership(
-            self._watched, self._roster, window=window, max_window_bytes=max_window_bytes
-        )
+        self._window = SendWindow(messages=window, size=max_window_bytes)
+        self._watched = WatchedSocket.bind(host, self._link, curve)
+        self._callers = Callers(self._watched)
+        self._readers = Readers(self._callers, self._window, n_remote=n_remote, token=self.token)
         self.address = f"tcp://{host}:{self._watched.port}"
 
     # -- for the writer
@@ -106,12 +100,12 @@ class RemoteSender:
     @property
     def connected(self) -> frozenset[int]:
         """The ranks of the readers that have joined and are still here, as far as is known."""
-        return self._roster.ranks
+        return frozenset(self._readers.ranks.values())
 
     @property
     def next_seq(self) -> int:
         """The seq of the next message."""
-        return self._membership.next_seq
+        return self._window.next_seq
 
     def wait_connected(
         self, timeout: float | None = None, cancel: threading.Event | None = None
@@ -121,15 +115,14 @@ class RemoteSender:
         Raises: as `send`.
         """
         self._check_usable()
-        self._wait_until(lambda: not self._roster.absent, timeout, cancel, self._absent)
-        return self._membership.take_dead()
+        self._wait_until(lambda: not self._readers.absent, timeout, cancel, self._absent)
+        return self._readers.take_dead()
 
     def send_ready(self) -> None:
         """Tell all readers, present and future, that all had joined: `wait_ready` ends."""
         self._check_usable()
-        self._membership.ready = True
-        for member in self._roster.members:
-            self._membership.say(member, encode(Ready()))
+        self._readers.ready = True
+        self._readers.tell(Ready())
 
     def send(
         self,
@@ -151,52 +144,47 @@ class RemoteSender:
         """
         self._check_usable()
         size = self._checked_size(frames)
-        if self._roster.absent or self._unserved >= self._serve_every:
+        if self._readers.absent or self._unserved >= self._serve_every:
             self._serve()
         if not self._admits(size):
-            self._membership.counters["waits"] += 1
+            self._waits += 1
             self._wait_until(lambda: self._admits(size), timeout, cancel, self._owing)
         parts = self._parts(frames, size)
         self._interrupted = True  # an exception in between leaves readers that differ
         self._send_to_all(parts, size)
         self._interrupted = False
-        if self._membership.any_gone:
-            self._membership.settle()
-        return self._membership.take_dead()
+        if self._readers.lost:
+            self._serve()
+        return self._readers.take_dead()
 
     def serve(self) -> frozenset[int]:
         """Take what readers have said, without waiting; return the ranks that were found dead."""
         self._check_usable()
         self._serve()
-        return self._membership.take_dead()
+        return self._readers.take_dead()
 
     def evict(self, rank: int) -> bool:
         """Take a reader off the queue, which is told; return whether it was on it."""
         self._check_usable()
-        member = self._roster.holder(rank)
-        if member is None:
-            return False
-        self._membership.say(member, encode(Evicted()))
-        self._membership.remove(member, "evicted")
-        return True
+        return self._readers.evict(rank)
 
     def statistics(self) -> dict[str, int]:
         """Return the counters since the start, and how things are now.
 
         Messages `sent` and `sent_bytes` (once, however many readers); `waits` for credit or for
-        readers to join; readers that `joined`, `left`, `died`, were `evicted`; `probes` sent;
+        readers to join; readers that `joined`, `left`, `died`, were `evicted`;
         `refused_*`: what was ignored, and why (`refused_cut_off`: connections that ended without
         joining; `refused_not_joined`: frames of who has not joined, or not any more). Now:
         `connected` readers, `unread` messages and `unread_bytes` of the reader that has most.
         """
-        windows = [member.window for member in self._roster.members]
-        counts = {"sent": self._membership.next_seq, "sent_bytes": self._sent_bytes}
-        counts.update((name, self._membership.counters[name]) for name in _COUNTERS)
-        counts.update(self._membership.refusals.statistics())
-        counts["connected"] = len(windows)
-        counts["unread"] = max((window.unread for window in windows), default=0)
-        counts["unread_bytes"] = max((window.unread_bytes for window in windows), default=0)
-        return counts
+        window = self._window
+        sent = {"sent": window.next_seq, "sent_bytes": window.sent_bytes, "waits": self._waits}
+        now = {
+            "connected": len(self._readers.ranks),
+            "unread": window.unread,
+            "unread_bytes": window.unread_bytes,
+        }
+        return sent | self._readers.statistics() | now
 
     def __enter__(self) -> RemoteSender:
         return self
@@ -214,7 +202,7 @@ class RemoteSender:
             return
         self._closed = True
         try:
-            if not (self._interrupted or self._membership.half_said):
+            if not (self._interrupted or self._callers.half_said):
                 self._farewell()
         finally:
             self._watched.close(_FLUSH)
@@ -236,27 +224,20 @@ class RemoteSender:
         return size
 
     def _admits(self, size: int) -> bool:
-        if self._roster.awaited:
-            return False
-        for member in self._roster.members:  # noqa: SIM110 - a loop takes half the time of all()
-            if not member.window.admits(size):
-                return False
-        return True
+        return not self._readers.awaited and self._window.admits(size)
 
     def _parts(self, frames: Sequence[Buffer], size: int) -> list[bytes | zmq.Frame]:
         if size + 4 * len(frames) <= PACKED_BYTES:
-            return [packed_message(self._membership.next_seq, frames)]
+            return [packed_message(self.next_seq, frames)]
         # One copy, which all readers' connections share.
         copies = [zmq.Frame(frame, copy=True) for frame in frames]
-        return [message_header(self._membership.next_seq, len(frames)), *copies]
+        return [message_header(self.next_seq, len(frames)), *copies]
 
-    def _send_to_all(self, parts: Sequence[bytes | zmq.Frame], size: int) -> None:
-        for member in self._roster.members:
-            self._membership.say(member, *parts)
-            member.window.record(size)
-        self._membership.next_seq += 1
+    def _send_to_all(self, parts: list[bytes | zmq.Frame], size: int) -> None:
+        for name in self._readers.ranks:
+            self._readers.say(name, parts)
+        self._window.record(size)
         self._unserved += 1
-        self._sent_bytes += size
 
     # -- waiting
 
@@ -282,40 +263,38 @@ class RemoteSender:
 
     def _serve(self) -> None:
         self._unserved = 0
-        self._membership.serve()
+        self._readers.serve()
 
     def _absent(self) -> str:
-        present = sorted(self._roster.ranks)
-        return f"{self._roster.absent} remote readers to join; joined: ranks {present}"
+        present = sorted(self.connected)
+        return f"{self._readers.absent} remote readers to join; joined: ranks {present}"
 
     def _owing(self) -> str:
-        if self._roster.awaited:
-            return f"{self._roster.awaited} remote readers that never joined"
-        most = max(self._roster.members, key=lambda member: member.window.unread_bytes)
+        if self._readers.awaited:
+            return f"{self._readers.awaited} remote readers that never joined"
+        window = self._window
         return (
-            f"remote reader {most.rank} to read: {most.window.unread} messages of"
-            f" {most.window.unread_bytes} bytes are unread"
+            f"remote reader {window.slowest} to read: {window.unread} messages of"
+            f" {window.unread_bytes} bytes are unread"
         )
 
     # -- the end
 
     def _farewell(self) -> None:
-        self._membership.take_leave()
+        self._readers.take_leave()
         try:
-            self._wait_until(self._membership.all_read, self._link.linger, None, self._owing)
+            self._wait_until(lambda: not self._window.unread, self._link.linger, None, self._owing)
         except QueueTimeoutError:
-            for member in self._roster.members:
-                if member.window.unread:
+            for rank in self._readers.ranks.values():
+                if unread := self._window.unread_by(rank):
                     logger.warning(
-                        "closed while remote reader %d had not read %d messages",
-                        member.rank,
-                        member.window.unread,
+                        "closed while remote reader %d had not read %d messages", rank, unread
                     )
 
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError("the sender was closed")
-        if self._interrupted or self._membership.half_said:
+        if self._interrupted or self._callers.half_said:
             raise ClosedError(
                 f"message {self.next_seq} was interrupted while some readers had it and others"
                 " not: close the queue"

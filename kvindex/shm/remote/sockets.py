@@ -24,11 +24,9 @@ from kvindex.shm.remote.frames import MAX_CONTROL_BYTES
 
 __all__ = ["MAX_WINDOW", "RemoteLink", "WatchedSocket"]
 
-Context = zmq.Context[zmq.Socket[bytes]]
-
 MAX_WINDOW = 4096  # messages
-# Beside the messages of a window, what may lie unread in a reader's pipe (probes, mostly). A full
-# pipe would also stop ZeroMQ's answers to heartbeats, and a slow reader would seem dead.
+# Beside the messages of a window, what may lie unread in a pipe. A full one would also stop
+# ZeroMQ's answers to heartbeats, and a slow reader would seem dead.
 _SPARE = 4096
 # ZeroMQ holds its handshake, and what CURVE adds to a frame, to the same limit as frames.
 _OVERHEAD = 4096
@@ -75,7 +73,7 @@ class RemoteLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedSocket:
-    """A socket with its monitor and, unless one was given, a ZeroMQ context of its own.
+    """A socket with its monitor, in a ZeroMQ context of its own.
 
     Made by `bind` (the writer's) and `connect` (a reader's).
 
@@ -84,21 +82,17 @@ class WatchedSocket:
         monitor: tells of its connections.
     """
 
-    def __init__(
-        self, kind: int, events: int, link: RemoteLink, context: Context | None, *, ipv6: bool
-    ) -> None:
-        maker: Context = context or zmq.Context()
-        self._own_context = None if context is maker else maker
+    def __init__(self, kind: int, events: int, link: RemoteLink, *, ipv6: bool) -> None:
+        # One I/O thread, so that the monitor tells what happened in the order in which it did.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
-            self.socket = maker.socket(kind)
+            self.socket = context.socket(kind)
             self.monitor = self.socket.get_monitor_socket(events)
         except zmq.ZMQError as error:
             raise ConfigurationError(f"no socket can be had: {error}") from error
         _configure(self.socket, link, ipv6=ipv6)
         self.monitor.rcvhwm = 0  # a full monitor would stop ZeroMQ's thread
-        self._finish = weakref.finalize(
-            self, _close, self.socket, self.monitor, self._own_context, linger=0
-        )
+        self._finish = weakref.finalize(self, _close, self.socket, self.monitor, context, linger=0)
         self._poller = zmq.Poller()
         self._poller.register(self.socket, _POLLIN)
         self._poller.register(self.monitor, _POLLIN)
@@ -109,14 +103,13 @@ class WatchedSocket:
         host: str,
         link: RemoteLink,
         curve: Curve | None,
-        context: Context | None,
         *,
         port: int = 0,
         max_part_bytes: int = MAX_CONTROL_BYTES,
     ) -> WatchedSocket:
         """Return the writer's socket, bound to this port of this host; 0 takes a free one."""
-        events = int(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
-        watched = cls(zmq.ROUTER, events, link, context, ipv6=host.startswith("["))
+        events = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
+        watched = cls(zmq.ROUTER, events, link, ipv6=host.startswith("["))
         socket = watched.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, max_part_bytes + _OVERHEAD)
@@ -132,15 +125,12 @@ class WatchedSocket:
         address: str,
         link: RemoteLink,
         curve: Curve | None,
-        context: Context | None,
         *,
         max_part_bytes: int,
     ) -> WatchedSocket:
         """Return a reader's socket, connected to the writer's address."""
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        watched = cls(
-            zmq.DEALER, int(events | _HANDSHAKE_FAILED), link, context, ipv6="[" in address
-        )
+        watched = cls(zmq.DEALER, int(events | _HANDSHAKE_FAILED), link, ipv6="[" in address)
         socket = watched.socket
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
         socket.setsockopt(zmq.MAXMSGSIZE, max_part_bytes + _OVERHEAD)
@@ -193,15 +183,15 @@ class WatchedSocket:
 
     def close(self, linger: float) -> None:
         """Close the sockets; wait at most `linger` seconds for what is to be sent still."""
-        if self._finish.detach() is not None:
-            milliseconds = round(linger * 1000)
-            _close(self.socket, self.monitor, self._own_context, linger=milliseconds)
+        if made := self._finish.detach():
+            _, close, sockets, _ = made
+            close(*sockets, linger=round(linger * 1000))
 
 
 def _close(
     socket: zmq.Socket[bytes],
     monitor: zmq.Socket[bytes],
-    own_context: Context | None,
+    context: zmq.Context[zmq.Socket[bytes]],
     *,
     linger: int,
 ) -> None:
@@ -212,8 +202,7 @@ def _close(
         pass
     monitor.close(linger=0)
     socket.close(linger=linger)
-    if own_context is not None:
-        own_context.term()  # waits for what lingers, and nothing else is open
+    context.term()  # waits for what lingers, and nothing else is open
 
 
 def is_handshake_failure(event: int) -> bool:
