@@ -102,7 +102,7 @@ def join(address: str, keys: Curve, rank: int, settings: Settings, timeout: floa
                 except ConnectionLost as lost:
                     spoke.close(0.0)
                     obstacle = str(lost)
-                    if spoke.handshake_failure is not None:
+                    if spoke.connection.handshake_failure is not None:
                         _suspect(endpoint, rank, settings, suspects)
                 except BaseException:
                     spoke.close(0.0)
@@ -134,7 +134,7 @@ def _suspect(endpoint: str, rank: int, settings: Settings, suspects: set[str]) -
     with suppress(ConnectionLost):
         probe.hear(time.monotonic() + _PROBE_SECONDS)
     probe.close(0.0)
-    if probe.handshake_failure == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+    if probe.connection.handshake_failure == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         suspects.add(endpoint)
 
 

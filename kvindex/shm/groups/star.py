@@ -31,16 +31,17 @@ from kvindex.shm.groups.words import (
     listed,
     parse,
 )
-from kvindex.shm.remote.callers import Callers
-from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket, is_handshake_failure
+from kvindex.shm.remote.connections import Callers, Connection
+from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket
 
 __all__ = ["ConnectionLost", "Hub", "Spoke"]
 
 LINK: Final = RemoteLink()
 VERDICT_SECONDS: Final = 1.0
-_LAST_WORDS: Final = 0.5  # seconds after which a connection that broke brings no more
 _LONGEST_WAIT: Final = 3600.0
 _NOBLOCK: Final = int(zmq.NOBLOCK)
+_NOBODY_THERE: Final = "rank 0's port, where nobody listens,"
+_NO_ANSWER: Final = "rank 0's answer (or is it not a kvindex process group?)"
 
 logger = logging.getLogger(__name__)
 
@@ -187,19 +188,14 @@ class ConnectionLost(Exception):  # noqa: N818 -- an event; the message says wha
 
 
 class Spoke:
-    """Any other rank: one connection to the hub, which does not come back once it is lost.
-
-    Attributes:
-        handshake_failure: ZeroMQ's reason (`zmq.PROTOCOL_ERROR_...`), if the handshake failed.
-    """
+    """Any other rank: one connection to the hub, which does not come back once it is lost."""
 
     def __init__(self, endpoint: str, curve: Curve | None, rank: int, settings: Settings) -> None:
-        self.handshake_failure: int | None = None
-        self._awaited = "rank 0's port, where nobody listens,"
+        self._missing = ""  # whom the hub said that it lacks
         self._rank = rank
         self._settings = settings
-        self._lost_at = math.inf
         self._watched = WatchedSocket.connect(endpoint, LINK, curve, max_part_bytes=FRAME_BYTES)
+        self.connection = Connection(self._watched)
 
     def meet(self, deadline: float) -> None:
         """Ask for a seat, and return once every rank has one; raise why not by the deadline."""
@@ -210,8 +206,8 @@ class Spoke:
                 raise word.error()
             if isinstance(word, Seats) and not word.missing:
                 return
-            self._awaited = word.missing if isinstance(word, Seats) else str(word)
-        raise ConnectionLost(f"{self._awaited} was awaited")
+            self._missing = word.missing if isinstance(word, Seats) else str(word)
+        raise self._lost()
 
     def exchange(self, call: Call, value: bytes, timeout: float) -> list[bytes]:
         """Take part in a collective; return the values that this rank is owed."""
@@ -231,19 +227,19 @@ class Spoke:
     def hear(self, deadline: float) -> list[zmq.Frame]:
         """Return what the hub says next; nothing if that has not come by the deadline."""
         while True:
-            self._note_events()
-            lost = time.monotonic() >= self._lost_at  # what had come before is still to be read
-            if frames := _receive(self._watched):
-                return frames
+            lost = self.connection.is_lost()  # what had come before is still to be read
+            with suppress(zmq.Again):
+                return self._watched.socket.recv_multipart(_NOBLOCK, copy=False)
             if lost:
-                raise ConnectionLost(f"{self._awaited} was awaited")
-            if time.monotonic() >= deadline:
+                raise self._lost()
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return []
-            _wait(self._watched, min(deadline, self._lost_at))
+            self.connection.wait(min(left, _LONGEST_WAIT))
 
     def close(self, linger: float = LINK.linger) -> None:
         """Close the connection; wait at most `linger` seconds for what is to be sent still."""
-        self._watched.close(linger if self._lost_at == math.inf else 0.0)
+        self.connection.close(linger)
 
     def _answer(self, call: Call, timeout: float) -> tuple[Word, list[bytes]]:
         """What the hub says; if time is up, why the collective failed."""
@@ -258,16 +254,9 @@ class Spoke:
     def _parse(self, frames: list[zmq.Frame]) -> tuple[Word, list[bytes]]:
         return parse(frames, "rank 0", self._settings.max_object_bytes)
 
-    def _note_events(self) -> None:
-        for event, value in self._watched.events():
-            if event == zmq.EVENT_CONNECTED:
-                self._awaited = "rank 0's answer (or is it not a kvindex process group?)"
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._lost_at = min(self._lost_at, time.monotonic() + _LAST_WORDS)
-            else:
-                self._lost_at = 0.0
-                if is_handshake_failure(event):
-                    self.handshake_failure = value
+    def _lost(self) -> ConnectionLost:
+        awaited = self._missing or (_NO_ANSWER if self.connection.made else _NOBODY_THERE)
+        return ConnectionLost(f"{awaited} was awaited")
 
 
 def _wait(watched: WatchedSocket, deadline: float) -> bool:
@@ -276,14 +265,6 @@ def _wait(watched: WatchedSocket, deadline: float) -> bool:
     if left > 0:
         watched.wait(math.ceil(left * 1000))
     return left > 0
-
-
-def _receive(watched: WatchedSocket) -> list[zmq.Frame]:
-    """Return the frames of the next message; nothing if none has come."""
-    try:
-        return watched.socket.recv_multipart(_NOBLOCK, copy=False)
-    except zmq.Again:
-        return []
 
 
 def _checked(

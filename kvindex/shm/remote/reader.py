@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 
@@ -20,6 +19,7 @@ from kvindex.errors import (
     WriterDiedError,
 )
 from kvindex.ring import Patience, Waiting
+from kvindex.shm.remote.connections import Connection
 from kvindex.shm.remote.credits import ReadLedger
 from kvindex.shm.remote.frames import (
     MAX_RANK,
@@ -44,7 +44,7 @@ from kvindex.shm.remote.frames import (
     parse_control,
     unpack_message,
 )
-from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket, is_handshake_failure
+from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket
 
 __all__ = ["RemoteReader"]
 
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 _NOBLOCK = int(zmq.NOBLOCK)
 _MESSAGES = (b"P", b"M")  # how a message begins, and nothing else that a writer says
 _NOT_TAKEN: list[memoryview] = []
-_LAST_WORDS = 0.5  # seconds after which a connection that broke brings no more
 _FLUSH = 1.0  # seconds at most until a farewell is with the system
 _ASK_AGAIN = 0.2  # seconds until a reader asks again whose rank was taken
 _HANDOVER = 2.0  # seconds that a rank may be taken still while who had it is leaving
@@ -109,10 +108,7 @@ class RemoteReader:
         self._taken_since: float | None = None  # when it was first said that the rank is taken
         self._link = link or RemoteLink()
         self._waiting = waiting or Waiting()
-        self._trouble = "its connection"  # why there is no welcome yet
-        self._connected = False
-        self._broken_at: float | None = None
-        self._lost = False
+        self._trouble: str | None = None  # why there is no welcome yet
         self._end: KVIndexError | None = None
         self._closed = False
         self._watched = WatchedSocket.connect(
@@ -122,6 +118,7 @@ class RemoteReader:
             max_part_bytes=max(max_message_bytes, PACKED_BYTES) + MESSAGE_HEADER_BYTES,
         )
         self._socket = self._watched.socket
+        self._connection = Connection(self._watched)
         self._say_hello()
 
     @property
@@ -137,9 +134,7 @@ class RemoteReader:
     @property
     def awaited(self) -> str:
         """What would come next, for a message to people: a message, or to be let in by whom."""
-        if self._ready:
-            return "a message"
-        return f"the writer at {self.address}: {self._trouble}"
+        return "a message" if self._ready else f"the writer at {self.address}: {self._obstacle}"
 
     def wait_ready(
         self, timeout: float | None = None, cancel: threading.Event | None = None
@@ -198,23 +193,19 @@ class RemoteReader:
         if self._closed:
             return
         self._closed = True
-        linger = 0.0
         try:
-            self._take_events()
-            if self._connected and not self._lost:
-                linger = _FLUSH
-                if self._end is None:
-                    self._say(Bye())
+            lost = self._connection.is_lost()
+            if self._end is None and not lost:
+                self._say(Bye())
         finally:
-            self._watched.close(linger)
+            self._connection.close(_FLUSH)
 
     # -- reading
 
     def _look(self, *, take: bool = True) -> list[memoryview] | None:
         """Return a message if one is there; raise how it ended if none can come."""
-        if not self._closed:
-            self._take_events()
-        lost = self._lost  # before reading: what had come before is still to be read
+        # Before reading: what had come before is still to be read.
+        lost = not self._closed and self._connection.is_lost()
         message = self._read(take=take)
         if message is None and lost:
             self._end = self._end or WriterDiedError(self._how_lost())
@@ -363,7 +354,7 @@ class RemoteReader:
                 f"{failure} in {patience.timeout:g} s{why}", timeout=patience.timeout
             )
         patience.warn(self.awaited)
-        self._watched.wait(math.ceil(1000 * patience.slice()))
+        self._connection.wait(patience.slice())
 
     def _acknowledge_pending(self) -> None:
         if self._ledger is not None and self._ledger.pending:
@@ -383,30 +374,23 @@ class RemoteReader:
 
     # -- how it ends
 
-    def _take_events(self) -> None:
-        for event, _ in self._watched.events():
-            self._note(event)
-        if self._broken_at is not None and time.monotonic() >= self._broken_at + _LAST_WORDS:
-            self._lost = True
-
-    def _note(self, event: int) -> None:
-        if is_handshake_failure(event):
-            self._trouble = "a handshake, which failed: do both sides have the right CURVE keys?"
-            self._lost = True
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._broken_at = time.monotonic()
-        elif event == zmq.EVENT_CONNECTED:
-            self._connected = True
-            self._trouble = (
-                "connected, and not accepted yet: it lets readers in only inside its own calls "
-                "(enqueue, wait_until_ready)"
-            )
-        else:
-            self._lost = True
+    @property
+    def _obstacle(self) -> str:
+        """Why there is no welcome yet."""
+        if self._connection.handshake_failure is not None:
+            return "a handshake, which failed: do both sides have the right CURVE keys?"
+        if self._trouble is not None:
+            return self._trouble
+        if not self._connection.made:
+            return "its connection"
+        return (
+            "connected, and not accepted yet: it lets readers in only inside its own calls "
+            "(enqueue, wait_until_ready)"
+        )
 
     def _how_lost(self) -> str:
         if self._ledger is None:
-            return f"no connection to {self.address} while waiting for {self._trouble}"
+            return f"no connection to {self.address} while waiting for {self._obstacle}"
         return (
             f"the connection to {self.address} broke before message {self._ledger.next_seq}: the"
             " writer died, cannot be reached, or sent a message of more than max_message_bytes"

@@ -11,7 +11,7 @@ import zmq
 
 from kvindex.errors import ConfigurationError
 from kvindex.log_rate import LogRate
-from kvindex.shm.remote.callers import Callers
+from kvindex.shm.remote.connections import Callers
 from kvindex.shm.remote.credits import SendWindow
 from kvindex.shm.remote.frames import (
     MAX_CONTROL_BYTES,

@@ -14,7 +14,7 @@ from kvindex.curve import Curve
 from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
 from kvindex.ring import Buffer, Patience, Waiting
 from kvindex.shm.remote.address import endpoint_host
-from kvindex.shm.remote.callers import Callers
+from kvindex.shm.remote.connections import Callers
 from kvindex.shm.remote.credits import SendWindow
 from kvindex.shm.remote.frames import (
     MAX_FRAMES,

@@ -1,19 +1,26 @@
-"""Who is connected to a ROUTER: the socket of a queue's writer, or of a process group's rank 0."""
+"""Connections of queues and process groups: how they begin, and when they have ended.
+
+The writer, and a group's rank 0, have a ROUTER with many `Callers`; a reader, and every other rank,
+a DEALER with one `Connection`.
+"""
 
 from __future__ import annotations
 
 import errno
+import math
+import time
 from collections.abc import Iterator, Sequence
 
 import zmq
 
 from kvindex.shm.remote.sockets import WatchedSocket, is_handshake_failure
 
-__all__ = ["Callers"]
+__all__ = ["Callers", "Connection"]
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _STRANGER = b""
+_LAST_WORDS = 0.5  # seconds after which a connection that broke brings no more
 
 
 class Callers:
@@ -89,3 +96,41 @@ class Callers:
             else:
                 yield self._names.pop(descriptor, _STRANGER), failed
                 failed = False
+
+
+class Connection:
+    """The one connection of a DEALER, which does not come back. Owned by the thread that uses it.
+
+    Attributes:
+        made: whether there was a connection.
+        handshake_failure: ZeroMQ's reason (`zmq.PROTOCOL_ERROR_...`), if the handshake failed.
+    """
+
+    def __init__(self, watched: WatchedSocket) -> None:
+        self.made = False
+        self.handshake_failure: int | None = None
+        self._watched = watched
+        self._lost_at = math.inf
+
+    def is_lost(self) -> bool:
+        """Return whether it has ended: then nothing comes but what has come before this call."""
+        for event, value in self._watched.events():
+            if event == zmq.EVENT_CONNECTED:
+                self.made = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._lost_at = min(self._lost_at, time.monotonic() + _LAST_WORDS)
+            else:
+                self._lost_at = -math.inf
+                if is_handshake_failure(event):
+                    self.handshake_failure = value
+        return time.monotonic() >= self._lost_at
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something comes, or it may be lost, or the time is up."""
+        left = min(seconds, self._lost_at - time.monotonic())
+        self._watched.wait(math.ceil(1000 * max(0.0, left)))
+
+    def close(self, linger: float) -> None:
+        """Close; wait at most `linger` seconds for what is to be sent still, if it can be sent."""
+        usable = self.made and self._lost_at == math.inf
+        self._watched.close(linger if usable else 0.0)
