@@ -6,23 +6,70 @@ What a caller mistook is said where he did it: what was expected, and what came.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict
+
+import msgspec
 
 from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError
-from kvindex.ring import Layout, Waiting, check_policy
+from kvindex.ring import DeadReaderPolicy, Layout, Waiting, check_policy
+from kvindex.shm.codec import Codec
 from kvindex.shm.handle import Handle
 
 __all__ = [
+    "QueueOptions",
+    "WriterSettings",
     "check_cancel",
     "check_options",
     "check_reading",
-    "check_writing",
     "checked_length",
     "local_ranks",
 ]
 
-_OPTIONS = {"codec", "waiting", "on_dead_reader", "max_message_bytes", "curve", "remote_window"}
+
+class QueueOptions(TypedDict, total=False):
+    """The keyword options that every way to make a queue takes; see `MessageQueue`."""
+
+    codec: str | Codec
+    waiting: Waiting | None
+    on_dead_reader: DeadReaderPolicy
+    max_message_bytes: int
+    curve: Curve | None
+    remote_window: int
+
+
+class WriterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a queue's writer is made with, whichever readers it has; see `MessageQueue`.
+
+    Raises:
+        ConfigurationError: no queue can be made so.
+    """
+
+    max_chunk_bytes: int
+    max_chunks: int
+    connect_ip: str | None
+    codec: Codec
+    waiting: Waiting
+    on_dead_reader: DeadReaderPolicy
+    max_message_bytes: int
+    curve: Curve | None
+    remote_window: int
+
+    def __post_init__(self) -> None:
+        Layout(1, self.max_chunks, self.max_chunk_bytes)
+        check_policy(self.on_dead_reader)
+        if not _is_int(self.max_message_bytes) or self.max_message_bytes < 1:
+            raise ConfigurationError(
+                f"max_message_bytes must be a positive int, not {self.max_message_bytes!r}"
+            )
+        _check_waiting(self.waiting)
+        curve = self.curve
+        if curve is not None and (not isinstance(curve, Curve) or curve.server_key is not None):
+            raise ConfigurationError(
+                f"curve must be the writer's own key pair, Curve.generate(), or None, not {curve!r}"
+            )
+        if not _is_int(self.remote_window):
+            raise ConfigurationError(f"remote_window must be an int, not {self.remote_window!r}")
 
 
 def local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> list[int]:
@@ -50,32 +97,6 @@ def local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> lis
     return found
 
 
-def check_writing(
-    *,
-    max_chunk_bytes: int,
-    max_chunks: int,
-    waiting: Waiting,
-    on_dead_reader: str,
-    max_message_bytes: int,
-    curve: Curve | None,
-    remote_window: int,
-) -> None:
-    """Raise ConfigurationError if no queue can be made so, whichever readers it has."""
-    Layout(1, max_chunks, max_chunk_bytes)
-    check_policy(on_dead_reader)
-    if not _is_int(max_message_bytes) or max_message_bytes < 1:
-        raise ConfigurationError(
-            f"max_message_bytes must be a positive int, not {max_message_bytes!r}"
-        )
-    _check_optional("waiting", waiting, Waiting, "a Waiting, as in Waiting(spin=0.0)")
-    if curve is not None and (not isinstance(curve, Curve) or curve.server_key is not None):
-        raise ConfigurationError(
-            f"curve must be the writer's own key pair, Curve.generate(), or None, not {curve!r}"
-        )
-    if not _is_int(remote_window):
-        raise ConfigurationError(f"remote_window must be an int, not {remote_window!r}")
-
-
 def check_reading(handle: Handle, rank: int, waiting: Waiting | None, curve: Curve | None) -> None:
     """Raise ConfigurationError if no reader can be made so, of whatever queue."""
     if not isinstance(handle, Handle):  # which is not shown: it opens the queue
@@ -85,7 +106,7 @@ def check_reading(handle: Handle, rank: int, waiting: Waiting | None, curve: Cur
         )
     if not _is_int(rank):
         raise ConfigurationError(f"rank must be an int, not {rank!r}")
-    _check_optional("waiting", waiting, Waiting, "a Waiting, as in Waiting(spin=0.0)")
+    _check_waiting(waiting)
     if curve is not None and (not isinstance(curve, Curve) or curve.server_key is None):
         raise ConfigurationError(
             "curve must name the writer's public key, as Curve.generate(server_key) does, or be "
@@ -106,10 +127,11 @@ def checked_length(length: int | None, most: int) -> int:
 
 def check_options(options: Collection[str]) -> None:
     """Raise ConfigurationError if these are no options of a queue; at every rank of a group."""
-    unknown = sorted(set(options) - _OPTIONS)
+    known = QueueOptions.__annotations__
+    unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigurationError(
-            f"{', '.join(unknown)}: no such options; there are {', '.join(sorted(_OPTIONS))}"
+            f"{', '.join(unknown)}: no such options; there are {', '.join(sorted(known))}"
         )
 
 
@@ -119,9 +141,11 @@ def check_cancel(cancel: Any) -> None:
         raise ConfigurationError(f"cancel must be a threading.Event or None, not {cancel!r}")
 
 
-def _check_optional(name: str, value: object, kind: type, expected: str) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise ConfigurationError(f"{name} must be {expected}, or None, not {value!r}")
+def _check_waiting(waiting: object) -> None:
+    if waiting is not None and not isinstance(waiting, Waiting):
+        raise ConfigurationError(
+            f"waiting must be a Waiting, as in Waiting(spin=0.0), or None, not {waiting!r}"
+        )
 
 
 def _is_int(value: object) -> bool:

@@ -27,6 +27,7 @@ from kvindex.ring import (
     Waiting,
     check_dead,
 )
+from kvindex.shm.arguments import WriterSettings
 from kvindex.shm.codec import BUFFERS, Codec, PickleCodec
 from kvindex.shm.handle import Handle
 from kvindex.shm.remote.reader import RemoteReader
@@ -242,25 +243,15 @@ class ReadingEnd:
 
 
 def open_writing_end(
-    n_reader: int,
-    ranks: list[int],
-    *,
-    max_chunk_bytes: int,
-    max_chunks: int,
-    connect_ip: str | None,
-    codec: Codec,
-    waiting: Waiting,
-    on_dead_reader: DeadReaderPolicy,
-    max_message_bytes: int,
-    curve: Curve | None,
-    remote_window: int,
+    n_reader: int, ranks: list[int], settings: WriterSettings
 ) -> tuple[WritingEnd, Handle]:
     """Return the end of a new queue's writer, and the handle for its readers.
 
-    Args and Raises: as for `MessageQueue`, checked by `arguments`; `ranks` are the local readers'.
+    `ranks` are the local readers'. Raises: as `MessageQueue`.
     """
+    codec, waiting = settings.codec, settings.waiting
     n_remote = n_reader - len(ranks)
-    curve = curve if n_remote else None
+    curve = settings.curve if n_remote else None
     if n_remote:
         _check_remote_codec(codec, encrypted=curve is not None)
         if curve is None and zmq.has("curve"):
@@ -270,18 +261,18 @@ def open_writing_end(
     remote: RemoteSender | None = None
     with ExitStack() as opened:  # closed again if something goes wrong
         if ranks:
-            memory = ShmRingBuffer(len(ranks), max_chunk_bytes, max_chunks)
+            memory = ShmRingBuffer(len(ranks), settings.max_chunk_bytes, settings.max_chunks)
             opened.callback(memory.close)
             ring = RingSender(
                 memory,
                 reserved=range(len(ranks)),
                 waiting=waiting,
-                on_dead_reader=on_dead_reader,
+                on_dead_reader=settings.on_dead_reader,
                 ranks=ranks,
             )
             opened.callback(ring.close)
         if n_remote:
-            if connect_ip is None:
+            if settings.connect_ip is None:
                 logger.warning(
                     "remote readers are expected and connect_ip is not given: %s is listened on, "
                     "which only this machine can reach",
@@ -289,9 +280,9 @@ def open_writing_end(
                 )
             remote = RemoteSender(
                 n_remote,
-                _LOOPBACK if connect_ip is None else connect_ip,
-                window=remote_window,
-                max_message_bytes=max_message_bytes + 1,  # the kind
+                _LOOPBACK if settings.connect_ip is None else settings.connect_ip,
+                window=settings.remote_window,
+                max_message_bytes=settings.max_message_bytes + 1,  # the kind
                 curve=curve,
                 waiting=waiting,
             )
@@ -304,9 +295,9 @@ def open_writing_end(
         remote_token=remote.token if remote else None,
         remote_curve_key=curve.public_key if curve else None,
         codec=codec.name,
-        max_message_bytes=max_message_bytes,
+        max_message_bytes=settings.max_message_bytes,
     )
-    return WritingEnd(ring, ranks, remote, waiting, on_dead_reader), handle
+    return WritingEnd(ring, ranks, remote, waiting, settings.on_dead_reader), handle
 
 
 def open_reading_end(

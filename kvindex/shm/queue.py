@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
 from kvindex.ring import DeadReaderPolicy, Waiting
 from kvindex.shm import arguments
+from kvindex.shm.arguments import QueueOptions, WriterSettings
 from kvindex.shm.codec import Codec, body_of, choose_codec, decoder_of
 from kvindex.shm.ends import ReadingEnd, WritingEnd, open_reading_end, open_writing_end
-from kvindex.shm.groups.sharing import reader_options, share_one_queue, share_queues_to_one
+from kvindex.shm.groups.sharing import share_one_queue, share_queues_to_one
 from kvindex.shm.handle import Handle
 from kvindex.shm.turn import IN_USE
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["MessageQueue"]
 
@@ -86,19 +89,18 @@ class MessageQueue:
     ) -> None:
         chosen = choose_codec(codec)
         ranks = arguments.local_ranks(n_reader, n_local_reader, local_reader_ranks)
-        options: dict[str, Any] = {
-            "max_chunk_bytes": max_chunk_bytes,
-            "max_chunks": max_chunks,
-            "waiting": Waiting() if waiting is None else waiting,
-            "on_dead_reader": on_dead_reader,
-            "max_message_bytes": max_message_bytes,
-            "curve": curve,
-            "remote_window": remote_window,
-        }
-        arguments.check_writing(**options)
-        writing, handle = open_writing_end(
-            n_reader, ranks, connect_ip=connect_ip, codec=chosen, **options
+        settings = WriterSettings(
+            max_chunk_bytes=max_chunk_bytes,
+            max_chunks=max_chunks,
+            connect_ip=connect_ip,
+            codec=chosen,
+            waiting=Waiting() if waiting is None else waiting,
+            on_dead_reader=on_dead_reader,
+            max_message_bytes=max_message_bytes,
+            curve=curve,
+            remote_window=remote_window,
         )
+        writing, handle = open_writing_end(n_reader, ranks, settings)
         self._view_bytes = min(max_chunk_bytes, max_message_bytes)
         self._set_up(writing, handle, chosen)
         self._writing = writing
@@ -385,7 +387,7 @@ class MessageQueue:
         *,
         connect_ip: str | None = None,
         timeout: float | None = _GROUP_TIMEOUT,
-        **options: Any,
+        **options: Unpack[QueueOptions],
     ) -> MessageQueue:
         """Return this rank's end of one queue from rank `writer_rank` to all others. Collective.
 
@@ -409,12 +411,16 @@ class MessageQueue:
             QueueTimeoutError, PeerDiedError: a rank did not come, or is gone.
         """
         arguments.check_options(options)
-        options |= {"max_chunk_bytes": max_chunk_bytes, "max_chunks": max_chunks}
+
+        def attach(handle: Handle, rank: int) -> MessageQueue:
+            codec, waiting = options.get("codec", "msgpack"), options.get("waiting")
+            return MessageQueue.create_from_handle(handle, rank, codec=codec, waiting=waiting)
+
         return share_one_queue(
             pg,
             writer_rank,
-            make=partial(MessageQueue, connect_ip=connect_ip, **options),
-            attach=partial(MessageQueue.create_from_handle, **reader_options(options)),
+            make=_maker(max_chunk_bytes, max_chunks, connect_ip, options),
+            attach=attach,
             external_writer_handle=external_writer_handle,
             connect_ip=connect_ip,
             blocking=blocking,
@@ -431,7 +437,7 @@ class MessageQueue:
         *,
         connect_ip: str | None = None,
         timeout: float | None = _GROUP_TIMEOUT,
-        **options: Any,
+        **options: Unpack[QueueOptions],
     ) -> tuple[MessageQueue, list[Handle]]:
         """Return this rank's own queue to rank `reader_rank`, and there everyone's handles.
 
@@ -442,15 +448,28 @@ class MessageQueue:
             which the reader cannot do at its own queue: it returns at once.
         """
         arguments.check_options(options)
-        options |= {"max_chunk_bytes": max_chunk_bytes, "max_chunks": max_chunks}
+
         return share_queues_to_one(
             pg,
             reader_rank,
-            make=partial(MessageQueue, connect_ip=connect_ip, **options),
+            make=_maker(max_chunk_bytes, max_chunks, connect_ip, options),
             connect_ip=connect_ip,
             blocking=blocking,
             timeout=timeout,
         )
+
+
+def _maker(
+    max_chunk_bytes: int, max_chunks: int, connect_ip: str | None, options: QueueOptions
+) -> Callable[[int, int, list[int]], MessageQueue]:
+    """What makes a group's queue, of its numbers of readers and the local ones' ranks."""
+
+    def make(n_reader: int, n_local_reader: int, ranks: list[int]) -> MessageQueue:
+        return MessageQueue(
+            n_reader, n_local_reader, ranks, max_chunk_bytes, max_chunks, connect_ip, **options
+        )
+
+    return make
 
 
 class _WrongEnd:

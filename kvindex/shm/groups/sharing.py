@@ -10,9 +10,7 @@ from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
 from kvindex.shm.handle import Handle
 
-__all__ = ["reader_options", "share_one_queue", "share_queues_to_one"]
-
-_READER_OPTIONS = ("codec", "waiting")
+__all__ = ["share_one_queue", "share_queues_to_one"]
 
 
 class _Queue(Protocol):
@@ -101,11 +99,6 @@ def share_queues_to_one(
             queue.close()
         raise
     return queue, handles
-
-
-def reader_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of a queue's options that a reader takes."""
-    return {name: options[name] for name in _READER_OPTIONS if name in options}
 
 
 def _process_group(group: Any) -> ProcessGroup:
