@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvindex.errors import (
-    ClosedError,
     DecodeError,
     QueueClosedError,
     QueueTimeoutError,
@@ -20,7 +19,7 @@ from kvindex.errors import (
 )
 from kvindex.ring.layout import CLOSED, READY
 from kvindex.ring.messages import CONTINUED, MORE, Assembly, Buffer
-from kvindex.ring.ring import CLOSED_END, ShmRingBuffer, closed_party, parents_party
+from kvindex.ring.ring import ShmRingBuffer, closed_party, parents_party
 from kvindex.ring.waiting import Patience, Waiting
 
 __all__ = ["RingReceiver"]
@@ -58,7 +57,6 @@ class RingReceiver:
         self._assembly = Assembly(max_message_bytes)
         self._added: tuple[int, tuple[int, Buffer] | None] | None = None
         self._messages = 0
-        self._closed = False
         self._party = ring.reader(slot)
         ring.segment.on_fork = self._disown
 
@@ -88,8 +86,6 @@ class RingReceiver:
             DecodeError: from `decode`; the message counts as read.
             SegmentError: the ring's memory is damaged.
         """
-        if self._closed:
-            self._check_open()
         patience: Patience | None = None
         got = None
         if timeout is None and cancel is None:  # the usual call, without more ado
@@ -121,7 +117,6 @@ class RingReceiver:
         Raises: as `receive`; at the end of the `with` ReaderEvictedError, if the bytes may have
             been overwritten meanwhile.
         """
-        self._check_open()
         for got in self._chunks(0, timeout, cancel, None, quiet=quiet):
             with self._body(got) as message:
                 if message is not None:
@@ -136,12 +131,10 @@ class RingReceiver:
             QueueTimeoutError: it did not in time.
             WriterDiedError, QueueClosedError, ClosedError: it never will.
         """
-        self._check_open()
         patience = Patience(self._waiting, timeout)
         sleep = 0.0  # that the writer is gone may be known already
         while not self._party.wait_state(READY | CLOSED, sleep):
-            self._check_open()
-            if not self.ring.writer_lives():
+            if not self._party.state & CLOSED and not self.ring.writer_lives():
                 self._bury_writer()
             if patience.exhausted:
                 raise QueueTimeoutError(
@@ -161,7 +154,7 @@ class RingReceiver:
     @property
     def behind(self) -> int:
         """Chunks published and not read yet."""
-        return 0 if self._closed else self._party.behind
+        return self._party.behind
 
     def statistics(self) -> dict[str, int]:
         """Return how many messages were read or given up, and how the waits went."""
@@ -174,17 +167,16 @@ class RingReceiver:
 
     def close(self) -> None:
         """Give the place up; the writer waits for this reader no more. Idempotent."""
-        if self._closed or self.ring.segment.inherited:  # in a forked child it is the parent's
+        party, self._party = self._party, closed_party(self._party)
+        if party is self._party:  # closed already, or in a forked child the parent's
             return
-        self._closed = True
         self.ring.segment.on_fork = None
         if not self.ring.segment.closed:
             if not self.ring.writer_lives():
                 self.ring.segment.unlink()  # which the writer can do no more
-            party, self._party = self._party, closed_party(self._party)
             party.leave()
             party.interrupt()
-            del party  # and with it the memory, unless a thread is still inside
+        del party  # and with it the memory, unless a thread is still inside
         self.ring.close()
 
     def _chunks(
@@ -237,7 +229,7 @@ class RingReceiver:
             raise
 
     def _check_end(self, cancel: threading.Event | None, *, thoroughly: bool) -> None:
-        self._check_open()
+        closed = self._party.state & CLOSED
         if cancel is not None and cancel.is_set():
             raise WaitCancelledError("the wait for a message was cancelled")
         if self._party.evicted:
@@ -246,7 +238,7 @@ class RingReceiver:
                 "attach again"
             )
         # What the writer published before it closed or died is read first.
-        if self._party.state & CLOSED:
+        if closed:
             if not self._party.ready():
                 raise QueueClosedError("the writer closed the queue, and all of it was read")
         elif thoroughly and not self.ring.writer_lives() and not self._party.ready():
@@ -305,8 +297,7 @@ class RingReceiver:
 
     def _give_back(self, whole: bool) -> None:
         """Let the writer have the chunk; raise ReaderEvictedError if it may have had it before."""
-        self._check_open()  # closed meanwhile by another thread: the writer waits no more
-        evicted = self._party.evicted
+        evicted = self._party.evicted  # ClosedError: another thread has closed meanwhile
         self._party.release()
         self._messages += whole
         if evicted:
@@ -326,7 +317,3 @@ class RingReceiver:
     def _disown(self) -> None:
         """In a forked child: this end is the parent's."""
         self._party = parents_party(self._party)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(CLOSED_END)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvindex._native import RingReader, RingWriter
 
 __all__ = [
-    "CLOSED_END",
     "RingHandle",
     "ShmRingBuffer",
     "check_native",
@@ -39,9 +38,6 @@ __all__ = [
 
 RingHandle = tuple[int, int, int, str]
 """What attaches to a ring: n_reader, max_chunk_bytes, max_chunks, name."""
-
-CLOSED_END = "this end of the queue is closed"
-"""What ClosedError says of such an end."""
 
 Party = TypeVar("Party", "RingReader", "RingWriter")
 
@@ -223,9 +219,11 @@ class _Gone:
 
 def closed_party(party: Party) -> Party:
     """Return what a closed end has in its party's place: only what that counted can be asked."""
-    gone: Any = _Gone(CLOSED_END)
+    if isinstance(party, _Gone):
+        return party
+    gone: Any = _Gone("this end of the queue is closed")
     counted = party.statistics()
-    gone.seq, gone.statistics = party.seq, lambda: counted
+    gone.seq, gone.behind, gone.statistics = party.seq, 0, lambda: counted
     return cast("Party", gone)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError, ReaderDiedError
+from kvindex.errors import ConfigurationError, QueueTimeoutError, ReaderDiedError
 from kvindex.ring.layout import CLOSED, READY, SlotState
 from kvindex.ring.messages import LENGTH_BYTES, RAW, Buffer, fragments
-from kvindex.ring.ring import CLOSED_END, ShmRingBuffer, closed_party, parents_party
+from kvindex.ring.ring import ShmRingBuffer, closed_party, parents_party
 from kvindex.ring.waiting import Patience, Waiting
 
 __all__ = ["DeadReaderPolicy", "RingSender", "check_dead", "check_policy"]
@@ -74,7 +74,6 @@ class RingSender:
         self._ranks = ranks or range(ring.layout.n_reader)
         self._dead: list[int] = []  # ranks that were removed, and are to be raised
         self._counters: Counter[str] = Counter()
-        self._closed = False
         self._party = ring.writer()
         ring.segment.on_fork = self._disown
         for slot in reserved:
@@ -97,8 +96,6 @@ class RingSender:
                 was sent to all others.
             ClosedError: the queue is closed.
         """
-        if self._closed:
-            self._check_open()
         self._party.admit()
         if size > self._chunk_bytes:
             patience = Patience(self._waiting, timeout)
@@ -120,7 +117,6 @@ class RingSender:
 
         Raises: as `send`, but leaves the dead to `take_dead`.
         """
-        self._check_open()
         patience = Patience(self._waiting, timeout)
         self._party.admit()
         if size > self._chunk_bytes:
@@ -136,7 +132,6 @@ class RingSender:
 
         Raises: as `send`, but leaves the dead to `take_dead`.
         """
-        self._check_open()
         self._party.admit()
         self._wait_room(Patience(self._waiting, timeout))
         with self.ring.get_data(self._party.index) as data, data[:length] as view:
@@ -145,10 +140,8 @@ class RingSender:
 
     def wait_attached(self, timeout: float | None) -> None:
         """Return once every reserved place has its reader; QueueTimeoutError names the others."""
-        self._check_open()
         patience = Patience(self._waiting, timeout)
         while not self._party.wait_attached(patience.slice()):
-            self._check_open()
             missing = self._named(self._slots(SlotState.RESERVED))
             if missing and patience.exhausted:
                 raise QueueTimeoutError(
@@ -203,15 +196,14 @@ class RingSender:
 
     def close(self) -> None:
         """Say that nothing more will come, and close the ring. Idempotent."""
-        if self._closed or self.ring.segment.inherited:  # in a forked child it is the parent's
+        party, self._party = self._party, closed_party(self._party)
+        if party is self._party:  # closed already, or in a forked child the parent's
             return
-        self._closed = True
         self.ring.segment.on_fork = None
         if not self.ring.segment.closed:
-            party, self._party = self._party, closed_party(self._party)
             party.state |= CLOSED
             party.interrupt()
-            del party  # and with it the memory, unless a thread is still inside
+        del party  # and with it the memory, unless a thread is still inside
         self.ring.close()
 
     def _put_beginning(
@@ -238,7 +230,6 @@ class RingSender:
 
     def _look_around(self, patience: Patience) -> None:
         """Between two waits for room: see what could keep it from ever coming."""
-        self._check_open()
         awaited = self._party.awaited()
         dead = self._remove(awaited)
         late = self._named(slot for slot in awaited if slot not in dead)
@@ -275,7 +266,3 @@ class RingSender:
     def _disown(self) -> None:
         """In a forked child: this end is the parent's."""
         self._party = parents_party(self._party)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(CLOSED_END)
