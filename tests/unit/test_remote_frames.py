@@ -20,7 +20,6 @@ from kvindex.shm.remote.frames import (
     Evicted,
     Hello,
     Malformed,
-    MessageHeader,
     Ready,
     Refusal,
     Refused,
@@ -28,8 +27,9 @@ from kvindex.shm.remote.frames import (
     encode,
     message_header,
     packed_message,
-    parse_control,
+    parse_header,
     parse_reader,
+    parse_writer,
     unpack_message,
 )
 from kvindex.shm.remote.sockets import RemoteLink
@@ -63,11 +63,10 @@ def test_what_readers_say_is_understood(part: bytes, said: object) -> None:
         (encode(Ready()), Ready()),
         (encode(Evicted()), Evicted()),
         (encode(Closed(12)), Closed(12)),
-        (message_header(4, 3), MessageHeader(4, 3)),
     ],
 )
 def test_what_the_writer_says_is_understood(part: bytes, said: object) -> None:
-    assert parse_control(part) == said
+    assert parse_writer(part) == said
 
 
 def test_a_hello_of_another_version_tells_the_version() -> None:
@@ -105,14 +104,25 @@ def test_what_no_reader_says_is_malformed(part: bytes) -> None:
         msgspec.msgpack.encode(["Refused", 99]),
         encode(Welcome(0, 0, 10, False)),
         encode(Welcome(0, 10, 0, False)),
-        message_header(0, 0),
-        message_header(0, 65_537),
+        message_header(0, 1),
         b"HTTP/1.1 400 Bad Request",
     ],
 )
 def test_what_no_writer_says_is_malformed(part: bytes) -> None:
     with pytest.raises(Malformed):
-        parse_control(part)
+        parse_writer(part)
+
+
+def test_a_header_says_how_many_frames_follow() -> None:
+    assert parse_header(message_header(4, 3)) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    "part", [message_header(0, 0), message_header(0, 65_537), b"M", message_header(0, 1) + b"x"]
+)
+def test_a_header_that_cannot_be_is_malformed(part: bytes) -> None:
+    with pytest.raises(Malformed):
+        parse_header(part)
 
 
 @given(seq=st.integers(0, 2**64 - 1), frames=st.lists(st.binary(max_size=40), min_size=1))
@@ -143,7 +153,7 @@ def test_a_packed_message_that_lies_about_its_sizes_is_malformed(part: bytes) ->
 
 @given(st.binary(max_size=80))
 def test_no_bytes_upset_the_parsers(part: bytes) -> None:
-    for parse in (parse_reader, parse_control, unpack_message):
+    for parse in (parse_reader, parse_writer, parse_header, unpack_message):
         try:
             parse(part)
         except Malformed:

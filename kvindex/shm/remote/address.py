@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from contextlib import suppress
 
 from kvindex.errors import ConfigurationError
 
@@ -23,26 +24,20 @@ def endpoint_host(connect_ip: str) -> str:
         Traceback (most recent call last):
         kvindex.errors.ConfigurationError: connect_ip '0.0.0.0' means all interfaces ...
     """
-    if connect_ip == "*":
-        raise ConfigurationError(_everywhere(connect_ip))
-    if not isinstance(connect_ip, str):  # a number or bytes would be taken for an address in binary
+    address = None
+    with suppress(ValueError):
+        if isinstance(connect_ip, str):  # a number or bytes would be an address in binary
+            address = ipaddress.ip_address(connect_ip)
+    if connect_ip == "*" or _is_unspecified(address):
+        raise ConfigurationError(
+            f"connect_ip {connect_ip!r} means all interfaces of this machine: give the address of "
+            "one of them, which readers connect to and which alone is listened on"
+        )
+    if address is None:
         raise ConfigurationError(f"connect_ip must be an IP address as text, not {connect_ip!r}")
-    try:
-        address = ipaddress.ip_address(connect_ip)
-    except ValueError as error:
-        raise ConfigurationError(f"connect_ip must be an IP address as text: {error}") from error
-    if address.version == 4:
-        if address.is_unspecified:
-            raise ConfigurationError(_everywhere(connect_ip))
-        return str(address)
-    mapped = address.ipv4_mapped
-    if address.is_unspecified or (mapped and mapped.is_unspecified):
-        raise ConfigurationError(_everywhere(connect_ip))
-    return f"[{address}]"
+    return f"[{address}]" if address.version == 6 else str(address)
 
 
-def _everywhere(connect_ip: str) -> str:
-    return (
-        f"connect_ip {connect_ip!r} means all interfaces of this machine: give the address of one "
-        "of them, which readers connect to and which alone is listened on"
-    )
+def _is_unspecified(address: ipaddress.IPv4Address | ipaddress.IPv6Address | None) -> bool:
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return any(form is not None and form.is_unspecified for form in (address, mapped))

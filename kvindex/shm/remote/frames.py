@@ -33,7 +33,6 @@ __all__ = [
     "Evicted",
     "Hello",
     "Malformed",
-    "MessageHeader",
     "Ready",
     "Refusal",
     "Refused",
@@ -42,8 +41,9 @@ __all__ = [
     "encode",
     "message_header",
     "packed_message",
-    "parse_control",
+    "parse_header",
     "parse_reader",
+    "parse_writer",
     "unpack_message",
 ]
 
@@ -120,13 +120,6 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     next_seq: int
 
 
-class MessageHeader(msgspec.Struct, frozen=True):
-    """A message begins, whose frames follow."""
-
-    seq: int
-    frames: int
-
-
 ReadersWord: TypeAlias = Hello | Acknowledgement | Bye
 WritersWord: TypeAlias = Welcome | Refused | Ready | Evicted | Closed
 
@@ -173,6 +166,16 @@ def unpack_message(part: bytes) -> tuple[int, list[memoryview]]:
     return seq, frames
 
 
+def parse_header(part: bytes) -> tuple[int, int]:
+    """Return the seq of an `M` part, and how many frames follow; Malformed if it is none."""
+    if len(part) != MESSAGE_HEADER_BYTES:
+        raise Malformed(f"a message that begins with {len(part)} bytes")
+    _, seq, count = _MESSAGE.unpack(part)
+    if not 0 < count <= MAX_FRAMES:
+        raise Malformed(f"a message of {count} frames")
+    return seq, count
+
+
 def parse_reader(part: bytes) -> ReadersWord:
     """Return what a reader (or a stranger) said; Malformed if no reader says that."""
     try:
@@ -181,13 +184,8 @@ def parse_reader(part: bytes) -> ReadersWord:
         raise Malformed(f"{len(part)} bytes that no reader says") from None
 
 
-def parse_control(part: bytes) -> WritersWord | MessageHeader:
-    """Return what the writer said, other than a small message; Malformed if no writer says that."""
-    if part[:1] == b"M" and len(part) == MESSAGE_HEADER_BYTES:
-        header = MessageHeader(*_MESSAGE.unpack(part)[1:])
-        if not 0 < header.frames <= MAX_FRAMES:
-            raise Malformed(f"a message of {header.frames} frames")
-        return header
+def parse_writer(part: bytes) -> WritersWord:
+    """Return what the writer said; Malformed if no writer says that."""
     try:
         return _writers.decode(part)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -33,7 +33,6 @@ from kvindex.shm.remote.frames import (
     Evicted,
     Hello,
     Malformed,
-    MessageHeader,
     ReadersWord,
     Ready,
     Refusal,
@@ -41,7 +40,8 @@ from kvindex.shm.remote.frames import (
     Welcome,
     WritersWord,
     encode,
-    parse_control,
+    parse_header,
+    parse_writer,
     unpack_message,
 )
 from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket
@@ -127,13 +127,8 @@ class RemoteReader:
         return None if self._ledger is None else self._ledger.next_seq
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the writer has said that all readers have joined, or sent a message."""
-        return self._ready
-
-    @property
-    def awaited(self) -> str:
-        """What would come next, for a message to people: a message, or to be let in by whom."""
+    def _awaited(self) -> str:
+        """What would come next: a message, or to be let in by whom."""
         return "a message" if self._ready else f"the writer at {self.address}: {self._obstacle}"
 
     def wait_ready(
@@ -227,7 +222,7 @@ class RemoteReader:
                 if part is None:
                     part = self._socket.recv(_NOBLOCK)
                 if part[:1] not in _MESSAGES:
-                    self._obey(parse_control(part))
+                    self._obey(parse_writer(part))
                 elif take:
                     return self._take(part)
                 elif self._ledger is None:
@@ -273,17 +268,16 @@ class RemoteReader:
 
     def _receive_frames(self, part: bytes) -> tuple[int, list[memoryview]]:
         """Return the seq of a long message, and the frames that follow its header."""
-        header = parse_control(part)
-        assert isinstance(header, MessageHeader)  # nothing else begins so
+        seq, count = parse_header(part)
         frames: list[memoryview] = []
-        for left in reversed(range(header.frames)):
+        for left in reversed(range(count)):
             frame = self._socket.recv(_NOBLOCK, copy=False)
             frames.append(frame.buffer)
             if frame.more != (left > 0):
-                raise Malformed(f"{len(frames)} frames of a message of {header.frames}")
-        return header.seq, frames
+                raise Malformed(f"{len(frames)} frames of a message of {count}")
+        return seq, frames
 
-    def _obey(self, said: MessageHeader | WritersWord) -> None:
+    def _obey(self, said: WritersWord) -> None:
         if isinstance(said, Welcome):
             if self._ledger is not None:
                 raise Malformed("a second welcome")
@@ -315,7 +309,7 @@ class RemoteReader:
         if self._taken_since is None:
             self._taken_since = now
             self._trouble = f"rank {self.rank}, which another reader has"
-            logger.warning("waiting for %s", self.awaited)
+            logger.warning("waiting for %s", self._awaited)
         return now < self._taken_since + _HANDOVER
 
     def _why(self, reason: Refusal) -> str:
@@ -347,13 +341,13 @@ class RemoteReader:
         if self._ask_at is not None and time.monotonic() >= self._ask_at:
             self._ask_at = None
             self._say_hello()
-        patience.check_cancel(cancel, self.awaited)
+        patience.check_cancel(cancel, self._awaited)
         if patience.exhausted:
-            why = "" if self._ready else f": waited for {self.awaited}"
+            why = "" if self._ready else f": waited for {self._awaited}"
             raise QueueTimeoutError(
                 f"{failure} in {patience.timeout:g} s{why}", timeout=patience.timeout
             )
-        patience.warn(self.awaited)
+        patience.warn(self._awaited)
         self._connection.wait(patience.slice())
 
     def _acknowledge_pending(self) -> None:
