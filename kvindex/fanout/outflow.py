@@ -69,7 +69,7 @@ class Outflow:
         ring = ShmRingBuffer(max_replicas, chunk_bytes, chunks)
         self.chunk_bytes = chunk_bytes
         self.evicted: set[int] = set()  # places whose readers were taken off and may not know yet
-        self.blocked = 0.0  # seconds that were waited for room
+        self._blocked = 0.0  # seconds that were waited for room
         self._ring = ring
         self._sender = RingSender(ring, waiting=Waiting(spin=0.0, look=0.05))
         self._patience = patience
@@ -105,14 +105,15 @@ class Outflow:
         self._sender.remove_dead()
         return len(self._sender.readers())
 
-    def statistics(self) -> dict[str, int]:
-        """Return how many messages, bytes and chunks were sent, and how many readers taken off."""
+    def statistics(self) -> dict[str, float]:
+        """Return what was sent, how many readers were taken off, and how long was waited."""
         sender = self._sender.statistics()
         return {
             "messages": self._counters["messages"],
             "bytes": self._counters["bytes"],
             "chunks": sender["chunks"],
             "evicted": sender["readers_evicted"],
+            "blocked_seconds": self._blocked,
         }
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class Outflow:
                 while not self._put_in_time(kind, parts, size):
                     pass
             finally:
-                self.blocked += self._clock() - began
+                self._blocked += self._clock() - began
 
     def _put_in_time(self, kind: int, parts: list[Buffer], size: int) -> bool:
         """Wait as long as every late reader may; return whether it was sent."""

@@ -171,13 +171,7 @@ class FanOut:
         return {**self._counters(), **self.client.statistics()}
 
     def _counters(self) -> dict[str, Any]:
-        return {
-            **self._outflow.statistics(),
-            "entries": 0,
-            "heartbeats": 0,
-            **self._tap.statistics(),
-            "blocked_seconds": self._outflow.blocked,
-        }
+        return {**self._outflow.statistics(), **self._tap.statistics()}
 
     def close(self) -> None:
         """Stop listening and subscribing; replicas are told, and say so. Idempotent.

@@ -126,7 +126,7 @@ class StreamTap:
 
     def statistics(self) -> dict[str, int]:
         """Return how many entries were sent, by kind."""
-        return dict(self._counters)
+        return {"entries": 0, "heartbeats": 0, **self._counters}
 
     def _add(self, entry: Entry) -> None:
         size = size_of(entry)
