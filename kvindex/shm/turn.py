@@ -44,6 +44,7 @@ class Turn:
                 "handle"
             )
         if not self._taken.acquire(blocking=False):
+            self._check_open()  # perhaps by another thread that closes
             raise InUseError(IN_USE)
         try:
             self._check_open()

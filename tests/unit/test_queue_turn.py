@@ -44,6 +44,17 @@ def test_whoever_waits_is_told_that_another_closes_and_nobody_comes_after() -> N
         use(turn)
 
 
+def test_who_comes_while_another_closes_is_told_so() -> None:
+    turn = Turn()
+    with ThreadPoolExecutor(1) as other:
+
+        def close() -> None:
+            with pytest.raises(ClosedError, match="closed"):
+                other.submit(use, turn).result()
+
+        turn.end(close)
+
+
 def test_a_wait_ends_by_its_own_cancel_too() -> None:
     cancel = threading.Event()
     with Turn().taken(cancel) as ending:
