@@ -81,7 +81,9 @@ def test_a_descriptor_that_is_used_again_belongs_to_who_has_it_now() -> None:
 
 def test_a_failed_handshake_is_told_with_the_end_of_its_connection() -> None:
     known, watched = callers()
-    watched.tell((ACCEPTED, 7), (ACCEPTED, 8), (FAILED, 0), (DISCONNECTED, 7), (DISCONNECTED, 8))
+    watched.tell((ACCEPTED, 7), (ACCEPTED, 8), (FAILED, 0))
+    assert list(known.ended()) == []
+    watched.tell((DISCONNECTED, 7), (DISCONNECTED, 8))
     assert list(known.ended()) == [(b"", True), (b"", False)]
 
 

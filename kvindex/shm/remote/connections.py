@@ -39,6 +39,7 @@ class Callers:
         self._watched = watched
         self._socket = watched.socket
         self._names: dict[int, bytes] = {}  # of each connected descriptor
+        self._failed = False  # the handshake of the connection whose end comes next
 
     def hear(self) -> tuple[bytes, list[zmq.Frame]] | None:
         """Return who said something, and its frames, at least one; None if nobody did."""
@@ -87,15 +88,14 @@ class Callers:
 
         The name of one that was not introduced is empty.
         """
-        failed = False
         for event, descriptor in self._watched.events():
             if event == zmq.EVENT_ACCEPTED:
                 self._names[descriptor] = _STRANGER
             elif is_handshake_failure(event):
-                failed = True  # of the connection whose end comes next
+                self._failed = True
             else:
+                failed, self._failed = self._failed, False
                 yield self._names.pop(descriptor, _STRANGER), failed
-                failed = False
 
 
 class Connection:
