@@ -23,6 +23,7 @@ from kvindex.errors import (
     WriterDiedError,
 )
 from kvindex.ring import ShmRingBuffer, Waiting
+from kvindex.shm.arguments import QueueOptions
 from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.tcp_group import TcpProcessGroup
@@ -41,6 +42,7 @@ __all__ = [
     "PickleCodec",
     "ProcessGroup",
     "QueueClosedError",
+    "QueueOptions",
     "QueueTimeoutError",
     "ReaderDiedError",
     "ReaderEvictedError",

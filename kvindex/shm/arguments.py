@@ -28,7 +28,10 @@ __all__ = [
 
 
 class QueueOptions(TypedDict, total=False):
-    """The keyword options that every way to make a queue takes; see `MessageQueue`."""
+    """The keyword options of a `MessageQueue`, which says what each one means.
+
+    Functions that pass options on can take `**options: Unpack[QueueOptions]`.
+    """
 
     codec: str | Codec
     waiting: Waiting | None
