@@ -212,8 +212,9 @@ class Reader:
         topic, decode, fingerprint = self.topic.topic, self._decode, self._fingerprint
         time_left, named = self._time_left, self.named
         batches: list[DecodedBatch] = []
-        run = Run(0, batches, [], [], [])
-        _, _, timestamps, fingerprints, sizes = run
+        timestamps: list[float] = []
+        fingerprints: list[int] = []
+        sizes: list[int] = []
         next_seq = 0
         try:
             for sent_topic, head, payload in messages:
@@ -238,7 +239,7 @@ class Reader:
             return None
         for _ in batches:
             messages.popleft()
-        return run._replace(first_seq=next_seq - len(batches))
+        return Run(next_seq - len(batches), batches, timestamps, fingerprints, sizes)
 
     def _odd(self, frames: list[bytes]) -> Run | Damaged | None:
         """Read one live message, whatever it is; None for one of another topic."""
