@@ -32,11 +32,6 @@ class BlockPool:
         """How many physical blocks nobody uses."""
         return len(self._free)
 
-    @property
-    def in_use(self) -> int:
-        """How many physical blocks running requests use."""
-        return len(self._held) - len(self._free)
-
     def find(self, group: int, link: Link) -> int | None:
         """Return a physical block that holds this block, the one stored first."""
         return next(iter(self._copies.get((group, link.digest), ())), None)
