@@ -30,7 +30,10 @@ class BatchQueue:
         self._drop_when_full = drop_when_full
         self._wake = wake
         self._batches: deque[tuple[int, EventBatch]] = deque()
-        self._room = threading.Condition()  # its lock is reentrant: close may come from a finalizer
+        # Reentrant: close may come from a finalizer. Held by its own `with`, never the condition's:
+        # a Ctrl-C in `Condition.__enter__`, which is Python, would leave it locked for ever.
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
         self._closed_because: str | None = None
         self.next_seq = 0
         self.accepted = 0
@@ -50,7 +53,7 @@ class BatchQueue:
         Raises:
             ClosedError: the queue is closed, or was closed while waiting for room.
         """
-        with self._room:
+        with self._lock:
             if not self._drop_when_full:
                 self._room.wait_for(lambda: self.closed or len(self._batches) < self._max_size)
             if self._closed_because is not None:
@@ -68,7 +71,7 @@ class BatchQueue:
 
     def take(self, limit: int) -> list[tuple[int, EventBatch]]:
         """Remove and return up to `limit` batches with their numbers, oldest first."""
-        with self._room:
+        with self._lock:
             taken = [self._batches.popleft() for _ in range(min(limit, len(self._batches)))]
             if taken:
                 self._room.notify_all()
@@ -76,7 +79,7 @@ class BatchQueue:
 
     def close(self, reason: str) -> None:
         """Refuse further batches, with this reason; what waits can still be taken. Idempotent."""
-        with self._room:
+        with self._lock:
             if self._closed_because is None:
                 self._closed_because = reason
             self._room.notify_all()
@@ -84,7 +87,7 @@ class BatchQueue:
 
     def stop_waking(self) -> None:
         """Never call `wake` again: to be called before what it wakes is gone."""
-        with self._room:
+        with self._lock:
             self._wake = _nothing
 
 

@@ -38,11 +38,15 @@ class _Waiting:
         self._ended = False  # nothing more comes
         self._max_items = max_items
         self._items: deque[StreamItem] = deque()
-        self._changed = threading.Condition()
+        self._make_lock()
+
+    def _make_lock(self) -> None:
+        self._lock = threading.RLock()  # held by its own `with`: see BatchQueue
+        self._changed = threading.Condition(self._lock)
 
     def put(self, item: StreamItem) -> None:
         """Add an item; wait for room if it is a batch."""
-        with self._changed:
+        with self._lock:
             if isinstance(item, RankBatch):  # the few others never wait: calls depend on them
                 self._changed.wait_for(lambda: self.closed or len(self._items) < self._max_items)
             if not self.closed:
@@ -51,7 +55,7 @@ class _Waiting:
 
     def take(self, timeout: float | None) -> StreamItem | None:
         """Return the next item, as `EventStream.get`; None when none is left and none will come."""
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(self._is_ready, timeout):
                 raise TimeoutError(f"no item within {timeout} s")
             return self._take()
@@ -60,7 +64,7 @@ class _Waiting:
         """Return the next item, as `take`; the bell is rung when there may be one."""
         self.bell = bell
         while True:
-            with self._changed:
+            with self._lock:
                 if self._is_ready():
                     return self._take()
             await bell.wait()
@@ -84,13 +88,13 @@ class _Waiting:
 
     def end(self) -> None:
         """Take note that nothing more comes: what waits can still be taken."""
-        with self._changed:
+        with self._lock:
             self._ended = True
             self._notify()
 
     def close(self, reason: str = _CLOSED) -> None:
         """Give nothing any more, and end all waiting."""
-        with self._changed:
+        with self._lock:
             self.closed = self.closed or reason
             self._notify()
 
@@ -99,7 +103,7 @@ class _Waiting:
         fork.do_in_child(self._disown)
 
     def _disown(self) -> None:
-        self._changed = threading.Condition()
+        self._make_lock()
         self.bell = None  # the parent's
         self.close(FORKED)
 

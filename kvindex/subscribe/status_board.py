@@ -48,7 +48,7 @@ class StatusBoard:
         self._clock = clock
         self._patience = patience
         self._silent = silent
-        self._changed = threading.Condition()
+        self._make_lock()
         self._statuses: dict[Rank, RankStatus] = {}
         self._names: dict[Rank, Rank] = {}  # by the rank that a port tells, the one it is
         self._signed_at = clock()
@@ -56,6 +56,10 @@ class StatusBoard:
         self._listeners: dict[object, Listener] = {}
         # Made when asked for, until something in it changes; and whether the thread was stuck then.
         self._trusts: tuple[Mapping[Rank, Trust], bool] | None = None
+
+    def _make_lock(self) -> None:
+        self._lock = threading.RLock()  # held by its own `with`: see BatchQueue
+        self._changed = threading.Condition(self._lock)
 
     # By the writing thread --------------------------------------------------------------------
 
@@ -111,7 +115,7 @@ class StatusBoard:
     def _writing(self) -> Iterator[list[RankStatus]]:
         """Hold the lock, then wake who waits, and tell listeners what was put into the list."""
         changed: list[RankStatus] = []
-        with self._changed:
+        with self._lock:
             yield changed
             self._changed.notify_all()
             listeners = tuple(self._listeners.values())
@@ -124,7 +128,7 @@ class StatusBoard:
 
     def disown(self, reason: str) -> None:
         """In a forked child, which lacks the writing thread and whoever held the lock: end."""
-        self._changed = threading.Condition()
+        self._make_lock()
         self._listeners = {}  # they are for threads and event loops of the parent
         self.end(reason, shown=reason)
 
@@ -133,7 +137,7 @@ class StatusBoard:
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """The ranks, sorted."""
-        with self._changed:
+        with self._lock:
             return tuple(sorted(self._statuses))
 
     @property
@@ -157,7 +161,7 @@ class StatusBoard:
         def stop() -> None:
             self._listeners.pop(key, None)
 
-        with self._changed:
+        with self._lock:
             self._listeners[key] = listener
             present = list(self._statuses.values())
             has_ended = self._ended is not None
@@ -180,7 +184,7 @@ class StatusBoard:
         stuck = self._clock() - self._signed_at >= self._patience
         made = self._trusts
         if made is None or made[1] is not stuck:
-            with self._changed:
+            with self._lock:
                 trusts = {rank: _trust(status, stuck) for rank, status in self._statuses.items()}
                 made = self._trusts = MappingProxyType(trusts), stuck
         return made[0]
@@ -191,7 +195,7 @@ class StatusBoard:
         Raises:
             UnknownRankError: there is none, under its own name or its port's.
         """
-        with self._changed:
+        with self._lock:
             found = self._find(rank)
             if len(found) > 1:
                 raise UnknownRankError(rank, found, ambiguous=True)
@@ -200,7 +204,7 @@ class StatusBoard:
 
     def all(self) -> dict[Rank, RankStatus]:
         """Return every rank's snapshot, as `get` does."""
-        with self._changed:
+        with self._lock:
             statuses = sorted(self._statuses.items())
         return {rank: self.aged(status) for rank, status in statuses}
 
@@ -210,7 +214,7 @@ class StatusBoard:
         Raises:
             ClosedError: the writing thread has ended, or ended meanwhile.
         """
-        with self._changed:
+        with self._lock:
             met = self._changed.wait_for(
                 lambda: (
                     self._ended is not None
@@ -243,13 +247,13 @@ class StatusBoard:
         """Return the ranks that are meant, None for all; raises UnknownRankError."""
         if ranks is None:
             return None
-        with self._changed:
+        with self._lock:
             names = [ranks] if isinstance(ranks, str) else ranks
             return [rank for name in names for rank in self._find(name)]
 
     def late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str]:
         """Return the ranks that are not live, or not complete if that is wanted, and why."""
-        with self._changed:
+        with self._lock:
             return self._late(wanted, complete)
 
     def _late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str]:
