@@ -9,7 +9,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
 
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.testing import FakeEngine, Request, Served, Workload
@@ -87,7 +89,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve requests until the time is over, or Ctrl-C."""
     with ExitStack() as stack:
-        stack.enter_context(_ended_by_sigterm())
+        ending = stack.enter_context(_Ending())
         engines = [stack.enter_context(_engine(arguments, r)) for r in range(arguments.dp_size)]
         traffic = _Traffic(engines, arguments.seed)
         try:
@@ -97,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
                     f"{engine.replay_endpoint}"
                 )
             print(f"about {arguments.rate:g} requests per second; Ctrl-C ends it", flush=True)
-            _serve(traffic, arguments)
+            _serve(traffic, ending, arguments)
         except KeyboardInterrupt:
             pass  # the normal end of an engine
         print(traffic.summary())
@@ -117,12 +119,12 @@ def _engine(arguments: argparse.Namespace, dp_rank: int) -> FakeEngine:
     )
 
 
-def _serve(traffic: _Traffic, arguments: argparse.Namespace) -> None:
+def _serve(traffic: _Traffic, ending: _Ending, arguments: argparse.Namespace) -> None:
     """Serve at the rate asked for; say once a second what has been done."""
     started = told = time.monotonic()
     until = started + (arguments.seconds or math.inf)
     due = started
-    while (now := time.monotonic()) < until:
+    while not ending.asked and (now := time.monotonic()) < until:
         if now >= told + 1.0:
             told = now
             print(traffic.summary(), flush=True)
@@ -130,7 +132,7 @@ def _serve(traffic: _Traffic, arguments: argparse.Namespace) -> None:
             traffic.serve_next()
             due += 1 / arguments.rate
         else:
-            time.sleep(min(due, until) - now)
+            ending.wait(min(due, until) - now)
 
 
 class _Traffic:
@@ -174,14 +176,37 @@ def _endless(seed: int) -> Iterator[Request]:
         yield from Workload(_WORKLOAD, seed=round_seed)
 
 
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end the command as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():  # only that one can
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+class _Ending:
+    """Has Ctrl-C and SIGTERM end the command between two requests, and cut only its waiting short.
+
+    In the middle of a request they would leave an engine whose cache is half changed.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._waiting = False
+        self._before: dict[int, Any] = {}
+
+    def wait(self, seconds: float) -> None:
+        """Sleep; raises KeyboardInterrupt when a signal comes."""
+        self._waiting = True
+        try:
+            if not self.asked:
+                time.sleep(seconds)
+        finally:
+            self._waiting = False
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if self._waiting:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> _Ending:
+        if threading.current_thread() is threading.main_thread():  # only that one can
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._before[signum] = signal.signal(signum, self._ask)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)

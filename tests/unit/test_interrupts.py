@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvindex.cli.fake_engine import _Ending
 from kvindex.errors import ClosedError, UnknownRankError
 from kvindex.publish.batch_queue import BatchQueue
 from kvindex.rank import Rank
@@ -87,3 +89,16 @@ def test_an_interrupt_at_any_moment_of_a_call_leaves_the_lock_free(
         if not came:
             return
     raise AssertionError("the call never came to its end")
+
+
+def test_ctrl_c_ends_the_fake_engine_between_two_requests() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with _Ending() as ending:
+        signal.raise_signal(signal.SIGINT)  # in the middle of one: nothing is cut short
+        assert ending.asked
+        ending.wait(60.0)  # not any more
+        ending.asked = False
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGTERM]).start()
+        with pytest.raises(KeyboardInterrupt):
+            ending.wait(60.0)
+    assert signal.getsignal(signal.SIGINT) is before
