@@ -117,7 +117,7 @@ class BaseIndex(ABC):
     @property
     @abstractmethod
     def ranks(self) -> tuple[Rank, ...]:
-        """The known ranks, sorted."""
+        """The known ranks, sorted: the same tuple until one comes, goes or is renamed. O(1)."""
 
     @abstractmethod
     def add(self, rank: Rank) -> None:

@@ -66,10 +66,11 @@ def _decoded(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatc
 
 
 class _Directory(NamedTuple):
-    """The ranks by name and by number."""
+    """The ranks by name and by number, and in order."""
 
     ids: Mapping[Rank, int]
     ranks: Mapping[int, Rank]
+    order: tuple[Rank, ...]
 
 
 class _Found:
@@ -146,7 +147,7 @@ class Index(BaseIndex):
         self._core = Core(secrets, total, of_rank, min(max_orphans, 2**63 - 1))
         self._core_apply = self._core.apply
         self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
-        self._directory = _Directory(self._ids, {})
+        self._directory = _Directory(self._ids, {}, ())
         self._guard = Guard(self._core)  # of the directory, while it is replaced
 
     @property
@@ -157,7 +158,7 @@ class Index(BaseIndex):
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        return tuple(sorted(self._directory.ids))
+        return self._directory.order
 
     def add(self, rank: Rank) -> None:
         self._add(rank)
@@ -344,8 +345,9 @@ class Index(BaseIndex):
 
     def statistics(self) -> dict[str, Any]:
         ranks = {}
-        for rank, rank_id in sorted(self._directory.ids.items()):
-            statistics = self._core.rank_statistics(rank_id)
+        directory = self._directory
+        for rank in directory.order:
+            statistics = self._core.rank_statistics(directory.ids[rank])
             if statistics is not None:  # None: removed just now
                 ranks[str(rank)] = _named_loras(statistics)
         orphans = sum(rank["orphans"] for rank in ranks.values())
@@ -374,9 +376,10 @@ class Index(BaseIndex):
         return self._guard.change(add)
 
     def _replace(self, ids: Mapping[Rank, int]) -> None:
-        directory = _Directory(ids, {rank_id: rank for rank, rank_id in ids.items()})
-        self._ids, self._directory = ids, directory
-        self._core.set_order([ids[rank] for rank in sorted(ids)])
+        ranks = {rank_id: rank for rank, rank_id in ids.items()}
+        order = tuple(sorted(ids))
+        self._ids, self._directory = ids, _Directory(ids, ranks, order)
+        self._core.set_order([ids[rank] for rank in order])
 
     def _readable(self, token_ids: TokenIds) -> array[int]:
         """Return tokens that the core does not read itself as a buffer that it does.

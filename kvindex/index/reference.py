@@ -55,6 +55,7 @@ class Index(BaseIndex):
         self._budget = Budget(max_blocks, self._max_blocks_per_rank)
         self._max_orphans = max_orphans
         self._ranks: dict[Rank, RankBlocks] = {}
+        self._order: tuple[Rank, ...] = ()
         self._guard = Guard()
 
     @property
@@ -65,7 +66,7 @@ class Index(BaseIndex):
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        return self._guard.ask(lambda: tuple(sorted(self._ranks)))
+        return self._guard.ask(lambda: self._order)
 
     def add(self, rank: Rank) -> None:
         self._guard.change(lambda: self._rank(rank))
@@ -74,7 +75,7 @@ class Index(BaseIndex):
         with self._guard.settled(lambda: self._ranks.get(rank)) as blocks:
             if blocks is not None:  # it keeps its name until nothing of it is left
                 self._guard.change_part(lambda: blocks, RankBlocks.clear)
-                self._guard.change(lambda: self._ranks.pop(rank, None))
+                self._guard.change(lambda: self._forget(rank))
 
     def rename(self, names: Mapping[Rank, Rank]) -> None:
         def rename() -> None:
@@ -85,6 +86,7 @@ class Index(BaseIndex):
                     replaced.clear(WholeHold())
                 blocks.rename(rank)
                 self._ranks[rank] = blocks
+            self._renew_order()
 
         taken = [new for old, new in names.items() if old in self._ranks and new not in names]
         for rank in taken:
@@ -200,7 +202,7 @@ class Index(BaseIndex):
             self._budget.check_room(image.resident(), 0 if before is None else len(before))
             if before is not None:
                 before.clear(WholeHold())
-                del self._ranks[rank]
+                self._forget(rank)
             self._rank(rank).restore(image)
 
         with self._guard.settled(lambda: self._ranks.get(rank)):
@@ -247,7 +249,15 @@ class Index(BaseIndex):
             rank = Rank(*rank)
             blocks = RankBlocks(rank, self._tree, self._budget, self._max_orphans)
             self._ranks[rank] = blocks
+            self._renew_order()
         return blocks
+
+    def _forget(self, rank: Rank) -> None:
+        self._ranks.pop(rank, None)
+        self._renew_order()
+
+    def _renew_order(self) -> None:
+        self._order = tuple(sorted(self._ranks))
 
     def _known(self, rank: Rank) -> RankBlocks:
         blocks = self._ranks.get(rank)

@@ -17,6 +17,7 @@ from kvindex.errors import (
     UnknownRankError,
 )
 from kvindex.index import Trust, reference
+from kvindex.index.api import BaseIndex
 from kvindex.wire import CacheSettings, encode_batch
 from tests.unit.index_events import (
     SIZE,
@@ -351,6 +352,26 @@ def test_ranks_are_known_from_their_first_event_or_by_name() -> None:
     index.apply(A, EventBatch(ts=0.0, events=[]))
     assert index.ranks == (A, B)
     assert index.match(prompt(1))[B].blocks == 0
+
+
+@pytest.mark.parametrize("kind", [Index, reference.Index])
+def test_the_known_ranks_are_one_tuple_until_they_change(kind: type[BaseIndex]) -> None:
+    index = kind()
+    index.add(B)
+    before = index.ranks
+    index.apply(B, EventBatch(ts=0.0, events=[stored(0, 1)]))
+    index.add(B)
+    index.remove(A)
+    index.tree(B).clear()
+    assert index.ranks is before == (B,)
+    index.add(A)
+    assert index.ranks == (A, B)
+    index.rename({A: C})
+    assert index.ranks == (B, C)
+    index.remove(B)
+    assert index.ranks == (C,)
+    index.restore(A, index.dump(C))
+    assert index.ranks == (A, C)
 
 
 def test_a_removed_rank_is_unknown_and_leaves_nothing() -> None:
