@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from kvindex.backend import BACKEND
 from kvindex.index.api import TreeView
+from kvindex.index.columns import Hits, RankRows
 from kvindex.index.explanation import (
     Ending,
     Explanation,
@@ -41,6 +42,7 @@ __all__ = [
     "ExtraKeys",
     "Fingerprints",
     "GroupHeld",
+    "Hits",
     "Index",
     "Lora",
     "Match",
@@ -48,6 +50,7 @@ __all__ = [
     "OtherPrompts",
     "RankExplanation",
     "RankMatch",
+    "RankRows",
     "ResidentBlock",
     "Snapshot",
     "SnapshotReader",

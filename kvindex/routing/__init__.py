@@ -1,0 +1,58 @@
+"""Routing: which rank a request should go to, by what each holds and what each has to do.
+
+```
+with router.reserve(token_ids) as booking: ...      # select and book, in one step
+router.select(token_ids).reason                     # why this rank, in words
+```
+
+No sockets, no threads: it asks a `Client`, a `Replica` or an `Index`, and counts what it is told.
+"""
+
+from kvindex.routing.bookings import Booking, Stage
+from kvindex.routing.candidates import Candidates, Choice, Policy
+from kvindex.routing.choosing import Weights
+from kvindex.routing.decision import Candidate, Decision
+from kvindex.routing.errors import DuplicateBookingError, NoCandidateError, UnknownBookingError
+from kvindex.routing.filters import (
+    Asked,
+    Capacity,
+    Filter,
+    Labels,
+    LoraLoaded,
+    OnlyLive,
+    Prefer,
+)
+from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard
+from kvindex.routing.policies import POLICIES, CostPolicy, make_policy
+from kvindex.routing.router import Followed, Router, Source
+
+__all__ = [
+    "POLICIES",
+    "Asked",
+    "Booking",
+    "Candidate",
+    "Candidates",
+    "Capacity",
+    "Choice",
+    "CostPolicy",
+    "Decision",
+    "DuplicateBookingError",
+    "Filter",
+    "Followed",
+    "Labels",
+    "Load",
+    "LoadBoard",
+    "LoadColumns",
+    "LocalLoadBoard",
+    "LoraLoaded",
+    "NoCandidateError",
+    "OnlyLive",
+    "Policy",
+    "Prefer",
+    "Router",
+    "Source",
+    "Stage",
+    "UnknownBookingError",
+    "Weights",
+    "make_policy",
+]

@@ -1,0 +1,264 @@
+"""Bookings: the load that a request is to a rank, from the choice to its last token."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from kvindex.rank import Rank
+from kvindex.routing.decision import Decision
+from kvindex.routing.errors import DuplicateBookingError, UnknownBookingError
+from kvindex.routing.loads import LoadBoard
+
+__all__ = ["Booking", "Bookings", "Stage"]
+
+
+class Stage(str, enum.Enum):
+    """How far a booked request has come.
+
+    Attributes:
+        CHOSEN: it waits for its first token.
+        DECODING: its prefill is done.
+        FINISHED: it has its answer.
+        CANCELLED: it ended without one.
+        EXPIRED: nothing was heard of it for too long, and its load was given back.
+    """
+
+    CHOSEN = "chosen"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_ENDS = (Stage.FINISHED, Stage.CANCELLED, Stage.EXPIRED)
+
+
+class Booking:
+    """One request's load on the rank that was chosen for it.
+
+    A context manager: leaving it finishes the booking, or cancels it on an exception. What comes
+    after the end (a second `finish`, a first token after the expiry) changes nothing.
+
+    Attributes:
+        request_id: the request's id.
+        decision: what was decided.
+        stage: how far it has come.
+        output_tokens: tokens generated so far, as they were told.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    __slots__ = (
+        "_block_size",
+        "_books",
+        "_decode_blocks",
+        "_waiting_tokens",
+        "booked_at",
+        "decision",
+        "output_tokens",
+        "request_id",
+        "stage",
+        "touched_at",
+        "work_ahead",
+    )
+
+    def __init__(
+        self,
+        books: Bookings,
+        request_id: str,
+        decision: Decision,
+        block_size: int,
+        work_ahead: float,
+        now: float,
+    ) -> None:
+        self._books = books
+        self.request_id = request_id
+        self.decision = decision
+        self.stage = Stage.CHOSEN
+        self.output_tokens = 0
+        self.booked_at = self.touched_at = now
+        self.work_ahead = work_ahead
+        self._block_size = block_size
+        self._waiting_tokens = decision.new_tokens
+        self._decode_blocks = -(-decision.prompt_tokens // block_size)
+
+    @property
+    def rank(self) -> Rank:
+        """The rank that was chosen."""
+        return self.decision.rank
+
+    def first_token(self) -> None:
+        """Note that the prefill is done: the first token has come. Idempotent."""
+        self._books.first_token(self)
+
+    def output(self, tokens: int = 1) -> None:
+        """Note that so many more tokens were generated; the first of them ends the prefill."""
+        self._books.output(self, tokens)
+
+    def finish(self, cached_tokens: int | None = None) -> None:
+        """Give the load back: the request has its answer. Idempotent.
+
+        Args:
+            cached_tokens: how many tokens of the prompt the engine found cached, as it says in
+                `usage.prompt_tokens_details.cached_tokens`; None if it does not say.
+        """
+        self._books.end(self, Stage.FINISHED, cached_tokens)
+
+    def cancel(self) -> None:
+        """Give the load back: the request ends without an answer. Idempotent."""
+        self._books.end(self, Stage.CANCELLED, None)
+
+    def __enter__(self) -> Booking:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.cancel()
+
+    def __repr__(self) -> str:
+        return f"<Booking {self.request_id!r} on {self.rank}: {self.stage}>"
+
+
+Ended = Callable[[Booking, int | None], None]
+"""Called when a booking ended, with the tokens that the engine found cached, if it said so."""
+
+
+class Bookings:
+    """The open bookings, and what they add to a load board.
+
+    Args:
+        loads: where the load is kept.
+        lock: guards everything here, and the board.
+        clock: returns monotonic seconds.
+        expires_after: seconds without news after which a booking is given back.
+        on_first_token: called with a booking and the seconds from the choice to its first token.
+        on_end: called when one has ended.
+
+    Thread safety: `first_token`, `output` and `end` from any thread; the rest under the lock.
+    """
+
+    def __init__(
+        self,
+        loads: LoadBoard,
+        lock: AbstractContextManager[object],
+        clock: Callable[[], float],
+        expires_after: float,
+        on_first_token: Callable[[Booking, float], None],
+        on_end: Ended,
+    ) -> None:
+        self._loads = loads
+        self._lock = lock
+        self._clock = clock
+        self._expires_after = expires_after
+        self._on_first_token = on_first_token
+        self._on_end = on_end
+        self._open: OrderedDict[str, Booking] = OrderedDict()  # heard of longest ago first
+        self._numbers = itertools.count(1)
+        self.ended: Counter[Stage] = Counter()
+        self.late = 0  # news of bookings that had expired
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def new_id(self, wanted: str | None) -> str:
+        """Return the id of a new booking; raises DuplicateBookingError if it is taken."""
+        if wanted is None:
+            return f"kvindex-{next(self._numbers)}"
+        if wanted in self._open:
+            raise DuplicateBookingError(wanted)
+        return wanted
+
+    def book(
+        self, request_id: str, decision: Decision, block_size: int, queued: float, now: float
+    ) -> Booking:
+        """Book a request on the rank that was chosen, behind so many queued tokens."""
+        ahead = queued + decision.new_tokens
+        booking = Booking(self, request_id, decision, block_size, ahead, now)
+        self._open[request_id] = booking
+        rank, blocks = decision.rank, booking._decode_blocks
+        self._loads.add(rank, decision.new_tokens, 1, blocks, now)
+        self._loads.give(rank, decision.prompt_tokens, now)
+        return booking
+
+    def get(self, request_id: str) -> Booking:
+        """Return an open booking; raises UnknownBookingError."""
+        booking = self._open.get(request_id)
+        if booking is None:
+            raise UnknownBookingError(request_id)
+        return booking
+
+    def expire(self, now: float) -> None:
+        """Give back what nothing was heard of for too long. O(1) if there is nothing."""
+        while self._open:
+            booking = next(iter(self._open.values()))
+            if now - booking.touched_at < self._expires_after:
+                return
+            self._end(booking, Stage.EXPIRED, None, now)
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many are open, how many ended in which way, and news after an expiry."""
+        ended = {str(stage): self.ended[stage] for stage in _ENDS}
+        return {"open": len(self._open), **ended, "late": self.late}
+
+    def first_token(self, booking: Booking) -> None:
+        """See `Booking.first_token`."""
+        with self._lock:
+            now = self._clock()
+            if self._hear(booking, now):
+                self._first_token(booking, now)
+
+    def output(self, booking: Booking, tokens: int) -> None:
+        """See `Booking.output`."""
+        with self._lock:
+            now = self._clock()
+            if not self._hear(booking, now):
+                return
+            self._first_token(booking, now)
+            booking.output_tokens += tokens
+            length = booking.decision.prompt_tokens + booking.output_tokens
+            grown = -(-length // booking._block_size) - booking._decode_blocks
+            if grown:
+                booking._decode_blocks += grown
+                self._loads.add(booking.rank, 0, 0, grown, now)
+
+    def end(self, booking: Booking, stage: Stage, cached_tokens: int | None) -> None:
+        """See `Booking.finish` and `Booking.cancel`."""
+        with self._lock:
+            now = self._clock()
+            if self._hear(booking, now):
+                self._end(booking, stage, cached_tokens, now)
+
+    def _hear(self, booking: Booking, now: float) -> bool:
+        """Note that there is news of a booking; return whether it is open."""
+        if self._open.get(booking.request_id) is not booking:
+            self.late += booking.stage is Stage.EXPIRED
+            return False
+        booking.touched_at = now
+        self._open.move_to_end(booking.request_id)
+        return True
+
+    def _first_token(self, booking: Booking, now: float) -> None:
+        if booking.stage is not Stage.CHOSEN:
+            return
+        booking.stage = Stage.DECODING
+        self._loads.add(booking.rank, -booking._waiting_tokens, 0, 0, now)
+        booking._waiting_tokens = 0
+        self._on_first_token(booking, now - booking.booked_at)
+
+    def _end(self, booking: Booking, stage: Stage, cached_tokens: int | None, now: float) -> None:
+        del self._open[booking.request_id]
+        booking.stage = stage
+        waiting, blocks = booking._waiting_tokens, booking._decode_blocks
+        booking._waiting_tokens = booking._decode_blocks = 0
+        self._loads.add(booking.rank, -waiting, -1, -blocks, now)
+        self.ended[stage] += 1
+        self._on_end(booking, cached_tokens)

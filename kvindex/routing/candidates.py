@@ -1,0 +1,73 @@
+"""What a policy sees of the ranks, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvindex.index import Hits
+from kvindex.rank import Rank
+from kvindex.routing.loads import LoadColumns
+
+__all__ = ["Candidates", "Choice", "Policy"]
+
+
+class Candidates(NamedTuple):
+    """The ranks that one request could go to: columns with one row for each rank.
+
+    Attributes:
+        ranks: the ranks, sorted.
+        prompt_tokens: tokens of the prompt.
+        hits: what each rank holds of it, without its last token; nothing for ranks that are not
+            live.
+        loads: what each rank has to do.
+        usable: a byte for each rank: 0 where a filter refuses it.
+        block_size: tokens per block, of a rank that has stored any.
+        prefill_rate: tokens per second, as measured on the bookings' first tokens.
+        chance: a random number in [0, 1), to break ties with.
+    """
+
+    ranks: Sequence[Rank]
+    prompt_tokens: int
+    hits: Hits
+    loads: LoadColumns
+    usable: bytes | bytearray
+    block_size: int
+    prefill_rate: float
+    chance: float
+
+    def rows(self) -> list[int]:
+        """Return the rows that may be chosen; at least one. O(ranks)."""
+        return [row for row, usable in enumerate(self.usable) if usable]
+
+
+class Choice(NamedTuple):
+    """What a policy says.
+
+    Attributes:
+        row: of the rank that is chosen.
+        costs: what each rank costs in the policy's own unit, if it counts costs.
+        kept: how many ranks were preferred for what they hold; None if the policy prefers none.
+        stayed: whether one of these was chosen.
+        why: the reason in words; "" for the words that fit a cost.
+    """
+
+    row: int
+    costs: Sequence[float] = ()
+    kept: int | None = None
+    stayed: bool = False
+    why: str = ""
+
+
+class Policy(Protocol):
+    """Chooses a rank for a request. Pure: what it is given decides, but for a state of its own.
+
+    A router calls it under its lock. At least one row is usable.
+    """
+
+    @property
+    def name(self) -> str:
+        """What statistics and decisions call it."""
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """Choose one of the usable rows."""

@@ -1,0 +1,135 @@
+"""The arithmetic of cost policies: from what each rank holds and has to do, to the cheapest rank.
+
+`native/core/choosing.cpp` is the twin of `choose_in_python`, which is the specification.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import NamedTuple
+
+from kvindex.index import Hits
+from kvindex.routing.loads import LoadColumns
+
+__all__ = ["Chosen", "Weights", "choose", "choose_in_python"]
+
+
+class Weights(NamedTuple):
+    """What things cost, in tokens of prefill.
+
+    ```
+    credited = device × tokens on the device + host × … + storage × …
+    work     = max(0, queued × queued tokens + new × (prompt tokens - credited))
+    cost     = work × (open requests + 1)                          if `product`, else
+               work + decode × decode blocks + request × open requests
+    ```
+
+    Attributes:
+        device: credit for a token that the device holds.
+        host: for one that the host holds, after the device's prefix.
+        storage: for one that lies further away, after that.
+        new: weight of a token that this request has to prefill.
+        queued: of a token that requests before it have to prefill.
+        decode: of a block that open requests occupy.
+        request: of an open request.
+        product: whether the cost is a product.
+        affinity: ranks with a credit of at least this part of the prompt are preferred; 0: none.
+        slack: how much the best of these may cost more than the best of all, in tokens; if it
+            costs more, all ranks are equal again.
+    """
+
+    device: float = 1.0
+    host: float = 0.8
+    storage: float = 0.3
+    new: float = 1.0
+    queued: float = 1.0
+    decode: float = 0.0
+    request: float = 0.0
+    product: bool = False
+    affinity: float = 0.0
+    slack: float = math.inf
+
+
+class Chosen(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        row: the cheapest rank's row; -1 if no row is usable.
+        kept: how many rows hold enough of the prompt to be preferred.
+        stayed: whether one of these was chosen.
+        attainable: the most tokens that a usable row holds.
+        costs: one for each row; infinite where it is not usable.
+    """
+
+    row: int
+    kept: int
+    stayed: bool
+    attainable: int
+    costs: array[float]
+
+
+def choose_in_python(
+    prompt_tokens: int,
+    hits: Hits,
+    loads: LoadColumns,
+    usable: bytes | bytearray,
+    weights: Weights,
+    chance: float,
+) -> Chosen:
+    """Return the cheapest rank, and every rank's cost.
+
+    Among ranks that cost the same, the one that was given least lately comes first; among those
+    that were given the same, chance decides.
+
+    Args:
+        prompt_tokens: tokens of the prompt.
+        hits: what each row's rank holds of it.
+        loads: what each row's rank has to do.
+        usable: for each row, whether it may be chosen.
+        weights: what things cost.
+        chance: a random number in [0, 1).
+
+    Complexity: O(rows).
+    """
+    costs = array("d")
+    kept = []
+    rows = []
+    attainable = 0
+    for row, may_be in enumerate(usable):
+        if not may_be:
+            costs.append(math.inf)
+            continue
+        device, host, tokens = hits.device[row], hits.host[row], hits.tokens[row]
+        credited = (
+            weights.device * device
+            + weights.host * (host - device)
+            + weights.storage * (tokens - host)
+        )
+        new = prompt_tokens - credited
+        work = max(0.0, weights.queued * loads.queued[row] + weights.new * new)
+        if weights.product:
+            cost = work * (loads.open[row] + 1.0)
+        else:
+            cost = work + weights.decode * loads.decode[row] + weights.request * loads.open[row]
+        costs.append(cost)
+        rows.append(row)
+        attainable = max(attainable, tokens)
+        if weights.affinity > 0.0 and credited >= weights.affinity * prompt_tokens:
+            kept.append(row)
+    stayed = bool(kept) and _least(costs, kept) - _least(costs, rows) <= weights.slack
+    among = kept if stayed else rows
+    if not among:
+        return Chosen(-1, 0, False, 0, costs)
+    least = _least(costs, among)
+    equal = [row for row in among if costs[row] == least]
+    given = min(loads.given[row] for row in equal)
+    equal = [row for row in equal if loads.given[row] == given]
+    return Chosen(equal[int(chance * len(equal))], len(kept), stayed, attainable, costs)
+
+
+def _least(costs: array[float], rows: list[int]) -> float:
+    return min(costs[row] for row in rows)
+
+
+choose = choose_in_python

@@ -1,0 +1,157 @@
+"""Filters: which ranks may be chosen for a request at all. All that are given must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kvindex.errors import ConfigurationError
+from kvindex.index import Lora
+from kvindex.rank import Rank
+from kvindex.routing.loads import LoadColumns
+
+__all__ = ["Asked", "Capacity", "Filter", "Labels", "LoraLoaded", "OnlyLive", "Prefer"]
+
+
+class Asked(NamedTuple):
+    """What a filter is asked about.
+
+    Attributes:
+        ranks: the ranks, sorted.
+        live: a byte for each rank: 0 if it is not live.
+        loads: what each rank has to do.
+        prompt_tokens: tokens of the prompt.
+        lora: the request's adapter.
+        labels: the labels that the request wants.
+    """
+
+    ranks: Sequence[Rank]
+    live: bytes | bytearray
+    loads: LoadColumns
+    prompt_tokens: int
+    lora: Lora
+    labels: Mapping[str, str]
+
+
+class Filter(Protocol):
+    """Says which ranks may be chosen. Called under the router's lock, so it must be quick."""
+
+    @property
+    def name(self) -> str:
+        """What errors and statistics call it."""
+
+    def keeps(self, asked: Asked) -> Iterable[object]:
+        """Return for each rank whether it may be chosen (by its truth)."""
+
+
+class Labels:
+    """Keeps the ranks that have all labels that the request asks for (`labels=`).
+
+    Args:
+        labels: the labels of ranks. A worker's name stands for all its ranks.
+
+    Examples:
+        >>> zones = Labels({"vllm-0": {"zone": "a"}, Rank("vllm-1", 0): {"zone": "b"}})
+    """
+
+    name = "labels"
+
+    def __init__(self, labels: Mapping[Rank | str, Mapping[str, str]]) -> None:
+        self._labels = labels
+
+    def keeps(self, asked: Asked) -> Iterable[object]:
+        """See `Filter`."""
+        wanted = asked.labels.items()
+        return (not wanted or wanted <= self._of(rank).items() for rank in asked.ranks)
+
+    def _of(self, rank: Rank) -> Mapping[str, str]:
+        return {**self._labels.get(rank.worker, {}), **self._labels.get(rank, {})}
+
+
+class LoraLoaded:
+    """Keeps the ranks that have loaded the request's LoRA adapter; all, for a request without one.
+
+    Args:
+        loaded: the adapters of ranks, read at each request, so that it may be changed. A worker's
+            name stands for all its ranks.
+    """
+
+    name = "lora"
+
+    def __init__(self, loaded: Mapping[Rank | str, Collection[str | int]]) -> None:
+        self._loaded = loaded
+
+    def keeps(self, asked: Asked) -> Iterable[object]:
+        """See `Filter`."""
+        lora = asked.lora
+        if lora is None:
+            return (True for _ in asked.ranks)
+        return (
+            lora in self._loaded.get(rank, ()) or lora in self._loaded.get(rank.worker, ())
+            for rank in asked.ranks
+        )
+
+
+class Capacity:
+    """Keeps the ranks that have room for one more request.
+
+    Args:
+        open_requests: most open requests of a rank.
+        queued_tokens: most tokens to prefill of a rank, this prompt's not among them.
+        decode_blocks: most blocks of a rank's open requests.
+
+    Raises:
+        ConfigurationError: no limit is given.
+    """
+
+    name = "capacity"
+
+    def __init__(
+        self,
+        *,
+        open_requests: int | None = None,
+        queued_tokens: int | None = None,
+        decode_blocks: int | None = None,
+    ) -> None:
+        limits = (queued_tokens, open_requests, decode_blocks)
+        if limits == (None, None, None):
+            raise ConfigurationError("give Capacity at least one limit")
+        self._limits = [limit if limit is not None else float("inf") for limit in limits]
+
+    def keeps(self, asked: Asked) -> Iterable[object]:
+        """See `Filter`."""
+        queued, opened, decode = self._limits
+        columns = zip(asked.loads.queued, asked.loads.open, asked.loads.decode, strict=True)
+        return (q <= queued and o < opened and d <= decode for q, o, d in columns)
+
+
+class OnlyLive:
+    """Keeps the ranks that are live, as far as their events tell.
+
+    Without it, a rank that is not live may be chosen, as one that holds nothing.
+    """
+
+    name = "live"
+
+    def keeps(self, asked: Asked) -> Iterable[object]:
+        """See `Filter`."""
+        return asked.live
+
+
+class Prefer:
+    """Keeps what another filter keeps, or all ranks if it would keep none.
+
+    Examples:
+        >>> nearby = Prefer(Labels({"vllm-0": {"zone": "a"}}))
+        >>> nearby.name
+        'prefer labels'
+    """
+
+    def __init__(self, preferred: Filter) -> None:
+        self._preferred = preferred
+        self.name = f"prefer {preferred.name}"
+
+    def keeps(self, asked: Asked) -> Iterable[object]:
+        """See `Filter`."""
+        kept = list(map(bool, self._preferred.keeps(asked)))
+        return kept if any(kept) else (True for _ in kept)

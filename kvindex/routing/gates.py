@@ -1,0 +1,98 @@
+"""Policies of the field that follow a prefix until loads differ too much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvindex.routing.candidates import Candidates, Choice
+
+__all__ = ["RoundRobin", "SpillGate", "TwoTier"]
+
+_LONG_MATCH: Final = 0.3  # of the prompt, as in SGLang's router
+_MOST_APART: Final = 64  # open requests
+_MOST_RATIO: Final = 1.5
+
+
+class SpillGate:
+    """SMG 1.13: the rank that holds most, unless it has far more open requests than the mean.
+
+    Then, and where no rank holds anything, the one whose prefill would be done first. "Far more":
+    half as many again, and 4 to 64 more (twice the root of the mean).
+
+    Source: `model_gateway/src/policies/cache_aware.rs` of SMG.
+    """
+
+    name = "smg-gate"
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """Choose a rank; see `Policy`."""
+        rows = candidates.rows()
+        loads, held = candidates.loads, candidates.hits.tokens
+        mean = sum(loads.open[row] for row in rows) / len(rows)
+        most = _MOST_RATIO * mean
+        apart = mean + min(_MOST_APART, max(4, math.ceil(2 * math.sqrt(mean))))
+        longest = max(held[row] for row in rows)
+        if longest:
+            holders = [row for row in rows if held[row] == longest]
+            row = _first(candidates, holders, lambda row: loads.open[row])
+            if not (loads.open[row] > most and loads.open[row] > apart):
+                return Choice(row, why=f"it holds most, {longest} tokens, and is not overloaded")
+        row = _first(
+            candidates, rows, lambda row: loads.queued[row] + candidates.prompt_tokens - held[row]
+        )
+        why = (
+            "the rank that holds most has too much to do" if longest else "no rank holds any of it"
+        )
+        return Choice(row, why=f"{why}; here its prefill is done first")
+
+
+class TwoTier:
+    """SGLang's router, also in Dynamo: by load while loads differ much, else by prefix.
+
+    Loads differ much if the most open requests are over 64 more and over 1.5 times the fewest. A
+    match counts if it is more than 0.3 of the prompt.
+
+    Source: `cache_aware_zmq` of sgl-router; PR 14498 of Dynamo.
+    """
+
+    name = "two-tier"
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """Choose a rank; see `Policy`."""
+        rows = candidates.rows()
+        loads, held = candidates.loads.open, candidates.hits.tokens
+        fewest, most = min(loads[row] for row in rows), max(loads[row] for row in rows)
+        longest = max(held[row] for row in rows)
+        by_load = _first(candidates, rows, lambda row: loads[row])
+        if most - fewest > _MOST_APART and most > _MOST_RATIO * fewest:
+            return Choice(by_load, why="open requests differ too much; it has the fewest")
+        if longest > _LONG_MATCH * candidates.prompt_tokens:
+            holders = (row for row in rows if held[row] == longest)
+            row = _first(candidates, holders, lambda row: loads[row])
+            return Choice(row, why=f"it holds most, {longest} tokens")
+        return Choice(by_load, why="no rank holds 0.3 of the prompt; it has the fewest requests")
+
+
+class RoundRobin:
+    """Each rank in its turn, whatever it holds or has to do."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """Choose a rank; see `Policy`."""
+        rows = candidates.rows()
+        self._turn += 1
+        return Choice(rows[(self._turn - 1) % len(rows)], why="it is its turn")
+
+
+def _first(candidates: Candidates, rows: Iterable[int], cost: Callable[[int], float]) -> int:
+    """Return the row of least cost; of equal ones one that was given least lately, by chance."""
+    order = {row: (cost(row), candidates.loads.given[row]) for row in rows}
+    least = min(order.values())
+    equal = [row for row, key in order.items() if key == least]
+    return equal[int(candidates.chance * len(equal))]

@@ -1,0 +1,242 @@
+"""What each rank has to do: the prefill that waits, the requests that are open, their blocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+from kvindex.errors import ConfigurationError
+from kvindex.rank import Rank
+
+__all__ = ["GAUGE_LIFE", "Load", "LoadBoard", "LoadColumns", "LocalLoadBoard"]
+
+GAUGE_LIFE: Final = 0.1
+"""Seconds for which an engine's own gauge corrects what was booked; older ones do harm."""
+
+_HALF_LIFE: Final = 60.0  # seconds after which what a rank was given counts half
+_MOST_HALVINGS: Final = 500  # doubles reach 2**1023
+
+
+class Load(NamedTuple):
+    """What one rank has to do.
+
+    Attributes:
+        queued_tokens: tokens of prompts that it has to prefill.
+        open_requests: requests that it was given and has not finished.
+        decode_blocks: blocks of tokens that these occupy in its cache.
+    """
+
+    queued_tokens: int = 0
+    open_requests: int = 0
+    decode_blocks: int = 0
+
+
+class LoadColumns(NamedTuple):
+    """The loads of several ranks, one row for each.
+
+    Attributes:
+        queued: tokens to prefill.
+        open: open requests.
+        decode: blocks that these occupy.
+        given: tokens of the prompts that the rank was given lately, in a unit that is the same for
+            all rows. It halves within a minute.
+    """
+
+    queued: array[float]
+    open: array[float]
+    decode: array[float]
+    given: array[float]
+
+
+class LoadBoard(Protocol):
+    """Where a router's load is kept: in this process (`LocalLoadBoard`), or shared with others.
+
+    A router calls it under its own lock, one call at a time. One board is for one router.
+    """
+
+    def arrange(self, ranks: Sequence[Rank]) -> None:
+        """Have one row for each of these ranks, in this order, from now on.
+
+        What was booked on a rank that is not among them is kept until it is given back.
+        """
+
+    def columns(self, now: float) -> LoadColumns:
+        """Return the loads as they are now; the router reads them before its next call. O(1)."""
+
+    def add(
+        self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
+    ) -> None:
+        """Add to what a rank has to do; negative numbers give back. O(1)."""
+
+    def give(self, rank: Rank, prompt_tokens: int, now: float) -> None:
+        """Note that a rank was given a prompt of so many tokens. O(1)."""
+
+    def report(
+        self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
+    ) -> None:
+        """Have an engine's own gauges correct what was booked, until a moment of the clock."""
+
+    def load(self, rank: Rank, now: float) -> Load:
+        """Return one rank's load; nothing for a rank that is not known."""
+
+
+class _Correction(NamedTuple):
+    """What an engine's gauges add to what was booked, until a moment."""
+
+    queued: float
+    open: float
+    until: float
+
+
+class LocalLoadBoard:
+    """The load that this process has booked.
+
+    Gauges that an engine reports correct it for `GAUGE_LIFE`: what the engine had to do beyond our
+    bookings at that moment is added to them. Numbers never fall below 0.
+
+    Thread safety: a router calls it under its lock.
+
+    Examples:
+        >>> board = LocalLoadBoard()
+        >>> board.arrange([Rank("a"), Rank("b")])
+        >>> board.add(Rank("a"), 1_000, 1, 64, now=0.0)
+        >>> board.load(Rank("a"), now=0.0)
+        Load(queued_tokens=1000, open_requests=1, decode_blocks=64)
+        >>> board.columns(now=0.0).open.tolist()
+        [1.0, 0.0]
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[Rank, int] = {}
+        self._absent: dict[Rank, tuple[float, float, float]] = {}
+        self._booked = _zeros(0)
+        self._shown = self._booked
+        self._corrections: dict[Rank, _Correction] = {}
+        self._origin: float | None = None  # when a token given counts 1
+
+    def arrange(self, ranks: Sequence[Rank]) -> None:
+        """Have one row for each of these ranks; see `LoadBoard`. O(ranks)."""
+        before, rows = self._booked, self._rows
+        for rank, row in rows.items():
+            self._absent[rank] = (before.queued[row], before.open[row], before.decode[row])
+        given = [before.given[rows[rank]] if rank in rows else 0.0 for rank in ranks]
+        self._rows = {rank: row for row, rank in enumerate(ranks)}
+        self._booked = _zeros(len(ranks))
+        self._booked.given[:] = array("d", given)
+        for rank, row in self._rows.items():
+            load = self._absent.pop(rank, (0.0, 0.0, 0.0))
+            self._booked.queued[row], self._booked.open[row], self._booked.decode[row] = load
+        self._absent = {rank: load for rank, load in self._absent.items() if any(load)}
+        self._corrections = {r: c for r, c in self._corrections.items() if r in self._rows}
+        self._show()
+
+    def columns(self, now: float) -> LoadColumns:
+        """Return the loads as they are now; see `LoadBoard`."""
+        if self._corrections:
+            self._end_corrections(now)
+        return self._shown
+
+    def add(
+        self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
+    ) -> None:
+        """Add to what a rank has to do; see `LoadBoard`."""
+        row = self._rows.get(rank)
+        if row is None:
+            queued, opened, decode = self._absent.get(rank, (0.0, 0.0, 0.0))
+            load = (queued + queued_tokens, opened + open_requests, decode + decode_blocks)
+            self._absent[rank] = load
+            if not any(load):
+                del self._absent[rank]
+            return
+        booked = self._booked
+        booked.queued[row] += queued_tokens
+        booked.open[row] += open_requests
+        booked.decode[row] += decode_blocks
+        if self._shown is not booked:
+            self._show_row(rank, row)
+
+    def give(self, rank: Rank, prompt_tokens: int, now: float) -> None:
+        """Note that a rank was given a prompt; see `LoadBoard`.
+
+        What is given later weighs more, twice as much after a minute; only the ratios count.
+        """
+        row = self._rows.get(rank)
+        if row is None:
+            return
+        if self._origin is None or now - self._origin > _MOST_HALVINGS * _HALF_LIFE:
+            self._start_again(now)
+        assert self._origin is not None
+        given = self._booked.given
+        given[row] += prompt_tokens * 2.0 ** ((now - self._origin) / _HALF_LIFE)
+
+    def report(
+        self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
+    ) -> None:
+        """Have an engine's own gauges correct what was booked; see `LoadBoard`."""
+        row = self._rows.get(rank)
+        if row is None:
+            return
+        self._corrections[rank] = _Correction(
+            0.0 if queued_tokens is None else queued_tokens - self._booked.queued[row],
+            0.0 if open_requests is None else open_requests - self._booked.open[row],
+            until,
+        )
+        if self._shown is self._booked:
+            self._show()
+        self._show_row(rank, row)
+
+    def load(self, rank: Rank, now: float) -> Load:
+        """Return one rank's load; see `LoadBoard`."""
+        columns = self.columns(now)
+        row = self._rows.get(rank)
+        if row is None:
+            return Load(*map(int, self._absent.get(rank, ())))
+        return Load(int(columns.queued[row]), int(columns.open[row]), int(columns.decode[row]))
+
+    def _start_again(self, now: float) -> None:
+        """Count what was given from now on: after so many halvings, earlier tokens are nothing."""
+        self._origin = now
+        given = self._booked.given
+        for row in range(len(given)):
+            given[row] = 0.0
+
+    def _end_corrections(self, now: float) -> None:
+        ended = [rank for rank, one in self._corrections.items() if now >= one.until]
+        for rank in ended:
+            del self._corrections[rank]
+            self._show_row(rank, self._rows[rank])
+        if not self._corrections:
+            self._shown = self._booked
+
+    def _show(self) -> None:
+        """Show what was booked; apart from it while something is corrected."""
+        booked = self._booked
+        self._shown = booked
+        if self._corrections:
+            columns = (booked.queued[:], booked.open[:], booked.decode[:])
+            self._shown = LoadColumns(*columns, booked.given)
+            for rank in self._corrections:
+                self._show_row(rank, self._rows[rank])
+
+    def _show_row(self, rank: Rank, row: int) -> None:
+        booked, shown = self._booked, self._shown
+        queued, opened, _ = self._corrections.get(rank, (0.0, 0.0, 0.0))
+        shown.queued[row] = max(0.0, booked.queued[row] + queued)
+        shown.open[row] = max(0.0, booked.open[row] + opened)
+        shown.decode[row] = booked.decode[row]
+
+
+def _zeros(rows: int) -> LoadColumns:
+    return LoadColumns(*(array("d", bytes(8 * rows)) for _ in range(4)))
+
+
+def gauge_until(age: float, now: float) -> float:
+    """Return until when a gauge of this age (in seconds) counts.
+
+    Raises:
+        ConfigurationError: the age is negative.
+    """
+    if not age >= 0.0:
+        raise ConfigurationError(f"age is {age!r}; it must be 0 seconds or more")
+    return now + GAUGE_LIFE - age

@@ -1,0 +1,115 @@
+"""The policies by name: ours, and the field's own to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvindex.errors import ConfigurationError
+from kvindex.routing.candidates import Candidates, Choice, Policy
+from kvindex.routing.choosing import Weights, choose
+from kvindex.routing.gates import RoundRobin, SpillGate, TwoTier
+
+__all__ = ["POLICIES", "CostPolicy", "make_policy"]
+
+
+class CostPolicy:
+    """Takes the rank where a request costs least, with or without an affinity filter.
+
+    Args:
+        name: what decisions call it.
+        weights: what things cost; `decode` is here for a token of a block, not for a block.
+        slack_seconds: seconds of prefill, at the rate that is measured, by which the best rank that
+            holds enough of the prompt may be behind the best of all; None for `weights.slack`.
+
+    Examples:
+        >>> fewest = CostPolicy("fewest-requests", Weights(new=0.0, queued=0.0, request=1.0))
+        >>> fewest.name
+        'fewest-requests'
+    """
+
+    def __init__(self, name: str, weights: Weights, *, slack_seconds: float | None = None) -> None:
+        self.name = name
+        self._weights = weights
+        self._slack_seconds = slack_seconds
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """Choose the cheapest rank."""
+        weights = self._weights
+        seconds = self._slack_seconds
+        chosen = choose(
+            candidates.prompt_tokens,
+            candidates.hits,
+            candidates.loads,
+            candidates.usable,
+            Weights(
+                *weights[:5],
+                weights.decode * candidates.block_size,
+                *weights[6:9],
+                weights.slack if seconds is None else seconds * candidates.prefill_rate,
+            ),
+            candidates.chance,
+        )
+        kept = chosen.kept if weights.affinity else None
+        return Choice(chosen.row, chosen.costs, kept, chosen.stayed)
+
+
+_PEAK_PREFILL: Final = 15_928.0  # tokens/s, of llm-d's configuration
+
+_DYNAMO: Final = Weights(host=0.75, storage=0.25, decode=1.0)
+_AGENTIC_BLOCK: Final = 16  # tokens: Dynamo weighs a request as 64 blocks
+_WEIGHTS: Final[dict[str, tuple[Weights, float | None]]] = {
+    # Affinity keeps homes: a rule by cost alone copies a prefix whenever a queue is a little
+    # shorter, and copies push others out.
+    "affinity": (Weights(request=256.0, affinity=0.8), 5.0),
+    # arXiv 2603.15202, with the credits of vllm-router 0.1.17.
+    "lmetric": (Weights(product=True), None),
+    # Dynamo 1.6.1's default: prefill that waits plus blocks that decode.
+    "dynamo": (_DYNAMO, None),
+    # Dynamo's preset for agents: credit 2, prefill scale 4, 64 blocks for a request.
+    "dynamo-agentic": (
+        _DYNAMO._replace(
+            device=2.0, host=1.5, storage=0.5, new=4.0, queued=4.0, request=64.0 * _AGENTIC_BLOCK
+        ),
+        None,
+    ),
+    # llm-d's optimized baseline: a filter, then the fewest tokens in flight.
+    "llm-d": (
+        Weights(
+            host=1.0,
+            storage=1.0,
+            new=0.0,
+            queued=0.0,
+            decode=1.0,
+            affinity=0.8,
+            slack=18.0 * _PEAK_PREFILL,
+        ),
+        None,
+    ),
+    "least-queued": (Weights(0.0, 0.0, 0.0, new=0.0), None),
+    "least-requests": (Weights(0.0, 0.0, 0.0, new=0.0, queued=0.0, request=1.0), None),
+    "longest-prefix": (Weights(queued=0.0), None),
+}
+_GATES: Final[dict[str, Callable[[], Policy]]] = {
+    "smg-gate": SpillGate,
+    "two-tier": TwoTier,
+    "round-robin": RoundRobin,
+}
+POLICIES: Final = (*_WEIGHTS, *_GATES)
+"""The names of the policies; "affinity" is the default, "least-queued" looks at load alone."""
+
+
+def make_policy(policy: Policy | str) -> Policy:
+    """Return a policy by its name, or the policy itself.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    if not isinstance(policy, str):
+        return policy
+    if policy in _WEIGHTS:
+        weights, seconds = _WEIGHTS[policy]
+        return CostPolicy(policy, weights, slack_seconds=seconds)
+    if policy in _GATES:
+        return _GATES[policy]()
+    raise ConfigurationError(f"policy is {policy!r}; the names are: {', '.join(POLICIES)}")

@@ -1,0 +1,137 @@
+"""What was just sent, and so will be held soon: predictions, apart from what events have told."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvindex.index import ExtraKeys, Hits, Index, Lora, Match, RankRows, TokenIds
+from kvindex.index.columns import hits_of
+from kvindex.rank import Rank
+from kvindex.routing.bookings import Booking, Stage
+from kvindex.wire import BlockRemoved, BlockStored, EventBatch
+
+__all__ = ["Predictions", "Prompt"]
+
+_MASK = 2**64 - 1
+
+
+class Prompt(NamedTuple):
+    """What an index is asked about."""
+
+    token_ids: TokenIds
+    lora: Lora
+    salt: str | None
+    extra_keys: ExtraKeys | None
+
+    def ask(self, index: Index) -> Match:
+        """Return what the ranks hold of the prompt but its last token."""
+        token_ids: Any = self.token_ids
+        return index.match(
+            token_ids[:-1], lora=self.lora, salt=self.salt, extra_keys=self.extra_keys
+        )
+
+
+class _Sent(NamedTuple):
+    """The blocks of one prompt that was sent, by names of our own."""
+
+    rank: Rank
+    block_hashes: list[int]
+
+
+class Predictions:
+    """The blocks that ranks were sent a moment ago.
+
+    They lie in an index of their own, so that what events told stays as it is. A prediction lasts
+    from the booking until so many seconds after its first token (by then, the engine's event must
+    have come), or until the booking is cancelled.
+
+    Args:
+        seconds: how long after the first token.
+
+    Thread safety: a router calls it under its lock.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._index = Index()
+        self._open: dict[Booking, _Sent] = {}
+        self._ending: deque[tuple[float, _Sent]] = deque()
+        self._made = 0
+
+    def send(self, booking: Booking, prompt: Prompt, block_size: int) -> None:
+        """Predict that a rank will hold the prompt's whole blocks. O(tokens)."""
+        token_ids: Any = prompt.token_ids
+        blocks = len(token_ids) // block_size
+        if not blocks:
+            return
+        tokens = array("q", token_ids[: blocks * block_size])
+        extras: list[Any] = [item and tuple(item) for item in prompt.extra_keys or ()][:blocks]
+        extras += [None] * (blocks - len(extras))
+        if prompt.salt:
+            extras[0] = (*(extras[0] or ()), prompt.salt)
+        names = _names(tokens, block_size, prompt.lora, extras)
+        stored = BlockStored(
+            block_hashes=[*names],
+            parent_block_hash=None,
+            token_ids=tokens.tolist(),
+            block_size=block_size,
+            lora_name=prompt.lora if isinstance(prompt.lora, str) else None,
+            lora_id=prompt.lora if isinstance(prompt.lora, int) else None,
+            extra_keys=extras if any(extras) else None,
+        )
+        self._index.apply(booking.rank, EventBatch(ts=0.0, events=[stored]))
+        self._open[booking] = _Sent(booking.rank, names)
+        self._made += 1
+
+    def confirm(self, booking: Booking, now: float) -> None:
+        """Have a prediction end soon: the first token has come. O(1)."""
+        sent = self._open.pop(booking, None)
+        if sent is not None:
+            self._ending.append((now + self._seconds, sent))
+
+    def end(self, booking: Booking, now: float) -> None:
+        """End a prediction: soon, if the request has its answer, else at once."""
+        if booking.stage is Stage.FINISHED:
+            self.confirm(booking, now)
+            return
+        sent = self._open.pop(booking, None)
+        if sent is not None:
+            self._remove(sent)
+
+    def expire(self, now: float) -> None:
+        """End the predictions whose time is over. O(1) if there are none."""
+        while self._ending and self._ending[0][0] <= now:
+            self._remove(self._ending.popleft()[1])
+
+    def added_to(self, confirmed: Hits, prompt: Prompt, rows: RankRows) -> Hits:
+        """Return what each rank holds or was just sent, whichever is more. O(tokens + ranks)."""
+        if not len(self._index):
+            return confirmed
+        predicted = hits_of(prompt.ask(self._index), rows)
+        columns = zip(confirmed[:3], predicted[:3], strict=True)
+        device, host, tokens = (array("q", map(max, *pair)) for pair in columns)
+        return Hits(device, host, tokens, confirmed.block_size)
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many prompts were predicted `made`, and the `blocks` that are so now."""
+        return {"made": self._made, "blocks": len(self._index)}
+
+    def _remove(self, sent: _Sent) -> None:
+        removed = BlockRemoved(block_hashes=list(sent.block_hashes))
+        self._index.apply(sent.rank, EventBatch(ts=0.0, events=[removed]))
+
+
+def _names(tokens: array[int], block_size: int, lora: Lora, extras: Sequence[object]) -> list[int]:
+    """Return a name for each block: the same for the same block after the same prefix."""
+    names = []
+    data = memoryview(tokens).cast("B")
+    step = block_size * tokens.itemsize
+    name = hash(lora)
+    for block, extra in enumerate(extras):
+        own = bytes(data[block * step : (block + 1) * step])
+        name = hash((name, own, repr(extra))) & _MASK
+        names.append(name)
+    return names

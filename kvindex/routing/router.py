@@ -1,0 +1,489 @@
+"""The router: asks what each rank holds, weighs that with its load, and books the choice."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from kvindex.errors import ConfigurationError, UnknownRankError
+from kvindex.index import ExtraKeys, Index, Lora, RankRows, TokenIds
+from kvindex.index.columns import hits_of
+from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName, find_rank, find_ranks
+from kvindex.routing.bookings import Booking, Bookings, Stage
+from kvindex.routing.candidates import Candidates, Choice, Policy
+from kvindex.routing.decision import Decision
+from kvindex.routing.errors import NoCandidateError
+from kvindex.routing.filters import Asked, Filter
+from kvindex.routing.funnel import Funnel
+from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard, gauge_until
+from kvindex.routing.policies import make_policy
+from kvindex.routing.predictions import Predictions, Prompt
+from kvindex.routing.prefill_rate import PrefillRate
+
+__all__ = ["Followed", "Router", "Source"]
+
+
+class Followed(Protocol):
+    """An index whose ranks somebody follows: a `Client` or a `Replica`."""
+
+    @property
+    def index(self) -> Index:
+        """What the events have filled."""
+
+    def live_ranks(self) -> frozenset[Rank]:
+        """Return the ranks that are live; the same object until that changes."""
+
+
+Source: TypeAlias = Index | Followed
+"""What a router asks. All ranks of a bare index count as live."""
+
+_BLOCK_SIZE = 16  # tokens, until some rank has stored a block
+
+
+class Router:
+    """Chooses the rank for each request by what it holds and what it has to do.
+
+    ```
+    router = Router(client)
+    with router.reserve(token_ids) as booking:
+        send the request to booking.rank
+        booking.first_token()
+    ```
+
+    `reserve` selects and books in one step. Whoever selects first and books later sends the
+    requests of one moment to one rank.
+
+    The default policy, "affinity", prefers ranks that hold at least 0.8 of the prompt, unless they
+    are 5 seconds of prefill behind the best. Then it takes the least sum of the tokens to prefill,
+    those that wait for prefill there, and 256 for each open request.
+
+    A rank that is not live counts as one that holds nothing; it may still be chosen (see
+    `OnlyLive`). A prompt's last token never counts as held, since the engine computes it.
+
+    Args:
+        source: a `Client`, a `Replica`, or an `Index`.
+        policy: a policy, or the name of one of `POLICIES`.
+        filters: say which ranks may be chosen; all must agree.
+        loads: where the load is kept; a `LocalLoadBoard` by default.
+        predict: seconds after its first token for which what was sent to a rank counts as held
+            there, though no event has told so; None: never. It helps bursts of requests with one
+            prefix. Such tokens are `Decision.predicted_tokens`.
+        expires_after: seconds without news of a booking after which its load is given back.
+        model: what statistics call the model.
+        clock: returns monotonic seconds.
+        seed: of the chance that breaks ties; None for another one each time.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+
+    Thread safety: every method may be called from any thread; one lock guards the load. No call
+    waits for anything else, so asyncio code calls them directly.
+
+    Examples:
+        >>> from kvindex import BlockStored, EventBatch, Index
+        >>> index = Index()
+        >>> stored = BlockStored(block_hashes=[1, 2], token_ids=list(range(32)), block_size=16)
+        >>> index.apply(Rank("a"), EventBatch(ts=0.0, events=[stored]))
+        >>> index.add(Rank("b"))
+        >>> router = Router(index)
+        >>> with router.reserve(list(range(40))) as booking:
+        ...     booking.rank.worker, booking.decision.tokens, router.load("a/0")
+        ('a', 32, Load(queued_tokens=8, open_requests=1, decode_blocks=3))
+        >>> router.load("a/0")
+        Load(queued_tokens=0, open_requests=0, decode_blocks=0)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        policy: Policy | str = "affinity",
+        filters: Iterable[Filter] = (),
+        loads: LoadBoard | None = None,
+        predict: float | None = None,
+        expires_after: float = 600.0,
+        model: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        if not expires_after > 0:
+            raise ConfigurationError(f"expires_after is {expires_after!r}; it must be over 0 s")
+        if predict is not None and not predict > 0:
+            raise ConfigurationError(f"predict is {predict!r}; it must be over 0 s, or None")
+        self._index = source if isinstance(source, Index) else source.index
+        self._live_ranks = None if isinstance(source, Index) else source.live_ranks
+        self.policy = make_policy(policy)
+        self.model = model
+        self._filters = tuple(filters)
+        self._clock = clock
+        self._random = random.Random(seed).random
+        self._lock = threading.RLock()
+        self._loads = LocalLoadBoard() if loads is None else loads
+        self._bookings = Bookings(
+            self._loads, self._lock, clock, expires_after, self._on_first_token, self._on_end
+        )
+        self._rate = PrefillRate()
+        self._funnel = Funnel()
+        self._predictions = None if predict is None else Predictions(predict)
+        self._drained: frozenset[Rank] = frozenset()
+        self._refused: Counter[str] = Counter()
+        self._decisions = 0
+        self._old_gauges = 0
+        self._block_size = _BLOCK_SIZE
+        self._arrange(())
+        self._show_live(frozenset())
+
+    # Choosing --------------------------------------------------------------------------------
+
+    def select(
+        self,
+        token_ids: TokenIds,
+        *,
+        lora: Lora = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        ranks: Iterable[RankName] | str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Decision:
+        """Choose a rank for a request, and book nothing.
+
+        Args:
+            token_ids: the prompt, as for `Index.match`.
+            lora: the request's LoRA adapter.
+            salt: its cache salt.
+            extra_keys: for each block what its identity covers besides tokens.
+            ranks: choose among these only. "a/0" stands for `Rank("a", 0)`, "a" for all of "a".
+            labels: the labels that a rank must have, for the filter `Labels`.
+
+        Raises:
+            NoCandidateError: no rank is known, or filters refuse all.
+            UnknownRankError: one of `ranks` is not known.
+            TokenError, ConfigurationError: as `Index.match`.
+
+        Complexity: that of `Index.match`, and O(ranks) in native code.
+        """
+        prompt = Prompt(token_ids, lora, salt, extra_keys)
+        with self._lock:
+            return self._decide(prompt, ranks, labels or {}, self.policy)[0]
+
+    def reserve(
+        self,
+        token_ids: TokenIds,
+        *,
+        request_id: str | None = None,
+        lora: Lora = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+        ranks: Iterable[RankName] | str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Booking:
+        """Choose a rank for a request and book its load there, in one step.
+
+        Args: as `select`, and
+            request_id: the request's id, for `booking`; one is made up by default.
+
+        Raises: as `select`, and
+            DuplicateBookingError: an open booking has this id.
+        """
+        prompt = Prompt(token_ids, lora, salt, extra_keys)
+        with self._lock:
+            return self._book(request_id, prompt, ranks, labels or {}, self.policy)
+
+    def place(
+        self,
+        rank: RankName,
+        token_ids: TokenIds,
+        *,
+        request_id: str | None = None,
+        lora: Lora = None,
+        salt: str | None = None,
+        extra_keys: ExtraKeys | None = None,
+    ) -> Booking:
+        """Book a request on a rank that somebody else has chosen, such as another router.
+
+        Filters are not asked, and it counts as a decision of no policy.
+
+        Args and Raises: as `reserve`, and
+            UnknownRankError: the rank is not known.
+        """
+        prompt = Prompt(token_ids, lora, salt, extra_keys)
+        with self._lock:
+            return self._book(request_id, prompt, [rank], {}, _Placed())
+
+    def booking(self, request_id: str) -> Booking:
+        """Return an open booking by its request id.
+
+        Raises:
+            UnknownBookingError: there is none.
+        """
+        with self._lock:
+            return self._bookings.get(request_id)
+
+    def _book(
+        self,
+        request_id: str | None,
+        prompt: Prompt,
+        ranks: Iterable[RankName] | str | None,
+        labels: Mapping[str, str],
+        policy: Policy,
+    ) -> Booking:
+        request_id = self._bookings.new_id(request_id)
+        decision, queued, now = self._decide(prompt, ranks, labels, policy)
+        booking = self._bookings.book(request_id, decision, self._block_size, queued, now)
+        if self._predictions is not None:
+            self._predictions.send(booking, prompt, self._block_size)
+        return booking
+
+    def _decide(
+        self,
+        prompt: Prompt,
+        ranks: Iterable[RankName] | str | None,
+        labels: Mapping[str, str],
+        policy: Policy,
+    ) -> tuple[Decision, float, float]:
+        """Return the decision, the tokens that are queued on its rank before it, and the time."""
+        now = self._clock()
+        self._refresh(now)
+        match = prompt.ask(self._index)
+        hits = confirmed = hits_of(match, self._rows, self._live)
+        self._block_size = next(filter(None, hits.block_size), self._block_size)
+        if self._predictions is not None:
+            hits = self._predictions.added_to(confirmed, prompt, self._rows)
+        loads = self._loads.columns(now)
+        length = len(prompt.token_ids)
+        candidates = Candidates(
+            self._ranks,
+            length,
+            hits,
+            LoadColumns(*(column[:] for column in loads)),  # a decision shows them later
+            self._usable(
+                policy, Asked(self._ranks, self._live, loads, length, prompt.lora, labels), ranks
+            ),
+            self._block_size,
+            self._rate.tokens_per_second,
+            self._random(),
+        )
+        choice = policy.choose(candidates)
+        row = choice.row
+        self._decisions += 1
+        decision = Decision(
+            policy.name,
+            candidates,
+            choice,
+            self._live,
+            attainable=_attainable(candidates),
+            predicted_tokens=hits.tokens[row] - confirmed.tokens[row],
+        )
+        return decision, loads.queued[row], now
+
+    def _usable(
+        self, policy: Policy, asked: Asked, wanted: Iterable[RankName] | str | None
+    ) -> bytes | bytearray:
+        """Return which rows may be chosen, at least one."""
+        if wanted is None and not self._drained and not self._filters and asked.ranks:
+            return self._all
+        usable = bytearray(self._all)
+        refused: dict[str, int] = {}
+        for name, keeps in self._reasons(policy, asked, wanted):
+            for row, kept in enumerate(keeps):
+                if usable[row] and not kept:
+                    usable[row] = 0
+                    refused[name] = refused.get(name, 0) + 1
+        self._refused.update(refused)
+        if not any(usable):
+            raise NoCandidateError(len(usable), refused)
+        return usable
+
+    def _reasons(
+        self, policy: Policy, asked: Asked, wanted: Iterable[RankName] | str | None
+    ) -> Iterator[tuple[str, Iterable[object]]]:
+        """Yield, by the name of a reason, which rows it lets pass."""
+        if wanted is not None:
+            names = [wanted] if isinstance(wanted, str) else wanted
+            chosen = {rank for name in names for rank in self._named(name)}
+            yield "ranks", [rank in chosen for rank in asked.ranks]
+        if isinstance(policy, _Placed):
+            return
+        if self._drained:
+            yield "drained", [rank not in self._drained for rank in asked.ranks]
+        for one in self._filters:
+            yield one.name, one.keeps(asked)
+
+    # What is known of the ranks -----------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks that are known, sorted; drained ones too."""
+        return self._index.ranks
+
+    @property
+    def drained(self) -> frozenset[Rank]:
+        """The ranks that get no more requests."""
+        return self._drained
+
+    def drain(self, rank: RankName) -> None:
+        """Give a rank (or all ranks of a worker) no more requests; what is open goes on.
+
+        Raises:
+            UnknownRankError: it is not known.
+        """
+        with self._lock:
+            self._drained |= set(self._named(rank))
+
+    def undrain(self, rank: RankName) -> None:
+        """Give a rank (or all ranks of a worker) requests again.
+
+        Raises:
+            UnknownRankError: it is not known.
+        """
+        with self._lock:
+            self._drained -= set(self._named(rank))
+
+    def report(
+        self,
+        rank: RankName,
+        *,
+        queued_tokens: int | None = None,
+        open_requests: int | None = None,
+        age: float = 0.0,
+    ) -> None:
+        """Correct a rank's load by what its engine says that it has to do.
+
+        What the engine has beyond our bookings counts for 0.1 seconds from when it was true. An
+        older gauge makes routing worse than none: every router then sends to the same rank.
+
+        Args:
+            rank: the rank.
+            queued_tokens: tokens that wait for prefill in the engine; None if it does not say.
+            open_requests: requests that it has, waiting or running; None if it does not say.
+            age: seconds since this was true.
+
+        Raises:
+            UnknownRankError: the rank is not known.
+            ConfigurationError: age is negative.
+        """
+        with self._lock:
+            now = self._clock()
+            self._refresh(now)
+            until = gauge_until(age, now)
+            for one in self._named(rank):
+                if now < until:
+                    self._loads.report(one, queued_tokens, open_requests, until)
+                else:
+                    self._old_gauges += 1
+
+    def load(self, rank: RankName) -> Load:
+        """Return what a rank has to do.
+
+        Raises:
+            UnknownRankError: the rank is not known, or a worker's name stands for several.
+        """
+        with self._lock:
+            now = self._clock()
+            self._refresh(now)
+            return self._loads.load(find_rank(rank, self._ranks), now)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return every counter as plain JSON-ready values.
+
+        `decisions`; `bookings`: how many are `open`, how many ended in each way (`finished`,
+        `cancelled`, `expired`), and news that came `late`, after the expiry; `refused`: ranks that
+        each filter refused; `old_gauges`: reports that were too old to be believed;
+        `prefill_rate`: tokens per second; `funnel`: see `Funnel.statistics`; `predictions`: see
+        `Predictions.statistics`; `ranks`: for each its load, its `funnel`, and `suspicion`: why its
+        answers go wrong, or "".
+        """
+        with self._lock:
+            now = self._clock()
+            self._refresh(now)
+            return {
+                "model": self.model,
+                "policy": self.policy.name,
+                "decisions": self._decisions,
+                "bookings": self._bookings.statistics(),
+                "refused": dict(self._refused),
+                "old_gauges": self._old_gauges,
+                "prefill_rate": self._rate.tokens_per_second,
+                "funnel": self._funnel.statistics(),
+                "predictions": self._predictions.statistics() if self._predictions else {},
+                "ranks": {
+                    str(rank): {
+                        **self._loads.load(rank, now)._asdict(),
+                        "drained": rank in self._drained,
+                        "funnel": self._funnel.statistics(rank),
+                        "suspicion": self._funnel.suspicion(rank),
+                    }
+                    for rank in self._ranks
+                },
+            }
+
+    def _refresh(self, now: float) -> None:
+        """Follow the ranks that come, go, and change their state; end what has expired."""
+        ranks = self._index.ranks
+        live = None if self._live_ranks is None else self._live_ranks()
+        if ranks is not self._ranks:
+            self._arrange(ranks)
+            self._show_live(live)
+        elif live is not self._shown_live:
+            self._show_live(live)
+        self._bookings.expire(now)
+        if self._predictions is not None:
+            self._predictions.expire(now)
+
+    def _arrange(self, ranks: tuple[Rank, ...]) -> None:
+        self._ranks = ranks
+        self._rows = RankRows(ranks)
+        self._all = bytes([1]) * len(ranks)
+        self._loads.arrange(ranks)
+        self._drained &= frozenset(ranks)
+
+    def _show_live(self, live: frozenset[Rank] | None) -> None:
+        self._shown_live = live
+        self._live = self._all if live is None else bytes(rank in live for rank in self._ranks)
+
+    def _named(self, name: RankName) -> list[Rank]:
+        ranks = self._index.ranks
+        if isinstance(name, str):
+            return find_ranks(name, ranks)
+        if name not in ranks:
+            raise UnknownRankError(name, ranks)
+        return [name]
+
+    # Bookings' news -----------------------------------------------------------------------------
+
+    def _on_first_token(self, booking: Booking, seconds: float) -> None:
+        self._rate.measure(booking.work_ahead, seconds)
+        if self._predictions is not None:
+            self._predictions.confirm(booking, self._clock())
+
+    def _on_end(self, booking: Booking, cached_tokens: int | None) -> None:
+        if self._predictions is not None:
+            self._predictions.end(booking, self._clock())
+        if booking.stage is Stage.FINISHED:
+            self._funnel.count(booking.decision, cached_tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Router of {len(self._ranks)} ranks by {self.policy.name!r}: "
+            f"{len(self._bookings)} open bookings>"
+        )
+
+
+class _Placed:
+    """The policy of a request whose rank somebody else has chosen: the only usable row."""
+
+    name = "placed"
+
+    def choose(self, candidates: Candidates) -> Choice:
+        return Choice(candidates.rows()[0], why="it was placed there")
+
+
+def _attainable(candidates: Candidates) -> int:
+    tokens = candidates.hits.tokens
+    return max(itertools.compress(tokens, candidates.usable))
