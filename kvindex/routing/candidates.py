@@ -50,6 +50,7 @@ class Choice(NamedTuple):
         kept: how many ranks were preferred for what they hold; None if the policy prefers none.
         stayed: whether one of these was chosen.
         why: the reason in words; "" for the words that fit a cost.
+        attainable: the most tokens that a usable rank holds; None if that was not looked for.
     """
 
     row: int
@@ -57,6 +58,7 @@ class Choice(NamedTuple):
     kept: int | None = None
     stayed: bool = False
     why: str = ""
+    attainable: int | None = None
 
 
 class Policy(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import NamedTuple
 
 from kvindex.rank import Rank
@@ -43,9 +44,6 @@ class Decision:
         tokens: those that the rank will find cached, never the last one.
         predicted_tokens: of `tokens`, those that no event has confirmed yet: they were sent there a
             moment ago (`Router(predict=...)`). 0 unless that was asked for.
-        new_tokens: those that the rank has to prefill.
-        attainable: the most tokens that any candidate would find cached.
-        cost: what the request costs there, in the policy's unit; None if it counts no costs.
 
     Thread safety: immutable.
     """
@@ -54,7 +52,6 @@ class Decision:
         "_candidates",
         "_choice",
         "_live",
-        "attainable",
         "policy",
         "predicted_tokens",
         "prompt_tokens",
@@ -69,7 +66,6 @@ class Decision:
         choice: Choice,
         live: bytes,
         *,
-        attainable: int,
         predicted_tokens: int = 0,
     ) -> None:
         self.policy = policy
@@ -77,7 +73,6 @@ class Decision:
         self.prompt_tokens = candidates.prompt_tokens
         self.tokens = candidates.hits.tokens[choice.row]
         self.predicted_tokens = predicted_tokens
-        self.attainable = attainable
         self._candidates = candidates  # with loads that do not change any more
         self._choice = choice
         self._live = live
@@ -86,6 +81,13 @@ class Decision:
     def new_tokens(self) -> int:
         """Tokens that the rank has to prefill."""
         return self.prompt_tokens - self.tokens
+
+    @property
+    def attainable(self) -> int:
+        """The most tokens that any candidate would find cached. O(ranks) at most."""
+        if self._choice.attainable is not None:
+            return self._choice.attainable
+        return max(compress(self._candidates.hits.tokens, self._candidates.usable))
 
     @property
     def cost(self) -> float | None:

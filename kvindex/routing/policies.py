@@ -51,7 +51,7 @@ class CostPolicy:
             candidates.chance,
         )
         kept = chosen.kept if weights.affinity else None
-        return Choice(chosen.row, chosen.costs, kept, chosen.stayed)
+        return Choice(chosen.row, chosen.costs, kept, chosen.stayed, attainable=chosen.attainable)
 
 
 _PEAK_PREFILL: Final = 15_928.0  # tokens/s, of llm-d's configuration

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kvindex.errors import ConfigurationError, UnknownRankError
-from kvindex.index import ExtraKeys, Index, Lora, RankRows, TokenIds
+from kvindex.index import ExtraKeys, Index, Lora, Match, RankRows, TokenIds
 from kvindex.index.columns import hits_of
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank, find_ranks
 from kvindex.routing.bookings import Booking, Bookings, Stage
 from kvindex.routing.candidates import Candidates, Choice, Policy
 from kvindex.routing.decision import Decision
-from kvindex.routing.errors import NoCandidateError
+from kvindex.routing.eligible import Eligible
 from kvindex.routing.filters import Asked, Filter
 from kvindex.routing.funnel import Funnel
 from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard, gauge_until
@@ -120,7 +118,7 @@ class Router:
         self._live_ranks = None if isinstance(source, Index) else source.live_ranks
         self.policy = make_policy(policy)
         self.model = model
-        self._filters = tuple(filters)
+        self._eligible = Eligible(tuple(filters))
         self._clock = clock
         self._random = random.Random(seed).random
         self._lock = threading.RLock()
@@ -131,8 +129,6 @@ class Router:
         self._rate = PrefillRate()
         self._funnel = Funnel()
         self._predictions = None if predict is None else Predictions(predict)
-        self._drained: frozenset[Rank] = frozenset()
-        self._refused: Counter[str] = Counter()
         self._decisions = 0
         self._old_gauges = 0
         self._block_size = _BLOCK_SIZE
@@ -168,9 +164,9 @@ class Router:
 
         Complexity: that of `Index.match`, and O(ranks) in native code.
         """
-        prompt = Prompt(token_ids, lora, salt, extra_keys)
+        seen = self._look(Prompt(token_ids, lora, salt, extra_keys))
         with self._lock:
-            return self._decide(prompt, ranks, labels or {}, self.policy)[0]
+            return self._decide(seen, ranks, labels or {}, self.policy)[0]
 
     def reserve(
         self,
@@ -191,9 +187,9 @@ class Router:
         Raises: as `select`, and
             DuplicateBookingError: an open booking has this id.
         """
-        prompt = Prompt(token_ids, lora, salt, extra_keys)
+        seen = self._look(Prompt(token_ids, lora, salt, extra_keys))
         with self._lock:
-            return self._book(request_id, prompt, ranks, labels or {}, self.policy)
+            return self._book(request_id, seen, ranks, labels or {}, self.policy)
 
     def place(
         self,
@@ -212,9 +208,9 @@ class Router:
         Args and Raises: as `reserve`, and
             UnknownRankError: the rank is not known.
         """
-        prompt = Prompt(token_ids, lora, salt, extra_keys)
+        seen = self._look(Prompt(token_ids, lora, salt, extra_keys))
         with self._lock:
-            return self._book(request_id, prompt, [rank], {}, _Placed())
+            return self._book(request_id, seen, [rank], {}, _Placed())
 
     def booking(self, request_id: str) -> Booking:
         """Return an open booking by its request id.
@@ -225,95 +221,68 @@ class Router:
         with self._lock:
             return self._bookings.get(request_id)
 
+    def _look(self, prompt: Prompt) -> _Seen:
+        """Ask the index, without the lock: what is known of the streams first, then the blocks."""
+        live = None if self._live_ranks is None else self._live_ranks()
+        return _Seen(prompt, live, prompt.ask(self._index))
+
     def _book(
         self,
         request_id: str | None,
-        prompt: Prompt,
+        seen: _Seen,
         ranks: Iterable[RankName] | str | None,
         labels: Mapping[str, str],
         policy: Policy,
     ) -> Booking:
         request_id = self._bookings.new_id(request_id)
-        decision, queued, now = self._decide(prompt, ranks, labels, policy)
+        decision, queued, now = self._decide(seen, ranks, labels, policy)
         booking = self._bookings.book(request_id, decision, self._block_size, queued, now)
         if self._predictions is not None:
-            self._predictions.send(booking, prompt, self._block_size)
+            self._predictions.send(booking, seen.prompt, self._block_size)
         return booking
 
     def _decide(
         self,
-        prompt: Prompt,
+        seen: _Seen,
         ranks: Iterable[RankName] | str | None,
         labels: Mapping[str, str],
         policy: Policy,
     ) -> tuple[Decision, float, float]:
         """Return the decision, the tokens that are queued on its rank before it, and the time."""
         now = self._clock()
-        self._refresh(now)
-        match = prompt.ask(self._index)
-        hits = confirmed = hits_of(match, self._rows, self._live)
+        self._refresh(now, seen.live)
+        prompt = seen.prompt
+        hits = confirmed = hits_of(seen.match, self._rows, self._live)
         self._block_size = next(filter(None, hits.block_size), self._block_size)
         if self._predictions is not None:
             hits = self._predictions.added_to(confirmed, prompt, self._rows)
         loads = self._loads.columns(now)
         length = len(prompt.token_ids)
+        asked = Asked(self._ranks, self._live, loads, length, prompt.lora, labels)
+        placed = isinstance(policy, _Placed)
         candidates = Candidates(
             self._ranks,
             length,
             hits,
             LoadColumns(*(column[:] for column in loads)),  # a decision shows them later
-            self._usable(
-                policy, Asked(self._ranks, self._live, loads, length, prompt.lora, labels), ranks
-            ),
+            self._eligible.rows(asked, self._chosen(ranks), placed=placed),
             self._block_size,
             self._rate.tokens_per_second,
             self._random(),
         )
         choice = policy.choose(candidates)
         row = choice.row
+        if not (0 <= row < len(self._ranks) and candidates.usable[row]):
+            raise ConfigurationError(f"policy {policy.name!r} chose row {row}, which is not usable")
         self._decisions += 1
         decision = Decision(
             policy.name,
             candidates,
             choice,
             self._live,
-            attainable=_attainable(candidates),
             predicted_tokens=hits.tokens[row] - confirmed.tokens[row],
         )
         return decision, loads.queued[row], now
-
-    def _usable(
-        self, policy: Policy, asked: Asked, wanted: Iterable[RankName] | str | None
-    ) -> bytes | bytearray:
-        """Return which rows may be chosen, at least one."""
-        if wanted is None and not self._drained and not self._filters and asked.ranks:
-            return self._all
-        usable = bytearray(self._all)
-        refused: dict[str, int] = {}
-        for name, keeps in self._reasons(policy, asked, wanted):
-            for row, kept in enumerate(keeps):
-                if usable[row] and not kept:
-                    usable[row] = 0
-                    refused[name] = refused.get(name, 0) + 1
-        self._refused.update(refused)
-        if not any(usable):
-            raise NoCandidateError(len(usable), refused)
-        return usable
-
-    def _reasons(
-        self, policy: Policy, asked: Asked, wanted: Iterable[RankName] | str | None
-    ) -> Iterator[tuple[str, Iterable[object]]]:
-        """Yield, by the name of a reason, which rows it lets pass."""
-        if wanted is not None:
-            names = [wanted] if isinstance(wanted, str) else wanted
-            chosen = {rank for name in names for rank in self._named(name)}
-            yield "ranks", [rank in chosen for rank in asked.ranks]
-        if isinstance(policy, _Placed):
-            return
-        if self._drained:
-            yield "drained", [rank not in self._drained for rank in asked.ranks]
-        for one in self._filters:
-            yield one.name, one.keeps(asked)
 
     # What is known of the ranks -----------------------------------------------------------------
 
@@ -325,7 +294,7 @@ class Router:
     @property
     def drained(self) -> frozenset[Rank]:
         """The ranks that get no more requests."""
-        return self._drained
+        return self._eligible.drained
 
     def drain(self, rank: RankName) -> None:
         """Give a rank (or all ranks of a worker) no more requests; what is open goes on.
@@ -334,7 +303,7 @@ class Router:
             UnknownRankError: it is not known.
         """
         with self._lock:
-            self._drained |= set(self._named(rank))
+            self._eligible.drained |= set(self._named(rank))
 
     def undrain(self, rank: RankName) -> None:
         """Give a rank (or all ranks of a worker) requests again.
@@ -343,7 +312,7 @@ class Router:
             UnknownRankError: it is not known.
         """
         with self._lock:
-            self._drained -= set(self._named(rank))
+            self._eligible.drained -= set(self._named(rank))
 
     def report(
         self,
@@ -370,7 +339,7 @@ class Router:
         """
         with self._lock:
             now = self._clock()
-            self._refresh(now)
+            self._refresh(now, self._shown_live)
             until = gauge_until(age, now)
             for one in self._named(rank):
                 if now < until:
@@ -386,7 +355,7 @@ class Router:
         """
         with self._lock:
             now = self._clock()
-            self._refresh(now)
+            self._refresh(now, self._shown_live)
             return self._loads.load(find_rank(rank, self._ranks), now)
 
     def statistics(self) -> dict[str, Any]:
@@ -401,13 +370,13 @@ class Router:
         """
         with self._lock:
             now = self._clock()
-            self._refresh(now)
+            self._refresh(now, self._shown_live)
             return {
                 "model": self.model,
                 "policy": self.policy.name,
                 "decisions": self._decisions,
                 "bookings": self._bookings.statistics(),
-                "refused": dict(self._refused),
+                "refused": dict(self._eligible.refused),
                 "old_gauges": self._old_gauges,
                 "prefill_rate": self._rate.tokens_per_second,
                 "funnel": self._funnel.statistics(),
@@ -415,7 +384,7 @@ class Router:
                 "ranks": {
                     str(rank): {
                         **self._loads.load(rank, now)._asdict(),
-                        "drained": rank in self._drained,
+                        "drained": rank in self._eligible.drained,
                         "funnel": self._funnel.statistics(rank),
                         "suspicion": self._funnel.suspicion(rank),
                     }
@@ -423,10 +392,9 @@ class Router:
                 },
             }
 
-    def _refresh(self, now: float) -> None:
+    def _refresh(self, now: float, live: frozenset[Rank] | None) -> None:
         """Follow the ranks that come, go, and change their state; end what has expired."""
         ranks = self._index.ranks
-        live = None if self._live_ranks is None else self._live_ranks()
         if ranks is not self._ranks:
             self._arrange(ranks)
             self._show_live(live)
@@ -441,11 +409,20 @@ class Router:
         self._rows = RankRows(ranks)
         self._all = bytes([1]) * len(ranks)
         self._loads.arrange(ranks)
-        self._drained &= frozenset(ranks)
+        self._eligible.drained &= frozenset(ranks)
 
     def _show_live(self, live: frozenset[Rank] | None) -> None:
         self._shown_live = live
         self._live = self._all if live is None else bytes(rank in live for rank in self._ranks)
+
+    def _chosen(self, names: Iterable[RankName] | str | None) -> set[Rank] | None:
+        if names is None:
+            return None
+        return {
+            rank
+            for name in ([names] if isinstance(names, str) else names)
+            for rank in self._named(name)
+        }
 
     def _named(self, name: RankName) -> list[Rank]:
         ranks = self._index.ranks
@@ -475,6 +452,20 @@ class Router:
         )
 
 
+class _Seen(NamedTuple):
+    """What is known of a prompt, at one moment.
+
+    Attributes:
+        prompt: the prompt.
+        live: the ranks that were live before the index was asked; None: all.
+        match: what they hold of it.
+    """
+
+    prompt: Prompt
+    live: frozenset[Rank] | None
+    match: Match
+
+
 class _Placed:
     """The policy of a request whose rank somebody else has chosen: the only usable row."""
 
@@ -482,8 +473,3 @@ class _Placed:
 
     def choose(self, candidates: Candidates) -> Choice:
         return Choice(candidates.rows()[0], why="it was placed there")
-
-
-def _attainable(candidates: Candidates) -> int:
-    tokens = candidates.hits.tokens
-    return max(itertools.compress(tokens, candidates.usable))

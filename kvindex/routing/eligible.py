@@ -1,0 +1,69 @@
+"""Which ranks may be chosen for a request: not drained, asked for, and let pass by all filters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+
+from kvindex.rank import Rank
+from kvindex.routing.errors import NoCandidateError
+from kvindex.routing.filters import Asked, Filter
+
+__all__ = ["Eligible"]
+
+
+class Eligible:
+    """Says which ranks may be chosen, and counts those that may not, by the reason.
+
+    Args:
+        filters: all of them must agree.
+
+    Attributes:
+        drained: ranks that get no more requests.
+        refused: ranks refused so far, by the reason.
+
+    Thread safety: a router calls it under its lock.
+    """
+
+    def __init__(self, filters: tuple[Filter, ...]) -> None:
+        self._filters = filters
+        self.drained: frozenset[Rank] = frozenset()
+        self.refused: Counter[str] = Counter()
+
+    def rows(
+        self, asked: Asked, wanted: Collection[Rank] | None, *, placed: bool = False
+    ) -> bytes | bytearray:
+        """Return a byte for each rank: whether it may be chosen. At least one may.
+
+        Args:
+            asked: what filters are asked about.
+            wanted: only these may be chosen; None: any.
+            placed: ask nothing but this.
+
+        Raises:
+            NoCandidateError: none may be chosen.
+        """
+        rows = bytearray(b"\1" * len(asked.ranks))
+        refused: Counter[str] = Counter()
+        for reason, keeps in self._reasons(asked, wanted, placed):
+            for row, kept in enumerate(keeps):
+                if rows[row] and not kept:
+                    rows[row] = 0
+                    refused[reason] += 1
+        self.refused.update(refused)
+        if not any(rows):
+            raise NoCandidateError(len(rows), refused)
+        return rows
+
+    def _reasons(
+        self, asked: Asked, wanted: Collection[Rank] | None, placed: bool
+    ) -> Iterator[tuple[str, Iterable[object]]]:
+        """Yield reasons to refuse ranks, and which ranks each of them lets pass."""
+        if wanted is not None:
+            yield "ranks", [rank in wanted for rank in asked.ranks]
+        if placed:
+            return
+        if self.drained:
+            yield "drained", [rank not in self.drained for rank in asked.ranks]
+        for one in self._filters:
+            yield one.name, one.keeps(asked)
