@@ -1,5 +1,6 @@
 """The native core; see native/bindings. Use it through `kvindex.Index`."""
 
+from array import array
 from typing import Any
 
 SECRET_BYTES: int
@@ -45,11 +46,27 @@ class PackedBatch:
     def skipped(self, tag: bytes) -> None: ...
 
 def decode(payload: bytes) -> PackedBatch | None: ...
+def choose(
+    prompt_tokens: int,
+    hits: tuple[array[int], ...],
+    loads: tuple[array[float], ...],
+    usable: bytes | bytearray,
+    weights: tuple[float, ...],
+    chance: float,
+    costs: array[float],
+) -> tuple[int, int, bool, int]:
+    """Return row, kept, stayed and attainable of a `Chosen`, and write the costs."""
+
 def floor_convert(token_ids: Any) -> int: ...
 def floor_hash(token_ids: Any, block_size: int) -> int: ...
 
-_Found = tuple[int, int, int, int, dict[str, int], int, bool]
-"""rank id, blocks, tokens, block size, blocks by medium, device tokens, upper bound"""
+_Found = tuple[int, int, int, int, dict[str, int], int, int, bool]
+"""rank id, blocks, tokens, block size, blocks by medium, device and host tokens, upper bound"""
+
+class RankRows:
+    """Which row each of some ranks has."""
+
+    def __init__(self, ids: list[int | None]) -> None: ...
 
 class Answer:
     """What the ranks that hold anything of a prompt hold of it."""
@@ -57,6 +74,16 @@ class Answer:
     @property
     def best(self) -> _Found | None: ...
     def get(self, rank: int) -> _Found | None: ...
+    def hits(
+        self,
+        rows: RankRows,
+        live: bytes | bytearray | None,
+        device: array[int],
+        host: array[int],
+        tokens: array[int],
+        block_size: array[int],
+    ) -> None:
+        """Write the answer into columns that are all zero; see `Match.hits`."""
     def block_size(self, rank: int) -> int: ...
     def units(self) -> dict[int, int]: ...
     def longest(self) -> list[int]: ...

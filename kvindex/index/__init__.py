@@ -12,6 +12,7 @@ from kvindex.index.explanation import (
     OtherPrompts,
     RankExplanation,
 )
+from kvindex.index.hits import Hits, RankRows
 from kvindex.index.keys import ExtraKeys, Lora
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match, RankMatch, Trusts

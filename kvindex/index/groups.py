@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 from kvindex.wire import GroupSpec
 
-__all__ = ["Cache", "GroupCoverage", "Spans", "engine_hit", "extend_spans", "tiered_hit"]
+__all__ = [
+    "Cache",
+    "GroupCoverage",
+    "Spans",
+    "TieredHit",
+    "engine_hit",
+    "extend_spans",
+    "tiered_hit",
+]
 
 Spans = list[tuple[int, int]]
 """Resident stretches [start, stop) of a prompt's units, ascending and not touching."""
@@ -57,10 +65,24 @@ def extend_spans(spans: Spans, start: int, stop: int) -> None:
         spans.append((start, stop))
 
 
+class TieredHit(NamedTuple):
+    """How many leading tokens of a prompt the engine holds.
+
+    Attributes:
+        tokens: on all tiers.
+        device_tokens: on its device by itself.
+        host_tokens: on its device and its host together.
+    """
+
+    tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+
+
 def tiered_hit(
     cache: Cache, length: int, tiers: Mapping[int, Sequence[GroupCoverage]]
-) -> tuple[int, int]:
-    """Return how many leading tokens of a prompt the engine holds on all tiers, and on its device.
+) -> TieredHit:
+    """Return how many leading tokens of a prompt the engine holds, up to each tier.
 
     The device's prefix comes first; each further tier can only go on from where the one before
     ended. Once a prefix is left for a further tier, the engine does not return.
@@ -68,9 +90,9 @@ def tiered_hit(
     Args:
         cache: what the groups have in common.
         length: tokens of the prompt.
-        tiers: what each tier holds; 0 is the device. The same groups in each.
+        tiers: what each tier holds; 0 is the device, 1 the host. The same groups in each.
     """
-    hit = on_device = 0
+    hit = on_device = on_host = 0
     path: Sequence[GroupCoverage] = ()
     for tier, groups in sorted(tiers.items()):
         cut = hit // cache.unit
@@ -82,7 +104,9 @@ def tiered_hit(
         hit = max(hit, engine_hit(cache, length, path))
         if tier == 0:
             on_device = hit
-    return hit, on_device
+        if tier <= 1:
+            on_host = hit
+    return TieredHit(hit, on_device, on_host)
 
 
 def _joined(before: Spans, cut: int, after: Spans) -> Spans:

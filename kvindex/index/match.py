@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 import msgspec
 
 from kvindex.errors import UnknownRankError
+from kvindex.index.hits import Hits, RankRows
 from kvindex.rank import Rank, State, Trust
 from kvindex.rank_lookup import RankName, find_rank
 
@@ -31,6 +32,8 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
         by_medium: of those blocks, how many are on each medium (one on two media counts for both).
         device_tokens: those of `tokens` that the engine's device holds by itself. The rest it would
             have to load from the host or from storage.
+        host_tokens: those of `tokens` that the device holds and, where it ends, the host: so
+            `device_tokens` ≤ `host_tokens` ≤ `tokens`. The rest lies in storage.
         upper_bound: whether the engine's own hit may be shorter: its events do not tell all that
             limits it (see `CacheSettings`), or part of it must be loaded to the device, which the
             engine decides for itself.
@@ -45,6 +48,7 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0
     by_medium: dict[str, int] = msgspec.field(default_factory=dict)
     device_tokens: int = 0
+    host_tokens: int = 0
     upper_bound: bool = False
     state: State | None = None
     complete: bool | None = None
@@ -66,13 +70,16 @@ class Found(Protocol):
     def longest(self) -> Iterable[Rank]:
         """Return the ranks that hold anything: most tokens first, of equal ones the smallest."""
 
+    def hits(self, rows: RankRows, live: bytes | bytearray | None) -> Hits:
+        """Return the answer as columns; see `Match.hits`."""
+
 
 class FoundMatches:
     """What the Python index found.
 
     Args:
         found: the matches of the ranks that hold anything.
-        sizes: tokens per block of every rank that was asked for, 0 where they are not known.
+        sizes: tokens per block of every rank of the index, 0 where they are not known.
     """
 
     __slots__ = ("_found", "_sizes")
@@ -98,6 +105,20 @@ class FoundMatches:
         """Return the ranks in order; see `Found`."""
         return self._found
 
+    def hits(self, rows: RankRows, live: bytes | bytearray | None) -> Hits:
+        """Return the answer as columns; see `Match.hits`."""
+        if live is not None and len(live) != len(rows):
+            raise ValueError(f"live must have a byte for each of {len(rows)} rows")
+        columns = rows._columns()
+        for row, rank in enumerate(rows):
+            columns.block_size[row] = self._sizes.get(rank, 0)
+            found = self._found.get(rank)
+            if found is not None and (live is None or live[row]):
+                columns.device[row] = found.device_tokens
+                columns.host[row] = found.host_tokens
+                columns.tokens[row] = found.tokens
+        return columns
+
 
 class Match:
     """The answer to one question: a collection with one `RankMatch` for each rank.
@@ -116,6 +137,7 @@ class Match:
       match, too.
     - `len(match)`: the number of ranks.
     - `bool(match)`: whether any rank, live or not, holds part of the prompt.
+    - `match.hits(rows)`: what ranks hold as columns of numbers, for those who count.
 
     `RankMatch` objects are made when they are looked at.
 
@@ -173,6 +195,32 @@ class Match:
         Complexity: O(ranks that hold part of the prompt); a `RankMatch` is made of n of them only.
         """
         return list(islice(self._candidates(), n))
+
+    def hits(self, rows: RankRows, live: bytes | bytearray | None = None) -> Hits:
+        """Return what each of these ranks holds as columns of numbers, whether it is live or not.
+
+        Args:
+            rows: the ranks; those that are not known, or were not asked for, hold nothing.
+            live: for each row, whether what its rank holds counts: those whose byte is 0 get zeros.
+
+        Raises:
+            ValueError: `live` has not one byte for each row.
+
+        Complexity: O(rows + ranks that hold part of the prompt). No `RankMatch` is made.
+
+        Examples:
+            >>> from kvindex import BlockStored, EventBatch, Index, Rank, RankRows
+            >>> index = Index()
+            >>> stored = BlockStored(block_hashes=[7], token_ids=[1, 2, 3, 4], block_size=4)
+            >>> index.apply(Rank("a"), EventBatch(ts=0.0, events=[stored]))
+            >>> rows = RankRows([Rank("a"), Rank("b")])
+            >>> match = index.match([1, 2, 3, 4, 5])
+            >>> match.hits(rows).tokens
+            array('q', [4, 0])
+            >>> match.hits(rows, live=bytes([0, 1])).tokens
+            array('q', [0, 0])
+        """
+        return self._found.hits(rows, live)
 
     def _candidates(self) -> Iterator[RankMatch]:
         holders = self._found.longest()

@@ -82,7 +82,7 @@ def _match_one_way(
     cache = Cache(groups.unit, groups.alignment)
     tiers = {medium_tier(owner.medium) for owner in spans_of}
     coverage = {tier: _coverage(groups, hashed, spans_of, tier) for tier in tiers}
-    tokens, device_tokens = tiered_hit(cache, length, coverage)
+    tokens, device_tokens, host_tokens = tiered_hit(cache, length, coverage)
     if not tokens:
         return RankMatch(rank=rank, block_size=groups.main_block_size())
     main = main_group(hashed)
@@ -101,6 +101,7 @@ def _match_one_way(
         block_size=size,
         by_medium=by_medium,
         device_tokens=device_tokens,
+        host_tokens=host_tokens,
         upper_bound=groups.upper_bound or tokens > device_tokens,
     )
 

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode
 from kvindex._native import Index as Core
+from kvindex._native import RankRows as CoreRows
 from kvindex.errors import InvariantError, SnapshotError, UnknownRankError
 from kvindex.index.api import BaseIndex, check_limits, rank_limit
 from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard
+from kvindex.index.hits import Hits, RankRows
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, lora_tag, tagged_lora
 from kvindex.index.labels import ResidentBlock, no_room
 from kvindex.index.match import Match, RankMatch, Trusts
@@ -105,12 +107,21 @@ class _Found:
         names = map(self._directory.ranks.get, self._answer.longest())
         return [rank for rank in names if rank is not None]
 
+    def hits(self, rows: RankRows, live: bytes | bytearray | None) -> Hits:
+        ids = self._directory.ids
+        numbered = rows._numbered
+        if numbered is None or numbered[0] is not ids:
+            numbered = rows._numbered = ids, CoreRows([ids.get(rank) for rank in rows])
+        columns = rows._columns()
+        self._answer.hits(numbered[1], live, *columns)
+        return columns
 
-_FoundRank = tuple[int, int, int, int, dict[str, int], int, bool]
+
+_FoundRank = tuple[int, int, int, int, dict[str, int], int, int, bool]
 
 
 def _rank_match(rank: Rank, found: _FoundRank) -> RankMatch:
-    _, blocks, tokens, block_size, by_medium, device_tokens, upper_bound = found
+    _, blocks, tokens, block_size, by_medium, device_tokens, host_tokens, upper_bound = found
     return RankMatch(
         rank=rank,
         blocks=blocks,
@@ -118,6 +129,7 @@ def _rank_match(rank: Rank, found: _FoundRank) -> RankMatch:
         block_size=block_size,
         by_medium=by_medium,
         device_tokens=device_tokens,
+        host_tokens=host_tokens,
         upper_bound=upper_bound,
     )
 

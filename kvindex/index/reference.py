@@ -141,10 +141,10 @@ class Index(BaseIndex):
                 held[namespace] = held_blocks(self._tree, namespace, keys, wanted_media, may_skip)
             matches = list(rank_matches(held, wanted, prompt.length))
             units = [blocks.groups.unit for blocks in wanted.values()]
-            sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
+            sizes = self._sizes()
             if not any(found.tokens for found in matches):
                 check_block_size(block_size, units)
-            return Match(FoundMatches(matches, sizes), sizes.keys(), trust)
+            return Match(FoundMatches(matches, sizes), wanted.keys(), trust)
 
         return self._guard.ask(answer)
 
@@ -178,9 +178,9 @@ class Index(BaseIndex):
                 }
                 for namespace, spans_of in held.items()
             }
-            sizes = {rank: blocks.groups.main_block_size() for rank, blocks in wanted.items()}
+            sizes = self._sizes()
             matches = FoundMatches(rank_matches(counted, wanted, prompt.length), sizes)
-            return Match(matches, sizes.keys(), asked.trust), holdings
+            return Match(matches, wanted.keys(), asked.trust), holdings
 
         return self._guard.ask(look)
 
@@ -285,6 +285,9 @@ class Index(BaseIndex):
         if extra_keys is not None and len(sizes) > 1:
             raise ambiguous_extras(sizes)
         return found
+
+    def _sizes(self) -> dict[Rank, int]:
+        return {rank: blocks.groups.main_block_size() for rank, blocks in self._ranks.items()}
 
     def _view_size(self, rank: Rank) -> int:
         return self._guard.ask(lambda: len(self._known(rank)))

@@ -15,13 +15,16 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bindings/answer.hpp"
 #include "bindings/fingerprints.hpp"
 #include "bindings/gil.hpp"
 #include "bindings/packed_batch.hpp"
 #include "bindings/py_index.hpp"
 #include "bindings/ring.hpp"
+#include "bindings/routing.hpp"
 #include "bindings/snapshot.hpp"
 #include "bindings/tokens.hpp"
+#include "bindings/unicode.hpp"
 #include "core/decode.hpp"
 #include "core/invariant.hpp"
 
@@ -34,37 +37,6 @@ namespace {
 
 constexpr size_t kFirstTokens = 1024;
 constexpr size_t kMostKept = size_t{4} << 20;  // bytes of a thread's batch between payloads
-
-// Text as Python gave it: typed events may hold any code points.
-nb::str unicode(std::string_view text) {
-  PyObject* const made = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()),
-                                              "surrogatepass");
-  if (made == nullptr) throw nb::python_error();
-  return nb::steal<nb::str>(made);
-}
-
-// An answer as Python holds it; the index stays alive for the names of media.
-struct PyAnswer {
-  Answer answer;
-  nb::object index;
-
-  const FoundRank* find(uint32_t rank) const {
-    for (const FoundRank& found : answer.ranks) {
-      if (found.rank == rank) return &found;
-    }
-    return nullptr;
-  }
-  // (rank id, blocks, tokens, block size, {medium: blocks}, device tokens, upper bound)
-  nb::tuple plain(const FoundRank& found) const {
-    nb::dict media;
-    for (uint32_t i = 0; i < found.media_count; ++i) {
-      const MediumBlocks& medium = answer.media[found.media_begin + i];
-      media[unicode(*medium.medium)] = medium.blocks;
-    }
-    return nb::make_tuple(found.rank, found.blocks, found.tokens, found.block_size, media,
-                          found.device_tokens, found.upper_bound);
-  }
-};
 
 // Do something short that asks the index, without the GIL if that has to be waited for.
 template <class Work>
@@ -385,40 +357,6 @@ void bind_index(nb::module_& module) {
       })
       .def("end_fork", [](PyIndex& self, bool in_child) { self.index.end_fork(in_child); });
   bind_snapshots(index);
-  nb::class_<PyAnswer>(module, "Answer")
-      .def_prop_ro("best", [](const PyAnswer& self) -> std::optional<nb::tuple> {
-        if (self.answer.best < 0) return std::nullopt;
-        return self.plain(self.answer.ranks[static_cast<size_t>(self.answer.best)]);
-      })
-      .def("get", [](const PyAnswer& self, uint32_t rank) -> std::optional<nb::tuple> {
-        const FoundRank* found = self.find(rank);
-        if (found == nullptr) return std::nullopt;
-        return self.plain(*found);
-      })
-      .def("block_size", [](const PyAnswer& self, uint32_t rank) {
-        for (const RankSize& size : *self.answer.sizes) {
-          if (size.rank == rank) return size.block_size;
-        }
-        return uint32_t{0};
-      })
-      .def("units", [](const PyAnswer& self) {
-        nb::dict all;
-        for (const RankSize& size : *self.answer.sizes) all[nb::int_(size.rank)] = size.unit;
-        return all;
-      })
-      .def("longest", [](const PyAnswer& self) {
-        std::vector<const FoundRank*> sorted;
-        sorted.reserve(self.answer.ranks.size());
-        for (const FoundRank& found : self.answer.ranks) {
-          if (found.tokens != 0) sorted.push_back(&found);
-        }
-        std::sort(sorted.begin(), sorted.end(), [](const FoundRank* a, const FoundRank* b) {
-          return a->tokens != b->tokens ? a->tokens > b->tokens : a->order < b->order;
-        });
-        nb::list ids;
-        for (const FoundRank* found : sorted) ids.append(found->rank);
-        return ids;
-      });
 }
 
 }  // namespace
@@ -432,7 +370,9 @@ NB_MODULE(_native, module) {
   module.attr("SECRET_BYTES") = kvindex::kSecretBytes;
   kvindex::bind_fingerprints(module);
   kvindex::bind_packed_batch(module);
+  kvindex::bind_answer(module);
   kvindex::bind_index(module);
+  kvindex::bind_routing(module);
 #ifdef __linux__
   kvindex::bind_ring(module);
 #endif

@@ -197,7 +197,8 @@ TieredHit tiered_hit(const Cache& cache, uint64_t length, const Tiers& tiers) {
       }
     }
     hit.tokens = std::max(hit.tokens, engine_hit(cache, length, path));
-    if (tier == 0) hit.device_tokens = hit.tokens;
+    if (tier == kDeviceTier) hit.device_tokens = hit.tokens;
+    if (tier <= kHostTier) hit.host_tokens = hit.tokens;
   }
   return hit;
 }

@@ -34,11 +34,14 @@ struct GroupCoverage {
 
 // How far media are from the device: itself, the host, storage, and what nobody knows.
 constexpr size_t kTiers = 4;
+constexpr size_t kDeviceTier = 0;
+constexpr size_t kHostTier = 1;
 using Tiers = std::array<std::vector<GroupCoverage>, kTiers>;
 
 struct TieredHit {
   uint64_t tokens = 0;
   uint64_t device_tokens = 0;  // those that the device holds by itself
+  uint64_t host_tokens = 0;    // those that the device and the host hold together
 };
 
 // How many leading tokens of a prompt of `length` the engine holds; tiers without any groups count

@@ -238,8 +238,9 @@ class Matcher {
     const uint32_t blocks = end(found->stop);
     const uint64_t tokens = uint64_t{blocks} * summary.only_size;
     const Owner& owner = shared_.owners[found->owner];
-    add(ranks_[slot], summary.only_size, {tokens, owner.tier == 0 ? tokens : 0},
-        summary.upper_bound);
+    const TieredHit hit{tokens, owner.tier == kDeviceTier ? tokens : 0,
+                        owner.tier <= kHostTier ? tokens : 0};
+    add(ranks_[slot], summary.only_size, hit, summary.upper_bound);
     add_medium(owner.medium, blocks);
   }
 
@@ -368,7 +369,7 @@ class Matcher {
   void add(const RankSlot& rank, uint32_t block_size, const TieredHit& hit, bool upper_bound) {
     const auto media = static_cast<uint32_t>(answer_.media.size());
     answer_.ranks.push_back({rank.id, static_cast<uint32_t>(hit.tokens / block_size), hit.tokens,
-                             hit.device_tokens, block_size,
+                             hit.device_tokens, hit.host_tokens, block_size,
                              upper_bound || hit.tokens > hit.device_tokens, media, 0, rank.order});
     if (hit.tokens > best_tokens_ || (hit.tokens == best_tokens_ && rank.order < best_order_)) {
       best_tokens_ = hit.tokens;

@@ -35,6 +35,7 @@ struct FoundRank {
   uint32_t blocks = 0;
   uint64_t tokens = 0;
   uint64_t device_tokens = 0;  // of `tokens`, those that the device holds by itself
+  uint64_t host_tokens = 0;    // likewise, the device and the host together
   uint32_t block_size = 0;
   bool upper_bound = false;  // the engine's own hit may be shorter
   uint32_t media_begin = 0;  // in Answer::media

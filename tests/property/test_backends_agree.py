@@ -25,6 +25,8 @@ from kvindex import (
     EventBatch,
     KVIndexError,
     Rank,
+    RankMatch,
+    RankRows,
 )
 from kvindex.index import native, reference
 from kvindex.index.api import BaseIndex
@@ -38,6 +40,8 @@ NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 many = settings(max_examples=10_000 if NIGHTLY else 200)
 
 SEED = 7
+ROWS = RankRows([Rank("nobody"), *reversed(RANKS)])
+LIVE = bytes(row % 2 for row in range(len(ROWS)))
 SWEEP = [
     Query(text, 13, "list", options)
     for text in range(len(TEXTS))
@@ -67,7 +71,15 @@ def held(index: BaseIndex) -> dict[Rank, tuple[int, Counter[Any]]]:
 
 def answer(index: BaseIndex, query: Query) -> Any:
     match = index.match(query.tokens(), **query.options)
-    return list(match), match.best, {rank: match[rank] for rank in RANKS if rank in match}
+    told = {rank: match[rank] for rank in RANKS if rank in match}
+    hits, of_some = match.hits(ROWS), match.hits(ROWS, live=LIVE)
+    for row, rank in enumerate(ROWS):
+        found = told.get(rank, RankMatch(rank=rank))
+        expected = (found.device_tokens, found.host_tokens, found.tokens)
+        assert (hits.device[row], hits.host[row], hits.tokens[row]) == expected
+        assert expected == tuple(sorted(expected))
+        assert of_some.tokens[row] == (found.tokens if LIVE[row] else 0)
+    return list(match), match.best, told, hits, of_some
 
 
 def explained(index: BaseIndex, query: Query) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -363,15 +363,18 @@ def test_the_known_ranks_are_one_tuple_until_they_change(kind: type[BaseIndex]) 
     index.add(B)
     index.remove(A)
     index.tree(B).clear()
-    assert index.ranks is before == (B,)
-    index.add(A)
-    assert index.ranks == (A, B)
-    index.rename({A: C})
-    assert index.ranks == (B, C)
-    index.remove(B)
-    assert index.ranks == (C,)
-    index.restore(A, index.dump(C))
-    assert index.ranks == (A, C)
+    assert index.ranks is before
+    seen = [before]
+    changes: list[Callable[[], None]] = [
+        lambda: index.add(A),
+        lambda: index.rename({A: C}),
+        lambda: index.remove(B),
+        lambda: index.restore(A, index.dump(C)),
+    ]
+    for change in changes:
+        change()
+        seen.append(index.ranks)
+    assert seen == [(B,), (A, B), (B, C), (C,), (A, C)]
 
 
 def test_a_removed_rank_is_unknown_and_leaves_nothing() -> None:

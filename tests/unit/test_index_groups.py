@@ -163,9 +163,21 @@ def test_the_device_serves_a_prefix_and_the_host_goes_on_from_there() -> None:
     index = index_of(stored(0, 1, 2), stored(2, 3, 4, medium="CPU"), stored(5, 6))
     found = index.match(prompt(7))[A]
     assert (found.blocks, found.device_tokens, found.upper_bound) == (5, 3 * SIZE, True)
+    assert found.host_tokens == 5 * SIZE
     assert found.by_medium == {"GPU": 3, "CPU": 3}
     on_device = index.match(prompt(7), media="GPU")[A]
     assert (on_device.blocks, on_device.upper_bound) == (3, False)
+
+
+def test_storage_goes_on_where_the_host_ends() -> None:
+    index = index_of(stored(0), stored(1, 2, medium="CPU"), stored(3, 4, medium="DISK"))
+    found = index.match(prompt(7))[A]
+    assert (found.device_tokens, found.host_tokens) == (SIZE, 3 * SIZE)
+    assert found.tokens == 5 * SIZE
+    in_storage = index_of(stored(0, 1, medium="DISK")).match(prompt(7))[A]
+    assert (in_storage.device_tokens, in_storage.host_tokens) == (0, 0)
+    on_host = index_of(stored(0, 1, medium="CPU")).match(prompt(7))[A]
+    assert (on_host.device_tokens, on_host.host_tokens) == (0, 2 * SIZE)
 
 
 def test_a_window_on_the_host_does_not_help_a_prefix_on_the_device() -> None:

@@ -1,0 +1,118 @@
+#include "core/choosing.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace kvindex {
+
+namespace {
+
+constexpr double kInfinite = std::numeric_limits<double>::infinity();
+
+double number(int64_t tokens) { return static_cast<double>(tokens); }
+
+// The rows of equal cost that a choice is among, as far as it has looked.
+class Cheapest {
+ public:
+  void see(double cost, double given) {
+    if (count_ == 0 || cost < cost_ || (cost == cost_ && given < given_)) {
+      cost_ = cost;
+      given_ = given;
+      count_ = 1;
+    } else if (cost == cost_ && given == given_) {
+      ++count_;
+    }
+  }
+  bool is_one(double cost, double given) const { return cost == cost_ && given == given_; }
+
+  double cost() const { return cost_; }
+  size_t count() const { return count_; }
+
+ private:
+  double cost_ = kInfinite;
+  double given_ = kInfinite;
+  size_t count_ = 0;
+};
+
+class Choosing {
+ public:
+  Choosing(int64_t prompt_tokens, const ChoiceColumns& columns, const Weights& weights,
+           double* costs)
+      : prompt_(number(prompt_tokens)), columns_(columns), weights_(weights), costs_(costs) {}
+
+  Chosen run(double chance) {
+    Chosen chosen;
+    Cheapest all;
+    Cheapest kept;
+    for (size_t row = 0; row < columns_.rows; ++row) {
+      costs_[row] = kInfinite;
+      if (columns_.usable[row] == 0) continue;
+      const double held = credited(row);
+      costs_[row] = cost(row, held);
+      chosen.attainable = std::max(chosen.attainable, columns_.tokens[row]);
+      all.see(costs_[row], given(row));
+      if (!keeps(held)) continue;
+      kept.see(costs_[row], given(row));
+      ++chosen.kept;
+    }
+    chosen.stayed = chosen.kept != 0 && kept.cost() - all.cost() <= weights_.slack;
+    const Cheapest& among = chosen.stayed ? kept : all;
+    if (among.count() == 0) return chosen;
+    const auto nth = static_cast<size_t>(chance * static_cast<double>(among.count()));
+    chosen.row = find(among, chosen.stayed, std::min(nth, among.count() - 1));
+    return chosen;
+  }
+
+ private:
+  double credited(size_t row) const {
+    const int64_t device = columns_.device[row];
+    const int64_t host = columns_.host[row];
+    const int64_t tokens = columns_.tokens[row];
+    return weights_.device * number(device) + weights_.host * (number(host) - number(device)) +
+           weights_.storage * (number(tokens) - number(host));
+  }
+
+  double cost(size_t row, double held) const {
+    const double open = columns_.open[row];
+    const double waiting = weights_.queued * columns_.queued[row];
+    const double work = std::max(0.0, waiting + weights_.fresh * (prompt_ - held));
+    const double cost = weights_.product
+                            ? work * (open + 1.0)
+                            : work + weights_.decode * columns_.decode[row] + weights_.request * open;
+    return std::isnan(cost) ? kInfinite : cost;
+  }
+
+  double given(size_t row) const {
+    const double given = columns_.given[row];
+    return std::isnan(given) ? kInfinite : given;
+  }
+
+  bool keeps(double held) const {
+    return weights_.affinity > 0.0 && held >= weights_.affinity * prompt_;
+  }
+
+  // The nth of the rows that are equally cheap.
+  int64_t find(const Cheapest& among, bool only_kept, size_t nth) const {
+    for (size_t row = 0; row < columns_.rows; ++row) {
+      if (columns_.usable[row] == 0 || !among.is_one(costs_[row], given(row))) continue;
+      if (only_kept && !keeps(credited(row))) continue;
+      if (nth-- == 0) return static_cast<int64_t>(row);
+    }
+    return -1;
+  }
+
+  const double prompt_;
+  const ChoiceColumns& columns_;
+  const Weights& weights_;
+  double* const costs_;
+};
+
+}  // namespace
+
+Chosen choose(int64_t prompt_tokens, const ChoiceColumns& columns, const Weights& weights,
+              double chance, double* costs) {
+  return Choosing(prompt_tokens, columns, weights, costs).run(chance);
+}
+
+}  // namespace kvindex

@@ -1,0 +1,50 @@
+// The arithmetic of cost policies: from columns of what ranks hold and have to do to the cheapest.
+//
+// The Python twin, `choose_in_python` in kvindex/routing/choosing.py, says what everything means.
+// Both do the same operations in the same order, so they give the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvindex {
+
+struct Weights {
+  double device = 0;
+  double host = 0;
+  double storage = 0;
+  double fresh = 0;  // of a token to prefill: `new` in Python
+  double queued = 0;
+  double decode = 0;
+  double request = 0;
+  bool product = false;
+  double affinity = 0;
+  double slack = 0;
+};
+
+// One value for each row.
+struct ChoiceColumns {
+  size_t rows = 0;
+  const int64_t* device = nullptr;  // tokens held, cumulative by tier
+  const int64_t* host = nullptr;
+  const int64_t* tokens = nullptr;
+  const double* queued = nullptr;
+  const double* open = nullptr;
+  const double* decode = nullptr;
+  const double* given = nullptr;
+  const uint8_t* usable = nullptr;
+};
+
+struct Chosen {
+  int64_t row = -1;  // -1: no row is usable
+  int64_t kept = 0;
+  bool stayed = false;
+  int64_t attainable = 0;
+};
+
+// Choose a row, and write what each costs: infinitely much where it is not usable, or where the
+// cost is no number. `chance` is in [0, 1).
+Chosen choose(int64_t prompt_tokens, const ChoiceColumns& columns, const Weights& weights,
+              double chance, double* costs);
+
+}  // namespace kvindex
