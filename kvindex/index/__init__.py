@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from kvindex.backend import BACKEND
 from kvindex.index.api import TreeView
-from kvindex.index.columns import Hits, RankRows
 from kvindex.index.explanation import (
     Ending,
     Explanation,

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvindex.index import ExtraKeys, Hits, Index, Lora, Match, RankRows, TokenIds
-from kvindex.index.columns import hits_of
 from kvindex.rank import Rank
 from kvindex.routing.bookings import Booking, Stage
 from kvindex.wire import BlockRemoved, BlockStored, EventBatch
@@ -110,7 +109,7 @@ class Predictions:
         """Return what each rank holds or was just sent, whichever is more. O(tokens + ranks)."""
         if not len(self._index):
             return confirmed
-        predicted = hits_of(prompt.ask(self._index), rows)
+        predicted = prompt.ask(self._index).hits(rows)
         columns = zip(confirmed[:3], predicted[:3], strict=True)
         device, host, tokens = (array("q", map(max, *pair)) for pair in columns)
         return Hits(device, host, tokens, confirmed.block_size)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.index import ExtraKeys, Index, Lora, Match, RankRows, TokenIds
-from kvindex.index.columns import hits_of
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank, find_ranks
 from kvindex.routing.bookings import Booking, Bookings, Stage
@@ -252,7 +251,7 @@ class Router:
         now = self._clock()
         self._refresh(now, seen.live)
         prompt = seen.prompt
-        hits = confirmed = hits_of(seen.match, self._rows, self._live)
+        hits = confirmed = seen.match.hits(self._rows, self._live)
         self._block_size = next(filter(None, hits.block_size), self._block_size)
         if self._predictions is not None:
             hits = self._predictions.added_to(confirmed, prompt, self._rows)
