@@ -1,0 +1,387 @@
+"""The router: what it chooses, what it books, and when it gives back."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvindex import ConfigurationError, Index, Rank, UnknownRankError
+from kvindex.routing import (
+    Candidates,
+    Capacity,
+    Choice,
+    DuplicateBookingError,
+    Labels,
+    Load,
+    LoraLoaded,
+    NoCandidateError,
+    OnlyLive,
+    Prefer,
+    Router,
+    Stage,
+    UnknownBookingError,
+)
+from tests.unit.routing_fleet import BLOCK, PROMPT, Clock, FollowedIndex, fleet, hold
+
+A, B, C = Rank("a"), Rank("b"), Rank("c")
+NOTHING = Load(0, 0, 0)
+
+
+def test_the_rank_that_holds_the_prompt_is_chosen() -> None:
+    decision = Router(fleet({"a": 0, "b": 9, "c": 3})).select(PROMPT)
+    assert decision.rank == B
+    assert (decision.tokens, decision.new_tokens) == (9 * BLOCK, len(PROMPT) - 9 * BLOCK)
+    assert decision.by_tier == {"device": 9 * BLOCK, "host": 0, "storage": 0}
+    assert decision.cost == decision.new_tokens
+    assert decision.attainable == decision.tokens
+
+
+def test_the_last_token_is_never_credited() -> None:
+    whole = PROMPT[: 10 * BLOCK]
+    decision = Router(fleet({"a": 10})).select(whole)
+    assert decision.tokens == 9 * BLOCK  # the tenth block has the token that must be computed
+    assert Router(fleet({"a": 10})).select(PROMPT).tokens == 10 * BLOCK
+
+
+def test_select_books_nothing() -> None:
+    router = Router(fleet({"a": 0}))
+    router.select(PROMPT)
+    assert router.load(A) == NOTHING
+
+
+def test_reserve_books_until_the_first_token_and_the_end() -> None:
+    router = Router(fleet({"a": 4}))
+    booking = router.reserve(PROMPT)
+    assert router.load(A) == Load(len(PROMPT) - 4 * BLOCK, 1, 11)
+    booking.first_token()
+    assert router.load(A) == Load(0, 1, 11)
+    booking.output(BLOCK)
+    assert router.load(A) == Load(0, 1, 12)
+    booking.finish()
+    assert router.load(A) == NOTHING
+
+
+def test_what_comes_after_the_end_changes_nothing() -> None:
+    router = Router(fleet({"a": 0}))
+    booking = router.reserve(PROMPT)
+    booking.finish()
+    for late in (booking.first_token, booking.output, booking.finish, booking.cancel):
+        late()
+    assert router.load(A) == NOTHING
+    assert booking.stage is Stage.FINISHED
+    assert router.statistics()["bookings"]["finished"] == 1
+
+
+def test_output_ends_the_prefill() -> None:
+    router = Router(fleet({"a": 0}))
+    router.reserve(PROMPT).output()
+    assert router.load(A).queued_tokens == 0
+
+
+def test_a_booking_is_finished_by_its_with_and_cancelled_by_an_exception() -> None:
+    router = Router(fleet({"a": 0}))
+    with router.reserve(PROMPT) as done:
+        pass
+    with pytest.raises(KeyError), router.reserve(PROMPT) as failed:
+        raise KeyError
+    assert (done.stage, failed.stage) == (Stage.FINISHED, Stage.CANCELLED)
+    assert router.load(A) == NOTHING
+
+
+def test_a_burst_of_reservations_spreads_where_selections_herd() -> None:
+    router = Router(fleet({"a": 0, "b": 0, "c": 0}))
+    booked = [router.reserve(PROMPT).rank for _ in range(6)]
+    assert all(booked.count(rank) == 2 for rank in (A, B, C))
+
+
+def test_reservations_of_many_threads_at_once_spread_evenly() -> None:
+    router = Router(fleet({"a": 0, "b": 0, "c": 0}))
+    with ThreadPoolExecutor(8) as pool:
+        bookings = list(pool.map(lambda _: router.reserve(PROMPT), range(300)))
+    assert [router.load(rank).open_requests for rank in (A, B, C)] == [100, 100, 100]
+    for booking in bookings:
+        booking.finish()
+    assert [router.load(rank) for rank in (A, B, C)] == [NOTHING] * 3
+
+
+def test_a_rank_that_holds_enough_keeps_the_request_though_another_is_cheaper() -> None:
+    router = Router(fleet({"a": 9, "b": 0}))
+    router.reserve([7] * 1_000, ranks="a")  # queued on a: more than b would have to prefill
+    decision = router.select(PROMPT)
+    assert decision.rank == A
+    assert "the 1 rank that hold enough" in decision.reason
+
+
+def test_affinity_ends_where_the_holder_is_seconds_of_prefill_behind() -> None:
+    router = Router(fleet({"a": 9, "b": 0}))
+    router.reserve([7] * 100_000, ranks="a")  # over 5 s at 16,000 tokens a second
+    decision = router.select(PROMPT)
+    assert decision.rank == B
+    assert "too far behind" in decision.reason
+
+
+def test_equal_ranks_take_turns_by_what_they_were_given() -> None:
+    router = Router(fleet({"a": 0, "b": 0}))
+    first = router.reserve(PROMPT)
+    first.finish()
+    for _ in range(5):
+        booking = router.reserve(PROMPT)
+        assert booking.rank != first.rank
+        booking.finish()
+        first = booking
+
+
+def test_a_rank_that_is_not_live_counts_for_nothing_held() -> None:
+    followed = FollowedIndex(fleet({"a": 9, "b": 3}), frozenset([A, B]))
+    router = Router(followed)
+    assert router.select(PROMPT).rank == A
+    followed.live = frozenset([B])
+    decision = router.select(PROMPT)
+    assert decision.rank == B
+    assert [(one.rank, one.live, one.tokens) for one in decision.candidates] == [
+        (B, True, 3 * BLOCK),
+        (A, False, 0),
+    ]
+    followed.live = frozenset()
+    assert router.select(PROMPT).tokens == 0
+
+
+def test_ranks_come_and_go_and_their_load_comes_back_with_them() -> None:
+    index = fleet({"a": 0})
+    router = Router(index)
+    booking = router.reserve(PROMPT)
+    hold(index, B, 0)
+    assert router.select(PROMPT).rank == B
+    index.remove(A)
+    assert router.ranks == (B,)
+    with pytest.raises(UnknownRankError):
+        router.load(A)
+    index.add(A)
+    assert router.load(A).open_requests == 1
+    index.remove(A)
+    booking.finish()
+    index.add(A)
+    assert router.load(A) == NOTHING
+
+
+def test_tiers_are_credited_less_the_further_they_are() -> None:
+    index = fleet({"a": 2, "b": 2, "c": 2})
+    hold(index, B, 6, first=2, medium="CPU")
+    hold(index, C, 6, first=2, medium="DISK")
+    decision = Router(index).select(PROMPT)
+    assert decision.rank == B
+    assert decision.by_tier == {"device": 2 * BLOCK, "host": 4 * BLOCK, "storage": 0}
+    costs = {one.rank: one.cost for one in decision.candidates}
+    assert costs[A] == len(PROMPT) - 32
+    assert costs[B] == pytest.approx(len(PROMPT) - 32 - 0.8 * 64)
+    assert costs[C] == pytest.approx(len(PROMPT) - 32 - 0.3 * 64)
+
+
+def test_no_rank_is_an_error_that_says_so() -> None:
+    with pytest.raises(NoCandidateError, match="no rank is known yet"):
+        Router(Index()).select(PROMPT)
+
+
+def test_drained_ranks_get_nothing_new_and_keep_what_is_open() -> None:
+    router = Router(fleet({"a": 9, "b": 0}))
+    booking = router.reserve(PROMPT)
+    router.drain("a")
+    assert router.drained == {A}
+    assert router.select(PROMPT).rank == B
+    assert router.load(A).open_requests == 1
+    booking.finish()
+    router.drain("b")
+    with pytest.raises(NoCandidateError, match="drained refuses 2") as caught:
+        router.select(PROMPT)
+    assert caught.value.refused == {"drained": 2}
+    router.undrain("a")
+    assert router.select(PROMPT).rank == A
+    assert router.statistics()["refused"] == {"drained": 4}
+
+
+def test_ranks_narrow_the_choice() -> None:
+    router = Router(fleet({"a": 9, "b": 0}))
+    assert router.select(PROMPT, ranks=["b/0"]).rank == B
+    assert router.select(PROMPT, ranks="b").rank == B
+    with pytest.raises(UnknownRankError):
+        router.select(PROMPT, ranks="nobody")
+
+
+def test_labels_decide_where_the_request_asks_for_them() -> None:
+    labels = Labels({"a": {"zone": "1", "gpu": "h100"}, B: {"zone": "2"}})
+    router = Router(fleet({"a": 9, "b": 0}), filters=[labels])
+    assert router.select(PROMPT).rank == A
+    assert router.select(PROMPT, labels={"zone": "2"}).rank == B
+    assert router.select(PROMPT, labels={"zone": "1", "gpu": "h100"}).rank == A
+    with pytest.raises(NoCandidateError, match="labels refuses 2"):
+        router.select(PROMPT, labels={"zone": "3"})
+    near = Router(fleet({"a": 9, "b": 0}), filters=[Prefer(labels)])
+    assert near.select(PROMPT, labels={"zone": "2"}).rank == B
+    assert near.select(PROMPT, labels={"zone": "3"}).rank == A
+
+
+def test_a_request_with_a_lora_goes_where_it_is_loaded() -> None:
+    loaded = LoraLoaded({"a": {"french"}, B: {"german"}})
+    router = Router(fleet({"a": 9, "b": 0}), filters=[loaded])
+    assert router.select(PROMPT, lora="german").rank == B
+    assert router.select(PROMPT).rank == A
+
+
+def test_full_ranks_are_left_out() -> None:
+    router = Router(fleet({"a": 9, "b": 0}), filters=[Capacity(open_requests=1)])
+    assert [router.reserve(PROMPT).rank for _ in range(2)] == [A, B]
+    with pytest.raises(NoCandidateError, match="capacity refuses 2"):
+        router.reserve(PROMPT)
+    for limit in ({"queued_tokens": 100}, {"decode_blocks": 10}):
+        router = Router(fleet({"a": 0, "b": 0}), filters=[Capacity(**limit)])
+        assert {router.reserve(PROMPT).rank for _ in range(2)} == {A, B}
+        with pytest.raises(NoCandidateError):
+            router.reserve(PROMPT)
+    with pytest.raises(ConfigurationError):
+        Capacity()
+
+
+def test_only_live_ranks_are_chosen_where_that_is_asked() -> None:
+    followed = FollowedIndex(fleet({"a": 9, "b": 0}), frozenset([B]))
+    assert Router(followed, filters=[OnlyLive()]).select(PROMPT).rank == B
+
+
+def test_a_forgotten_booking_expires_and_its_late_news_is_counted() -> None:
+    clock = Clock()
+    router = Router(fleet({"a": 0}), clock=clock, expires_after=60.0)
+    forgotten, alive = router.reserve(PROMPT), router.reserve(PROMPT)
+    clock.now += 59.0
+    alive.output()
+    clock.now += 1.0
+    assert router.load(A).open_requests == 1
+    assert (forgotten.stage, alive.stage) == (Stage.EXPIRED, Stage.DECODING)
+    forgotten.finish()
+    assert router.load(A).open_requests == 1
+    assert router.statistics()["bookings"] == {
+        "open": 1,
+        "finished": 0,
+        "cancelled": 0,
+        "expired": 1,
+        "late": 1,
+    }
+
+
+def test_bookings_are_found_by_their_request() -> None:
+    router = Router(fleet({"a": 0}))
+    booking = router.reserve(PROMPT, request_id="r1")
+    assert router.booking("r1") is booking
+    with pytest.raises(DuplicateBookingError, match="'r1' has an open booking"):
+        router.reserve(PROMPT, request_id="r1")
+    booking.cancel()
+    with pytest.raises(UnknownBookingError, match="no open booking of request 'r1'"):
+        router.booking("r1")
+    assert router.reserve(PROMPT, request_id="r1") is not booking
+
+
+def test_a_request_that_others_placed_is_booked_where_they_say() -> None:
+    router = Router(fleet({"a": 9, "b": 0}))
+    router.drain("b")
+    booking = router.place("b/0", PROMPT)
+    assert (booking.rank, booking.decision.policy) == (B, "placed")
+    assert router.load(B).queued_tokens == len(PROMPT)
+
+
+def test_gauges_correct_the_load_for_a_tenth_of_a_second() -> None:
+    clock = Clock()
+    router = Router(fleet({"a": 0, "b": 0}), clock=clock)
+    booking = router.reserve(PROMPT, ranks="a")
+    router.report("a", queued_tokens=1_161, open_requests=3)
+    assert router.load(A) == Load(1_161, 3, 11)
+    router.reserve(PROMPT, ranks="a")  # what we book meanwhile comes on top
+    assert router.load(A) == Load(1_322, 4, 22)
+    router.report("b", open_requests=9, age=0.2)  # too old
+    assert router.load(B) == NOTHING
+    clock.now += 0.1
+    assert router.load(A) == Load(322, 2, 22)
+    router.report("a", queued_tokens=0, age=0.05)
+    booking.finish()
+    assert router.load(A).queued_tokens == 0  # never below
+    assert router.statistics()["old_gauges"] == 1
+    with pytest.raises(ConfigurationError, match="age"):
+        router.report("a", age=-1.0)
+
+
+def test_the_prefill_rate_is_measured_on_first_tokens() -> None:
+    clock = Clock()
+    router = Router(fleet({"a": 0}), clock=clock)
+    for _ in range(200):
+        booking = router.reserve(list(range(10_000)))
+        clock.now += 0.2
+        booking.first_token()
+        booking.finish()
+    assert router.statistics()["prefill_rate"] == pytest.approx(50_000, rel=0.05)
+
+
+def test_predictions_keep_siblings_together_and_apart_from_what_is_held() -> None:
+    clock = Clock()
+    index = fleet({"a": 0, "b": 0})
+    router = Router(index, clock=clock, predict=5.0)
+    first = router.reserve(PROMPT)
+    sibling = router.reserve(PROMPT)
+    assert sibling.rank == first.rank
+    assert (sibling.decision.tokens, sibling.decision.predicted_tokens) == (160, 160)
+    assert index.match(PROMPT).best is None  # a fact is what an event told
+    first.finish()
+    sibling.cancel()
+    clock.now += 4.9
+    assert router.select(PROMPT).predicted_tokens == 160
+    clock.now += 0.2
+    assert router.select(PROMPT).predicted_tokens == 0
+    assert router.statistics()["predictions"] == {"made": 2, "blocks": 0}
+
+
+def test_a_prediction_ends_with_its_cancelled_booking() -> None:
+    router = Router(fleet({"a": 0}), predict=5.0)
+    router.reserve(PROMPT).cancel()
+    assert router.select(PROMPT).tokens == 0
+
+
+def test_predictions_tell_loras_salts_and_extra_keys_apart() -> None:
+    router = Router(fleet({"a": 9}), predict=5.0)
+    extra = [None, (("image", 3),)]
+    for options in ({"lora": "french"}, {"salt": "s"}, {"lora": 3}, {"extra_keys": extra}):
+        router.reserve(PROMPT, **options)
+        assert router.select(PROMPT, **options).tokens == 160
+    assert router.select(PROMPT).predicted_tokens == 0
+    assert router.select(PROMPT, lora="german").tokens == 0
+
+
+def test_a_policy_of_ones_own_decides() -> None:
+    class Last:
+        name = "last"
+
+        def choose(self, candidates: Candidates) -> Choice:
+            return Choice(candidates.rows()[-1], why="it is the last")
+
+    decision = Router(fleet({"a": 9, "b": 0}), policy=Last()).select(PROMPT)
+    assert (decision.rank, decision.cost) == (B, None)
+    assert decision.reason == "b/0: it is the last"
+    assert decision.attainable == 9 * BLOCK
+
+
+def test_a_policy_that_chooses_what_it_may_not_is_refused() -> None:
+    class Wrong:
+        name = "wrong"
+
+        def choose(self, candidates: Candidates) -> Choice:
+            return Choice(1)
+
+    router = Router(fleet({"a": 0, "b": 0}), policy=Wrong())
+    router.drain("b")
+    with pytest.raises(ConfigurationError, match="'wrong' chose row 1"):
+        router.select(PROMPT)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the names are: affinity"):
+        Router(Index(), policy="best")
+    with pytest.raises(ConfigurationError, match="expires_after"):
+        Router(Index(), expires_after=0.0)
+    with pytest.raises(ConfigurationError, match="predict"):
+        Router(Index(), predict=0.0)
