@@ -1,18 +1,22 @@
 """The arithmetic of cost policies: from what each rank holds and has to do, to the cheapest rank.
 
-`native/core/choosing.cpp` is the twin of `choose_in_python`, which is the specification.
+`choose_in_python` is the specification. Its twin, `native/core/choosing.cpp`, gives the same bits.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvindex.backend import BACKEND
 from kvindex.index import Hits
 from kvindex.routing.loads import LoadColumns
 
-__all__ = ["Chosen", "Weights", "choose", "choose_in_python"]
+if TYPE_CHECKING or BACKEND == "native":
+    from kvindex._native import choose as core_choose
+
+__all__ = ["Chosen", "Weights", "choose", "choose_in_python", "choose_natively"]
 
 
 class Weights(NamedTuple):
@@ -132,4 +136,26 @@ def _least(costs: array[float], rows: list[int]) -> float:
     return min(costs[row] for row in rows)
 
 
-choose = choose_in_python
+def choose_natively(
+    prompt_tokens: int,
+    hits: Hits,
+    loads: LoadColumns,
+    usable: bytes | bytearray,
+    weights: Weights,
+    chance: float,
+) -> Chosen:
+    """Return the cheapest rank, and every rank's cost; as `choose_in_python`, to the bit.
+
+    Raises:
+        ValueError: a column has another length or other numbers than it should have.
+    """
+    costs = _ZERO * len(usable)
+    row, kept, stayed, attainable = core_choose(
+        prompt_tokens, hits, loads, usable, weights, chance, costs
+    )
+    return Chosen(row, kept, stayed, attainable, costs)
+
+
+_ZERO = array("d", [0.0])
+
+choose = choose_natively if BACKEND == "native" else choose_in_python

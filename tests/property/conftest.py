@@ -2,4 +2,6 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("kvindex._native") else ["test_backends_agree.py"]
+collect_ignore = (
+    [] if find_spec("kvindex._native") else ["test_backends_agree.py", "test_choosing_agrees.py"]
+)
