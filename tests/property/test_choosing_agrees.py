@@ -6,6 +6,7 @@ Collected only where the native module was built (conftest.py here).
 from __future__ import annotations
 
 import math
+import random
 from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -98,6 +99,17 @@ def test_both_choose_the_same_row_at_the_same_cost(asked: Question) -> None:
     assert (chosen.row in usable) if usable else chosen.row == -1
     for row, cost in enumerate(chosen.costs):
         assert (row in usable) == math.isfinite(cost)
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_both_round_alike(seed: int, product: bool) -> None:
+    """Numbers with all their digits, so that another order of the operations would show."""
+    some = random.Random(seed)
+    held = [(7 * row, 9 * row, 11 * row) for row in range(32)]
+    has_to_do = [(some.random(), some.random(), some.random(), 0.0) for _ in held]
+    reals = [some.random() for _ in range(9)]
+    weights = Weights._make([*reals[:7], product, *reals[7:]])
+    answers(question(held, has_to_do, b"\1" * 32, weights, prompt_tokens=313))
 
 
 @pytest.mark.parametrize(
