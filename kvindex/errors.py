@@ -21,11 +21,15 @@ KVIndexError
 │   ├── ReaderDiedError                       readers: what they had not read is lost to them
 │   └── ReaderEvictedError                    the writer removed this reader from the queue
 ├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
+├── NoCandidateError     (also LookupError)   no rank may be chosen for a request
+├── DuplicateBookingError (also ValueError)   a request that has an open booking already
+├── UnknownBookingError  (also KeyError)      a request that has no open booking
 └── InvariantError       (also AssertionError)  a structure is not whole: our bug, or half changed
 ```
 
 Each also inherits the builtin that a stranger would catch. `kvindex` has those that its own names
-raise; `kvindex.shm` and `kvindex.fanout` have those of queues and shared memory.
+raise; `kvindex.shm` and `kvindex.fanout` have those of queues and shared memory, `kvindex.routing`
+those of routing.
 """
 
 from __future__ import annotations
@@ -40,11 +44,13 @@ __all__ = [
     "ClosedError",
     "ConfigurationError",
     "DecodeError",
+    "DuplicateBookingError",
     "DuplicatePublisherError",
     "EncodeError",
     "InUseError",
     "InvariantError",
     "KVIndexError",
+    "NoCandidateError",
     "NotLiveError",
     "PeerDiedError",
     "QueueClosedError",
@@ -54,6 +60,7 @@ __all__ = [
     "SegmentError",
     "SnapshotError",
     "TokenError",
+    "UnknownBookingError",
     "UnknownRankError",
     "WaitCancelledError",
     "WriterDiedError",
@@ -238,6 +245,54 @@ class NotLiveError(KVIndexError, TimeoutError):
         lines = "".join(f"\n  {rank}: {reason}" for rank, reason in sorted(self.reasons.items()))
         ranks = "1 rank is" if len(self.reasons) == 1 else f"{len(self.reasons)} ranks are"
         super().__init__(f"{ranks} not live after {timeout:g} s:{lines}")
+
+
+class NoCandidateError(KVIndexError, LookupError):
+    """No rank may be chosen for a request.
+
+    Attributes:
+        ranks: how many ranks are known.
+        refused: by reason (a filter's name, "drained", "ranks"), how many ranks it refused.
+    """
+
+    def __init__(self, ranks: int, refused: Mapping[str, int]) -> None:
+        why = ", ".join(f"{reason} refuses {count}" for reason, count in refused.items())
+        super().__init__(
+            f"none of {ranks} ranks may be chosen: {why}"
+            if ranks
+            else "no rank is known yet: wait for the client to be live, or add ranks to the index"
+        )
+        self.ranks = ranks
+        self.refused = dict(refused)
+
+
+class DuplicateBookingError(KVIndexError, ValueError):
+    """A request id that an open booking has already.
+
+    Attributes:
+        request_id: the id.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"request {request_id!r} has an open booking: finish or cancel it, or give another id"
+        )
+        self.request_id = request_id
+
+
+class UnknownBookingError(KVIndexError, KeyError):
+    """A request id that no open booking has: never booked, ended, or expired.
+
+    Attributes:
+        request_id: the id.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"no open booking of request {request_id!r}: it ended, or has expired")
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would show it quoted
 
 
 class InvariantError(KVIndexError, AssertionError):

@@ -8,11 +8,11 @@ router.select(token_ids).reason                     # why this rank, in words
 No sockets, no threads: it asks a `Client`, a `Replica` or an `Index`, and counts what it is told.
 """
 
+from kvindex.errors import DuplicateBookingError, NoCandidateError, UnknownBookingError
 from kvindex.routing.bookings import Booking, Stage
 from kvindex.routing.candidates import Candidates, Choice, Policy
 from kvindex.routing.choosing import Weights
 from kvindex.routing.decision import Candidate, Decision
-from kvindex.routing.errors import DuplicateBookingError, NoCandidateError, UnknownBookingError
 from kvindex.routing.filters import (
     Asked,
     Capacity,

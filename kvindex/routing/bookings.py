@@ -8,9 +8,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from kvindex.errors import DuplicateBookingError, UnknownBookingError
 from kvindex.rank import Rank
 from kvindex.routing.decision import Decision
-from kvindex.routing.errors import DuplicateBookingError, UnknownBookingError
 from kvindex.routing.loads import LoadBoard
 
 __all__ = ["Booking", "Bookings", "Stage"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
+from kvindex.errors import NoCandidateError
 from kvindex.rank import Rank
-from kvindex.routing.errors import NoCandidateError
 from kvindex.routing.filters import Asked, Filter
 
 __all__ = ["Eligible"]

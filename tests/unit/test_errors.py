@@ -29,6 +29,9 @@ RAISED: list[tuple[errors.KVIndexError, type[Exception]]] = [
     (errors.ReaderDiedError("gone", ranks=[3, 1]), errors.PeerDiedError),
     (errors.ReaderEvictedError("too slow"), errors.PeerDiedError),
     (errors.NotLiveError(1.0, {Rank("a"): "nothing listens"}), TimeoutError),
+    (errors.NoCandidateError(3, {"drained": 3}), LookupError),
+    (errors.DuplicateBookingError("r1"), ValueError),
+    (errors.UnknownBookingError("r1"), KeyError),
     (errors.InvariantError("a run without owners"), AssertionError),
 ]
 

@@ -12,6 +12,7 @@ import pytest
 
 import kvindex
 import kvindex.fanout
+import kvindex.routing
 import kvindex.shm
 from kvindex import errors
 
@@ -89,9 +90,12 @@ def test_every_error_is_had_where_it_is_raised() -> None:
         "WaitCancelledError",
         "WriterDiedError",
     }
-    assert not queue_errors & set(kvindex.__all__)
+    routing_errors = {"DuplicateBookingError", "NoCandidateError", "UnknownBookingError"}
+    elsewhere = queue_errors | routing_errors
+    assert not elsewhere & set(kvindex.__all__)
     assert queue_errors <= set(kvindex.shm.__all__)
-    assert set(errors.__all__) - queue_errors <= set(kvindex.__all__)
+    assert routing_errors <= set(kvindex.routing.__all__)
+    assert set(errors.__all__) - elsewhere <= set(kvindex.__all__)
     assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.fanout.__all__)
 
 
