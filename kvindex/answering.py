@@ -51,6 +51,7 @@ class Answering(Following):
         media: Iterable[str] | str | None = None,
         ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
+        recomputed: int = 0,
     ) -> Match:
         """Return how much of a prompt each rank holds, with each rank's trust.
 
@@ -69,6 +70,7 @@ class Answering(Following):
             media=media,
             ranks=ranks,
             block_size=block_size,
+            recomputed=recomputed,
             trust=self._trust(),
         )
 

@@ -56,7 +56,7 @@ class _ByPrefixAndLoad:
         self._load = dict.fromkeys(ranks, 0.0)
 
     def __call__(self, token_ids: list[int]) -> Rank:
-        match = self._index.match(token_ids[:-1])  # an engine always computes the last token
+        match = self._index.match(token_ids, recomputed=1)
         to_compute = {rank: len(token_ids) - match[rank].tokens for rank in self._load}
         # Without the load, the first rank to hold a system prompt would get all its users.
         chosen = min(self._load, key=lambda rank: to_compute[rank] + self._weighed(rank))

@@ -193,13 +193,14 @@ class BaseIndex(ABC):
         media: Iterable[str] | str | None = None,
         ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
+        recomputed: int = 0,
         trust: Trusts | None = None,
     ) -> Match:
         """Return how much of a prompt each rank holds, from its start.
 
         It takes microseconds (docs/benchmarks.md has figures) and waits for nothing but the index's
         lock, so async code calls it directly. An engine never hits a whole prompt, because the last
-        token must be computed: to predict its own hit, ask with `token_ids[:-1]`.
+        token must be computed: to predict its own hit, ask with `recomputed=1`.
 
         Args:
             token_ids: list or tuple of ints, `array`, or a contiguous buffer of 4- or 8-byte
@@ -215,6 +216,8 @@ class BaseIndex(ABC):
                 for all ranks of worker a.
             block_size: look at ranks with this block size only. While the size of some rank is not
                 known yet, one that no rank has is answered with nothing.
+            recomputed: so many tokens at the end of the prompt do not take part, because the engine
+                computes them in any case: as if they were cut off, but nothing is copied.
             trust: how far each rank can be trusted, for `RankMatch.state`, `complete` and `lag`,
                 and so for `best`: a mapping, or a function that is called when a rank is looked at.
                 `Client.match` fills it in.
@@ -223,8 +226,8 @@ class BaseIndex(ABC):
             TokenError: the tokens have a type, layout or range that cannot be read.
             UnknownRankError: one of `ranks` is not known.
             ConfigurationError: `media` is empty; every rank's block size is known, and none is
-                `block_size`; or `extra_keys` were given while the index holds several block sizes
-                and none was chosen.
+                `block_size`; `extra_keys` were given while the index holds several block sizes
+                and none was chosen; or `recomputed` is negative.
 
         Complexity: O(matched blocks × block size + runs × owners).
         """
@@ -252,6 +255,7 @@ class BaseIndex(ABC):
         media: Iterable[str] | str | None = None,
         ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
+        recomputed: int = 0,
         trust: Trusts | None = None,
         notes: Notes | None = None,
     ) -> Explanation:
@@ -267,7 +271,7 @@ class BaseIndex(ABC):
 
         Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
         """
-        check_options(lora, salt, block_size)
+        check_options(lora, salt, block_size, recomputed)
         if extra_keys is not None and block_size is None:
             self.match([], lora=lora, extra_keys=extra_keys)  # refuses keys of unclear blocks
         asked = Asked(
@@ -278,7 +282,7 @@ class BaseIndex(ABC):
             block_size,
             trust,
         )
-        prompt = Prompt(token_ids, text=self._stored_text)
+        prompt = Prompt(token_ids, recomputed, text=self._stored_text)
         tokens = array("q")
         tokens.frombytes(prompt.packed(0, prompt.length))
         return explain(self, tokens, asked, notes)

@@ -28,6 +28,7 @@ from kvindex.index.questions import (
     ambiguous_extras,
     check_block_size,
     check_options,
+    check_recomputed,
     folded_media,
     packed_extras,
     wanted_ranks,
@@ -251,6 +252,7 @@ class Index(BaseIndex):
         media: Iterable[str] | str | None = None,
         ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
+        recomputed: int = 0,
         trust: Trusts | None = None,
     ) -> Match:
         directory = self._directory
@@ -262,13 +264,22 @@ class Index(BaseIndex):
             and ranks is None
             and block_size is None
         ):
-            answer = self._core.match(token_ids)
+            answer = self._core.match(token_ids, recomputed)
             if answer is None:
-                answer = self._core.match(self._readable(token_ids))
+                answer = self._core.match(self._readable(token_ids, recomputed), 0)
             assert answer is not None
             return Match(_Found(answer, directory), directory.ids.keys(), trust)
         return self._match_with(
-            token_ids, directory, lora, salt, extra_keys, media, ranks, block_size, trust
+            token_ids,
+            directory,
+            lora,
+            salt,
+            extra_keys,
+            media,
+            ranks,
+            block_size,
+            recomputed,
+            trust,
         )
 
     def _match_with(
@@ -281,10 +292,11 @@ class Index(BaseIndex):
         media: Iterable[str] | str | None,
         ranks: Iterable[RankName] | str | None,
         block_size: int | None,
+        recomputed: int,
         trust: Trusts | None,
     ) -> Match:
         wanted_media = folded_media(media)
-        check_options(lora, salt, block_size)
+        check_options(lora, salt, block_size, recomputed)
         wanted = None if ranks is None else wanted_ranks(ranks, directory.ids.keys())
         known, wanted_ids = self._narrowed(directory, wanted)
         tag = lora_tag(lora)
@@ -299,9 +311,9 @@ class Index(BaseIndex):
             wanted_ids,
             min(block_size or 0, 2**32 - 1),
         )
-        answer = self._core.match_with(token_ids, *options)
+        answer = self._core.match_with(token_ids, recomputed, *options)
         if answer is None:
-            answer = self._core.match_with(self._readable(token_ids), *options)
+            answer = self._core.match_with(self._readable(token_ids, recomputed), 0, *options)
         assert answer is not None
         if block_size is not None and answer.best is None:
             units = answer.units()
@@ -393,13 +405,15 @@ class Index(BaseIndex):
         self._ids, self._directory = ids, _Directory(ids, ranks, order)
         self._core.set_order([ids[rank] for rank in order])
 
-    def _readable(self, token_ids: TokenIds) -> array[int]:
-        """Return tokens that the core does not read itself as a buffer that it does.
+    def _readable(self, token_ids: TokenIds, recomputed: int) -> array[int]:
+        """Return what takes part of tokens that the core does not read itself, as a buffer.
 
         Raises:
             TokenError: they are no tokens.
+            ConfigurationError: `recomputed` is no number of tokens.
         """
-        prompt = Prompt(token_ids, text=self._stored_text)
+        check_recomputed(recomputed)
+        prompt = Prompt(token_ids, recomputed, text=self._stored_text)
         tokens = array("q")
         tokens.frombytes(prompt.packed(0, prompt.length))
         return tokens

@@ -16,6 +16,7 @@ __all__ = [
     "ambiguous_extras",
     "check_block_size",
     "check_options",
+    "check_recomputed",
     "folded_media",
     "packed_extras",
     "wanted_ranks",
@@ -34,9 +35,10 @@ class MatchOptions(TypedDict, total=False):
     media: Iterable[str] | str | None
     ranks: Iterable[RankName] | str | None
     block_size: int | None
+    recomputed: int
 
 
-def check_options(lora: object, salt: object, block_size: object) -> None:
+def check_options(lora: object, salt: object, block_size: object, recomputed: object) -> None:
     """Refuse what could match nothing, whatever is resident."""
     if not isinstance(lora, (str, int, type(None))) or isinstance(lora, bool):
         raise ConfigurationError(f"lora must be a name or a numeric id, not {lora!r}")
@@ -44,6 +46,13 @@ def check_options(lora: object, salt: object, block_size: object) -> None:
         raise ConfigurationError(f"salt must be a string, not {salt!r}")
     if block_size is not None and not (isinstance(block_size, int) and block_size > 0):
         raise ConfigurationError(f"block_size must be 1 token or more, not {block_size!r}")
+    check_recomputed(recomputed)
+
+
+def check_recomputed(recomputed: object) -> None:
+    """Refuse what is no number of tokens."""
+    if not (isinstance(recomputed, int) and recomputed >= 0):
+        raise ConfigurationError(f"recomputed must be 0 tokens or more, not {recomputed!r}")
 
 
 def check_block_size(asked: int | None, sizes: Collection[int]) -> None:

@@ -122,11 +122,12 @@ class Index(BaseIndex):
         media: Iterable[str] | str | None = None,
         ranks: Iterable[RankName] | str | None = None,
         block_size: int | None = None,
+        recomputed: int = 0,
         trust: Trusts | None = None,
     ) -> Match:
         wanted_media = folded_media(media)
-        check_options(lora, salt, block_size)
-        prompt = Prompt(token_ids, text=self._stored_text)
+        check_options(lora, salt, block_size, recomputed)
+        prompt = Prompt(token_ids, recomputed, text=self._stored_text)
 
         def answer() -> Match:
             wanted = self._wanted(ranks)

@@ -107,6 +107,7 @@ class Prompt:
     Args:
         token_ids: list, tuple, `array`, or any contiguous one-dimensional buffer of 4- or 8-byte
             integers (numpy arrays without a copy).
+        recomputed: so many tokens at its end do not take part; they are not looked at.
         text: asked whether a string can be a token, when there is one.
 
     Raises:
@@ -116,17 +117,19 @@ class Prompt:
 
     __slots__ = ("_packed", "_source", "_text", "length")
 
-    def __init__(self, token_ids: TokenIds, *, text: Callable[[], bool] = _yes) -> None:
+    def __init__(
+        self, token_ids: TokenIds, recomputed: int = 0, *, text: Callable[[], bool] = _yes
+    ) -> None:
         self._source = source = _readable(token_ids)
         self._text = text
-        self.length = len(source)
+        self.length = max(0, len(source) - recomputed)
         self._packed: bytearray | memoryview = bytearray()
         if isinstance(source, memoryview):
             if self.length and source.itemsize == TOKEN_BYTES:
                 self._packed = source.cast("B")
         else:
             # So that a prompt of floats or words is refused, however little of it is looked at.
-            self._packed = bytearray(pack_tokens(source[:_CHUNK], text=text))
+            self._packed = bytearray(pack_tokens(source[: min(_CHUNK, self.length)], text=text))
 
     def packed(self, start: int, stop: int) -> bytes:
         """Return tokens `start` … `stop - 1` packed; both must lie within the prompt."""
@@ -134,7 +137,7 @@ class Prompt:
         if missing > 0:
             assert isinstance(self._packed, bytearray)
             done = len(self._packed) // TOKEN_BYTES
-            chunk_end = (done // _CHUNK + 1) * _CHUNK
+            chunk_end = min((done // _CHUNK + 1) * _CHUNK, self.length)
             self._packed += pack_tokens(self._source[done : max(stop, chunk_end)], text=self._text)
         return bytes(self._packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
 

@@ -27,9 +27,12 @@ class Prompt(NamedTuple):
 
     def ask(self, index: Index) -> Match:
         """Return what the ranks hold of the prompt but its last token."""
-        token_ids: Any = self.token_ids
         return index.match(
-            token_ids[:-1], lora=self.lora, salt=self.salt, extra_keys=self.extra_keys
+            self.token_ids,
+            lora=self.lora,
+            salt=self.salt,
+            extra_keys=self.extra_keys,
+            recomputed=1,
         )
 
 

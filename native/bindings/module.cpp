@@ -93,9 +93,10 @@ int apply(PyIndex& self, uint32_t rank, nb::handle batch) {
   return static_cast<int>(applied);
 }
 
-// Answer one query; false if the tokens cannot be read here.
-bool answer_query(const PyIndex& self, nb::handle token_ids, Query& query, Answer& answer) {
-  PromptTokens tokens(token_ids);
+// Answer one query about a prompt but its last `left_out` tokens; false if it cannot be read here.
+bool answer_query(const PyIndex& self, nb::handle token_ids, size_t left_out, Query& query,
+                  Answer& answer) {
+  PromptTokens tokens(token_ids, left_out);
   if (!tokens.read()) return false;
   // A prompt's beginning often decides: convert that much, and look without letting the GIL go.
   const bool is_short = tokens.view().length <= kFirstTokens;
@@ -170,10 +171,18 @@ std::optional<nb::list> salts(const PyIndex& self, uint32_t rank) {
   return all;
 }
 
-// The answer to a query, or None if the tokens cannot be read here.
-nb::object match_one(nb::handle self, nb::handle token_ids, Query& query) {
+// The answer to a query, or None if the tokens, or how many are left out, cannot be read here.
+nb::object match_one(nb::handle self, nb::handle token_ids, nb::handle recomputed, Query& query) {
   PyAnswer answer;
-  if (!answer_query(nb::cast<PyIndex&>(self), token_ids, query, answer.answer)) return nb::none();
+  const Py_ssize_t left_out = PyLong_Check(recomputed.ptr()) ? PyLong_AsSsize_t(recomputed.ptr()) : -1;
+  if (left_out < 0) {
+    PyErr_Clear();
+    return nb::none();
+  }
+  if (!answer_query(nb::cast<PyIndex&>(self), token_ids, static_cast<size_t>(left_out), query,
+                    answer.answer)) {
+    return nb::none();
+  }
   answer.index = nb::borrow(self);
   return nb::cast(std::move(answer));
 }
@@ -315,16 +324,17 @@ void bind_index(nb::module_& module) {
         waiting_freely([&] { self.index.set_order(ranks); });
       })
       .def("apply", &apply, "rank"_a, "batch"_a.none())
-      .def("match", [](nb::handle self, nb::handle token_ids) {
+      .def("match", [](nb::handle self, nb::handle token_ids, nb::handle recomputed) {
         Query query;
-        return match_one(self, token_ids, query);
-      }, "token_ids"_a.none())
-      .def("match_with", [](nb::handle self, nb::handle token_ids, nb::bytes lora, nb::list extras,
-                            std::optional<nb::list> media,
+        return match_one(self, token_ids, recomputed, query);
+      }, "token_ids"_a.none(), "recomputed"_a.none())
+      .def("match_with", [](nb::handle self, nb::handle token_ids, nb::handle recomputed,
+                            nb::bytes lora, nb::list extras, std::optional<nb::list> media,
                             std::optional<std::vector<uint32_t>> ranks, uint32_t block_size) {
         Query query = make_query(lora, extras, std::move(media), std::move(ranks), block_size);
-        return match_one(self, token_ids, query);
-      }, "token_ids"_a.none(), "lora"_a, "extras"_a, "media"_a.none(), "ranks"_a.none(), "block_size"_a)
+        return match_one(self, token_ids, recomputed, query);
+      }, "token_ids"_a.none(), "recomputed"_a.none(), "lora"_a, "extras"_a, "media"_a.none(),
+         "ranks"_a.none(), "block_size"_a)
       .def("look", [](nb::handle self, nb::handle token_ids, nb::bytes lora, nb::list extras,
                       std::optional<nb::list> media, std::optional<std::vector<uint32_t>> ranks,
                       uint32_t block_size) {

@@ -55,7 +55,7 @@ PromptTokens::Scratch& PromptTokens::scratch() {
   return scratch;
 }
 
-PromptTokens::PromptTokens(nb::handle token_ids) {
+PromptTokens::PromptTokens(nb::handle token_ids, size_t left_out) {
   if (PyList_Check(token_ids.ptr()) || PyTuple_Check(token_ids.ptr())) {
     sequence_ = token_ids.ptr();
     view_.length = static_cast<size_t>(Py_SIZE(sequence_));
@@ -63,6 +63,8 @@ PromptTokens::PromptTokens(nb::handle token_ids) {
   } else if (PyObject_CheckBuffer(token_ids.ptr())) {
     open_buffer(token_ids);
   }
+  view_.length -= std::min(left_out, view_.length);
+  view_.ready = std::min(view_.ready, view_.length);
 }
 
 PromptTokens::~PromptTokens() {

@@ -15,9 +15,9 @@ namespace kvindex {
 // which is read where it is. Belongs to one call; every method needs the GIL.
 class PromptTokens {
  public:
-  // `read()` says whether the tokens can be read here; kvindex.index.tokens reads, or refuses,
-  // everything else.
-  explicit PromptTokens(nanobind::handle token_ids);
+  // The last `left_out` tokens do not take part. `read()` says whether the others can be read here;
+  // kvindex.index.tokens reads, or refuses, everything else.
+  explicit PromptTokens(nanobind::handle token_ids, size_t left_out = 0);
   ~PromptTokens();
   PromptTokens(const PromptTokens&) = delete;
   PromptTokens& operator=(const PromptTokens&) = delete;

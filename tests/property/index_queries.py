@@ -77,6 +77,7 @@ options = st.fixed_dictionaries(
         "media": st.sampled_from([None, "gpu", ["CPU", "GPU"], ["cuda:0"], []]),
         "ranks": st.none() | st.lists(st.sampled_from(list(RANKS)), max_size=3),
         "block_size": st.sampled_from([None, 1, 2, 3, 300, 2**40]),
+        "recomputed": st.sampled_from([0, 1, 1, 2, 4, 13, 2**70]),
     },
 )
 queries = st.builds(

@@ -69,8 +69,16 @@ def held(index: BaseIndex) -> dict[Rank, tuple[int, Counter[Any]]]:
     return {rank: (len(tree), Counter(tree.walk())) for rank, tree in trees.items()}
 
 
+def cut_off(query: Query) -> tuple[Any, dict[str, Any]]:
+    """The prompt without the tokens that are recomputed, and the other options."""
+    tokens, options = query.tokens(), dict(query.options)
+    return tokens[: max(0, len(tokens) - options.pop("recomputed", 0))], options
+
+
 def answer(index: BaseIndex, query: Query) -> Any:
     match = index.match(query.tokens(), **query.options)
+    shortened, others = cut_off(query)
+    assert list(match) == list(index.match(shortened, **others))
     told = {rank: match[rank] for rank in RANKS if rank in match}
     hits, of_some = match.hits(ROWS), match.hits(ROWS, live=LIVE)
     for row, rank in enumerate(ROWS):

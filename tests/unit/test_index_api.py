@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from array import array
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -504,6 +506,11 @@ def test_check_finds_what_does_not_add_up() -> None:
         ({"block_size": "16"}, "block_size"),
         ({"media": [("GPU", 3)]}, "media"),
         ({"ranks": Rank("a", 0)}, "give \\["),
+        ({"recomputed": -1}, "recomputed"),
+        ({"recomputed": 1.0}, "recomputed"),
+        ({"recomputed": None}, "recomputed"),
+        ({"recomputed": "1", "salt": "salt"}, "recomputed"),
+        ({"recomputed": -(2**70), "block_size": 4}, "recomputed"),
     ],
 )
 def test_options_that_could_match_nothing_are_refused(
@@ -511,6 +518,20 @@ def test_options_that_could_match_nothing_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Index().match([1, 2, 3], **options)
+
+
+@pytest.mark.parametrize("kind", [Index, reference.Index])
+@pytest.mark.parametrize("recomputed", [0, 1, SIZE, 2 * SIZE - 1, 2 * SIZE, 2 * SIZE + 1, 2**70])
+def test_tokens_that_are_recomputed_take_no_part(kind: type[BaseIndex], recomputed: int) -> None:
+    index = kind()
+    index.apply(A, EventBatch(ts=0.0, events=[stored(0, 1)]))
+    held = max(0, 2 * SIZE - recomputed) // SIZE
+    for token_ids in (prompt(2), array("q", prompt(2)), array("i", prompt(2)), deque(prompt(2))):
+        assert index.match(token_ids, recomputed=recomputed)[A].blocks == held
+        assert index.match(token_ids, recomputed=recomputed, media="GPU")[A].blocks == held
+        assert index.explain(token_ids, recomputed=recomputed)[A].match.blocks == held
+    odd: Any = [*prompt(2), *["text"] * min(recomputed, 2)]  # is not looked at
+    assert index.match(odd, recomputed=recomputed)[A].blocks == (2 if recomputed < 3 else held)
 
 
 def test_a_short_prompt_of_floats_or_words_is_refused_too() -> None:
