@@ -91,6 +91,17 @@ class Answering(Following):
             token_ids, trust=self._trust(), notes=self._stream_notes, **options
         )
 
+    def live_ranks(self) -> frozenset[Rank]:
+        """Return the ranks that are live now.
+
+        It is the same object until a rank comes, goes or changes its state, so `is` tells cheaply
+        whether anything has changed. While the thread that follows the streams is stuck, no rank is
+        live.
+
+        Complexity: O(1), and O(ranks) once after a change.
+        """
+        return self._board.live()
+
     def _trust(self) -> Callable[[Rank], Trust]:
         """Return how far each rank can be trusted now.
 

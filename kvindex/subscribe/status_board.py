@@ -24,6 +24,8 @@ __all__ = ["StatusBoard"]
 
 logger = logging.getLogger(__name__)
 
+_NOBODY: frozenset[Rank] = frozenset()
+
 Statuses = Mapping[Rank, RankStatus]
 Listener: TypeAlias = Callable[[Sequence[RankStatus]], None]
 
@@ -56,6 +58,9 @@ class StatusBoard:
         self._listeners: dict[object, Listener] = {}
         # Made when asked for, until something in it changes; and whether the thread was stuck then.
         self._trusts: tuple[Mapping[Rank, Trust], bool] | None = None
+        self._live: frozenset[Rank] | None = (
+            None  # made when asked for, until a rank's state changes
+        )
 
     def _make_lock(self) -> None:
         self._lock = threading.RLock()  # held by its own `with`: see BatchQueue
@@ -78,6 +83,8 @@ class StatusBoard:
                 before = self._statuses.get(status.rank)
                 if before is None or before.trust != status.trust:
                     self._trusts = None
+                if before is None or before.state is not status.state:
+                    self._live = None
                 if self._listeners and (before is None or _phase(before) != _phase(status)):
                     changed.append(status)
                 self._statuses[status.rank] = status
@@ -96,7 +103,7 @@ class StatusBoard:
             self._names.update(names)
 
     def _take_away(self, ranks: Iterable[Rank], reason: str) -> Iterator[RankStatus]:
-        self._trusts = None
+        self._trusts = self._live = None
         for rank in ranks:
             status = self._statuses.pop(rank, None)
             if status is not None:
@@ -106,7 +113,7 @@ class StatusBoard:
         """Show every rank as closed for the reason `shown`, and end all waiting."""
         with self._writing() as changed:
             self._ended = reason
-            self._trusts = None
+            self._trusts = self._live = None
             for rank, status in self._statuses.items():
                 self._statuses[rank] = _closed(status, shown)
             changed += self._statuses.values()
@@ -188,6 +195,21 @@ class StatusBoard:
                 trusts = {rank: _trust(status, stuck) for rank, status in self._statuses.items()}
                 made = self._trusts = MappingProxyType(trusts), stuck
         return made[0]
+
+    def live(self) -> frozenset[Rank]:
+        """Return the ranks that are live: the same object until a rank's state changes. O(1) then.
+
+        Nobody is while the thread is stuck, as in `trusts`.
+        """
+        if self._clock() - self._signed_at >= self._patience:
+            return _NOBODY
+        live = self._live
+        if live is None:
+            with self._lock:
+                live = self._live = frozenset(
+                    rank for rank, status in self._statuses.items() if status.state is State.LIVE
+                )
+        return live
 
     def get(self, rank: RankName) -> RankStatus:
         """Return a rank's snapshot, its `last_event_age` being an age.

@@ -73,6 +73,23 @@ def test_many_prompts_are_asked_with_the_same_options() -> None:
     assert [[found.tokens for found in match] for match in matches] == [[4], [4]]
 
 
+def test_an_answer_leaves_out_the_tokens_that_the_engine_computes_again() -> None:
+    asked = Asked()
+    assert [asked.match(PROMPT[:4], recomputed=n)[A].tokens for n in (0, 1)] == [4, 0]
+    assert [found[A].tokens for found in asked.match_many([PROMPT[:4]], recomputed=1)] == [0]
+    assert asked.explain(PROMPT[:4], recomputed=1)[A].match.tokens == 0
+
+
+def test_only_ranks_whose_stream_is_live_are_live() -> None:
+    asked = Asked()
+    store(asked.index, B, blocks=2)
+    live = asked.live_ranks()
+    assert live == {A}
+    assert asked.live_ranks() is live
+    asked._board.show([status(A, state=State.STALE)])
+    assert asked.live_ranks() == frozenset()
+
+
 def test_a_status_has_what_the_index_knows() -> None:
     asked = Asked()
     orphan = BlockStored(block_hashes=[9], parent_block_hash=8, token_ids=PROMPT[:4], block_size=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,6 +97,45 @@ def test_what_was_live_is_stale_while_the_thread_is_stuck_and_only_then() -> Non
     assert board.trusts() is stuck
     board.sign(board.now)
     assert board.trusts()[A] == live[A]
+
+
+def test_the_live_ranks_are_one_object_while_no_state_changes() -> None:
+    board = Board()
+    live = board.live()
+    assert live == {A}
+    board.show([status(A, seq=6, lag=2, complete=False)])
+    board.show([status(B, state=State.SYNCING, lag=9)])
+    assert board.live() is live
+
+
+def test_ranks_come_to_life_and_die_at_once() -> None:
+    board = Board()
+    seen = [board.live()]
+    changes: list[Callable[[], None]] = [
+        lambda: board.show([status(B)]),
+        lambda: board.show([status(A, state=State.REPAIRING)]),
+        lambda: board.show([status(Rank("c", 0)), status(Rank("c", 1))]),
+        lambda: board.remove("c"),
+        lambda: board.rename([B], {B: Rank("b", 1)}),
+        lambda: board.show([status(A)]),
+        lambda: board.end("closed"),
+    ]
+    for change in changes:
+        change()
+        seen.append(board.live())
+    c = {Rank("c", 0), Rank("c", 1)}
+    assert seen == [{A}, {A, B}, {B}, {B, *c}, {B}, set(), {A}, set()]
+
+
+def test_nobody_is_live_while_the_thread_is_stuck_and_only_then() -> None:
+    board = Board()
+    live = board.live()
+    board.now = PATIENCE
+    stuck = board.live()
+    assert stuck == frozenset()
+    assert board.live() is stuck
+    board.sign(board.now)
+    assert board.live() is live
 
 
 @pytest.mark.parametrize("name", [A, ("a", 0), "a/0", "a"])
