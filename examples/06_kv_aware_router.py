@@ -27,7 +27,7 @@ class Router:
 
     def choose(self, token_ids: list[int]) -> Rank:
         # An engine computes the last token always: it never hits the whole prompt.
-        match = self.client.match(token_ids[:-1])
+        match = self.client.match(token_ids, recomputed=1)
         # An engine that is down has no load: it would be the cheapest of all.
         up = [found for found in match if found.state not in (State.CONNECTING, State.CLOSED)]
         to_compute = {

@@ -35,7 +35,7 @@ class Router:
 
     def choose(self, token_ids: list[int]) -> Rank:
         # Microseconds, and nothing is waited for: no await. The last token is always computed.
-        best = self.client.match(token_ids[:-1]).top(2)
+        best = self.client.match(token_ids, recomputed=1).top(2)
         candidates = [found.rank for found in best] or sorted(self.live or self.client.ranks)
         return min(candidates, key=lambda rank: self.open[rank])
 
