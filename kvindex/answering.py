@@ -102,6 +102,13 @@ class Answering(Following):
         """
         return self._board.live()
 
+    def connected_ranks(self) -> frozenset[Rank]:
+        """Return the ranks whose publisher is connected now: neither "connecting" nor "closed".
+
+        The same object until that changes, as of `live_ranks`.
+        """
+        return self._board.connected()
+
     def _trust(self) -> Callable[[Rank], Trust]:
         """Return how far each rank can be trusted now.
 

@@ -22,9 +22,10 @@ from kvindex.routing.filters import (
     OnlyLive,
     Prefer,
 )
+from kvindex.routing.fleet import Followed, Source
 from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard
 from kvindex.routing.policies import POLICIES, CostPolicy, make_policy
-from kvindex.routing.router import Followed, Router, Source
+from kvindex.routing.router import Router
 
 __all__ = [
     "POLICIES",

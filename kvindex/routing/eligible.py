@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from operator import and_
 
 from kvindex.errors import NoCandidateError
 from kvindex.rank import Rank
@@ -31,19 +32,26 @@ class Eligible:
         self.refused: Counter[str] = Counter()
 
     def rows(
-        self, asked: Asked, wanted: Collection[Rank] | None, *, placed: bool = False
+        self,
+        asked: Asked,
+        wanted: Collection[Rank] | None,
+        connected: bytes | None = None,
+        *,
+        placed: bool = False,
     ) -> bytes | bytearray:
         """Return a byte for each rank: whether it may be chosen. At least one may.
 
         Args:
             asked: what filters are asked about.
             wanted: only these may be chosen; None: any.
+            connected: a byte for each rank. One with 0 is chosen only if all that may be have 0;
+                None: all are connected.
             placed: ask nothing but this.
 
         Raises:
             NoCandidateError: none may be chosen.
         """
-        rows = bytearray(b"\1" * len(asked.ranks))
+        rows = bytearray(b"\1") * len(asked.ranks)
         refused: Counter[str] = Counter()
         for reason, keeps in self._reasons(asked, wanted, placed):
             for row, kept in enumerate(keeps):
@@ -53,7 +61,13 @@ class Eligible:
         self.refused.update(refused)
         if not any(rows):
             raise NoCandidateError(len(rows), refused)
-        return rows
+        if connected is None or placed:
+            return rows
+        there = bytearray(map(and_, rows, connected))
+        if not any(there):
+            return rows
+        self.refused["disconnected"] += sum(rows) - sum(there)
+        return there
 
     def _reasons(
         self, asked: Asked, wanted: Collection[Rank] | None, placed: bool

@@ -6,39 +6,26 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple
 
-from kvindex.errors import ConfigurationError, UnknownRankError
-from kvindex.index import ExtraKeys, Index, Lora, Match, RankRows, TokenIds
+from kvindex.errors import ConfigurationError
+from kvindex.index import ExtraKeys, Lora, Match, TokenIds
 from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, find_rank, find_ranks
+from kvindex.rank_lookup import RankName, find_rank
 from kvindex.routing.bookings import Booking, Bookings, Stage
 from kvindex.routing.candidates import Candidates, Choice, Policy
 from kvindex.routing.decision import Decision
 from kvindex.routing.eligible import Eligible
 from kvindex.routing.filters import Asked, Filter
+from kvindex.routing.fleet import Fleet, Source, Standing
 from kvindex.routing.funnel import Funnel
 from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard, gauge_until
 from kvindex.routing.policies import make_policy
 from kvindex.routing.predictions import Predictions, Prompt
 from kvindex.routing.prefill_rate import PrefillRate
 
-__all__ = ["Followed", "Router", "Source"]
+__all__ = ["Router"]
 
-
-class Followed(Protocol):
-    """An index whose ranks somebody follows: a `Client` or a `Replica`."""
-
-    @property
-    def index(self) -> Index:
-        """What the events have filled."""
-
-    def live_ranks(self) -> frozenset[Rank]:
-        """Return the ranks that are live; the same object until that changes."""
-
-
-Source: TypeAlias = Index | Followed
-"""What a router asks. All ranks of a bare index count as live."""
 
 _BLOCK_SIZE = 16  # tokens, until some rank has stored a block
 
@@ -61,7 +48,9 @@ class Router:
     those that wait for prefill there, and 256 for each open request.
 
     A rank that is not live counts as one that holds nothing; it may still be chosen (see
-    `OnlyLive`). A prompt's last token never counts as held, since the engine computes it.
+    `OnlyLive`). One whose publisher is not connected is chosen only if there is no other: its
+    engine is probably down. A prompt's last token never counts as held, since the engine computes
+    it.
 
     Args:
         source: a `Client`, a `Replica`, or an `Index`.
@@ -113,8 +102,7 @@ class Router:
             raise ConfigurationError(f"expires_after is {expires_after!r}; it must be over 0 s")
         if predict is not None and not predict > 0:
             raise ConfigurationError(f"predict is {predict!r}; it must be over 0 s, or None")
-        self._index = source if isinstance(source, Index) else source.index
-        self._live_ranks = None if isinstance(source, Index) else source.live_ranks
+        self._fleet = Fleet(source)
         self.policy = make_policy(policy)
         self.model = model
         self._eligible = Eligible(tuple(filters))
@@ -131,8 +119,6 @@ class Router:
         self._decisions = 0
         self._old_gauges = 0
         self._block_size = _BLOCK_SIZE
-        self._arrange(())
-        self._show_live(frozenset())
 
     # Choosing --------------------------------------------------------------------------------
 
@@ -222,8 +208,8 @@ class Router:
 
     def _look(self, prompt: Prompt) -> _Seen:
         """Ask the index, without the lock: what is known of the streams first, then the blocks."""
-        live = None if self._live_ranks is None else self._live_ranks()
-        return _Seen(prompt, live, prompt.ask(self._index))
+        standing = self._fleet.standing()
+        return _Seen(prompt, standing, prompt.ask(self._fleet.index))
 
     def _book(
         self,
@@ -249,36 +235,37 @@ class Router:
     ) -> tuple[Decision, float, float]:
         """Return the decision, the tokens that are queued on its rank before it, and the time."""
         now = self._clock()
-        self._refresh(now, seen.live)
-        prompt = seen.prompt
-        hits = confirmed = seen.match.hits(self._rows, self._live)
+        self._refresh(now, seen.standing)
+        prompt, fleet = seen.prompt, self._fleet
+        hits = confirmed = seen.match.hits(fleet.rows, fleet.live)
         self._block_size = next(filter(None, hits.block_size), self._block_size)
         if self._predictions is not None:
-            hits = self._predictions.added_to(confirmed, prompt, self._rows)
+            hits = self._predictions.added_to(confirmed, prompt, fleet.rows)
         loads = self._loads.columns(now)
         length = len(prompt.token_ids)
-        asked = Asked(self._ranks, self._live, loads, length, prompt.lora, labels)
+        asked = Asked(fleet.ranks, fleet.live, loads, length, prompt.lora, labels)
+        wanted = None if ranks is None else fleet.named(ranks)
         placed = isinstance(policy, _Placed)
         candidates = Candidates(
-            self._ranks,
+            fleet.ranks,
             length,
             hits,
             LoadColumns(*(column[:] for column in loads)),  # a decision shows them later
-            self._eligible.rows(asked, self._chosen(ranks), placed=placed),
+            self._eligible.rows(asked, wanted, fleet.connected, placed=placed),
             self._block_size,
             self._rate.tokens_per_second,
             self._random(),
         )
         choice = policy.choose(candidates)
         row = choice.row
-        if not (0 <= row < len(self._ranks) and candidates.usable[row]):
+        if not (0 <= row < len(fleet.ranks) and candidates.usable[row]):
             raise ConfigurationError(f"policy {policy.name!r} chose row {row}, which is not usable")
         self._decisions += 1
         decision = Decision(
             policy.name,
             candidates,
             choice,
-            self._live,
+            fleet.live,
             predicted_tokens=hits.tokens[row] - confirmed.tokens[row],
         )
         return decision, loads.queued[row], now
@@ -288,7 +275,7 @@ class Router:
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """The ranks that are known, sorted; drained ones too."""
-        return self._index.ranks
+        return self._fleet.index.ranks
 
     @property
     def drained(self) -> frozenset[Rank]:
@@ -302,7 +289,7 @@ class Router:
             UnknownRankError: it is not known.
         """
         with self._lock:
-            self._eligible.drained |= set(self._named(rank))
+            self._eligible.drained |= self._fleet.named([rank])
 
     def undrain(self, rank: RankName) -> None:
         """Give a rank (or all ranks of a worker) requests again.
@@ -311,7 +298,7 @@ class Router:
             UnknownRankError: it is not known.
         """
         with self._lock:
-            self._eligible.drained -= set(self._named(rank))
+            self._eligible.drained -= self._fleet.named([rank])
 
     def report(
         self,
@@ -338,9 +325,9 @@ class Router:
         """
         with self._lock:
             now = self._clock()
-            self._refresh(now, self._shown_live)
+            self._refresh(now, self._fleet.standing())
             until = gauge_until(age, now)
-            for one in self._named(rank):
+            for one in self._fleet.named([rank]):
                 if now < until:
                     self._loads.report(one, queued_tokens, open_requests, until)
                 else:
@@ -354,8 +341,8 @@ class Router:
         """
         with self._lock:
             now = self._clock()
-            self._refresh(now, self._shown_live)
-            return self._loads.load(find_rank(rank, self._ranks), now)
+            self._refresh(now, self._fleet.standing())
+            return self._loads.load(find_rank(rank, self._fleet.ranks), now)
 
     def statistics(self) -> dict[str, Any]:
         """Return every counter as plain JSON-ready values.
@@ -369,7 +356,7 @@ class Router:
         """
         with self._lock:
             now = self._clock()
-            self._refresh(now, self._shown_live)
+            self._refresh(now, self._fleet.standing())
             return {
                 "model": self.model,
                 "policy": self.policy.name,
@@ -387,49 +374,18 @@ class Router:
                         "funnel": self._funnel.statistics(rank),
                         "suspicion": self._funnel.suspicion(rank),
                     }
-                    for rank in self._ranks
+                    for rank in self._fleet.ranks
                 },
             }
 
-    def _refresh(self, now: float, live: frozenset[Rank] | None) -> None:
+    def _refresh(self, now: float, standing: Standing | None) -> None:
         """Follow the ranks that come, go, and change their state; end what has expired."""
-        ranks = self._index.ranks
-        if ranks is not self._ranks:
-            self._arrange(ranks)
-            self._show_live(live)
-        elif live is not self._shown_live:
-            self._show_live(live)
+        if self._fleet.follow(standing):
+            self._loads.arrange(self._fleet.ranks)
+            self._eligible.drained &= frozenset(self._fleet.ranks)
         self._bookings.expire(now)
         if self._predictions is not None:
             self._predictions.expire(now)
-
-    def _arrange(self, ranks: tuple[Rank, ...]) -> None:
-        self._ranks = ranks
-        self._rows = RankRows(ranks)
-        self._all = bytes([1]) * len(ranks)
-        self._loads.arrange(ranks)
-        self._eligible.drained &= frozenset(ranks)
-
-    def _show_live(self, live: frozenset[Rank] | None) -> None:
-        self._shown_live = live
-        self._live = self._all if live is None else bytes(rank in live for rank in self._ranks)
-
-    def _chosen(self, names: Iterable[RankName] | str | None) -> set[Rank] | None:
-        if names is None:
-            return None
-        return {
-            rank
-            for name in ([names] if isinstance(names, str) else names)
-            for rank in self._named(name)
-        }
-
-    def _named(self, name: RankName) -> list[Rank]:
-        ranks = self._index.ranks
-        if isinstance(name, str):
-            return find_ranks(name, ranks)
-        if name not in ranks:
-            raise UnknownRankError(name, ranks)
-        return [name]
 
     # Bookings' news -----------------------------------------------------------------------------
 
@@ -446,7 +402,7 @@ class Router:
 
     def __repr__(self) -> str:
         return (
-            f"<Router of {len(self._ranks)} ranks by {self.policy.name!r}: "
+            f"<Router of {len(self._fleet.ranks)} ranks by {self.policy.name!r}: "
             f"{len(self._bookings)} open bookings>"
         )
 
@@ -456,12 +412,12 @@ class _Seen(NamedTuple):
 
     Attributes:
         prompt: the prompt.
-        live: the ranks that were live before the index was asked; None: all.
+        standing: how their streams stood before the index was asked; None: nobody follows them.
         match: what they hold of it.
     """
 
     prompt: Prompt
-    live: frozenset[Rank] | None
+    standing: Standing | None
     match: Match
 
 

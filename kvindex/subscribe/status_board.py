@@ -25,6 +25,7 @@ __all__ = ["StatusBoard"]
 logger = logging.getLogger(__name__)
 
 _NOBODY: frozenset[Rank] = frozenset()
+_AWAY = (State.CONNECTING, State.CLOSED)
 
 Statuses = Mapping[Rank, RankStatus]
 Listener: TypeAlias = Callable[[Sequence[RankStatus]], None]
@@ -58,9 +59,8 @@ class StatusBoard:
         self._listeners: dict[object, Listener] = {}
         # Made when asked for, until something in it changes; and whether the thread was stuck then.
         self._trusts: tuple[Mapping[Rank, Trust], bool] | None = None
-        self._live: frozenset[Rank] | None = (
-            None  # made when asked for, until a rank's state changes
-        )
+        # Who is live, and who is connected; made when asked for, until a rank's state changes.
+        self._standing: tuple[frozenset[Rank], frozenset[Rank]] | None = None
 
     def _make_lock(self) -> None:
         self._lock = threading.RLock()  # held by its own `with`: see BatchQueue
@@ -84,7 +84,7 @@ class StatusBoard:
                 if before is None or before.trust != status.trust:
                     self._trusts = None
                 if before is None or before.state is not status.state:
-                    self._live = None
+                    self._standing = None
                 if self._listeners and (before is None or _phase(before) != _phase(status)):
                     changed.append(status)
                 self._statuses[status.rank] = status
@@ -103,7 +103,7 @@ class StatusBoard:
             self._names.update(names)
 
     def _take_away(self, ranks: Iterable[Rank], reason: str) -> Iterator[RankStatus]:
-        self._trusts = self._live = None
+        self._trusts = self._standing = None
         for rank in ranks:
             status = self._statuses.pop(rank, None)
             if status is not None:
@@ -113,7 +113,7 @@ class StatusBoard:
         """Show every rank as closed for the reason `shown`, and end all waiting."""
         with self._writing() as changed:
             self._ended = reason
-            self._trusts = self._live = None
+            self._trusts = self._standing = None
             for rank, status in self._statuses.items():
                 self._statuses[rank] = _closed(status, shown)
             changed += self._statuses.values()
@@ -203,13 +203,22 @@ class StatusBoard:
         """
         if self._clock() - self._signed_at >= self._patience:
             return _NOBODY
-        live = self._live
-        if live is None:
+        return self._stand()[0]
+
+    def connected(self) -> frozenset[Rank]:
+        """Return the ranks with a connection, as `live` does; the thread may be stuck."""
+        return self._stand()[1]
+
+    def _stand(self) -> tuple[frozenset[Rank], frozenset[Rank]]:
+        standing = self._standing
+        if standing is None:
             with self._lock:
-                live = self._live = frozenset(
-                    rank for rank, status in self._statuses.items() if status.state is State.LIVE
+                states = {rank: status.state for rank, status in self._statuses.items()}
+                standing = self._standing = (
+                    frozenset(rank for rank, state in states.items() if state is State.LIVE),
+                    frozenset(rank for rank, state in states.items() if state not in _AWAY),
                 )
-        return live
+        return standing
 
     def get(self, rank: RankName) -> RankStatus:
         """Return a rank's snapshot, its `last_event_age` being an age.

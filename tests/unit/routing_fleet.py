@@ -49,6 +49,10 @@ class FollowedIndex:
     def __init__(self, index: Index, live: frozenset[Rank]) -> None:
         self.index = index
         self.live = live
+        self.connected = frozenset(index.ranks)
+
+    def connected_ranks(self) -> frozenset[Rank]:
+        return self.connected
 
     def live_ranks(self) -> frozenset[Rank]:
         return self.live

@@ -147,6 +147,17 @@ def test_a_rank_that_is_not_live_counts_for_nothing_held() -> None:
     assert router.select(PROMPT).tokens == 0
 
 
+def test_a_rank_that_is_not_connected_is_chosen_only_if_no_other_may_be() -> None:
+    followed = FollowedIndex(fleet({"a": 0, "b": 0}), frozenset([B]))
+    followed.connected = frozenset([B])
+    router = Router(followed)
+    assert {router.reserve(PROMPT).rank for _ in range(5)} == {B}
+    assert router.statistics()["refused"] == {"disconnected": 5}
+    assert router.select(PROMPT, ranks="a").rank == A
+    followed.connected = frozenset()
+    assert router.reserve(PROMPT).rank == A
+
+
 def test_ranks_come_and_go_and_their_load_comes_back_with_them() -> None:
     index = fleet({"a": 0})
     router = Router(index)

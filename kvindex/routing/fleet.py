@@ -1,0 +1,120 @@
+"""The ranks that a router chooses among: their rows, and how their streams stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, TypeAlias
+
+from kvindex.errors import UnknownRankError
+from kvindex.index import Index, RankRows
+from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName, find_ranks
+
+__all__ = ["Fleet", "Followed", "Source", "Standing"]
+
+
+class Followed(Protocol):
+    """An index whose ranks somebody follows: a `Client` or a `Replica`."""
+
+    @property
+    def index(self) -> Index:
+        """What the events have filled."""
+
+    def live_ranks(self) -> frozenset[Rank]:
+        """Return the ranks that are live; the same object until that changes."""
+
+    def connected_ranks(self) -> frozenset[Rank]:
+        """Return the ranks whose publisher is connected; the same object until that changes."""
+
+
+Source: TypeAlias = Index | Followed
+"""What a router asks. All ranks of a bare index count as live."""
+
+
+class Standing(NamedTuple):
+    """How the streams of ranks stand at one moment.
+
+    Attributes:
+        live: the ranks that are live.
+        connected: those whose publisher is connected.
+    """
+
+    live: frozenset[Rank]
+    connected: frozenset[Rank]
+
+
+class Fleet:
+    """The ranks of a source in their order, each a row.
+
+    Args:
+        source: an index, or one whose ranks somebody follows.
+
+    Attributes:
+        index: what the ranks hold.
+        ranks: the ranks by row, sorted.
+        rows: the same, for `Match.hits`.
+        live: a byte for each row: 0 if the rank is not live.
+        connected: a byte for each row: 0 if its publisher is not connected; None if all are.
+
+    Thread safety: a router calls `follow` under its lock; the rest from any thread.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.index = source if isinstance(source, Index) else source.index
+        self._followed = None if isinstance(source, Index) else source
+        self._shown: Standing | None = None
+        self.ranks: tuple[Rank, ...] = ()
+        self.rows = RankRows(())
+        self.live = b""
+        self.connected: bytes | None = None
+
+    def standing(self) -> Standing | None:
+        """Return how the streams stand now; None where nobody follows them. O(1)."""
+        if self._followed is None:
+            return None
+        return Standing(self._followed.live_ranks(), self._followed.connected_ranks())
+
+    def follow(self, standing: Standing | None) -> bool:
+        """Take over the ranks as they are, and how they stand; return whether the ranks changed.
+
+        Complexity: O(1) while nothing has changed, since changed sets and tuples are made anew.
+        """
+        ranks = self.index.ranks
+        has_changed = ranks is not self.ranks
+        if has_changed:
+            self.ranks, self.rows = ranks, RankRows(ranks)
+        if has_changed or not _same(standing, self._shown):
+            self._show(standing)
+        return has_changed
+
+    def _show(self, standing: Standing | None) -> None:
+        self._shown = standing
+        self.live = bytes([1]) * len(self.ranks)
+        self.connected = None
+        if standing is not None:
+            self.live = bytes(rank in standing.live for rank in self.ranks)
+            if not standing.connected.issuperset(self.ranks):
+                self.connected = bytes(rank in standing.connected for rank in self.ranks)
+
+    def named(self, names: Iterable[RankName] | str) -> set[Rank]:
+        """Return the ranks that names stand for: "a/0" for one, "a" for all of worker a.
+
+        Raises:
+            UnknownRankError: one of them is not known.
+        """
+        ranks = self.index.ranks
+        found: set[Rank] = set()
+        for name in [names] if isinstance(names, str) else names:
+            if isinstance(name, str):
+                found.update(find_ranks(name, ranks))
+            elif name in ranks:
+                found.add(name)
+            else:
+                raise UnknownRankError(name, ranks)
+        return found
+
+
+def _same(one: Standing | None, other: Standing | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.live is other.live and one.connected is other.connected
