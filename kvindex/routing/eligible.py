@@ -38,7 +38,7 @@ class Eligible:
         connected: bytes | None = None,
         *,
         placed: bool = False,
-    ) -> bytes | bytearray:
+    ) -> bytearray:
         """Return a byte for each rank: whether it may be chosen. At least one may.
 
         Args:

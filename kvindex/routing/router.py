@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvindex.errors import ConfigurationError
-from kvindex.index import ExtraKeys, Lora, Match, TokenIds
+from kvindex.index import ExtraKeys, Hits, Lora, Match, TokenIds
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank
 from kvindex.routing.bookings import Booking, Bookings, Stage
@@ -197,6 +198,41 @@ class Router:
         with self._lock:
             return self._book(request_id, seen, [rank], {}, _Placed())
 
+    def book(
+        self,
+        rank: RankName,
+        prompt_tokens: int,
+        new_tokens: int,
+        *,
+        request_id: str | None = None,
+    ) -> Booking:
+        """Book what another router has reserved and told of: as `place`, without the tokens.
+
+        Args:
+            rank: the rank that it chose.
+            prompt_tokens: tokens of the prompt.
+            new_tokens: those that the rank has to prefill, as the other router saw it.
+            request_id: as for `reserve`.
+
+        Raises:
+            UnknownRankError: the rank is not known.
+            DuplicateBookingError: an open booking has this id.
+            ConfigurationError: more tokens are new than the prompt has, or fewer than none.
+        """
+        if not 0 <= new_tokens <= prompt_tokens:
+            raise ConfigurationError(f"{new_tokens} of {prompt_tokens} tokens cannot be new")
+        with self._lock:
+            request_id = self._bookings.new_id(request_id)
+            now = self._clock()
+            self._refresh(now, self._fleet.standing())
+            ranks = self._fleet.ranks
+            row = ranks.index(find_rank(rank, ranks))
+            usable, tokens = bytearray(len(ranks)), array("q", bytes(8 * len(ranks)))
+            usable[row], tokens[row] = 1, prompt_tokens - new_tokens
+            hits = Hits(tokens, tokens, tokens, tokens)
+            decision, queued = self._choose(prompt_tokens, hits, usable, _Placed(), now)
+            return self._bookings.book(request_id, decision, self._block_size, queued, now)
+
     def booking(self, request_id: str) -> Booking:
         """Return an open booking by its request id.
 
@@ -241,34 +277,42 @@ class Router:
         self._block_size = next(filter(None, hits.block_size), self._block_size)
         if self._predictions is not None:
             hits = self._predictions.added_to(confirmed, prompt, fleet.rows)
-        loads = self._loads.columns(now)
-        length = len(prompt.token_ids)
+        length, loads = len(prompt.token_ids), self._loads.columns(now)
         asked = Asked(fleet.ranks, fleet.live, loads, length, prompt.lora, labels)
         wanted = None if ranks is None else fleet.named(ranks)
         placed = isinstance(policy, _Placed)
+        usable = self._eligible.rows(asked, wanted, fleet.connected, placed=placed)
+        return *self._choose(length, hits, usable, policy, now, confirmed), now
+
+    def _choose(
+        self,
+        prompt_tokens: int,
+        hits: Hits,
+        usable: bytearray,
+        policy: Policy,
+        now: float,
+        confirmed: Hits | None = None,
+    ) -> tuple[Decision, float]:
+        """Have the policy choose; return the decision, and the tokens queued on its rank."""
+        loads, fleet = self._loads.columns(now), self._fleet
         candidates = Candidates(
             fleet.ranks,
-            length,
+            prompt_tokens,
             hits,
             LoadColumns(*(column[:] for column in loads)),  # a decision shows them later
-            self._eligible.rows(asked, wanted, fleet.connected, placed=placed),
+            usable,
             self._block_size,
             self._rate.tokens_per_second,
             self._random(),
         )
         choice = policy.choose(candidates)
         row = choice.row
-        if not (0 <= row < len(fleet.ranks) and candidates.usable[row]):
+        if not (0 <= row < len(fleet.ranks) and usable[row]):
             raise ConfigurationError(f"policy {policy.name!r} chose row {row}, which is not usable")
         self._decisions += 1
-        decision = Decision(
-            policy.name,
-            candidates,
-            choice,
-            fleet.live,
-            predicted_tokens=hits.tokens[row] - confirmed.tokens[row],
-        )
-        return decision, loads.queued[row], now
+        predicted = 0 if confirmed is None else hits.tokens[row] - confirmed.tokens[row]
+        decision = Decision(policy.name, candidates, choice, fleet.live, predicted_tokens=predicted)
+        return decision, loads.queued[row]
 
     # What is known of the ranks -----------------------------------------------------------------
 

@@ -1,0 +1,38 @@
+"""A router books what another one has reserved, without the prompt's tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvindex import Index, Rank
+from kvindex.errors import UnknownRankError
+from kvindex.routing import DuplicateBookingError, Load, Router
+
+
+@pytest.fixture
+def router() -> Router:
+    index = Index()
+    for name in "ab":
+        index.add(Rank(name))
+    return Router(index)
+
+
+def test_the_load_is_that_of_the_router_that_chose(router: Router) -> None:
+    booking = router.book(Rank("b"), 100, 36, request_id="r")
+    assert router.load("b") == Load(queued_tokens=36, open_requests=1, decode_blocks=7)
+    assert router.load("a") == Load()
+    assert (booking.decision.tokens, booking.decision.new_tokens) == (64, 36)
+    booking.first_token()
+    booking.output(16)
+    assert router.load("b") == Load(queued_tokens=0, open_requests=1, decode_blocks=8)
+    router.booking("r").finish()
+    assert router.load("b") == Load()
+
+
+def test_an_unknown_rank_and_an_id_that_is_taken_are_refused(router: Router) -> None:
+    with pytest.raises(UnknownRankError):
+        router.book(Rank("c"), 10, 10)
+    router.book(Rank("a"), 10, 10, request_id="r")
+    with pytest.raises(DuplicateBookingError):
+        router.book(Rank("b"), 10, 10, request_id="r")
+    assert router.load("b") == Load()
