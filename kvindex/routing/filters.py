@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvindex.errors import ConfigurationError
 from kvindex.index import Lora
@@ -33,6 +33,18 @@ class Asked(NamedTuple):
     labels: Mapping[str, str]
 
 
+_Value = TypeVar("_Value")
+ByRank: TypeAlias = Mapping[Rank, _Value] | Mapping[str, _Value]
+
+
+def _told(table: ByRank[_Value], rank: Rank) -> Iterator[_Value]:
+    """Yield what is told of a rank's worker and of the rank, by any of its names."""
+    entries: Mapping[Any, _Value] = table
+    for name in (rank.worker, str(rank), rank):
+        if name in entries:
+            yield entries[name]
+
+
 class Filter(Protocol):
     """Says which ranks may be chosen. Called under the router's lock, so it must be quick."""
 
@@ -48,37 +60,40 @@ class Labels:
     """Keeps the ranks that have all labels that the request asks for (`labels=`).
 
     Args:
-        labels: the labels of ranks. A worker's name stands for all its ranks.
+        labels: the labels of ranks, read at each request. A rank may be given as text; a worker's
+            name stands for all its ranks, and each may have labels of its own, too.
 
     Examples:
-        >>> zones = Labels({"vllm-0": {"zone": "a"}, Rank("vllm-1", 0): {"zone": "b"}})
+        >>> zones = Labels({"vllm-0": {"gpu": "h100"}, "vllm-0/1": {"zone": "b"}})
     """
 
     name = "labels"
 
-    def __init__(self, labels: Mapping[Rank | str, Mapping[str, str]]) -> None:
+    def __init__(self, labels: ByRank[Mapping[str, str]]) -> None:
         self._labels = labels
 
     def keeps(self, asked: Asked) -> Iterable[object]:
         """See `Filter`."""
         wanted = asked.labels.items()
-        return (not wanted or wanted <= self._of(rank).items() for rank in asked.ranks)
+        if not wanted:
+            return (True for _ in asked.ranks)
+        return (wanted <= self._of(rank).items() for rank in asked.ranks)
 
-    def _of(self, rank: Rank) -> Mapping[str, str]:
-        return {**self._labels.get(rank.worker, {}), **self._labels.get(rank, {})}
+    def _of(self, rank: Rank) -> dict[str, str]:
+        return dict(pair for labels in _told(self._labels, rank) for pair in labels.items())
 
 
 class LoraLoaded:
     """Keeps the ranks that have loaded the request's LoRA adapter; all, for a request without one.
 
     Args:
-        loaded: the adapters of ranks, read at each request, so that it may be changed. A worker's
-            name stands for all its ranks.
+        loaded: the adapters of ranks, read at each request, so that you may change it. Ranks are
+            given as for `Labels`.
     """
 
     name = "lora"
 
-    def __init__(self, loaded: Mapping[Rank | str, Collection[str | int]]) -> None:
+    def __init__(self, loaded: ByRank[Collection[str | int]]) -> None:
         self._loaded = loaded
 
     def keeps(self, asked: Asked) -> Iterable[object]:
@@ -86,10 +101,7 @@ class LoraLoaded:
         lora = asked.lora
         if lora is None:
             return (True for _ in asked.ranks)
-        return (
-            lora in self._loaded.get(rank, ()) or lora in self._loaded.get(rank.worker, ())
-            for rank in asked.ranks
-        )
+        return (any(lora in some for some in _told(self._loaded, rank)) for rank in asked.ranks)
 
 
 class Capacity:

@@ -220,7 +220,7 @@ def test_ranks_narrow_the_choice() -> None:
 
 
 def test_labels_decide_where_the_request_asks_for_them() -> None:
-    labels = Labels({"a": {"zone": "1", "gpu": "h100"}, B: {"zone": "2"}})
+    labels = Labels({"a": {"zone": "1", "gpu": "h100"}, "b/0": {"zone": "2"}})
     router = Router(fleet({"a": 9, "b": 0}), filters=[labels])
     assert router.select(PROMPT).rank == A
     assert router.select(PROMPT, labels={"zone": "2"}).rank == B
@@ -233,7 +233,7 @@ def test_labels_decide_where_the_request_asks_for_them() -> None:
 
 
 def test_a_request_with_a_lora_goes_where_it_is_loaded() -> None:
-    loaded = LoraLoaded({"a": {"french"}, B: {"german"}})
+    loaded = LoraLoaded({"a": {"french"}, "b/0": {"german"}})
     router = Router(fleet({"a": 9, "b": 0}), filters=[loaded])
     assert router.select(PROMPT, lora="german").rank == B
     assert router.select(PROMPT).rank == A
