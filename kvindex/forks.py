@@ -25,6 +25,14 @@ _Owner = TypeVar("_Owner")
 _Prepare: TypeAlias = "Callable[[_Owner, Fork], None]"
 
 
+class Lock(Protocol):
+    """A lock of `threading`, reentrant or not."""
+
+    def acquire(self, blocking: bool, timeout: float, /) -> bool: ...
+
+    def release(self) -> None: ...
+
+
 class Fork:
     """A fork that a thread is at: what it holds until then, and what is to be done after it.
 
@@ -48,7 +56,7 @@ class Fork:
         """Have something done in the child only."""
         self.then(lambda in_child: call() if in_child else None)
 
-    def hold(self, lock: threading.Lock, timeout: float) -> None:
+    def hold(self, lock: Lock, timeout: float) -> None:
         """Take a lock if it can be had in time; both processes give it back after the fork."""
         taken: list[bool] = []
         self.then(lambda _: lock.release() if any(taken) else None)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvindex.errors import ConfigurationError
+from kvindex.forks import Fork, prepare_forks
 from kvindex.index import ExtraKeys, Hits, Lora, Match, TokenIds
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank
@@ -29,6 +30,7 @@ __all__ = ["Router"]
 
 
 _BLOCK_SIZE = 16  # tokens, until some rank has stored a block
+_MOST_HELD = 5.0  # seconds; no call holds the lock for longer than its filters and policy take
 
 
 class Router:
@@ -70,7 +72,8 @@ class Router:
         ConfigurationError: a value that cannot work.
 
     Thread safety: every method may be called from any thread; one lock guards the load. No call
-    waits for anything else, so asyncio code calls them directly.
+    waits for anything else, so asyncio code calls them directly. A forked child has a router of its
+    own, with the load as it was at the fork.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index
@@ -115,6 +118,7 @@ class Router:
             self._loads, self._lock, clock, expires_after, self._on_first_token, self._on_end
         )
         self._rate = PrefillRate()
+        prepare_forks(self, Router._prepare_fork)
         self._funnel = Funnel()
         self._predictions = None if predict is None else Predictions(predict)
         self._decisions = 0
@@ -443,6 +447,10 @@ class Router:
             self._predictions.end(booking, self._clock())
         if booking.stage is Stage.FINISHED:
             self._funnel.count(booking.decision, cached_tokens)
+
+    def _prepare_fork(self, fork: Fork) -> None:
+        """Have the lock free and the load whole in a forked child, whoever had it."""
+        fork.hold(self._lock, _MOST_HELD)
 
     def __repr__(self) -> str:
         return (

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": {"rank_lookup", "errors", "rank", "index", "subscribe", "saved_state", "answering"},
     "fanout": {"errors", "rank", "rank_lookup", "forks", "index", "subscribe", "client"}
     | {"answering", "ring", "log_rate"},
-    "routing": {"errors", "rank", "rank_lookup", "index", "wire", "backend", "_native"},
+    "routing": {"errors", "rank", "rank_lookup", "forks", "index", "wire", "backend", "_native"},
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"}
     | {"waker"},
     "cli": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,6 +24,7 @@ from kvindex.routing import (
     Stage,
     UnknownBookingError,
 )
+from tests.children import in_child
 from tests.unit.routing_fleet import BLOCK, PROMPT, Clock, FollowedIndex, fleet, hold
 
 A, B, C = Rank("a"), Rank("b"), Rank("c")
@@ -396,3 +399,29 @@ def test_settings_that_cannot_work_are_refused() -> None:
         Router(Index(), expires_after=0.0)
     with pytest.raises(ConfigurationError, match="predict"):
         Router(Index(), predict=0.0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_that_is_forked_while_threads_book_routes_by_the_load_of_that_moment() -> None:
+    router = Router(fleet({"a": 0, "b": 0}))
+    is_over = threading.Event()
+
+    def book() -> None:
+        while not is_over.is_set():
+            router.reserve(PROMPT).finish()
+
+    def check() -> bool:
+        before = [router.load(rank).open_requests for rank in (A, B)]
+        router.reserve(PROMPT)
+        after = [router.load(rank).open_requests for rank in (A, B)]
+        return sum(after) == sum(before) + 1
+
+    threads = [threading.Thread(target=book) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert [in_child(check) for _ in range(10)] == [0] * 10
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
