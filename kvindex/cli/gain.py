@@ -1,24 +1,21 @@
-"""What a router gains by asking: the same requests routed by cached prefix, and in turn."""
+"""What a router gains by asking: the same requests routed by prefix and load, and in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import cycle
+from collections import deque
 
 import msgspec
 
 from kvindex import EventBatch, Index, Rank
+from kvindex.routing import Booking, Router
 from kvindex.testing import FakeEngine, Workload
 
 __all__ = ["Outcome", "compare_routers"]
 
 _ENGINES = 4
-_BLOCKS = 160  # of 16 tokens: too few for every conversation to be in every cache
+_BLOCKS = 640  # of 16 tokens: too few for every conversation to be in every cache
 _REQUESTS = 600
-_LOAD_WEIGHT = 0.5  # one token of work that waits counts as half a token to compute
-_LOAD_KEPT = 0.95  # engines finish work while requests come
-
-Choose = Callable[[list[int]], Rank]
+_OPEN = 8  # requests at a time
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -38,50 +35,41 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def compare_routers(seed: int) -> tuple[Outcome, Outcome]:
-    """Serve the same requests by prefix and load, then round-robin, on fresh engines each time."""
-    requests = Workload(_REQUESTS, seed=seed, system_prompts=6, system_tokens=96, max_tokens=600)
-    ranks = [Rank(f"vllm-{number}") for number in range(_ENGINES)]
-    index, turns = Index(), cycle(ranks)
+    """Serve the same requests by prefix and load, then in turn, on fresh engines each time."""
+    requests = Workload(
+        _REQUESTS,
+        seed=seed,
+        system_prompts=6,
+        system_tokens=384,
+        turn_tokens=160,
+        new_tokens=96,
+        max_tokens=2_400,
+    )
     return (
-        _serve("by prefix and load", requests, ranks, index, _ByPrefixAndLoad(index, ranks)),
-        _serve("round-robin", requests, ranks, Index(), lambda _: next(turns)),
+        _serve("by prefix and load", requests, "affinity", seed),
+        _serve("round-robin", requests, "round-robin", seed),
     )
 
 
-class _ByPrefixAndLoad:
-    """Choose where a request costs least: tokens left to compute, and work already there."""
-
-    def __init__(self, index: Index, ranks: list[Rank]) -> None:
-        self._index = index
-        self._load = dict.fromkeys(ranks, 0.0)
-
-    def __call__(self, token_ids: list[int]) -> Rank:
-        match = self._index.match(token_ids, recomputed=1)
-        to_compute = {rank: len(token_ids) - match[rank].tokens for rank in self._load}
-        # Without the load, the first rank to hold a system prompt would get all its users.
-        chosen = min(self._load, key=lambda rank: to_compute[rank] + self._weighed(rank))
-        for rank in self._load:
-            self._load[rank] *= _LOAD_KEPT
-        self._load[chosen] += to_compute[chosen]
-        return chosen
-
-    def _weighed(self, rank: Rank) -> float:
-        return _LOAD_WEIGHT * self._load[rank]
-
-
-def _serve(
-    router: str, requests: Workload, ranks: list[Rank], index: Index, choose: Choose
-) -> Outcome:
+def _serve(name: str, requests: Workload, policy: str, seed: int) -> Outcome:
+    ranks = [Rank(f"vllm-{number}") for number in range(_ENGINES)]
     engines = {r: FakeEngine(r.worker, num_blocks=_BLOCKS, publish=False) for r in ranks}
+    index = Index()
     for rank in ranks:
         index.add(rank)
+    router = Router(index, policy=policy, seed=seed)
     prompt_tokens = 0
     computed = dict.fromkeys(ranks, 0)
+    opened: deque[Booking] = deque()
     for request in requests:
-        rank = choose(list(request.token_ids))
-        served = engines[rank].serve(request.token_ids, new_tokens=request.new_tokens)
-        index.apply(rank, EventBatch(0.0, list(engines[rank].events)))
+        if len(opened) == _OPEN:
+            opened.popleft().finish()
+        booking = router.reserve(request.token_ids)
+        opened.append(booking)
+        engine = engines[booking.rank]
+        served = engine.serve(request.token_ids, new_tokens=request.new_tokens)
+        index.apply(booking.rank, EventBatch(0.0, list(engine.events)))
         prompt_tokens += served.prompt_tokens
-        computed[rank] += served.prompt_tokens - served.hit_tokens
+        computed[booking.rank] += served.prompt_tokens - served.hit_tokens
     total = sum(computed.values())
-    return Outcome(router, 1 - total / prompt_tokens, total, max(computed.values()))
+    return Outcome(name, 1 - total / prompt_tokens, total, max(computed.values()))

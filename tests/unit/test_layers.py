@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"waker"},
     "cli": {
         "kvindex",
+        "routing",
         "backend",
         "wire",
         "testing",
