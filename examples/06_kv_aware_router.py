@@ -68,7 +68,7 @@ def route_dry(names: list[str]) -> None:
         router = Router(client)
         for request in list(REQUESTS)[:10]:
             decision = router.reserve(request.token_ids).decision
-            print(f"{len(request.token_ids)} tokens -> {decision.rank}, since {decision.reason}")
+            print(f"{len(request.token_ids)} tokens -> {decision.rank}\n    {decision.reason}")
 
 
 if len(sys.argv) > 1:
