@@ -10,19 +10,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from kvindex._native import SECRET_BYTES, Answer, PackedBatch, decode
+from kvindex._native import SECRET_BYTES, PackedBatch, decode
 from kvindex._native import Index as Core
-from kvindex._native import RankRows as CoreRows
 from kvindex.errors import InvariantError, SnapshotError, UnknownRankError
 from kvindex.index.api import BaseIndex, check_limits, rank_limit
 from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard
-from kvindex.index.hits import Hits, RankRows
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, lora_tag, tagged_lora
 from kvindex.index.labels import ResidentBlock, no_room
-from kvindex.index.match import Match, RankMatch, Trusts
+from kvindex.index.match import Match, Trusts
+from kvindex.index.native_answer import Directory, NativeFound
 from kvindex.index.packing import group_number, pack_batch, pack_text
 from kvindex.index.questions import (
     ambiguous_extras,
@@ -68,73 +67,6 @@ def _decoded(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatc
     return decode_uncommon(payload) if packed is None else packed
 
 
-class _Directory(NamedTuple):
-    """The ranks by name and by number, and in order."""
-
-    ids: Mapping[Rank, int]
-    ranks: Mapping[int, Rank]
-    order: tuple[Rank, ...]
-
-
-class _Found:
-    """What the core found, by the names that ranks had when it was asked."""
-
-    __slots__ = ("_answer", "_directory")
-
-    def __init__(self, answer: Answer, directory: _Directory) -> None:
-        self._answer = answer
-        self._directory = directory
-
-    def get(self, rank: Rank) -> RankMatch | None:
-        rank_id = self._directory.ids.get(rank)
-        found = None if rank_id is None else self._answer.get(rank_id)
-        return None if found is None else _rank_match(rank, found)
-
-    def block_size(self, rank: Rank) -> int:
-        rank_id = self._directory.ids.get(rank)
-        return 0 if rank_id is None else self._answer.block_size(rank_id)
-
-    def first(self) -> RankMatch | None:
-        found = self._answer.best
-        if found is None:
-            return None
-        rank = self._directory.ranks.get(found[0])
-        if rank is not None:
-            return _rank_match(rank, found)
-        return next(map(self.get, self.longest()), None)
-
-    def longest(self) -> list[Rank]:
-        # Not there: made known while the core was being asked.
-        names = map(self._directory.ranks.get, self._answer.longest())
-        return [rank for rank in names if rank is not None]
-
-    def hits(self, rows: RankRows, live: bytes | bytearray | None) -> Hits:
-        ids = self._directory.ids
-        numbered = rows._numbered
-        if numbered is None or numbered[0] is not ids:
-            numbered = rows._numbered = ids, CoreRows([ids.get(rank) for rank in rows])
-        columns = rows._columns()
-        self._answer.hits(numbered[1], live, *columns)
-        return columns
-
-
-_FoundRank = tuple[int, int, int, int, dict[str, int], int, int, bool]
-
-
-def _rank_match(rank: Rank, found: _FoundRank) -> RankMatch:
-    _, blocks, tokens, block_size, by_medium, device_tokens, host_tokens, upper_bound = found
-    return RankMatch(
-        rank=rank,
-        blocks=blocks,
-        tokens=tokens,
-        block_size=block_size,
-        by_medium=by_medium,
-        device_tokens=device_tokens,
-        host_tokens=host_tokens,
-        upper_bound=upper_bound,
-    )
-
-
 class Index(BaseIndex):
     """The index over the native core; `BaseIndex` says what it does."""
 
@@ -160,7 +92,7 @@ class Index(BaseIndex):
         self._core = Core(secrets, total, of_rank, min(max_orphans, 2**63 - 1))
         self._core_apply = self._core.apply
         self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
-        self._directory = _Directory(self._ids, {}, ())
+        self._directory = Directory(self._ids, {}, ())
         self._guard = Guard(self._core)  # of the directory, while it is replaced
 
     @property
@@ -268,7 +200,7 @@ class Index(BaseIndex):
             if answer is None:
                 answer = self._core.match(self._readable(token_ids, recomputed), 0)
             assert answer is not None
-            return Match(_Found(answer, directory), directory.ids.keys(), trust)
+            return Match(NativeFound(answer, directory), directory.ids.keys(), trust)
         return self._match_with(
             token_ids,
             directory,
@@ -285,7 +217,7 @@ class Index(BaseIndex):
     def _match_with(
         self,
         token_ids: TokenIds,
-        directory: _Directory,
+        directory: Directory,
         lora: Lora,
         salt: str | None,
         extra_keys: ExtraKeys | None,
@@ -319,7 +251,7 @@ class Index(BaseIndex):
             units = answer.units()
             asked = directory.ids.values() if wanted_ids is None else wanted_ids
             check_block_size(block_size, [units.get(rank_id, 0) for rank_id in asked])
-        return Match(_Found(answer, directory), known, trust)
+        return Match(NativeFound(answer, directory), known, trust)
 
     def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
         directory = self._directory
@@ -337,7 +269,7 @@ class Index(BaseIndex):
             for held in found
             if held[0] in directory.ranks
         ]
-        return Match(_Found(answer, directory), known, asked.trust), holdings
+        return Match(NativeFound(answer, directory), known, asked.trust), holdings
 
     def _stored_text(self) -> bool:
         return self._core.stored_text()
@@ -402,7 +334,7 @@ class Index(BaseIndex):
     def _replace(self, ids: Mapping[Rank, int]) -> None:
         ranks = {rank_id: rank for rank, rank_id in ids.items()}
         order = tuple(sorted(ids))
-        self._ids, self._directory = ids, _Directory(ids, ranks, order)
+        self._ids, self._directory = ids, Directory(ids, ranks, order)
         self._core.set_order([ids[rank] for rank in order])
 
     def _readable(self, token_ids: TokenIds, recomputed: int) -> array[int]:
@@ -419,7 +351,7 @@ class Index(BaseIndex):
         return tokens
 
     def _narrowed(
-        self, directory: _Directory, wanted: Iterable[Rank] | None
+        self, directory: Directory, wanted: Iterable[Rank] | None
     ) -> tuple[Collection[Rank], list[int] | None]:
         """Return the ranks that are asked for, and their numbers (None: all)."""
         if wanted is None:
@@ -428,7 +360,7 @@ class Index(BaseIndex):
         return ids.keys(), list(ids.values())
 
     @staticmethod
-    def _known(rank: Rank, directory: _Directory) -> int:
+    def _known(rank: Rank, directory: Directory) -> int:
         rank_id = directory.ids.get(rank)
         if rank_id is None:
             raise UnknownRankError(rank, directory.ids)

@@ -1,0 +1,81 @@
+"""What the native core found, dressed for `Match`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvindex._native import Answer
+from kvindex._native import RankRows as CoreRows
+from kvindex.index.hits import Hits, RankRows
+from kvindex.index.match import RankMatch
+from kvindex.rank import Rank
+
+__all__ = ["Directory", "NativeFound"]
+
+
+class Directory(NamedTuple):
+    """The ranks by name and by number, and in order."""
+
+    ids: Mapping[Rank, int]
+    ranks: Mapping[int, Rank]
+    order: tuple[Rank, ...]
+
+
+class NativeFound:
+    """What the core found, by the names that ranks had when it was asked; see `Found`."""
+
+    __slots__ = ("_answer", "_directory")
+
+    def __init__(self, answer: Answer, directory: Directory) -> None:
+        self._answer = answer
+        self._directory = directory
+
+    def get(self, rank: Rank) -> RankMatch | None:
+        rank_id = self._directory.ids.get(rank)
+        found = None if rank_id is None else self._answer.get(rank_id)
+        return None if found is None else _rank_match(rank, found)
+
+    def block_size(self, rank: Rank) -> int:
+        rank_id = self._directory.ids.get(rank)
+        return 0 if rank_id is None else self._answer.block_size(rank_id)
+
+    def first(self) -> RankMatch | None:
+        found = self._answer.best
+        if found is None:
+            return None
+        rank = self._directory.ranks.get(found[0])
+        if rank is not None:
+            return _rank_match(rank, found)
+        return next(map(self.get, self.longest()), None)
+
+    def longest(self) -> list[Rank]:
+        # Not there: made known while the core was being asked.
+        names = map(self._directory.ranks.get, self._answer.longest())
+        return [rank for rank in names if rank is not None]
+
+    def hits(self, rows: RankRows, live: bytes | bytearray | None) -> Hits:
+        ids = self._directory.ids
+        numbered = rows._numbered
+        if numbered is None or numbered[0] is not ids:
+            numbered = rows._numbered = ids, CoreRows([ids.get(rank) for rank in rows])
+        columns = rows._columns()
+        self._answer.hits(numbered[1], live, *columns)
+        return columns
+
+
+_FoundRank = tuple[int, int, int, int, dict[str, int], int, int, bool]
+
+
+def _rank_match(rank: Rank, found: _FoundRank) -> RankMatch:
+    _, blocks, tokens, block_size, by_medium, device_tokens, host_tokens, upper_bound = found
+    return RankMatch(
+        rank=rank,
+        blocks=blocks,
+        tokens=tokens,
+        block_size=block_size,
+        by_medium=by_medium,
+        device_tokens=device_tokens,
+        host_tokens=host_tokens,
+        upper_bound=upper_bound,
+    )
