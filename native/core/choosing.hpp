@@ -42,8 +42,8 @@ struct Chosen {
   int64_t attainable = 0;
 };
 
-// Choose a row, and write what each costs: infinitely much where it is not usable, or where the
-// cost is no number. `chance` is in [0, 1).
+// Choose a row, and write what each costs: infinitely much where it is not usable. A cost that is no
+// number counts as infinite, so that one usable row is chosen always. `chance` is in [0, 1).
 Chosen choose(int64_t prompt_tokens, const ChoiceColumns& columns, const Weights& weights,
               double chance, double* costs);
 

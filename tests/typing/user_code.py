@@ -36,6 +36,7 @@ from kvindex import (
     RankLost,
     RankMatch,
     RankRestarted,
+    RankRows,
     RankStatus,
     ReplayPolicy,
     ResidentBlock,
@@ -74,6 +75,8 @@ def route(client: Client, token_ids: Sequence[int]) -> Rank | None:
     assert_type(match[Rank("vllm-0", 0)].tokens, int)
     assert_type(match.top(3), list[RankMatch])
     assert_type(match["vllm-0"] in match, bool)
+    assert_type(match.hits(RankRows(client.index.ranks)).tokens, array.array[int])
+    assert_type(client.live_ranks(), frozenset[Rank])
     return match.best.rank if match and match.best is not None else None
 
 
