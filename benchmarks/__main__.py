@@ -25,12 +25,14 @@ from benchmarks.measures import (
     memory,
     native,
     queue,
+    select,
 )
 from benchmarks.results import Result, as_dict, bars_table, details, write_between
 from benchmarks.scale import FULL, QUICK, SMOKE
 
 MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "match": match.run,
+    "select": select.run,
     "native": native.run,
     "apply": apply.run,
     "ingest": ingest.run,

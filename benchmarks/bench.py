@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ class Bench:
         """Return the interpreter that runs a side."""
         if side in _OWN:
             return sys.executable
-        return venvs.python_of("dict" if side.startswith("dict") else side, self.folder)
+        return venvs.python_of(re.split("[ -]", side)[0], self.folder)
 
     @contextmanager
     def start(self, contenders: Iterable[Contender]) -> Iterator[dict[str, Side]]:

@@ -16,6 +16,10 @@ class Scale:
     match_entries: dict[int, int]  # by number of ranks
     match_repeats: int
     prompts: int
+    select_entries: dict[int, int]  # by number of ranks, besides the prompts' own
+    select_prompts: int  # of each kind
+    bookings: dict[int, int]  # by number of ranks
+    bookings_open: int  # of them at once
     apply_blocks: int
     apply_single_blocks: int
     ingest_blocks: int
@@ -43,6 +47,10 @@ FULL: Final = Scale(
     match_entries={64: 300_000, 512: 1_000_000},
     match_repeats=2_000,
     prompts=64,
+    select_entries={8: 100_000, 64: 300_000, 512: 300_000},
+    select_prompts=8,
+    bookings={64: 1_000_000, 512: 200_000},
+    bookings_open=10_000,
     apply_blocks=1_000_000,
     apply_single_blocks=300_000,
     ingest_blocks=2_000_000,
@@ -70,6 +78,10 @@ QUICK: Final = Scale(
     match_entries={64: 60_000, 512: 60_000},
     match_repeats=300,
     prompts=16,
+    select_entries={8: 10_000, 64: 30_000, 512: 30_000},
+    select_prompts=2,
+    bookings={64: 100_000, 512: 20_000},
+    bookings_open=10_000,
     apply_blocks=128_000,
     apply_single_blocks=32_000,
     ingest_blocks=128_000,
@@ -97,6 +109,10 @@ SMOKE: Final = Scale(
     match_entries={64: 2_000},
     match_repeats=20,
     prompts=2,
+    select_entries={8: 1_000},
+    select_prompts=1,
+    bookings={8: 2_000},
+    bookings_open=200,
     apply_blocks=2_000,
     apply_single_blocks=1_000,
     ingest_blocks=4_000,

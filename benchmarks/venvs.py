@@ -15,6 +15,7 @@ PEERS: Final[dict[str, list[list[str]]]] = {
     "dynamo": [
         ["--no-deps", "ai-dynamo-runtime==1.6.1"],
         ["pydantic>=2.10.6,<=2.13.5", "uvloop>=0.21", "numpy>=1.24"],
+        ["msgspec>=0.18.6", "pyzmq>=25"],
     ],
     "dict": [["msgspec>=0.18.6", "numpy>=1.24"]],
     "vllm": [

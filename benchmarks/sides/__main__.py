@@ -14,6 +14,7 @@ from benchmarks.sides.busy import Busy
 from benchmarks.sides.growing import Growing
 from benchmarks.sides.matching import Matching
 from benchmarks.sides.remembering import Remembering
+from benchmarks.sides.selecting import Selecting
 
 
 def main() -> None:
@@ -24,6 +25,10 @@ def main() -> None:
 
 
 def _tasks(name: str) -> dict[str, Any]:
+    if name == "dynamo-selection":
+        from benchmarks.sides.dynamo_selection import DynamoSelection
+
+        return {"select": Selecting(DynamoSelection())}
     adapter: Adapter = create(name)
     tasks = {
         "match": Matching(adapter),
@@ -36,6 +41,7 @@ def _tasks(name: str) -> dict[str, Any]:
         from benchmarks.sides.besieged import Besieged
         from benchmarks.sides.fanned import Fanned
         from benchmarks.sides.floor import Floor
+        from benchmarks.sides.kvindex_router import KVIndexRouter
         from benchmarks.sides.subscribed import Subscribed
 
         return {
@@ -44,6 +50,7 @@ def _tasks(name: str) -> dict[str, Any]:
             "floor": Floor(),
             "fan": Fanned(),
             "siege": Besieged(),
+            "select": Selecting(KVIndexRouter()),
         }
     return tasks
 

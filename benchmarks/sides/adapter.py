@@ -7,10 +7,23 @@ from typing import Any, Protocol
 
 from benchmarks.workload import Encoder
 
-__all__ = ["Adapter", "create"]
+__all__ = ["Adapter", "Fed", "create"]
 
 
-class Adapter(Protocol):
+class Fed(Protocol):
+    """What takes the events of a workload."""
+
+    def encoder(self) -> Encoder:
+        """Return what makes the bytes that `apply` takes."""
+
+    def rank(self, number: int) -> Any:
+        """Return what `apply` calls a rank."""
+
+    def applier(self) -> Callable[[Any, bytes], object]:
+        """Return the call that takes a rank and its bytes; it is timed where applying is."""
+
+
+class Adapter(Fed, Protocol):
     """One index under measurement.
 
     Attributes:
@@ -21,17 +34,8 @@ class Adapter(Protocol):
     answers: bool
     batches: bool
 
-    def encoder(self) -> Encoder:
-        """Return what makes the bytes that `apply` takes."""
-
     def reset(self) -> None:
         """Begin again with an empty index."""
-
-    def rank(self, number: int) -> Any:
-        """Return what this index calls a rank."""
-
-    def applier(self) -> Callable[[Any, bytes], object]:
-        """Return the call that is timed: a rank and its bytes, into the index."""
 
     def matcher(self) -> Callable[[Any], Any]:
         """Return the call that is timed: a prompt to an answer."""

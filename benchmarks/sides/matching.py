@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 
-from benchmarks.sides.adapter import Adapter
+from benchmarks.sides.adapter import Adapter, Fed
 from benchmarks.workload import (
     BLOCK_SIZE,
     EVERYWHERE,
@@ -24,7 +25,7 @@ from benchmarks.workload import (
     messages,
 )
 
-__all__ = ["Matching", "check", "load", "timed", "typed"]
+__all__ = ["LONGEST_NS", "Matching", "check", "collected", "load", "timed", "typed"]
 
 LONGEST_NS = 1_000_000_000  # of calling one thing again and again
 
@@ -91,7 +92,7 @@ class Matching:
         return match if call == "match" else lambda tokens: best(match(tokens))
 
 
-def load(adapter: Adapter, changes: Iterable[Change]) -> None:
+def load(adapter: Fed, changes: Iterable[Change]) -> None:
     """Apply changes, outside any clock."""
     apply = adapter.applier()
     for message in messages(changes, adapter.encoder()):
@@ -123,18 +124,25 @@ def timed(call: Callable[[Any], Any], prompts: list[Any], repeats: int) -> list[
     for prompt in prompts:
         call(prompt)
     samples: list[int] = []
-    gc.collect()
-    gc.disable()
-    try:
+    with collected():
         latest = perf_counter_ns() + LONGEST_NS
         while len(samples) < repeats and perf_counter_ns() < latest:
             for prompt in prompts:
                 started = perf_counter_ns()
                 call(prompt)
                 samples.append(perf_counter_ns() - started)
+    return samples
+
+
+@contextmanager
+def collected() -> Iterator[None]:
+    """Collect garbage, and not again within the block."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
-    return samples
 
 
 def _is_held(prompt: Prompt) -> bool:

@@ -1,6 +1,7 @@
 """The seeded workload: what a fleet serves, holds and publishes. Needs numpy, not kvindex."""
 
 from benchmarks.workload.fleet import Change, Fleet, Prompt
+from benchmarks.workload.parted import HELD_BY, Parted, parted, place_parts
 from benchmarks.workload.payloads import DynamoEncoder, Encoder, Message, MsgpackEncoder, messages
 from benchmarks.workload.prompts import (
     EVERYWHERE,
@@ -16,6 +17,7 @@ from benchmarks.workload.source import Source
 __all__ = [
     "BLOCK_SIZE",
     "EVERYWHERE",
+    "HELD_BY",
     "PROMPT_TOKENS",
     "SENTINEL",
     "Change",
@@ -24,6 +26,7 @@ __all__ = [
     "Fleet",
     "Message",
     "MsgpackEncoder",
+    "Parted",
     "Prompt",
     "Request",
     "Segment",
@@ -32,5 +35,7 @@ __all__ = [
     "is_long",
     "long_prompts",
     "messages",
+    "parted",
+    "place_parts",
     "trace",
 ]

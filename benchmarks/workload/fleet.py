@@ -88,11 +88,14 @@ class Fleet:
             self._count(rank, node, -1)
             yield Change(rank, node, stored=False)
 
+    def place_segments(self, rank: int, segments: tuple[Segment, ...]) -> Iterator[Change]:
+        """Make segments resident on a rank."""
+        yield from self.place(rank, self._path(segments))
+
     def place_everywhere(self, segments: tuple[Segment, ...]) -> Iterator[Change]:
         """Make segments resident on every rank."""
-        path = self._path(segments)
         for rank in range(self.ranks):
-            yield from self.place(rank, path)
+            yield from self.place_segments(rank, segments)
 
     def empty(self) -> Iterator[Change]:
         """Remove everything, rank by rank, least recently used first."""
