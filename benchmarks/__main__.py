@@ -14,6 +14,7 @@ from benchmarks import environment, venvs
 from benchmarks.bench import Bench
 from benchmarks.measures import (
     apply,
+    bookings,
     cycles,
     fanout,
     growth,
@@ -33,6 +34,7 @@ from benchmarks.scale import FULL, QUICK, SMOKE
 MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "match": match.run,
     "select": select.run,
+    "bookings": bookings.run,
     "native": native.run,
     "apply": apply.run,
     "ingest": ingest.run,

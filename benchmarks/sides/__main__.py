@@ -39,6 +39,7 @@ def _tasks(name: str) -> dict[str, Any]:
     }
     if name == "kvindex":
         from benchmarks.sides.besieged import Besieged
+        from benchmarks.sides.booking import Booked
         from benchmarks.sides.fanned import Fanned
         from benchmarks.sides.floor import Floor
         from benchmarks.sides.kvindex_router import KVIndexRouter
@@ -50,6 +51,7 @@ def _tasks(name: str) -> dict[str, Any]:
             "floor": Floor(),
             "fan": Fanned(),
             "siege": Besieged(),
+            "book": Booked(),
             "select": Selecting(KVIndexRouter()),
         }
     return tasks
