@@ -6,6 +6,7 @@ denominator, the tokens asked.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from typing import Final
 
@@ -15,7 +16,8 @@ from kvindex.routing.decision import Decision
 __all__ = ["Funnel"]
 
 _ENOUGH: Final = 20  # requests of a rank, before it is suspected
-_MEMORY: Final = 100.0  # requests after which older ones have lost most of their weight
+_GROWTH: Final = 1.01  # weight of a request against the one before it: some hundred count
+_HEAVIEST: Final = 1e200
 _WRONG: Final = 0.2  # of the tokens that were predicted, or found
 _NEARLY_ALL: Final = 0.95  # of the requests
 
@@ -69,8 +71,12 @@ class _Reported(_Stages):
 
 @dataclass
 class _Lately:
-    """What a rank's engine said of late; sums that fade, in requests and in tokens."""
+    """What a rank's engine said of late: sums in which later requests weigh more.
 
+    So nothing needs to fade. Only the ratios of the sums count.
+    """
+
+    weight: float = 1.0  # of the last request
     requests: float = 0.0
     silent: float = 0.0  # requests without a word of the engine
     expected: float = 0.0  # requests that should have found something
@@ -81,23 +87,28 @@ class _Lately:
     missing: float = 0.0  # tokens predicted and not found
     untold: float = 0.0  # tokens found and not predicted
 
-    def fade(self) -> None:
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) * (1.0 - 1.0 / _MEMORY))
-
     def count(self, decision: Decision, delivered: int | None) -> None:
-        self.fade()
-        self.requests += 1.0
+        if self.weight > _HEAVIEST:
+            self._lighten()
+        weight = self.weight = self.weight * _GROWTH
+        self.requests += weight
         if delivered is None:
-            self.silent += 1.0
+            self.silent += weight
             return
-        self.expected += decision.tokens > 0
-        self.empty += delivered == 0 < decision.tokens
-        self.elsewhere += decision.tokens != delivered == decision.attainable > 0
-        self.chosen += decision.tokens
-        self.delivered += delivered
-        self.missing += max(0, decision.tokens - delivered)
-        self.untold += max(0, delivered - decision.tokens)
+        chosen = decision.tokens
+        self.expected += weight * (chosen > 0)
+        self.empty += weight * (delivered == 0 < chosen)
+        self.elsewhere += weight * (chosen != delivered == decision.attainable > 0)
+        self.chosen += weight * chosen
+        self.delivered += weight * delivered
+        self.missing += weight * max(0, chosen - delivered)
+        self.untold += weight * max(0, delivered - chosen)
+
+    def _lighten(self) -> None:
+        """Divide everything by the last weight: doubles end at 1e308."""
+        weight = self.weight
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) / weight)
 
     def suspicion(self) -> str:
         reported = self.requests - self.silent
@@ -136,12 +147,12 @@ class Funnel:
 
     def __init__(self) -> None:
         self._all = _Counts()
-        self._ranks: dict[Rank, _Counts] = {}
+        self._ranks: defaultdict[Rank, _Counts] = defaultdict(_Counts)
 
     def count(self, decision: Decision, delivered: int | None) -> None:
         """Count one finished request, and what its engine found, if it said so. O(1)."""
         self._all.count(decision, delivered)
-        self._ranks.setdefault(decision.rank, _Counts()).count(decision, delivered)
+        self._ranks[decision.rank].count(decision, delivered)
 
     def statistics(self, rank: Rank | None = None) -> dict[str, dict[str, int]]:
         """Return the stages for all ranks, or for one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvindex.routing import Router
+from kvindex.routing.funnel import Funnel
 from tests.unit.routing_fleet import BLOCK, PROMPT, fleet
 
 HELD = 5 * BLOCK
@@ -78,3 +79,14 @@ def test_a_suspicion_ends_when_the_rank_does_right_again() -> None:
     for _ in range(300):
         router.reserve(PROMPT).finish(HELD)
     assert router.statistics()["ranks"]["a/0"]["suspicion"] == ""
+
+
+def test_a_rank_is_suspected_after_a_hundred_thousand_requests_that_went_right() -> None:
+    decision = Router(fleet({"a": 5})).select(PROMPT)
+    funnel = Funnel()
+    for _ in range(100_000):
+        funnel.count(decision, HELD)
+    assert funnel.suspicion(decision.rank) == ""
+    for _ in range(500):
+        funnel.count(decision, 0)
+    assert "finds nothing cached" in funnel.suspicion(decision.rank)
