@@ -7,6 +7,7 @@ denominator, the tokens asked.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Final
 
@@ -153,6 +154,11 @@ class Funnel:
         """Count one finished request, and what its engine found, if it said so. O(1)."""
         self._all.count(decision, delivered)
         self._ranks[decision.rank].count(decision, delivered)
+
+    def keep(self, ranks: Collection[Rank]) -> None:
+        """Forget the ranks that are not among these; what they did stays in the sums of all."""
+        for rank in self._ranks.keys() - set(ranks):
+            del self._ranks[rank]
 
     def statistics(self, rank: Rank | None = None) -> dict[str, dict[str, int]]:
         """Return the stages for all ranks, or for one.

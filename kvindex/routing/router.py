@@ -431,6 +431,7 @@ class Router:
         if self._fleet.follow(standing):
             self._loads.arrange(self._fleet.ranks)
             self._eligible.drained &= frozenset(self._fleet.ranks)
+            self._funnel.keep(self._fleet.ranks)
         self._bookings.expire(now)
         if self._predictions is not None:
             self._predictions.expire(now)

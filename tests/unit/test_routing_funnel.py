@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvindex import Rank
 from kvindex.routing import Router
 from kvindex.routing.funnel import Funnel
 from tests.unit.routing_fleet import BLOCK, PROMPT, fleet
@@ -90,3 +91,13 @@ def test_a_rank_is_suspected_after_a_hundred_thousand_requests_that_went_right()
     for _ in range(500):
         funnel.count(decision, 0)
     assert "finds nothing cached" in funnel.suspicion(decision.rank)
+
+
+def test_the_funnel_of_a_rank_goes_with_it_and_its_sums_stay() -> None:
+    index = fleet({"a": 5, "b": 0})
+    router = Router(index)
+    router.reserve(PROMPT).finish(HELD)
+    index.remove(Rank("a"))
+    assert router.statistics()["funnel"]["finished"]["requests"] == 1
+    index.add(Rank("a"))
+    assert router.statistics()["ranks"]["a/0"]["funnel"]["finished"]["requests"] == 0
