@@ -32,26 +32,30 @@ class CostPolicy:
         self.name = name
         self._weights = weights
         self._slack_seconds = slack_seconds
+        self._scaled = (0, 0.0, weights)  # for a block size and a prefill rate
 
     def choose(self, candidates: Candidates) -> Choice:
         """Choose the cheapest rank."""
-        weights = self._weights
-        seconds = self._slack_seconds
         chosen = choose(
             candidates.prompt_tokens,
             candidates.hits,
             candidates.loads,
             candidates.usable,
-            Weights(
-                *weights[:5],
-                weights.decode * candidates.block_size,
-                *weights[6:9],
-                weights.slack if seconds is None else seconds * candidates.prefill_rate,
-            ),
+            self._weights_for(candidates.block_size, candidates.prefill_rate),
             candidates.chance,
         )
-        kept = chosen.kept if weights.affinity else None
+        kept = chosen.kept if self._weights.affinity else None
         return Choice(chosen.row, chosen.costs, kept, chosen.stayed, attainable=chosen.attainable)
+
+    def _weights_for(self, block_size: int, prefill_rate: float) -> Weights:
+        """Return the weights, `decode` for a block and `slack` in tokens."""
+        own, seconds = self._weights, self._slack_seconds
+        known_size, known_rate, scaled = self._scaled
+        if block_size != known_size or prefill_rate != known_rate:
+            slack = own.slack if seconds is None else seconds * prefill_rate
+            scaled = Weights(*own[:5], own.decode * block_size, *own[6:9], slack)
+            self._scaled = (block_size, prefill_rate, scaled)
+        return scaled
 
 
 _PEAK_PREFILL: Final = 15_928.0  # tokens/s, of llm-d's configuration

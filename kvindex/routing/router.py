@@ -303,7 +303,8 @@ class Router:
             fleet.ranks,
             prompt_tokens,
             hits,
-            LoadColumns(*(column[:] for column in loads)),  # a decision shows them later
+            # A decision shows these later, all but the last.
+            LoadColumns(loads.queued[:], loads.open[:], loads.decode[:], loads.given),
             usable,
             self._block_size,
             self._rate.tokens_per_second,
