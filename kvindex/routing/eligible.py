@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from kvindex.errors import NoCandidateError
 from kvindex.rank import Rank
@@ -29,11 +30,12 @@ class Eligible:
         self._filters = filters
         self.drained: frozenset[Rank] = frozenset()
         self.refused: Counter[str] = Counter()
+        self._mask: tuple[Sequence[Rank], frozenset[Rank], bytes] = ((), frozenset(), b"")
 
     def rows(
         self,
         asked: Asked,
-        wanted: Collection[Rank] | None,
+        wanted: bytes | bytearray | None,
         connected: bytes | None = None,
         *,
         placed: bool = False,
@@ -42,7 +44,7 @@ class Eligible:
 
         Args:
             asked: what filters are asked about.
-            wanted: only these may be chosen; None: any.
+            wanted: a byte for each rank: only those with 1 may be chosen; None: any.
             connected: a byte for each rank. One with 0 is chosen only if all that may be have 0;
                 None: all are connected.
             placed: ask nothing but this.
@@ -53,7 +55,7 @@ class Eligible:
         rows = bytearray(b"\1") * len(asked.ranks)
         refused: dict[str, int] = {}
         for reason, keeps in self._reasons(asked, wanted, placed):
-            left = _both(rows, bytes(map(bool, keeps)))
+            left = _both(rows, _mask(keeps))
             lost = rows.count(1) - left.count(1)
             if lost:
                 refused[reason] = refused.get(reason, 0) + lost
@@ -71,17 +73,35 @@ class Eligible:
         return there
 
     def _reasons(
-        self, asked: Asked, wanted: Collection[Rank] | None, placed: bool
+        self, asked: Asked, wanted: bytes | bytearray | None, placed: bool
     ) -> Iterator[tuple[str, Iterable[object]]]:
         """Yield reasons to refuse ranks, and which ranks each of them lets pass."""
         if wanted is not None:
-            yield "ranks", [rank in wanted for rank in asked.ranks]
+            yield "ranks", wanted
         if placed:
             return
         if self.drained:
-            yield "drained", [rank not in self.drained for rank in asked.ranks]
+            yield "drained", self._undrained(asked.ranks)
         for one in self._filters:
             yield one.name, one.keeps(asked)
+
+    def _undrained(self, ranks: Sequence[Rank]) -> bytes:
+        """Return a byte for each rank: 0 if it is drained; made once until either changes."""
+        known, drained, mask = self._mask
+        if known is not ranks or drained is not self.drained:
+            mask = bytes(rank not in self.drained for rank in ranks)
+            self._mask = (ranks, self.drained, mask)
+        return mask
+
+
+_TRUTH: Final = bytes([0] + 255 * [1])
+
+
+def _mask(keeps: Iterable[object]) -> bytes | bytearray:
+    """Return a byte for each row: 1 if what it has is true."""
+    if isinstance(keeps, (bytes, bytearray)):
+        return keeps.translate(_TRUTH)
+    return bytes(map(bool, keeps))
 
 
 def _both(one: bytes | bytearray, other: bytes | bytearray) -> bytearray:

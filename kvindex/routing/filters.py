@@ -76,7 +76,7 @@ class Labels:
         """See `Filter`."""
         wanted = asked.labels.items()
         if not wanted:
-            return (True for _ in asked.ranks)
+            return _all(asked)
         return (wanted <= self._of(rank).items() for rank in asked.ranks)
 
     def _of(self, rank: Rank) -> dict[str, str]:
@@ -100,7 +100,7 @@ class LoraLoaded:
         """See `Filter`."""
         lora = asked.lora
         if lora is None:
-            return (True for _ in asked.ranks)
+            return _all(asked)
         return (any(lora in some for some in _told(self._loaded, rank)) for rank in asked.ranks)
 
 
@@ -166,4 +166,8 @@ class Prefer:
     def keeps(self, asked: Asked) -> Iterable[object]:
         """See `Filter`."""
         kept = list(map(bool, self._preferred.keeps(asked)))
-        return kept if any(kept) else (True for _ in kept)
+        return kept if any(kept) else _all(asked)
+
+
+def _all(asked: Asked) -> bytes:
+    return b"\1" * len(asked.ranks)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
-from kvindex.errors import UnknownRankError
 from kvindex.index import Index, RankRows
 from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, find_ranks
+from kvindex.rank_lookup import RankName, RankNames
 
 __all__ = ["Fleet", "Followed", "Source", "Standing"]
 
@@ -56,7 +55,7 @@ class Fleet:
         live: a byte for each row: 0 if the rank is not live.
         connected: a byte for each row: 0 if its publisher is not connected; None if all are.
 
-    Thread safety: a router calls `follow` under its lock; the rest from any thread.
+    Thread safety: a router calls it under its lock, but `standing` from any thread.
     """
 
     def __init__(self, source: Source) -> None:
@@ -65,6 +64,9 @@ class Fleet:
         self._shown: Standing | None = None
         self.ranks: tuple[Rank, ...] = ()
         self.rows = RankRows(())
+        self._row: dict[Rank, int] = {}
+        self._names = RankNames(())
+        self._named: tuple[Rank, ...] = ()  # of which these are the names
         self.live = b""
         self.connected: bytes | None = None
 
@@ -83,6 +85,7 @@ class Fleet:
         has_changed = ranks is not self.ranks
         if has_changed:
             self.ranks, self.rows = ranks, RankRows(ranks)
+            self._row = {rank: row for row, rank in enumerate(ranks)}
         if has_changed or not _same(standing, self._shown):
             self._show(standing)
         return has_changed
@@ -101,17 +104,27 @@ class Fleet:
 
         Raises:
             UnknownRankError: one of them is not known.
+
+        Complexity: O(names + ranks found), and O(ranks) once when the ranks have changed.
         """
         ranks = self.index.ranks
-        found: set[Rank] = set()
-        for name in [names] if isinstance(names, str) else names:
-            if isinstance(name, str):
-                found.update(find_ranks(name, ranks))
-            elif name in ranks:
-                found.add(name)
-            else:
-                raise UnknownRankError(name, ranks)
-        return found
+        if ranks is not self._named:
+            self._names, self._named = RankNames(ranks), ranks
+        find = self._names.find
+        return {rank for name in _each(names) for rank in find(name)}
+
+    def mask(self, names: Iterable[RankName] | str) -> bytearray:
+        """Return a byte for each row: 1 if a name stands for its rank; else as `named`."""
+        mask = bytearray(len(self.ranks))
+        for rank in self.named(names):
+            row = self._row.get(rank)  # one that came a moment ago has none yet
+            if row is not None:
+                mask[row] = 1
+        return mask
+
+
+def _each(names: Iterable[RankName] | str) -> Iterable[RankName]:
+    return [names] if isinstance(names, str) else names
 
 
 def _same(one: Standing | None, other: Standing | None) -> bool:

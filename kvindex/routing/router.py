@@ -283,7 +283,7 @@ class Router:
             hits = self._predictions.added_to(confirmed, prompt, fleet.rows)
         length, loads = len(prompt.token_ids), self._loads.columns(now)
         asked = Asked(fleet.ranks, fleet.live, loads, length, prompt.lora, labels)
-        wanted = None if ranks is None else fleet.named(ranks)
+        wanted = None if ranks is None else fleet.mask(ranks)
         placed = isinstance(policy, _Placed)
         usable = self._eligible.rows(asked, wanted, fleet.connected, placed=placed)
         return *self._choose(length, hits, usable, policy, now, confirmed), now

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from kvindex.errors import UnknownRankError
 from kvindex.rank import Rank
-from kvindex.rank_lookup import find_rank, find_ranks
+from kvindex.rank_lookup import RankNames, find_rank, find_ranks
 
 A0, A1, AN = Rank("a", 0), Rank("a", 1), Rank("a/1", 0)
 
@@ -39,3 +42,16 @@ def test_a_name_that_several_ranks_have_is_none_of_them() -> None:
         find_rank("a", {A0, A1})
     with pytest.raises(UnknownRankError, match=r"'a/1' \(str\) stands for several: a/1, a/1/0"):
         find_ranks("a/1", {A0, A1, AN})
+
+
+@pytest.mark.parametrize("name", [A0, ("a", 1), "a/0", "a", "a/1/0", "a/1", "b", "", ["a", 0]])
+def test_many_names_are_found_as_one_is(name: Any) -> None:
+    known = sorted({A1, A0, AN})
+
+    def told(find: Callable[[Any], list[Rank]]) -> list[Rank] | str:
+        try:
+            return find(name)
+        except UnknownRankError as error:
+            return str(error)
+
+    assert told(RankNames(known).find) == told(lambda one: find_ranks(one, known))
