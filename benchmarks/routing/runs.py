@@ -1,0 +1,199 @@
+"""Runs: what is simulated, with which seed, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks.routing.engine import Model
+from benchmarks.routing.generated import generate
+from benchmarks.routing.sharing import Boards
+from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
+from benchmarks.routing.traces import mooncake
+from benchmarks.routing.traffic import Session
+from benchmarks.stats import percentile
+from kvindex import Index
+from kvindex.routing import Router
+
+__all__ = ["Fleet", "Outcome", "Run", "Spread", "Traffic", "perform", "spread"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Which requests come.
+
+    Attributes:
+        kind: one of `generated.KINDS`, or what a trace is called.
+        load: of a trace, how many times faster than recorded it runs; of generated traffic, its
+            prompts' tokens over what the engines could prefill in the time, without any cache.
+        requests: how many, about.
+        trace: the file of a trace.
+    """
+
+    kind: str
+    load: float
+    requests: int
+    trace: Path | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} ×{self.load:g}"
+
+    def sessions(self, fleet: Fleet, seed: int) -> list[Session]:
+        """Return the sessions, the same ones for the same seed."""
+        if self.trace is not None:
+            return mooncake(self.trace, speed=self.load, seed=seed, most=self.requests)
+        return _generated(self.kind, self.requests, self.load * fleet.prefill_rate, seed)
+
+
+@lru_cache(maxsize=1)
+def _generated(kind: str, requests: int, rate: float, seed: int) -> list[Session]:
+    sessions = generate(kind, requests=requests, seconds=1.0, seed=seed)
+    tokens = sum(turn.prompt for session in sessions for turn in session.turns)
+    return [Session(session.start * tokens / rate, session.turns) for session in sessions]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What serves them.
+
+    Attributes:
+        ranks: how many engines.
+        model: what each can do.
+        event_delay: seconds until the index learns what an engine did.
+        losses: engines that die.
+        gateways: how many routers share the requests out, at random.
+        shared: seconds until a gateway learns what another one booked; None: never.
+        gauges: seconds between which all gateways learn of all bookings at once; None: never.
+        predict: as `Router(predict=...)`.
+    """
+
+    ranks: int = 8
+    model: Model = field(default_factory=Model)
+    event_delay: float = 0.0
+    losses: tuple[Loss, ...] = ()
+    gateways: int = 1
+    shared: float | None = None
+    gauges: float | None = None
+    predict: float | None = None
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens per second that all engines together can prefill."""
+        return self.ranks * self.model.prefill_rate
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulation."""
+
+    traffic: Traffic
+    policy: str
+    seed: int
+    fleet: Fleet = Fleet()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run; times to the first token (TTFT) in ms.
+
+    Attributes:
+        hit: tokens found cached over tokens of all prompts.
+        seconds: mean time to the last token.
+        missed: tokens predicted and not found, or found and not predicted, over all.
+        refused: requests that no engine has room for.
+    """
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    hit: float
+    seconds: float
+    missed: float
+    refused: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over several seeds: its mean, and twice its standard error."""
+
+    mean: float
+    noise: float
+
+    @property
+    def matters(self) -> bool:
+        """Whether it differs from nothing by more than noise."""
+        return abs(self.mean) > self.noise
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return mean and noise; of one value the noise is not known, and counts as 0."""
+    count = len(values)
+    mean = sum(values) / count
+    if count == 1:
+        return Spread(mean, 0.0)
+    variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+    return Spread(mean, 2.0 * math.sqrt(variance / count))
+
+
+def perform(runs: Iterable[Run], *, processes: int) -> dict[Run, Outcome]:
+    """Simulate all of these, several at a time."""
+    wanted = list(dict.fromkeys(runs))
+    if processes == 1 or len(wanted) == 1:
+        return {run: simulate(run) for run in wanted}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        return dict(zip(wanted, pool.map(simulate, wanted), strict=True))
+
+
+def simulate(run: Run) -> Outcome:
+    """Simulate one run."""
+    fleet, clock, index = run.fleet, Clock(), Index(seed=run.seed)
+    boards = Boards(fleet.gateways)
+    routers = [
+        Router(
+            index,
+            policy=run.policy,
+            loads=board,
+            predict=fleet.predict,
+            clock=clock,
+            seed=run.seed + number,
+        )
+        for number, board in enumerate(boards)
+    ]
+    simulation = Simulation(
+        index,
+        routers,
+        clock,
+        ranks=fleet.ranks,
+        model=fleet.model,
+        event_delay=fleet.event_delay,
+        losses=fleet.losses,
+        seed=run.seed,
+    )
+    boards.share(simulation, delay=fleet.shared, period=fleet.gauges)
+    requests = simulation.run(run.traffic.sessions(fleet, run.seed))
+    return _outcome(requests, simulation.refused)
+
+
+def _outcome(requests: Sequence[Request], refused: int) -> Outcome:
+    waits = [1e3 * (one.first - one.arrival) for one in requests if one.first is not None]
+    asked = sum(one.turn.prompt for one in requests)
+    lasted = [one.finished - one.arrival for one in requests if one.finished is not None]
+    if not len(waits) == len(lasted) == len(requests):
+        raise AssertionError("requests that have no answer")
+    return Outcome(
+        mean=sum(waits) / len(waits),
+        p50=percentile(waits, 50),
+        p90=percentile(waits, 90),
+        p99=percentile(waits, 99),
+        hit=sum(one.hit for one in requests) / asked,
+        seconds=sum(lasted) / len(lasted),
+        missed=sum(abs(one.hit - one.predicted) for one in requests) / asked,
+        refused=refused,
+    )

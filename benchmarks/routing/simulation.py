@@ -1,0 +1,254 @@
+"""Requests come, routers choose, engines work: one run, event by event, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.routing.engine import Engine, Model, Sequence as Job
+from benchmarks.routing.payloads import payload
+from benchmarks.routing.traffic import Session, Turn, tokens_of
+from kvindex import Index, Rank
+
+if TYPE_CHECKING:
+    from kvindex.routing import Booking, Router
+
+__all__ = ["Clock", "Loss", "Request", "Simulation"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An engine that dies and comes back with nothing.
+
+    Attributes:
+        rank: its number.
+        at: seconds from the start of the run until it dies.
+        notice: seconds until the gateways notice; what it had is then sent elsewhere.
+        back: seconds until a new one is there in its place.
+    """
+
+    rank: int
+    at: float
+    notice: float = 1.0
+    back: float = 30.0
+
+
+class Clock:
+    """The virtual time, in seconds; call it as a router calls its clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What became of one request.
+
+    Attributes:
+        turn: what was asked.
+        arrival: when, in seconds.
+        first: when its first token came.
+        finished: when its last token came.
+        predicted: tokens that the router expected to be cached.
+        hit: tokens that the engine found cached.
+        rank: the number of the rank that served it.
+        sent: how often it was sent.
+    """
+
+    turn: Turn
+    arrival: float
+    gateway: int
+    session: tuple[int, int]  # its number, and that of the turn
+    first: float | None = None
+    finished: float | None = None
+    predicted: int = 0
+    hit: int = 0
+    rank: int = -1
+    sent: int = 0
+
+
+class _Place:
+    """A rank, and the engine that stands there now."""
+
+    def __init__(self, number: int, rank: Rank, engine: Engine) -> None:
+        self.number = number
+        self.rank = rank
+        self.engine: Engine | None = engine
+        self.lost: list[int] = []  # requests that a dead engine had
+
+
+class Simulation:
+    """A fleet behind one or more routers.
+
+    Args:
+        index: what the routers ask; it is empty.
+        routers: one for each gateway, over this index and this clock.
+        clock: the time, which the run moves on.
+        ranks: how many engines.
+        model: what each can do.
+        event_delay: seconds until the index learns what an engine did.
+        losses: engines that die.
+        seed: of which gateway takes a request.
+
+    Attributes:
+        requests: all that have arrived, in the order of their arrival.
+        refused: requests that no engine has room for.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        routers: Sequence[Router],
+        clock: Clock,
+        *,
+        ranks: int,
+        model: Model,
+        event_delay: float = 0.0,
+        losses: Sequence[Loss] = (),
+        seed: int = 1,
+    ) -> None:
+        self.requests: list[Request] = []
+        self.refused = 0
+        self._index = index
+        self._routers = routers
+        self._clock = clock
+        self._model = model
+        self._event_delay = event_delay
+        self._losses = losses
+        self._rng = random.Random(seed)
+        self._bookings: dict[int, Booking] = {}
+        self._sessions: Sequence[Session] = ()
+        self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+        self._places = [
+            _Place(number, Rank(f"engine-{number:02}"), Engine(model)) for number in range(ranks)
+        ]
+        for place in self._places:
+            index.add(place.rank)
+
+    def run(self, sessions: Sequence[Session]) -> list[Request]:
+        """Serve every request to its end and return them."""
+        self._sessions = sessions
+        for number, session in enumerate(sessions):
+            self.at(session.start + session.turns[0].gap, self._arrive, number, 0)
+        for loss in self._losses:
+            self.at(loss.at, self._lose, loss)
+        while self._agenda:
+            self._clock.now, _, do, arguments = heapq.heappop(self._agenda)
+            do(*arguments)
+        return self.requests
+
+    def at(self, when: float, do: Callable[..., None], *arguments: Any) -> None:
+        """Have something done at a moment of the virtual time."""
+        heapq.heappush(self._agenda, (when, next(self._numbers), do, arguments))
+
+    @property
+    def busy(self) -> float:
+        """Seconds of work that the engines have done, those that died left out."""
+        return sum(place.engine.busy for place in self._places if place.engine)
+
+    # A request's way ---------------------------------------------------------------------------
+
+    def _arrive(self, session: int, turn: int) -> None:
+        asked = self._sessions[session].turns[turn]
+        gateway = self._rng.randrange(len(self._routers))
+        request = Request(asked, self._clock.now, gateway, (session, turn))
+        if self._model.cache < asked.prompt + asked.output:
+            self.refused += 1
+            return
+        self.requests.append(request)
+        self._send(len(self.requests) - 1)
+
+    def _send(self, number: int) -> None:
+        request = self.requests[number]
+        router = self._routers[request.gateway]
+        booking = router.reserve(tokens_of(request.turn), request_id=f"{number}")
+        self._bookings[number] = booking
+        place = self._place_of(booking.rank)
+        request.predicted = booking.decision.tokens
+        request.rank = place.number
+        request.sent += 1
+        if place.engine is None:
+            place.lost.append(number)
+            return
+        place.engine.submit(Job(request.turn, number), self._clock.now)
+        self._expect(place)
+
+    def _place_of(self, rank: Rank) -> _Place:
+        return self._places[int(rank.worker.rpartition("-")[2])]
+
+    def _expect(self, place: _Place) -> None:
+        engine = place.engine
+        if engine is not None and engine.due is not None:
+            self.at(engine.due, self._advance, place, engine)
+
+    def _advance(self, place: _Place, engine: Engine) -> None:
+        if engine is not place.engine or engine.due != self._clock.now:
+            return  # it died, or its step was cut short meanwhile
+        told = engine.advance()
+        message = payload(told, self._clock.now)
+        if message is not None:
+            self._publish(place, engine, message)
+        for job in told.first:
+            self._first_token(job)
+        for job in told.finished:
+            self._finish(job)
+        self._expect(place)
+
+    def _first_token(self, job: Job) -> None:
+        request = self.requests[job.request]
+        request.hit = job.hit
+        if request.first is None:
+            request.first = self._clock.now
+        self._bookings[job.request].first_token()
+
+    def _finish(self, job: Job) -> None:
+        request = self.requests[job.request]
+        request.finished = self._clock.now
+        self._bookings.pop(job.request).finish(cached_tokens=job.hit)
+        session, turn = request.session
+        turns = self._sessions[session].turns
+        if turn + 1 < len(turns):
+            self.at(self._clock.now + turns[turn + 1].gap, self._arrive, session, turn + 1)
+
+    # Events and faults -------------------------------------------------------------------------
+
+    def _publish(self, place: _Place, engine: Engine, message: bytes) -> None:
+        if self._event_delay:
+            when = self._clock.now + self._event_delay
+            self.at(when, self._apply, place, engine, message)
+        else:
+            self._index.apply(place.rank, message)
+
+    def _apply(self, place: _Place, engine: Engine, message: bytes) -> None:
+        if engine is place.engine:  # else the index has dropped what came of it
+            self._index.apply(place.rank, message)
+
+    def _lose(self, loss: Loss) -> None:
+        place = self._places[loss.rank]
+        assert place.engine is not None
+        place.lost = [job.request for job in place.engine.sequences]
+        place.engine = None
+        self.at(self._clock.now + loss.notice, self._notice, place)
+        self.at(self._clock.now + loss.back, self._restart, place)
+
+    def _notice(self, place: _Place) -> None:
+        self._index.tree(place.rank).clear()
+        for router in self._routers:
+            router.drain(place.rank)
+        lost, place.lost = place.lost, []
+        for number in lost:
+            self._bookings.pop(number).cancel()
+            self._send(number)
+
+    def _restart(self, place: _Place) -> None:
+        place.engine = Engine(self._model)
+        for router in self._routers:
+            router.undrain(place.rank)
