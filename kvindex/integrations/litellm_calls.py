@@ -1,0 +1,53 @@
+"""LiteLLM's calls and their bookings: what it has no hooks for.
+
+That is the beginning of a stream, and the end of a call that nobody waits for any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from kvindex.routing import Booking, Router, UnknownBookingError
+
+__all__ = ["CallId", "booking_of", "cancel_with", "tell_first_token"]
+
+
+class CallId(str):
+    """LiteLLM's id of a call. Only the call holds it, so Python frees it with the call."""
+
+
+def booking_of(request: Mapping[str, Any], router: Router) -> Booking | None:
+    """Return the open booking of a call; None if it has none."""
+    with suppress(UnknownBookingError):
+        return router.booking(request.get("litellm_call_id") or "")
+    return None
+
+
+def cancel_with(call_id: CallId, booking: Booking) -> None:
+    """Have a booking cancelled when its call is freed: if it was cancelled, or its stream left.
+
+    Python frees some calls at once, and others when it next collects garbage: wherever that may
+    be, even in the middle of the router's own work. So the event loop cancels, and not at once.
+    """
+    finalizer = weakref.finalize(call_id, _cancel_soon, asyncio.get_running_loop(), booking)
+    finalizer.atexit = False
+
+
+def _cancel_soon(loop: asyncio.AbstractEventLoop, booking: Booking) -> None:
+    with suppress(RuntimeError):  # the loop is closed: the booking expires
+        loop.call_soon_threadsafe(booking.cancel)
+
+
+def tell_first_token(call: Any, booking: Booking) -> None:
+    """Have LiteLLM's record of a call tell a booking when the stream's first chunk is here."""
+    tell, itself = type(call).update_completion_start_time, weakref.proxy(call)
+
+    def told(completion_start_time: Any) -> None:
+        booking.first_token()
+        tell(itself, completion_start_time)
+
+    call.update_completion_start_time = told
