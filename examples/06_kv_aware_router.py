@@ -75,6 +75,6 @@ if len(sys.argv) > 1:
     route_dry(sys.argv[1:])
 else:
     print("router            hit rate   busiest engine's share of the computing")
-    for name, policy in (("prefix and load", "affinity"), ("round-robin", "round-robin")):
+    for name, policy in (("prefix and load", "kvindex"), ("round-robin", "round-robin")):
         hit_rate, busiest = serve_all(policy)
         print(f"{name:<16}  {hit_rate:8.1%}   {busiest:.1%} (even: {1 / ENGINES:.1%})")

@@ -46,7 +46,7 @@ def compare_routers(seed: int) -> tuple[Outcome, Outcome]:
         max_tokens=2_400,
     )
     return (
-        _serve("by prefix and load", requests, "affinity", seed),
+        _serve("by prefix and load", requests, "kvindex", seed),
         _serve("round-robin", requests, "round-robin", seed),
     )
 

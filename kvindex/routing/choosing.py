@@ -24,7 +24,9 @@ class Weights(NamedTuple):
 
     ```
     credited = device × tokens on the device + host × … + storage × …
-    work     = max(0, queued × queued tokens + new × (prompt tokens - credited))
+    missing  = prompt tokens - credited
+    work     = max(0, queued × queued tokens
+                      + (new + backlog × least queued tokens / prompt tokens) × missing)
     cost     = work × (open requests + 1)                          if `product`, else
                work + decode × decode blocks + request × open requests
     ```
@@ -41,6 +43,8 @@ class Weights(NamedTuple):
         affinity: ranks with a credit of at least this part of the prompt are preferred; 0: none.
         slack: how much the best of these may cost more than the best of all, in tokens; if it
             costs more, all ranks are equal again.
+        backlog: weight of the tokens that wait on the rank where fewest do, for a prompt of which
+            nothing is held. They are 0 unless every rank has a backlog; then hits shorten it.
     """
 
     device: float = 1.0
@@ -53,6 +57,7 @@ class Weights(NamedTuple):
     product: bool = False
     affinity: float = 0.0
     slack: float = math.inf
+    backlog: float = 0.0
 
 
 class Chosen(NamedTuple):
@@ -100,6 +105,9 @@ def choose_in_python(
     kept = []
     rows = []
     attainable = 0
+    per_new = weights.new
+    if prompt_tokens > 0:
+        per_new += weights.backlog * _least_queued(loads, usable) / prompt_tokens
     for row, may_be in enumerate(usable):
         if not may_be:
             costs.append(math.inf)
@@ -111,7 +119,7 @@ def choose_in_python(
             + weights.storage * (tokens - host)
         )
         new = prompt_tokens - credited
-        work = max(0.0, weights.queued * loads.queued[row] + weights.new * new)
+        work = max(0.0, weights.queued * loads.queued[row] + per_new * new)
         if weights.product:
             cost = work * (loads.open[row] + 1.0)
         else:
@@ -130,6 +138,14 @@ def choose_in_python(
     given = min(loads.given[row] for row in equal)
     equal = [row for row in equal if loads.given[row] == given]
     return Chosen(equal[int(chance * len(equal))], len(kept), stayed, attainable, costs)
+
+
+def _least_queued(loads: LoadColumns, usable: bytes | bytearray) -> float:
+    least = math.inf
+    for queued, may_be in zip(loads.queued, usable, strict=True):
+        if may_be and queued < least:
+            least = queued
+    return least if least < math.inf else 0.0
 
 
 def _least(costs: array[float], rows: list[int]) -> float:

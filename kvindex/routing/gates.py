@@ -18,8 +18,8 @@ _MOST_RATIO: Final = 1.5
 class SpillGate:
     """SMG 1.13: the rank that holds most, unless it has far more open requests than the mean.
 
-    Then, and where no rank holds anything, the one whose prefill would be done first. "Far more":
-    half as many again, and 4 to 64 more (twice the root of the mean).
+    Then, and where no rank holds anything, the one where fewest tokens wait for prefill. "Far
+    more": half as many again, and 4 to 64 more (twice the root of the mean).
 
     Source: `model_gateway/src/policies/cache_aware.rs` of SMG.
     """
@@ -39,13 +39,11 @@ class SpillGate:
             row = _first(candidates, holders, lambda row: loads.open[row])
             if not (loads.open[row] > most and loads.open[row] > apart):
                 return Choice(row, why=f"it holds most, {longest} tokens, and is not overloaded")
-        row = _first(
-            candidates, rows, lambda row: loads.queued[row] + candidates.prompt_tokens - held[row]
-        )
+        row = _first(candidates, rows, lambda row: loads.queued[row])
         why = (
             "the rank that holds most has too much to do" if longest else "no rank holds any of it"
         )
-        return Choice(row, why=f"{why}; here its prefill is done first")
+        return Choice(row, why=f"{why}; here it waits least")
 
 
 class TwoTier:

@@ -53,7 +53,7 @@ class CostPolicy:
         known_size, known_rate, scaled = self._scaled
         if block_size != known_size or prefill_rate != known_rate:
             slack = own.slack if seconds is None else seconds * prefill_rate
-            scaled = Weights(*own[:5], own.decode * block_size, *own[6:9], slack)
+            scaled = own._replace(decode=own.decode * block_size, slack=slack)
             self._scaled = (block_size, prefill_rate, scaled)
         return scaled
 
@@ -63,8 +63,10 @@ _PEAK_PREFILL: Final = 15_928.0  # tokens/s, of llm-d's configuration
 _DYNAMO: Final = Weights(host=0.75, storage=0.25, decode=1.0)
 _AGENTIC_BLOCK: Final = 16  # tokens: Dynamo weighs a request as 64 blocks
 _WEIGHTS: Final[dict[str, tuple[Weights, float | None]]] = {
-    # Affinity keeps homes: a rule by cost alone copies a prefix whenever a queue is a little
-    # shorter, and copies push others out.
+    # Ours. A token that is computed again costs its time, and as much twice more: all behind it
+    # wait, and what it fills pushes others out. docs/routing.md says what was tried beside it.
+    "kvindex": (Weights(new=3.0, request=256.0, backlog=1.0), None),
+    # Keep homes: ranks that hold 0.8 of the prompt, unless they are 5 s of prefill behind.
     "affinity": (Weights(request=256.0, affinity=0.8), 5.0),
     # arXiv 2603.15202, with the credits of vllm-router 0.1.17.
     "lmetric": (Weights(product=True), None),
@@ -100,7 +102,7 @@ _GATES: Final[dict[str, Callable[[], Policy]]] = {
     "round-robin": RoundRobin,
 }
 POLICIES: Final = (*_WEIGHTS, *_GATES)
-"""The names of the policies; "affinity" is the default, "least-queued" looks at load alone."""
+"""The names of the policies; "kvindex" is the default, "least-queued" looks at load alone."""
 
 
 def make_policy(policy: Policy | str) -> Policy:

@@ -46,9 +46,9 @@ class Router:
     `reserve` selects and books in one step. Whoever selects first and books later sends the
     requests of one moment to one rank.
 
-    The default policy, "affinity", prefers ranks that hold at least 0.8 of the prompt, unless they
-    are 5 seconds of prefill behind the best. Then it takes the least sum of the tokens to prefill,
-    those that wait for prefill there, and 256 for each open request.
+    The default policy, "kvindex", takes the rank with the least sum of three times the tokens to
+    prefill, those that wait for prefill there, and 256 for each open request. While every rank has
+    a backlog, tokens to prefill count still more (see `Weights.backlog`).
 
     A rank that is not live counts as one that holds nothing; it may still be chosen (see
     `OnlyLive`). One whose publisher is not connected is chosen only if there is no other: its
@@ -93,7 +93,7 @@ class Router:
         self,
         source: Source,
         *,
-        policy: Policy | str = "affinity",
+        policy: Policy | str = "kvindex",
         filters: Iterable[Filter] = (),
         loads: LoadBoard | None = None,
         predict: float | None = None,

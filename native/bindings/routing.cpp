@@ -26,7 +26,7 @@ double real(nb::handle number) {
 }
 
 Weights read_weights(const nb::tuple& given) {
-  require_items(given, 10, "weights has 10 values");
+  require_items(given, 11, "weights has 11 values");
   return {.device = real(item(given, 0)),
           .host = real(item(given, 1)),
           .storage = real(item(given, 2)),
@@ -36,7 +36,8 @@ Weights read_weights(const nb::tuple& given) {
           .request = real(item(given, 6)),
           .product = nb::cast<bool>(item(given, 7)),
           .affinity = real(item(given, 8)),
-          .slack = real(item(given, 9))};
+          .slack = real(item(given, 9)),
+          .backlog = real(item(given, 10))};
 }
 
 // (row, kept, stayed, attainable); the costs are written into a column.

@@ -39,7 +39,9 @@ class Choosing {
  public:
   Choosing(int64_t prompt_tokens, const ChoiceColumns& columns, const Weights& weights,
            double* costs)
-      : prompt_(number(prompt_tokens)), columns_(columns), weights_(weights), costs_(costs) {}
+      : prompt_(number(prompt_tokens)), columns_(columns), weights_(weights), costs_(costs) {
+    if (prompt_tokens > 0) per_new_ += weights.backlog * least_queued() / prompt_;
+  }
 
   Chosen run(double chance) {
     Chosen chosen;
@@ -65,6 +67,14 @@ class Choosing {
   }
 
  private:
+  double least_queued() const {
+    double least = kInfinite;
+    for (size_t row = 0; row < columns_.rows; ++row) {
+      if (columns_.usable[row] != 0 && columns_.queued[row] < least) least = columns_.queued[row];
+    }
+    return least < kInfinite ? least : 0.0;
+  }
+
   double credited(size_t row) const {
     const int64_t device = columns_.device[row];
     const int64_t host = columns_.host[row];
@@ -76,7 +86,7 @@ class Choosing {
   double cost(size_t row, double held) const {
     const double open = columns_.open[row];
     const double waiting = weights_.queued * columns_.queued[row];
-    const double work = std::max(0.0, waiting + weights_.fresh * (prompt_ - held));
+    const double work = std::max(0.0, waiting + per_new_ * (prompt_ - held));
     const double cost = weights_.product
                             ? work * (open + 1.0)
                             : work + weights_.decode * columns_.decode[row] + weights_.request * open;
@@ -105,6 +115,7 @@ class Choosing {
   const double prompt_;
   const ChoiceColumns& columns_;
   const Weights& weights_;
+  double per_new_ = weights_.fresh;  // what a token to prefill costs
   double* const costs_;
 };
 

@@ -20,6 +20,7 @@ struct Weights {
   bool product = false;
   double affinity = 0;
   double slack = 0;
+  double backlog = 0;
 };
 
 // One value for each row.

@@ -57,6 +57,23 @@ def test_every_policy_breaks_ties_by_what_was_given_and_then_by_chance(name: str
     assert rows == {0, 1, 2}
 
 
+def test_the_default_takes_a_missing_token_for_three_that_wait() -> None:
+    assert choose("kvindex", candidates([900, 0], queued=[2_699, 0])).row == 0
+    assert choose("kvindex", candidates([900, 0], queued=[2_701, 0])).row == 1
+    assert choose("kvindex", candidates([0, 0], queued=[255, 0], opened=[0, 1])).row == 0
+    assert choose("kvindex", candidates([0, 0], queued=[257, 0], opened=[0, 1])).row == 1
+
+
+def test_the_default_values_a_hit_more_while_every_rank_has_a_backlog() -> None:
+    backlog = 100_000
+    assert choose("kvindex", candidates([900, 0], queued=[backlog + 2_701, backlog])).row == 0
+    far = backlog + 2_701 + int(0.9 * backlog)
+    assert choose("kvindex", candidates([900, 0], queued=[far, backlog])).row == 1
+    # A rank that may not be chosen does not shorten it.
+    of = candidates([900, 0, 0], queued=[backlog + 2_701, backlog, 0], usable=[1, 1, 0])
+    assert choose("kvindex", of).row == 0
+
+
 def test_affinity_keeps_a_home_until_it_is_five_seconds_behind() -> None:
     assert choose("affinity", candidates([900, 0], queued=[40_000, 0])).row == 0
     assert choose("affinity", candidates([900, 0], queued=[51_000, 0])).row == 1
@@ -99,7 +116,7 @@ def test_the_spill_gate_leaves_a_holder_that_has_far_more_than_the_mean() -> Non
     )
     assert (choice.row, choice.why) == (
         2,
-        "the rank that holds most has too much to do; here its prefill is done first",
+        "the rank that holds most has too much to do; here it waits least",
     )
     assert choose("smg-gate", candidates([0, 0], queued=[9, 8])).row == 1
 

@@ -36,7 +36,7 @@ def test_the_rank_that_holds_the_prompt_is_chosen() -> None:
     assert decision.rank == B
     assert (decision.tokens, decision.new_tokens) == (9 * BLOCK, len(PROMPT) - 9 * BLOCK)
     assert decision.by_tier == {"device": 9 * BLOCK, "host": 0, "storage": 0}
-    assert decision.cost == decision.new_tokens
+    assert decision.cost == 3 * decision.new_tokens
     assert decision.attainable == decision.tokens
 
 
@@ -109,7 +109,7 @@ def test_reservations_of_many_threads_at_once_spread_evenly() -> None:
 
 
 def test_a_rank_that_holds_enough_keeps_the_request_though_another_is_cheaper() -> None:
-    router = Router(fleet({"a": 9, "b": 0}))
+    router = Router(fleet({"a": 9, "b": 0}), policy="affinity")
     router.reserve([7] * 1_000, ranks="a")  # queued on a: more than b would have to prefill
     decision = router.select(PROMPT)
     assert decision.rank == A
@@ -117,7 +117,7 @@ def test_a_rank_that_holds_enough_keeps_the_request_though_another_is_cheaper() 
 
 
 def test_affinity_ends_where_the_holder_is_seconds_of_prefill_behind() -> None:
-    router = Router(fleet({"a": 9, "b": 0}))
+    router = Router(fleet({"a": 9, "b": 0}), policy="affinity")
     router.reserve([7] * 100_000, ranks="a")  # over 5 s at 16,000 tokens a second
     decision = router.select(PROMPT)
     assert decision.rank == B
@@ -187,9 +187,9 @@ def test_tiers_are_credited_less_the_further_they_are() -> None:
     assert decision.rank == B
     assert decision.by_tier == {"device": 2 * BLOCK, "host": 4 * BLOCK, "storage": 0}
     costs = {one.rank: one.cost for one in decision.candidates}
-    assert costs[A] == len(PROMPT) - 32
-    assert costs[B] == pytest.approx(len(PROMPT) - 32 - 0.8 * 64)
-    assert costs[C] == pytest.approx(len(PROMPT) - 32 - 0.3 * 64)
+    assert costs[A] == 3 * (len(PROMPT) - 32)
+    assert costs[B] == pytest.approx(3 * (len(PROMPT) - 32 - 0.8 * 64))
+    assert costs[C] == pytest.approx(3 * (len(PROMPT) - 32 - 0.3 * 64))
 
 
 def test_no_rank_is_an_error_that_says_so() -> None:
@@ -393,7 +393,7 @@ def test_a_policy_that_chooses_what_it_may_not_is_refused() -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="the names are: affinity"):
+    with pytest.raises(ConfigurationError, match="the names are: kvindex, affinity"):
         Router(Index(), policy="best")
     with pytest.raises(ConfigurationError, match="expires_after"):
         Router(Index(), expires_after=0.0)
