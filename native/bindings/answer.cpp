@@ -32,7 +32,7 @@ nb::tuple plain(const Answer& answer, const FoundRank& found) {
     const MediumBlocks& medium = answer.media[found.media_begin + i];
     media[unicode(*medium.medium)] = medium.blocks;
   }
-  return nb::make_tuple(found.rank, found.blocks, found.tokens, found.block_size, media,
+  return nb::make_tuple(found.rank, found.blocks(), found.tokens, found.block_size, media,
                         found.device_tokens, found.host_tokens, found.upper_bound);
 }
 

@@ -368,9 +368,9 @@ class Matcher {
 
   void add(const RankSlot& rank, uint32_t block_size, const TieredHit& hit, bool upper_bound) {
     const auto media = static_cast<uint32_t>(answer_.media.size());
-    answer_.ranks.push_back({rank.id, static_cast<uint32_t>(hit.tokens / block_size), hit.tokens,
-                             hit.device_tokens, hit.host_tokens, block_size,
-                             upper_bound || hit.tokens > hit.device_tokens, media, 0, rank.order});
+    answer_.ranks.push_back({rank.id, block_size, hit.tokens, hit.device_tokens, hit.host_tokens,
+                             media, 0, rank.order,
+                             upper_bound || hit.tokens > hit.device_tokens});
     if (hit.tokens > best_tokens_ || (hit.tokens == best_tokens_ && rank.order < best_order_)) {
       best_tokens_ = hit.tokens;
       best_order_ = rank.order;

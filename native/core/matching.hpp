@@ -30,17 +30,19 @@ struct MediumBlocks {
   uint32_t blocks = 0;
 };
 
+// There is one for each rank that holds anything: 48 bytes, not more.
 struct FoundRank {
   uint32_t rank = 0;  // its id
-  uint32_t blocks = 0;
+  uint32_t block_size = 0;
   uint64_t tokens = 0;
   uint64_t device_tokens = 0;  // of `tokens`, those that the device holds by itself
   uint64_t host_tokens = 0;    // likewise, the device and the host together
-  uint32_t block_size = 0;
-  bool upper_bound = false;  // the engine's own hit may be shorter
-  uint32_t media_begin = 0;  // in Answer::media
+  uint32_t media_begin = 0;    // in Answer::media
   uint32_t media_count = 0;
-  uint32_t order = 0;  // the rank's place in the index's order of ranks
+  uint32_t order = 0;        // the rank's place in the index's order of ranks
+  bool upper_bound = false;  // the engine's own hit may be shorter
+
+  uint32_t blocks() const { return static_cast<uint32_t>(tokens / block_size); }
 };
 
 // What the ranks that hold anything of a prompt hold of it.

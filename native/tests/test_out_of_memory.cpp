@@ -133,7 +133,7 @@ bool fails_at(size_t allocation, const std::vector<Batch>& events) {
   if (!is_half_done(index, first, events[0])) {
     index.check();
     index.match(query, answer);
-    EXPECT(answer.ranks[static_cast<size_t>(answer.best)].blocks >= 150);
+    EXPECT(answer.ranks[static_cast<size_t>(answer.best)].blocks() >= 150);
     index.remove(first);
     if (rank != first) index.remove(rank);
     index.check();

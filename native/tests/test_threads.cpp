@@ -141,23 +141,23 @@ class Crowd {
     bool steady_found = false;
     bool growing_found = false;
     for (const FoundRank& found : answer.ranks) {
-      EXPECT(found.tokens == found.blocks * kBlockSize && found.media_count == 1);
+      EXPECT(found.tokens == found.blocks() * kBlockSize && found.media_count == 1);
       EXPECT(*answer.media[found.media_begin].medium == "GPU");
       if (found.rank == steady_) {
         steady_found = true;
-        EXPECT(found.blocks == kBlocks);
+        EXPECT(found.blocks() == kBlocks);
       } else if (found.rank == growing_) {
         growing_found = true;
         const std::array<uint32_t, 3> possible{kKept, kBlocks / 2, kBlocks};
-        EXPECT(std::find(possible.begin(), possible.end(), found.blocks) != possible.end());
+        EXPECT(std::find(possible.begin(), possible.end(), found.blocks()) != possible.end());
       } else if (found.rank == cleared_) {
-        EXPECT(found.blocks == kBlocks);
+        EXPECT(found.blocks() == kBlocks);
       } else {
-        EXPECT(found.blocks == kBlocks / 3);
+        EXPECT(found.blocks() == kBlocks / 3);
       }
     }
     EXPECT(steady_found && growing_found);
-    EXPECT(answer.ranks[static_cast<size_t>(answer.best)].blocks == kBlocks);
+    EXPECT(answer.ranks[static_cast<size_t>(answer.best)].blocks() == kBlocks);
   }
 
   void look() {
@@ -231,7 +231,7 @@ uint32_t held(const Index& index, Index::RankId rank) {
   Answer answer;
   index.match(made_query(prompt.tokens), answer);
   for (const FoundRank& found : answer.ranks) {
-    if (found.rank == rank) return found.blocks;
+    if (found.rank == rank) return found.blocks();
   }
   return 0;
 }

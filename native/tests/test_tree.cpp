@@ -185,7 +185,7 @@ class World {
     }
     EXPECT(found.size() == answer.ranks.size());
     EXPECT((answer.best >= 0) == (most != 0));
-    if (most != 0) EXPECT(answer.ranks[static_cast<size_t>(answer.best)].blocks == most);
+    if (most != 0) EXPECT(answer.ranks[static_cast<size_t>(answer.best)].blocks() == most);
     for (const auto& [rank, held] : ranks_) {
       const uint32_t expected = leading(held, prompt, medium);
       EXPECT(found.contains(rank) == (expected != 0));
