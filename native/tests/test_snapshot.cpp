@@ -121,7 +121,7 @@ std::map<uint32_t, std::pair<uint32_t, uint64_t>> answer(const Index& index, uin
   Answer found;
   index.match(made_query(asked), found);
   std::map<uint32_t, std::pair<uint32_t, uint64_t>> all;
-  for (const FoundRank& rank : found.ranks) all[rank.rank] = {rank.blocks, rank.tokens};
+  for (const FoundRank& rank : found.ranks) all[rank.rank] = {rank.blocks(), rank.tokens};
   return all;
 }
 
