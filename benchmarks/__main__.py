@@ -48,7 +48,11 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "fanout": fanout.run,
     "hostile": hostile.run,
 }
-PARTS: dict[str, str] = {"queue": "queue figures"}
+PARTS: dict[str, str] = {
+    "queue": "queue figures",
+    "select": "select figures",
+    "bookings": "select figures",
+}
 """Between which comments the measures are written that are not in the table of all others."""
 
 

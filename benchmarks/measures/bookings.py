@@ -33,7 +33,7 @@ def _results(ranks: int, bookings: int, open_at_once: int, found: dict[str, Any]
         f"{ranks} ranks, {bookings:,} bookings of prompts of 8,192 tokens (numpy arrays), "
         f"{open_at_once:,} open at once; half the ranks hold a part of each. {ended['finished']:,} "
         f"finished, {ended['cancelled']:,} were cancelled, {ended['expired']:,} expired. A whole "
-        "life is reserve, first token, output, finish. Garbage collection on, one core."
+        "life is reserve, first token, output, finish. Garbage collection on."
     )
 
     def result(measure: str, unit: str, value: float, bar: Bar | None = None) -> Result:
@@ -42,15 +42,15 @@ def _results(ranks: int, bookings: int, open_at_once: int, found: dict[str, Any]
             measure=measure,
             unit=unit,
             values={OURS: value},
-            lower=unit != "bookings/s",
+            lower=unit != "a second of CPU",
             bar=bar,
             notes=[note],
         )
 
     turned = bookings - open_at_once
     return [
-        result("whole lives", "bookings/s", turned / found["seconds"]),
+        result("whole lives", "a second of CPU", turned / found["seconds"]),
         result("an open booking", "bytes", found["open_bytes"]),
-        result("what memory grew by while they turned over", "MiB", found["grown_bytes"] / 2**20),
+        result("what memory grew by in the second half", "MiB", found["grown_bytes"] / 2**20),
         result("load that is left at the end", "", found["left"], NOTHING),
     ]
