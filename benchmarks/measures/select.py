@@ -114,8 +114,10 @@ def _kind(
 
     return [
         row("select, list", "select", "list", 50, BAR),
+        row("select, list, p10", "select", "list", 10, None),
         row("select, list, p99", "select", "list", 99, None),
         row("reserve and finish, list", "reserve", "list", 50, BAR),
+        row("reserve and finish, list, p10", "reserve", "list", 10, None),
         row("reserve and finish, list, p99", "reserve", "list", 99, None),
         row("select, numpy array", "select", "numpy", 50, BAR),
         row("reserve and finish, numpy array", "reserve", "numpy", 50, BAR),
