@@ -92,10 +92,15 @@ class SelectionService:
         """
         request_id = request["selection_id"]
         allowed = set(map(str, request["allowed_worker_ids"]))
-        ranks = [rank for rank in self.router.ranks if rank.worker in allowed]
+        known = self.router.ranks
+        ranks = [rank for rank in known if rank.worker in allowed]
         await self.free_reservation(request_id)  # Ray asks again when it found no replica
         try:
-            booking = self.router.reserve(request["token_ids"], request_id=request_id, ranks=ranks)
+            booking = self.router.reserve(
+                request["token_ids"],
+                request_id=request_id,
+                ranks=None if len(ranks) == len(known) else ranks,
+            )
         except NoCandidateError as error:
             raise RuntimeError(f"{error} (none of workers {sorted(allowed)} is known)") from error
         self._bookings[request_id] = booking

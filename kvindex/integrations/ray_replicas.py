@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-from ray.serve.request_router import ReplicaID, RunningReplica
+from typing import TYPE_CHECKING, Any
 
 from kvindex.client import Client
 from kvindex.errors import KVIndexError
 from kvindex.rank import Rank
 from kvindex.subscribe import Worker
+
+if TYPE_CHECKING:
+    from ray.serve.request_router import ReplicaID, RunningReplica
 
 __all__ = ["Replicas", "keep", "routers"]
 

@@ -13,7 +13,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -129,7 +129,7 @@ class KVIndexRouter(RequestRouter):
             if not arguments["token_ids"] or not by_rank:
                 self.unrouted["no engine is known" if arguments["token_ids"] else "no tokens"] += 1
                 return [candidate_replicas]
-            booking = self._book(pending_request, arguments, list(by_rank))
+            booking = self._book(pending_request, arguments, by_rank)
         except Exception as error:  # whatever is wrong with a prompt, its request can be served
             self.unrouted[type(error).__name__] += 1
             if self._log_rate.allows(type(error).__name__):
@@ -158,7 +158,7 @@ class KVIndexRouter(RequestRouter):
         return {**self.router.statistics(), "unrouted": dict(self.unrouted)}
 
     def _book(
-        self, request: PendingRequest, arguments: dict[str, Any], ranks: list[Rank]
+        self, request: PendingRequest, arguments: dict[str, Any], among: Collection[Rank]
     ) -> Booking:
         before = self._chosen.pop(request.future, None)
         if before is not None:  # Ray asks again, since no replica could take the request
@@ -168,6 +168,7 @@ class KVIndexRouter(RequestRouter):
             request.future.add_done_callback(
                 lambda future: self._follow(future, arguments, request_id)
             )
+        ranks = None if all(rank in among for rank in self.router.ranks) else among
         booking = self._chosen[request.future] = self.router.reserve(ranks=ranks, **arguments)
         return booking
 

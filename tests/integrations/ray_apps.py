@@ -13,7 +13,7 @@ from kvindex.testing import FakeEngine
 
 __all__ = ["BLOCKS", "Engine", "token_ids_in_vain"]
 
-BLOCKS = 160  # of 16 tokens in each cache: too few for every conversation to be everywhere
+BLOCKS = 400  # of 16 tokens in each cache: too few for every conversation to be everywhere
 
 
 class Engine:
@@ -49,6 +49,10 @@ class Engine:
 
     async def release(self) -> None:
         self.may_end.set()
+        self.may_end = asyncio.Event()
+
+    async def do_nothing(self) -> None:
+        pass
 
     async def die(self, request: dict[str, Any]) -> None:
         os._exit(1)

@@ -24,8 +24,10 @@ from kvindex.routing import Load
 from kvindex.testing import FakeEngine, Workload
 
 DEADLINE = 20.0
-BLOCKS = 160  # of 16 tokens in each cache: too few for every conversation to be everywhere
-REQUESTS = Workload(240, seed=3, system_prompts=6, system_tokens=96, max_tokens=600)
+BLOCKS = 400  # of 16 tokens in each cache: too few for every conversation to be everywhere
+REQUESTS = Workload(
+    240, seed=3, system_prompts=40, system_tokens=200, turn_tokens=60, max_tokens=900
+)
 
 
 @pytest.fixture

@@ -28,7 +28,9 @@ DEADLINE = 60.0
 OURS = "kvindex.integrations.ray_serve.KVIndexRouter"
 NUMBERS = itertools.count()
 PROMPT = list(range(100))
-REQUESTS = Workload(240, seed=3, system_prompts=6, system_tokens=96, max_tokens=600)
+REQUESTS = Workload(
+    240, seed=3, system_prompts=40, system_tokens=200, turn_tokens=60, max_tokens=900
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def eventually(reached: Callable[[], Any]) -> None:
 def router_of(handle: Any, ranks: int = 2) -> KVIndexRouter:
     """Return a new handle's router, when it follows so many ranks and all are live."""
     before = set(routers)
-    handle.release.remote().result(timeout_s=DEADLINE)  # a router comes with the first request
+    handle.do_nothing.remote().result(timeout_s=DEADLINE)  # a router comes with the first request
     (router,) = set(routers) - before
     eventually(lambda: len(router.router.ranks) == ranks)
     router.client.wait_live(timeout=DEADLINE)
@@ -151,8 +153,7 @@ def test_a_request_is_load_from_the_choice_to_its_end(deploy: Callable[..., Any]
     router._prefill_rate = 1e6
     held = ask(handle, PROMPT, hold=True)
     eventually(lambda: any(one.open_requests and not one.queued_tokens for one in loads(router)))
-    for _ in range(4):  # two replicas, of which a call reaches either
-        handle.release.remote().result(timeout_s=DEADLINE)
+    handle.broadcast("release").results(timeout_s=DEADLINE)
     held.result(timeout_s=DEADLINE)
     eventually(lambda: idle(router))
 
