@@ -68,23 +68,23 @@ class Replicas:
         for replica in replicas:
             try:
                 worker, dp_rank = self._told(replica)
-                if worker is None:
-                    continue
-                dp_ranks = (
-                    [one.dp_rank for one in worker.publishers()] if dp_rank is None else [dp_rank]
-                )
-                wanted[worker.name] = worker
-                ranks[replica.replica_id] = frozenset(Rank(worker.name, one) for one in dp_ranks)
-            except (KVIndexError, LookupError, TypeError) as error:
+            except (KVIndexError, LookupError, TypeError, ValueError) as error:
                 logger.error("%s tells of no engine to follow: %r", replica.replica_id, error)
-        for name, worker in list(self._followed.items()):
-            if wanted.get(name) != worker:
-                del self._followed[name]
-                self._client.remove(name)
-        for name, worker in wanted.items():
-            if name not in self._followed:
-                self._client.add(worker)
-                self._followed[name] = worker
+                continue
+            if worker is not None:
+                wanted[worker.name] = worker
+                known = [one.dp_rank for one in worker.publishers()]
+                led_to = known if dp_rank is None else [dp_rank]
+                ranks[replica.replica_id] = frozenset(Rank(worker.name, one) for one in led_to)
+        for name in [name for name, worker in self._followed.items() if wanted.get(name) != worker]:
+            del self._followed[name]
+            self._client.remove(name)
+        for name in wanted.keys() - self._followed.keys():
+            try:
+                self._client.add(wanted[name])
+                self._followed[name] = wanted[name]
+            except KVIndexError:
+                logger.exception("the engine %r cannot be followed", name)
         self._ranks = ranks
 
     def _told(self, replica: RunningReplica) -> tuple[Worker | None, int | None]:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import itertools
 import logging
 import weakref
-from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvindex.client import connect
+from kvindex.integrations.ray_bookings import RequestBookings
 from kvindex.integrations.ray_replicas import Replicas, keep, routers
 from kvindex.log_rate import LogRate
-from kvindex.rank import Rank
-from kvindex.routing import Booking, Router, Stage
+from kvindex.routing import Router
 
 __all__ = ["KVIndexRouter", "routers", "token_ids_of"]
 
@@ -43,9 +42,6 @@ def token_ids_of(request: PendingRequest) -> Any:
     asked = request.args[0]
     named = asked.get if isinstance(asked, Mapping) else lambda name: getattr(asked, name, None)
     return named("token_ids")
-
-
-_Sent = tuple[Booking, asyncio.TimerHandle]
 
 
 class KVIndexRouter(RequestRouter):
@@ -77,8 +73,7 @@ class KVIndexRouter(RequestRouter):
                 may be a coroutine function.
             workers: arguments of `Worker` for engines that run outside of the replicas.
             rank_argument: the keyword argument that takes the chosen `dp_rank`; "" for none.
-            prefill_rate: tokens per second of one rank. Ray shows a router no first token, so the
-                prefill counts as done when its tokens, and those before it, have taken their time.
+            prefill_rate: tokens per second of one rank: see `RequestBookings`.
             predict: as for `Router`.
             expires_after: as for `Router`. Ray does not tell what became of a `choose_replica` that
                 was never dispatched: only this ends its booking.
@@ -86,7 +81,6 @@ class KVIndexRouter(RequestRouter):
         module, _, name = tokens_of.partition(":")
         self._tokens_of = getattr(importlib.import_module(module), name)
         self._rank_argument = rank_argument
-        self._prefill_rate = prefill_rate
         self.client = connect()
         self.router = Router(
             self.client,
@@ -97,8 +91,7 @@ class KVIndexRouter(RequestRouter):
         )
         self.engines = Replicas(self.client, workers)
         self.unrouted: Counter[str] = Counter()
-        self._chosen: dict[asyncio.Future[RunningReplica], Booking] = {}
-        self._sent: dict[tuple[ReplicaID, str], deque[_Sent]] = {}
+        self._bookings = RequestBookings(self.router, prefill_rate, self.engines.ranks_of)
         self._log_rate = LogRate()
         # Adding and removing wait for kvindex's thread, which an event loop must not.
         self._changes = ThreadPoolExecutor(1, "kvindex-ray-serve")
@@ -126,87 +119,31 @@ class KVIndexRouter(RequestRouter):
             # A replica that is known to be full would refuse it, whatever it holds.
             free = self.select_available_replicas(candidate_replicas) or candidate_replicas
             by_rank = self.engines.by_rank(free)
-            if not arguments["token_ids"] or not by_rank:
-                self.unrouted["no engine is known" if arguments["token_ids"] else "no tokens"] += 1
+            if arguments["token_ids"] is None or not by_rank:
+                why = "no tokens" if arguments["token_ids"] is None else "no engine is known"
+                self.unrouted[why] += 1
                 return [candidate_replicas]
-            booking = self._book(pending_request, arguments, by_rank)
+            rank = self._bookings.book(pending_request, arguments, by_rank).rank
+            chosen = by_rank[rank]
         except Exception as error:  # whatever is wrong with a prompt, its request can be served
             self.unrouted[type(error).__name__] += 1
             if self._log_rate.allows(type(error).__name__):
                 logger.exception("a request goes to the shortest queue instead")
             return [candidate_replicas]
-        chosen = by_rank[booking.rank]
         if self._rank_argument:
-            pending_request.kwargs[self._rank_argument] = booking.rank.dp_rank
+            pending_request.kwargs[self._rank_argument] = rank.dp_rank
         return [[chosen], [one for one in candidate_replicas if one is not chosen]]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Give back what the request was to this replica."""
-        # After what is scheduled: the loop may not yet have told us that the request was sent.
-        asyncio.get_running_loop().call_soon(self._finish, (replica_id, internal_request_id))
+        # After what is scheduled: the loop may not have told yet which replica the request took.
+        asyncio.get_running_loop().call_soon(self._bookings.end, replica_id, internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Give back what all requests were to this replica."""
         super().on_replica_actor_died(replica_id)
-        for key in [key for key in self._sent if key[0] == replica_id]:
-            for booking, timer in self._sent.pop(key):
-                timer.cancel()
-                booking.cancel()
+        self._bookings.end_all(replica_id)
 
     def statistics(self) -> dict[str, Any]:
         """Return `Router.statistics`, and `unrouted`: requests by why no policy chose for them."""
         return {**self.router.statistics(), "unrouted": dict(self.unrouted)}
-
-    def _book(
-        self, request: PendingRequest, arguments: dict[str, Any], among: Collection[Rank]
-    ) -> Booking:
-        before = self._chosen.pop(request.future, None)
-        if before is not None:  # Ray asks again, since no replica could take the request
-            before.cancel()
-        else:
-            request_id = request.metadata.internal_request_id
-            request.future.add_done_callback(
-                lambda future: self._follow(future, arguments, request_id)
-            )
-        ranks = None if all(rank in among for rank in self.router.ranks) else among
-        booking = self._chosen[request.future] = self.router.reserve(ranks=ranks, **arguments)
-        return booking
-
-    def _follow(
-        self, future: asyncio.Future[RunningReplica], arguments: dict[str, Any], request_id: str
-    ) -> None:
-        """Keep the booking where Ray has sent the request."""
-        booking = self._chosen.pop(future, None)
-        if booking is None:
-            return
-        if future.cancelled():
-            booking.cancel()
-            return
-        replica = future.result()
-        ranks = self.engines.ranks_of(replica)
-        if booking.rank not in ranks:
-            booking.cancel()
-            if not ranks:
-                return
-            booking = self.router.reserve(ranks=ranks, **arguments)
-        seconds = booking.work_ahead / self._prefill_rate
-        timer = future.get_loop().call_later(seconds, booking.first_token)
-        # A chain of calls has one id, and a rejected request comes back: each has its booking.
-        sent = self._sent.setdefault((replica.replica_id, request_id), deque())
-        sent.append((booking, timer))
-        self._forget_expired()
-
-    def _finish(self, key: tuple[ReplicaID, str]) -> None:
-        sent = self._sent.get(key)
-        if sent:
-            booking, timer = sent.popleft()
-            timer.cancel()
-            booking.finish()
-            if not sent:
-                del self._sent[key]
-
-    def _forget_expired(self) -> None:
-        """Forget bookings that Ray told nothing of, from the oldest on."""
-        for key in list(itertools.islice(self._sent, 2)):
-            if all(booking.stage is Stage.EXPIRED for booking, _ in self._sent[key]):
-                del self._sent[key]
