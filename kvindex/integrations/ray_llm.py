@@ -25,11 +25,10 @@ __all__ = ["SelectionService", "install"]
 
 
 def install(**options: Any) -> None:
-    """Have Ray's `KVTokenTracker` find our `SelectionService`, in this process.
+    """Have Ray's `KVTokenTracker` find our `SelectionService`, in this process, with these options.
 
     Each worker process must call it: `ray.init(runtime_env={"worker_process_setup_hook":
-    "kvindex.integrations.ray_llm.install"})`. Nobody else can use `dynamo.llm` there. The options are
-    those of `SelectionService`.
+    "kvindex.integrations.ray_llm.install"})`. Nobody else can use `dynamo.llm` there.
     """
     module = ModuleType("dynamo.llm", "kvindex stands in for it: see kvindex.integrations.ray_llm")
     vars(module)["SelectionService"] = partial(SelectionService, **options)

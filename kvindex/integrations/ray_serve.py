@@ -40,8 +40,8 @@ def token_ids_of(request: PendingRequest) -> Any:
     if "token_ids" in request.kwargs or not request.args:
         return request.kwargs.get("token_ids")
     asked = request.args[0]
-    named = asked.get if isinstance(asked, Mapping) else lambda name: getattr(asked, name, None)
-    return named("token_ids")
+    found = asked.get("token_ids") if isinstance(asked, Mapping) else None
+    return getattr(asked, "token_ids", found)
 
 
 class KVIndexRouter(RequestRouter):

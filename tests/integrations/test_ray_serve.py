@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from kvindex import Rank
-from kvindex.integrations.ray_serve import KVIndexRouter, routers
+from kvindex.integrations.ray_serve import routers
 from kvindex.routing import Load
 from kvindex.testing import Workload
 from tests.integrations.ray_apps import Engine
@@ -58,7 +58,7 @@ def deploy(cluster: None) -> Iterator[Callable[..., Any]]:
             request_routing_stats_period_s=0.1,
             **({"request_router_class": router, "request_router_kwargs": kwargs} if router else {}),
         )
-        engine = serve.deployment(Engine).options(  # type: ignore[attr-defined]
+        engine = serve.deployment(Engine).options(
             num_replicas=2,
             max_ongoing_requests=max_ongoing,
             ray_actor_options={"num_cpus": 0},
@@ -83,7 +83,7 @@ def eventually(reached: Callable[[], Any]) -> None:
         threading.Event().wait(0.01)
 
 
-def router_of(handle: Any, ranks: int = 2) -> KVIndexRouter:
+def router_of(handle: Any, ranks: int = 2) -> Any:
     """Return a new handle's router, when it follows so many ranks and all are live."""
     before = set(routers)
     handle.do_nothing.remote().result(timeout_s=DEADLINE)  # a router comes with the first request
@@ -97,7 +97,7 @@ def ask(handle: Any, token_ids: Any, **more: Any) -> Any:
     return handle.remote({"token_ids": list(token_ids), **more})
 
 
-def serve_all(handle: Any, router: KVIndexRouter | None, at_once: int = 4) -> float:
+def serve_all(handle: Any, router: Any, at_once: int = 4) -> float:
     """Serve the workload; return the hit rate."""
     hits = tokens = 0
     waiting = list(REQUESTS)
@@ -111,7 +111,7 @@ def serve_all(handle: Any, router: KVIndexRouter | None, at_once: int = 4) -> fl
     return hits / tokens
 
 
-def applied(router: KVIndexRouter, served: dict[str, Any]) -> None:
+def applied(router: Any, served: dict[str, Any]) -> None:
     """Wait until the router's index has what the engine had published with this answer."""
     rank = Rank(served["worker"], served["dp_rank"])
     assert router.client.wait_for(
@@ -120,11 +120,11 @@ def applied(router: KVIndexRouter, served: dict[str, Any]) -> None:
     )
 
 
-def loads(router: KVIndexRouter) -> list[Load]:
+def loads(router: Any) -> list[Load]:
     return [router.router.load(rank) for rank in router.router.ranks]
 
 
-def idle(router: KVIndexRouter) -> bool:
+def idle(router: Any) -> bool:
     return set(loads(router)) <= {Load()} and not router.router.statistics()["bookings"]["open"]
 
 
@@ -150,7 +150,7 @@ def test_a_request_is_load_from_the_choice_to_its_end(deploy: Callable[..., Any]
     held.cancel()
     eventually(lambda: idle(router))
     # The prefill ends when its tokens have taken their time, since Ray shows no first token.
-    router._prefill_rate = 1e6
+    router._bookings.prefill_rate = 1e6
     held = ask(handle, PROMPT, hold=True)
     eventually(lambda: any(one.open_requests and not one.queued_tokens for one in loads(router)))
     handle.broadcast("release").results(timeout_s=DEADLINE)
@@ -180,18 +180,19 @@ def test_a_dead_replica_gives_its_load_back_and_the_next_one_is_followed(
 ) -> None:
     handle = deploy(OURS)
     router = router_of(handle)
-    before = set(router.router.ranks)
-    held = ask(handle, PROMPT, hold=True)
-    eventually(lambda: any(one.open_requests for one in loads(router)))
-    (busy,) = (rank for rank in before if router.router.load(rank).open_requests)
-    with pytest.raises(ray.exceptions.RayError):
-        handle.die.remote({"token_ids": PROMPT}).result(timeout_s=DEADLINE)
-    if set(router.router.ranks) and busy in router.router.ranks:
-        held.cancel()
+    first = ask(handle, PROMPT).result(timeout_s=DEADLINE)
+    applied(router, first)
+    busy, known = Rank(first["worker"], 0), set(router.router.ranks)
+    held = ask(handle, PROMPT, hold=True)  # where its prefix is
+    eventually(lambda: router.router.load(busy).open_requests == 1)
+    dying = handle.die.remote({"token_ids": PROMPT})  # there, too
+    for response in (dying, held):
+        with pytest.raises(ray.exceptions.RayError):
+            response.result(timeout_s=DEADLINE)
     eventually(lambda: idle(router))
-    eventually(lambda: len(set(router.router.ranks) - before) == 1)
-    eventually(lambda: len(router.router.ranks) == 2)
-    router.client.wait_live(timeout=DEADLINE)
+    eventually(lambda: busy not in router.router.ranks and len(router.router.ranks) == 2)
+    (new,) = set(router.router.ranks) - known
+    router.client.wait_live(timeout=DEADLINE, ranks=[new])
     assert ask(handle, PROMPT).result(timeout_s=DEADLINE)["prompt_tokens"] == 100
     eventually(lambda: idle(router))
 
