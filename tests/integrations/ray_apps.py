@@ -10,10 +10,9 @@ from ray import serve
 from ray.serve.request_router import PendingRequest
 
 from kvindex.testing import FakeEngine
+from tests.integrations.traffic import BLOCKS
 
-__all__ = ["BLOCKS", "Engine", "token_ids_in_vain"]
-
-BLOCKS = 400  # of 16 tokens in each cache: too few for every conversation to be everywhere
+__all__ = ["Engine", "token_ids_in_vain"]
 
 
 class Engine:

@@ -21,13 +21,10 @@ from ray.llm._internal.serve.routing_policies.kv_aware.kv_token_tracker import (
 from kvindex import Rank
 from kvindex.integrations.ray_llm import SelectionService, install
 from kvindex.routing import Load
-from kvindex.testing import FakeEngine, Workload
+from kvindex.testing import FakeEngine
+from tests.integrations.traffic import BLOCKS, REQUESTS, in_turn
 
 DEADLINE = 20.0
-BLOCKS = 400  # of 16 tokens in each cache: too few for every conversation to be everywhere
-REQUESTS = Workload(
-    240, seed=3, system_prompts=40, system_tokens=200, turn_tokens=60, max_tokens=900
-)
 
 
 @pytest.fixture
@@ -152,16 +149,6 @@ def test_rays_tracker_routes_by_prefix_and_all_load_returns(
         assert service.router.statistics()["bookings"]["finished"] == len(REQUESTS)
 
     asyncio.run(main())
-
-
-def in_turn() -> float:
-    """Return the hit rate of two engines that take turns."""
-    engines = [FakeEngine(f"turn-{i}", num_blocks=BLOCKS, publish=False) for i in range(2)]
-    served = [
-        engines[number % 2].serve(request.token_ids, new_tokens=request.new_tokens)
-        for number, request in enumerate(REQUESTS)
-    ]
-    return sum(one.hit_tokens for one in served) / sum(one.prompt_tokens for one in served)
 
 
 def test_every_ingress_knows_the_load_that_the_others_gave(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,33 +17,13 @@ from ray.serve.config import RequestRouterConfig
 from kvindex import Rank
 from kvindex.integrations.ray_serve import routers
 from kvindex.routing import Load
-from kvindex.testing import Workload
 from tests.integrations.ray_apps import Engine
+from tests.integrations.traffic import REQUESTS
+from tests.integrations.waiting import DEADLINE, eventually
 
-ROOT = Path(__file__).parents[2]
-DEADLINE = 60.0
 OURS = "kvindex.integrations.ray_serve.KVIndexRouter"
 NUMBERS = itertools.count()
 PROMPT = list(range(100))
-REQUESTS = Workload(
-    240, seed=3, system_prompts=40, system_tokens=200, turn_tokens=60, max_tokens=900
-)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Start Ray on this machine alone: no dashboard, no HTTP proxy, nothing sent anywhere."""
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-    )
-    serve.start(proxy_location="Disabled")
-    yield
-    serve.shutdown()
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -73,14 +50,6 @@ def deploy(cluster: None) -> Iterator[Callable[..., Any]]:
     yield run
     for name in names:
         serve.delete(name)
-
-
-def eventually(reached: Callable[[], Any]) -> None:
-    """Wait until a condition holds: what Ray does in other processes tells nobody."""
-    end = time.monotonic() + DEADLINE
-    while not reached():
-        assert time.monotonic() < end, "it never came to be"
-        threading.Event().wait(0.01)
 
 
 def router_of(handle: Any, ranks: int = 2) -> Any:
