@@ -56,7 +56,7 @@ class KVIndexRouter(RequestRouter):
     def initialize_state(
         self,
         *,
-        policy: str = "affinity",
+        policy: str = "kvindex",
         tokens_of: str = "kvindex.integrations.ray_serve:token_ids_of",
         workers: Sequence[Mapping[str, Any]] = (),
         rank_argument: str = "",

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "fanout": {"errors", "rank", "rank_lookup", "forks", "index", "subscribe", "client"}
     | {"answering", "ring", "log_rate"},
     "routing": {"errors", "rank", "rank_lookup", "forks", "index", "wire", "backend", "_native"},
-    "integrations": {"client", "subscribe", "routing", "errors", "rank", "rank_lookup"},
+    "integrations": {"client", "subscribe", "routing", "errors", "rank", "rank_lookup", "log_rate"},
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"}
     | {"waker"},
     "cli": {
