@@ -26,6 +26,7 @@ from benchmarks.measures import (
     memory,
     native,
     queue,
+    routing,
     select,
 )
 from benchmarks.results import Result, as_dict, bars_table, details, write_between
@@ -47,9 +48,11 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "queue": queue.run,
     "fanout": fanout.run,
     "hostile": hostile.run,
+    "routing": routing.run,
 }
 PARTS: dict[str, str] = {
     "queue": "queue figures",
+    "routing": "routing figures",
     "select": "select figures",
     "bookings": "select figures",
 }
@@ -64,7 +67,8 @@ def main() -> None:
         scale=scale,
         peers=options.peers,
         folder=options.venv,
-        trace=options.trace,
+        traces=tuple(options.trace),
+        images=options.into and options.into.parent / "images",
         native_bench=options.native_bench,
         seed=options.seed,
     )
@@ -96,7 +100,14 @@ def _options() -> argparse.Namespace:
     size.add_argument("--quick", action="store_true", help="small sizes: about a minute")
     size.add_argument("--smoke", action="store_true", help="a few seconds: shows that they run")
     parser.add_argument("--peers", action="store_true", help="run the peers too, side by side")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests from a trace")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="requests from a trace; `routing` takes several",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the workload (1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument(
@@ -119,10 +130,10 @@ def _options() -> argparse.Namespace:
     unknown = set(options.measures) - MEASURES.keys()
     if unknown:
         parser.error(f"no such measure: {', '.join(sorted(unknown))}")
-    if options.trace is not None:
-        options.trace = options.trace.resolve()
-        if not os.access(options.trace, os.R_OK):
-            parser.error(f"cannot read {options.trace}")
+    options.trace = [file.resolve() for file in options.trace]
+    for file in options.trace:
+        if not os.access(file, os.R_OK):
+            parser.error(f"cannot read {file}")
     return options
 
 

@@ -50,7 +50,8 @@ class Bench:
         scale: the sizes.
         peers: whether the peers run too.
         folder: where the peers' environments are kept.
-        trace: a file of requests that replaces the synthetic ones.
+        traces: files of requests; the first one replaces the synthetic requests.
+        images: the folder where pictures are written; None: none are.
         native_bench: the binary of the native core's own benchmark, if it was built.
         seed: of the workload.
     """
@@ -58,13 +59,14 @@ class Bench:
     scale: Scale
     peers: bool
     folder: Path
-    trace: Path | None = None
+    traces: tuple[Path, ...] = ()
+    images: Path | None = None
     native_bench: Path | None = None
     seed: int = 1
 
     def source(self, **changes: Any) -> Source:
         """Return the workload; a trace, if given, stands for every one."""
-        source = Source(seed=self.seed, trace=str(self.trace) if self.trace else None)
+        source = Source(seed=self.seed, trace=str(self.traces[0]) if self.traces else None)
         return replace(source, **changes)
 
     def python(self, side: str) -> str:

@@ -44,6 +44,7 @@ class Result:
         against: the sides that the bar is held against, of which the best counts; all but ours
             by default.
         bar: what must be reached, if anything.
+        marks: what is written after a side's value; the notes say what it means.
     """
 
     group: str
@@ -53,6 +54,7 @@ class Result:
     lower: bool = True
     against: tuple[str, ...] = ()
     bar: Bar | None = None
+    marks: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -128,13 +130,16 @@ def write_between(file: Path, figures: str, part: str) -> None:
 
 def _group(name: str, results: list[Result]) -> str:
     sides = list(dict.fromkeys(side for result in results for side in result.values))
-    rows = [
-        [r.measure, r.unit, *(_number(r.values[s]) if s in r.values else "" for s in sides)]
-        for r in results
-    ]
+    rows = [[r.measure, r.unit, *(_cell(r, side) for side in sides)] for r in results]
     notes = dict.fromkeys(note for result in results for note in result.notes)
     text = f"### {name}\n\n" + _table(["measure", "unit", *sides], rows)
     return text + "".join(f"\n\n{note}" for note in notes)
+
+
+def _cell(result: Result, side: str) -> str:
+    if side not in result.values:
+        return ""
+    return _number(result.values[side]) + result.marks.get(side, "")
 
 
 def _bar_row(result: Result) -> list[str]:

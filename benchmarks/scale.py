@@ -40,6 +40,10 @@ class Scale:
     queue_idle: float
     fanout_seconds: float
     fanout_ranks: int
+    routing_seeds: int
+    routing_requests: int  # of generated traffic
+    routing_trace: int  # of a trace, at most
+    routing_all_loads: bool
 
 
 FULL: Final = Scale(
@@ -71,6 +75,10 @@ FULL: Final = Scale(
     queue_idle=5.0,
     fanout_seconds=5.0,
     fanout_ranks=512,
+    routing_seeds=5,
+    routing_requests=5_000,
+    routing_trace=1_000_000,
+    routing_all_loads=True,
 )
 
 QUICK: Final = Scale(
@@ -102,6 +110,10 @@ QUICK: Final = Scale(
     queue_idle=2.0,
     fanout_seconds=1.0,
     fanout_ranks=64,
+    routing_seeds=2,
+    routing_requests=500,
+    routing_trace=500,
+    routing_all_loads=False,
 )
 
 SMOKE: Final = Scale(
@@ -133,4 +145,8 @@ SMOKE: Final = Scale(
     queue_idle=0.1,
     fanout_seconds=0.2,
     fanout_ranks=4,
+    routing_seeds=1,
+    routing_requests=30,
+    routing_trace=30,
+    routing_all_loads=False,
 )

@@ -17,6 +17,10 @@ PEERS: Final[dict[str, list[list[str]]]] = {
         ["pydantic>=2.10.6,<=2.13.5", "uvloop>=0.21", "numpy>=1.24"],
         ["msgspec>=0.18.6", "pyzmq>=25"],
     ],
+    "dynamo-replay": [
+        ["--no-deps", "ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"],
+        ["pydantic>=2.10.6,<=2.13.5", "uvloop>=0.21", "numpy>=1.24"],
+    ],
     "dict": [["msgspec>=0.18.6", "numpy>=1.24"]],
     "vllm": [
         ["torch==2.13.0", "pyzmq>=25", "packaging", "psutil", "regex", "urllib3", "numpy>=1.24"],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks.routing.cache import PrefixCache
 from benchmarks.routing.traffic import BLOCK, Turn
 
-__all__ = ["Engine", "Model", "Sequence", "Stored", "Told"]
+__all__ = ["Engine", "Job", "Model", "Stored", "Told"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Model:
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class Job:
     """A request inside an engine.
 
     Attributes:
@@ -83,8 +83,8 @@ class Told:
         stored: chains that came into it.
     """
 
-    first: list[Sequence]
-    finished: list[Sequence]
+    first: list[Job]
+    finished: list[Job]
     removed: list[int]
     stored: list[Stored]
 
@@ -105,10 +105,10 @@ class Engine:
         self.cache = PrefixCache(model.cache // BLOCK)
         self.due: float | None = None
         self.busy = 0.0
-        self._waiting: deque[Sequence] = deque()
-        self._prefilling: deque[Sequence] = deque()
-        self._decoding: list[tuple[int, int, Sequence]] = []  # the step that ends it, a number
-        self._plan: list[tuple[Sequence, int]] = []
+        self._waiting: deque[Job] = deque()
+        self._prefilling: deque[Job] = deque()
+        self._decoding: list[tuple[int, int, Job]] = []  # the step that ends it, a number
+        self._plan: list[tuple[Job, int]] = []
         self._step = 0  # steps done
         self._steps = 1  # in the stretch that runs now
         self._begun = 0.0
@@ -116,7 +116,7 @@ class Engine:
         self._number = 0
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[Job]:
         """Everything that waits or runs here."""
         return [*self._waiting, *self._prefilling, *(entry[2] for entry in self._decoding)]
 
@@ -124,7 +124,7 @@ class Engine:
         """Return whether the engine could ever serve a request."""
         return -(-(turn.prompt + turn.output) // BLOCK) <= self.cache.capacity
 
-    def submit(self, sequence: Sequence, now: float) -> None:
+    def submit(self, sequence: Job, now: float) -> None:
         """Take a request; it joins the step after the one that runs."""
         self._waiting.append(sequence)
         if self.due is None:
@@ -157,9 +157,9 @@ class Engine:
         self._steps = 1 if self._plan or not decoding else self._decoding[0][0] - self._step
         self.due = now + self._steps * self._duration if self._plan or decoding else None
 
-    def _prompts(self, budget: int) -> list[tuple[Sequence, int]]:
+    def _prompts(self, budget: int) -> list[tuple[Job, int]]:
         """Share a step's tokens out: to prompts that were begun, then to those that wait."""
-        plan = []
+        plan: list[tuple[Job, int]] = []
         for sequence in self._prefilling:
             if budget <= 0:
                 return plan
@@ -174,7 +174,7 @@ class Engine:
             budget -= tokens
         return plan
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Job) -> bool:
         """Look for the prompt in the cache and reserve room for all of its answer."""
         if len(self._prefilling) + len(self._decoding) >= self.model.running:
             return False
@@ -189,7 +189,7 @@ class Engine:
         sequence.pinned, sequence.own = pinned, own
         return True
 
-    def _computed(self, sequence: Sequence, tokens: int, told: Told) -> None:
+    def _computed(self, sequence: Job, tokens: int, told: Told) -> None:
         done = sequence.turn.prompt - sequence.left
         sequence.left -= tokens
         self._store(sequence, done // BLOCK, (done + tokens) // BLOCK, told)
@@ -204,14 +204,14 @@ class Engine:
             end = self._step + sequence.turn.output - 1
             heapq.heappush(self._decoding, (end, self._number, sequence))
 
-    def _finish(self, sequence: Sequence, told: Told) -> None:
+    def _finish(self, sequence: Job, told: Told) -> None:
         turn = sequence.turn
         known = min(len(turn.blocks), (turn.prompt + turn.output - 1) // BLOCK)
         self._store(sequence, turn.prompt // BLOCK, known, told)
         self.cache.release(sequence.pinned, sequence.own)
         told.finished.append(sequence)
 
-    def _store(self, sequence: Sequence, begin: int, end: int, told: Told) -> None:
+    def _store(self, sequence: Job, begin: int, end: int, told: Told) -> None:
         names = sequence.turn.blocks[begin:end]
         new = self.cache.store(names)
         if not new:

@@ -68,7 +68,10 @@ def _chat(names: _Names, rng: random.Random) -> list[tuple[Turn, ...]]:
         _growing(
             names,
             head,
-            ((rng.expovariate(1 / 8), _length(rng, 250, 1.0), _length(rng, 300, 0.8)) for _ in range(_turns(rng, 5))),
+            (
+                (rng.expovariate(1 / 8), _length(rng, 250, 1.0), _length(rng, 300, 0.8))
+                for _ in range(_turns(rng, 5))
+            ),
         )
     ]
 
@@ -101,7 +104,9 @@ def _bursts(names: _Names, rng: random.Random) -> list[tuple[Turn, ...]]:
     """A context that nobody has seen, and 4 to 16 requests that continue it within 50 ms."""
     head = names.fresh(rng.randint(8, 40))
     return [
-        _growing(names, head, [(0.05 * rng.random(), _length(rng, 300, 0.8), _length(rng, 200, 0.6))])
+        _growing(
+            names, head, [(0.05 * rng.random(), _length(rng, 300, 0.8), _length(rng, 200, 0.6))]
+        )
         for _ in range(rng.randint(4, 16))
     ]
 

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 from benchmarks.routing.engine import Model
 from benchmarks.routing.generated import generate
@@ -19,6 +20,9 @@ from benchmarks.routing.traffic import Session
 from benchmarks.stats import percentile
 from kvindex import Index
 from kvindex.routing import Router
+
+_STUDENT: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Of 2, 3, … values: so many standard errors hold 95 %."""
 
 __all__ = ["Fleet", "Outcome", "Run", "Spread", "Traffic", "perform", "spread"]
 
@@ -120,7 +124,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over several seeds: its mean, and twice its standard error."""
+    """A figure over several seeds: its mean, and how far chance may have moved that."""
 
     mean: float
     noise: float
@@ -132,13 +136,13 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return mean and noise; of one value the noise is not known, and counts as 0."""
+    """Return the mean and half the width of its 95 % interval (Student's t); infinite for one."""
     count = len(values)
     mean = sum(values) / count
     if count == 1:
-        return Spread(mean, 0.0)
+        return Spread(mean, math.inf)
     variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-    return Spread(mean, 2.0 * math.sqrt(variance / count))
+    return Spread(mean, _STUDENT[min(count, len(_STUDENT) + 1) - 2] * math.sqrt(variance / count))
 
 
 def perform(runs: Iterable[Run], *, processes: int) -> dict[Run, Outcome]:

@@ -30,9 +30,7 @@ class Boards:
     def __iter__(self) -> Iterator[LoadBoard]:
         return iter(self._boards)
 
-    def share(
-        self, simulation: Simulation, *, delay: float | None, period: float | None
-    ) -> None:
+    def share(self, simulation: Simulation, *, delay: float | None, period: float | None) -> None:
         """Have each board tell the others what it books.
 
         Args:

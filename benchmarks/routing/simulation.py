@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.routing.engine import Engine, Model, Sequence as Job
+from benchmarks.routing.engine import Engine, Job, Model
 from benchmarks.routing.payloads import payload
 from benchmarks.routing.traffic import Session, Turn, tokens_of
 from kvindex import Index, Rank

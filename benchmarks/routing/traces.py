@@ -29,9 +29,7 @@ def mooncake(file: Path, *, speed: float, seed: int, most: int | None = None) ->
     """
     rows = [json.loads(line) for line in file.read_text().splitlines()[:most]]
     rng = random.Random(seed)
-    return [
-        Session(arrival / 1e3 / speed, (_turn(row),)) for row, arrival in _spread(rows, rng)
-    ]
+    return [Session(arrival / 1e3 / speed, (_turn(row),)) for row, arrival in _spread(rows, rng)]
 
 
 def _turn(row: dict[str, Any]) -> Turn:
@@ -40,9 +38,7 @@ def _turn(row: dict[str, Any]) -> Turn:
     return Turn(0.0, row["input_length"], max(1, row["output_length"]), names)
 
 
-def _spread(
-    rows: list[dict[str, Any]], rng: random.Random
-) -> list[tuple[dict[str, Any], float]]:
+def _spread(rows: list[dict[str, Any]], rng: random.Random) -> list[tuple[dict[str, Any], float]]:
     together: dict[float, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         together[row["timestamp"]].append(row)

@@ -1,0 +1,339 @@
+"""Which policy makes prompts wait least, on simulated engines: see `benchmarks.routing`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from benchmarks.bench import Bench
+from benchmarks.results import OURS, Bar, Result
+from benchmarks.routing.engine import Model
+from benchmarks.routing.plots import Line, line_chart
+from benchmarks.routing.referee import referee
+from benchmarks.routing.runs import (
+    Fleet,
+    Outcome,
+    Run,
+    Spread,
+    Traffic,
+    perform,
+    spread,
+)
+from benchmarks.routing.simulation import Loss
+from kvindex.routing import POLICIES
+
+__all__ = ["run"]
+
+DEFAULT: Final = "kvindex"
+FIELD: Final = ("lmetric", "dynamo", "dynamo-agentic", "llm-d", "smg-gate", "two-tier")
+"""What others route by: the default is held against the best of these."""
+LOAD_ALONE: Final = "least-queued"
+SPEEDS: Final = (1.0, 2.0, 3.0, 4.0)
+LOADS: Final[dict[str, tuple[float, ...]]] = {
+    "chat": (1.0, 3.0),
+    "agentic": (1.0, 4.0, 8.0),
+    "rag": (0.7, 1.0, 1.4, 2.0),
+    "bursts": (0.5, 0.7, 1.0),
+}
+PLOTTED: Final = (DEFAULT, "lmetric", "dynamo", "dynamo-agentic", "llm-d", "smg-gate", LOAD_ALONE)
+SMALL: Final = Fleet(model=Model(cache=262_144))
+LARGE: Final = Fleet(ranks=32)
+DELAYS: Final = (0.0, 1.0, 5.0, 30.0)
+NOISE: Final = (
+    "Noise is the 95 % interval of the difference, seed by seed (Student's t), and at least 1 %."
+)
+LEAST: Final = 0.01
+LATE: Final = (0.0, 0.02, 0.1, 0.5)
+
+
+@dataclass(frozen=True)
+class _Study:
+    """All runs, by what they are."""
+
+    outcomes: dict[Run, Outcome]
+    seeds: Sequence[int]
+
+    def figures(self, traffic: Traffic, policy: str, fleet: Fleet, name: str) -> list[float]:
+        """Return one figure of each seed."""
+        return [
+            float(getattr(self.outcomes[Run(traffic, policy, seed, fleet)], name))
+            for seed in self.seeds
+        ]
+
+    def difference(
+        self, traffic: Traffic, policy: str, other: str, fleet: Fleet, name: str
+    ) -> Spread:
+        """Return by how much a policy's figure is above another's, seed by seed."""
+        return _difference(
+            self.figures(traffic, policy, fleet, name), self.figures(traffic, other, fleet, name)
+        )
+
+
+def run(bench: Bench) -> list[Result]:
+    """Return, for every traffic, what each policy makes of it, and what faults change."""
+    seeds = range(bench.seed, bench.seed + bench.scale.routing_seeds)
+    grids = _grids(bench)
+    variants = _variants(bench)
+    runs = [
+        Run(traffic, policy, seed, fleet)
+        for fleet, groups in grids
+        for traffics in groups
+        for traffic in traffics
+        for policy in POLICIES
+        for seed in seeds
+    ]
+    runs += [
+        Run(row.traffic, policy, seed, fleet)
+        for table in variants
+        for row in table.rows
+        for fleet in row.fleets
+        for policy in table.policies
+        for seed in seeds
+    ]
+    study = _Study(perform(runs, processes=len(os.sched_getaffinity(0))), seeds)
+    results = [
+        result
+        for fleet, groups in grids
+        for group in groups
+        for result in _policies(study, fleet, group)
+    ]
+    for fleet, groups in grids:
+        for group in groups:
+            results += _bars(study, fleet, group)
+    results += [result for table in variants for result in _variant(study, table)]
+    if bench.images is not None:
+        _draw(bench, study, grids[0][1])
+    if bench.peers and bench.traces:
+        results += referee(bench, seeds)
+    return results
+
+
+def _grids(bench: Bench) -> list[tuple[Fleet, list[list[Traffic]]]]:
+    """Return by fleet the traffic that every policy meets, at several loads each."""
+    requests = bench.scale.routing_requests
+    some = slice(None) if bench.scale.routing_all_loads else slice(1, 2)
+    traces = [
+        [Traffic(file.stem, speed, bench.scale.routing_trace, file) for speed in SPEEDS[some]]
+        for file in bench.traces
+    ]
+    made = [[Traffic(kind, load, requests) for load in LOADS[kind][some]] for kind in LOADS]
+    grids: list[tuple[Fleet, list[list[Traffic]]]] = [(Fleet(), traces + made)]
+    if bench.scale.routing_all_loads and traces:
+        grids.append((SMALL, [[one for one in group if one.load == 2.0] for group in traces]))
+        grids.append((LARGE, [[replace(one, load=12.0) for one in group[:1]] for group in traces]))
+    return grids
+
+
+# What every policy makes of it --------------------------------------------------------------------
+
+
+def _policies(study: _Study, fleet: Fleet, group: Sequence[Traffic]) -> list[Result]:
+    note = (
+        "TTFT in ms, hit in % of the prompts' tokens; means over "
+        f"{len(study.seeds)} seeds. ▲ marks what is worse than `{DEFAULT}`, ▼ what is better, by "
+        f"more than noise. {NOISE}"
+    )
+    return [_policy(study, fleet, group, policy, note) for policy in POLICIES]
+
+
+def _policy(
+    study: _Study, fleet: Fleet, group: Sequence[Traffic], policy: str, note: str
+) -> Result:
+    values, marks = {}, {}
+    for traffic in group:
+        for name in ("mean", "p99"):
+            column = f"×{traffic.load:g} {name}"
+            values[column] = spread(study.figures(traffic, policy, fleet, name)).mean
+            marks[column] = _mark(study.difference(traffic, policy, DEFAULT, fleet, name))
+        values[f"×{traffic.load:g} hit"] = (
+            100 * spread(study.figures(traffic, policy, fleet, "hit")).mean
+        )
+    return Result(
+        group=f"{group[0].kind}, {_named(fleet)}",
+        measure=policy,
+        unit="ms, %",
+        values=values,
+        marks=marks,
+        notes=[note],
+    )
+
+
+def _mark(difference: Spread) -> str:
+    if not difference.matters:
+        return ""
+    return " ▲" if difference.mean > 0 else " ▼"
+
+
+def _difference(figures: Sequence[float], others: Sequence[float]) -> Spread:
+    found = spread([a - b for a, b in zip(figures, others, strict=True)])
+    return Spread(found.mean, max(found.noise, LEAST * spread(others).mean))
+
+
+def _named(fleet: Fleet) -> str:
+    return f"{fleet.ranks} ranks, caches of {fleet.model.cache / 1e6:.2g} M tokens"
+
+
+def _bars(study: _Study, fleet: Fleet, group: Sequence[Traffic]) -> list[Result]:
+    """Hold the default policy against the best of the field, and against load alone."""
+    results = []
+    for traffic in group:
+        for name in ("mean", "p99"):
+            means = {
+                policy: spread(study.figures(traffic, policy, fleet, name)).mean
+                for policy in (*FIELD, LOAD_ALONE, DEFAULT)
+            }
+            best = min((*FIELD, LOAD_ALONE), key=means.__getitem__)
+            noise = study.difference(traffic, DEFAULT, best, fleet, name).noise
+            results.append(
+                Result(
+                    group="the default policy beside the best of all others",
+                    measure=f"{traffic}, {_named(fleet)}: TTFT {name} (best: {best})",
+                    unit="ms",
+                    values={OURS: means[DEFAULT], "best other": means[best]},
+                    bar=Bar(times=1.0 - noise / means[DEFAULT]) if len(study.seeds) > 1 else None,
+                    notes=[f"A bar below 1 allows for noise, and for no more. {NOISE}"],
+                )
+            )
+    return results
+
+
+# What faults and gateways change ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line: its traffic, and a fleet for each column."""
+
+    title: str
+    traffic: Traffic
+    fleets: tuple[Fleet, ...]
+
+
+@dataclass(frozen=True)
+class _Table:
+    title: str
+    columns: tuple[str, ...]
+    policies: tuple[str, ...]
+    rows: tuple[_Row, ...]
+    note: str
+
+
+def _variants(bench: Bench) -> list[_Table]:
+    requests = bench.scale.routing_requests
+    if bench.traces:
+        traffic = Traffic(bench.traces[0].stem, 3.0, bench.scale.routing_trace, bench.traces[0])
+    else:
+        traffic = Traffic("rag", 1.0, requests)
+    bursts = Traffic("bursts", 0.7, requests)
+    lost = tuple(Loss(rank, 20.0 + 10.0 * rank) for rank in (0, 1))
+    faults = [_Row("none", traffic, (Fleet(),))]
+    faults += [
+        _Row(f"events {delay:g} s late", traffic, (Fleet(event_delay=delay),))
+        for delay in DELAYS[1:]
+    ]
+    faults.append(
+        _Row("2 of 8 ranks lost for 30 s each, noticed after 1 s", traffic, (Fleet(losses=lost),))
+    )
+    sharing = [_Row("nothing", traffic, _gateways())]
+    sharing += [
+        _Row(f"each booking, {1e3 * delay:g} ms late", traffic, _gateways(shared=delay))
+        for delay in LATE
+    ]
+    sharing += [
+        _Row(f"all bookings, every {1e3 * delay:g} ms", traffic, _gateways(gauges=delay))
+        for delay in LATE[1:]
+    ]
+    predictions = [
+        _Row("off", bursts, (Fleet(),)),
+        _Row("5 s", bursts, (Fleet(predict=5.0),)),
+        _Row(f"off, {traffic}", traffic, (Fleet(),)),
+        _Row(f"5 s, {traffic}", traffic, (Fleet(predict=5.0),)),
+    ]
+    return [
+        _Table(
+            f"faults, {traffic}",
+            ("",),
+            (DEFAULT, "lmetric", LOAD_ALONE),
+            tuple(faults),
+            "What a dead engine had is sent elsewhere when its death is noticed; it comes back "
+            "empty. Times count from the first arrival.",
+        ),
+        _Table(
+            f"several gateways, {traffic}: what they share",
+            ("1 gateway", "4", "16"),
+            (DEFAULT,),
+            tuple(sharing),
+            "Requests reach a gateway at random. Each knows its own bookings at once.",
+        ),
+        _Table(
+            f"predict, {bursts}",
+            ("",),
+            (DEFAULT,),
+            tuple(predictions),
+            "What was just sent to a rank counts as held there.",
+        ),
+    ]
+
+
+def _gateways(*, shared: float | None = None, gauges: float | None = None) -> tuple[Fleet, ...]:
+    return tuple(Fleet(gateways=n, shared=shared, gauges=gauges) for n in (1, 4, 16))
+
+
+def _variant(study: _Study, table: _Table) -> list[Result]:
+    first = table.rows[0]
+    note = (
+        f"{table.note} ▲ marks what is worse than the first line, ▼ what is better, by more than "
+        "noise."
+    )
+    results = []
+    for row in table.rows:
+        values, marks = {}, {}
+        for policy in table.policies:
+            for column, fleet, before in zip(table.columns, row.fleets, first.fleets, strict=True):
+                for name in ("mean", "p99", "hit"):
+                    own = policy if len(table.policies) > 1 else ""
+                    side = " ".join(filter(None, [own, column, name]))
+                    figures = study.figures(row.traffic, policy, fleet, name)
+                    if name == "hit":
+                        values[side] = 100 * spread(figures).mean
+                        continue
+                    values[side] = spread(figures).mean
+                    if row.traffic == first.traffic:
+                        base = study.figures(first.traffic, policy, before, name)
+                        marks[side] = _mark(_difference(figures, base))
+        results.append(
+            Result(
+                group=table.title,
+                measure=row.title,
+                unit="ms, %",
+                values=values,
+                marks=marks,
+                notes=[note],
+            )
+        )
+    return results
+
+
+# Pictures -----------------------------------------------------------------------------------------
+
+
+def _draw(bench: Bench, study: _Study, groups: Iterable[Sequence[Traffic]]) -> None:
+    assert bench.images is not None
+    for group in groups:
+        if len(group) < 2:
+            continue
+        lines = [
+            Line(
+                policy,
+                [
+                    (one.load, spread(study.figures(one, policy, Fleet(), "mean")).mean)
+                    for one in group
+                ],
+            )
+            for policy in PLOTTED
+        ]
+        chart = line_chart(f"{group[0].kind}: mean TTFT in ms by load", lines)
+        bench.images.mkdir(exist_ok=True)
+        (bench.images / f"routing-{group[0].kind}.svg").write_text(chart)
