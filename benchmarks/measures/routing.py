@@ -113,12 +113,12 @@ def run(bench: Bench) -> list[Result]:
 def _grids(bench: Bench) -> list[tuple[Fleet, list[list[Traffic]]]]:
     """Return by fleet the traffic that every policy meets, at several loads each."""
     requests = bench.scale.routing_requests
-    some = slice(None) if bench.scale.routing_all_loads else slice(1, 2)
+    last = None if bench.scale.routing_all_loads else 1
     traces = [
-        [Traffic(file.stem, speed, bench.scale.routing_trace, file) for speed in SPEEDS[some]]
+        [Traffic(file.stem, speed, bench.scale.routing_trace, file) for speed in SPEEDS[:last]]
         for file in bench.traces
     ]
-    made = [[Traffic(kind, load, requests) for load in LOADS[kind][some]] for kind in LOADS]
+    made = [[Traffic(kind, load, requests) for load in LOADS[kind][:last]] for kind in LOADS]
     grids: list[tuple[Fleet, list[list[Traffic]]]] = [(Fleet(), traces + made)]
     if bench.scale.routing_all_loads and traces:
         grids.append((SMALL, [[one for one in group if one.load == 2.0] for group in traces]))
