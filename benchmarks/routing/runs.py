@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from kvindex.routing import Router
 
 _STUDENT: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Of 2, 3, … values: so many standard errors hold 95 %."""
+
+_REPORT: Final = 100  # runs
 
 __all__ = ["Fleet", "Outcome", "Run", "Spread", "Traffic", "perform", "spread"]
 
@@ -146,13 +149,16 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def perform(runs: Iterable[Run], *, processes: int) -> dict[Run, Outcome]:
-    """Simulate all of these, several at a time."""
+    """Simulate all of these, several at a time, and say on stderr how far it is."""
     wanted = list(dict.fromkeys(runs))
-    if processes == 1 or len(wanted) == 1:
-        return {run: simulate(run) for run in wanted}
     context = multiprocessing.get_context("spawn")
+    outcomes: dict[Run, Outcome] = {}
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        return dict(zip(wanted, pool.map(simulate, wanted), strict=True))
+        for run, outcome in zip(wanted, pool.map(simulate, wanted), strict=True):
+            outcomes[run] = outcome
+            if len(outcomes) % _REPORT == 0:
+                print(f"… {len(outcomes)} of {len(wanted)} runs", file=sys.stderr, flush=True)
+    return outcomes
 
 
 def simulate(run: Run) -> Outcome:
