@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks.routing.cache import PrefixCache
 from benchmarks.routing.traffic import BLOCK, Turn
 
-__all__ = ["Engine", "Job", "Model", "Stored", "Told"]
+__all__ = ["Engine", "Job", "Model", "Stored", "Told", "idle_ttft"]
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from benchmarks.stats import percentile
 from kvindex import Index
 from kvindex.routing import Router
 
+__all__ = ["Fleet", "Outcome", "Run", "Spread", "Traffic", "perform", "simulate", "spread"]
+
 _STUDENT: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Of 2, 3, … values: so many standard errors hold 95 %."""
 
 _REPORT: Final = 100  # runs
-
-__all__ = ["Fleet", "Outcome", "Run", "Spread", "Traffic", "perform", "spread"]
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,9 @@ def simulate(run: Run) -> Outcome:
         ranks=fleet.ranks,
         model=fleet.model,
         event_delay=fleet.event_delay,
-        losses=fleet.losses,
         seed=run.seed,
     )
+    simulation.lose(fleet.losses)
     boards.share(simulation, delay=fleet.shared, period=fleet.gauges)
     requests = simulation.run(run.traffic.sessions(fleet, run.seed))
     return _outcome(requests, simulation.refused)

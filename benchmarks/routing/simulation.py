@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from kvindex import Index, Rank
 if TYPE_CHECKING:
     from kvindex.routing import Booking, Router
 
-__all__ = ["Clock", "Loss", "Request", "Simulation"]
+__all__ = ["Clock", "Loss", "Place", "Request", "Simulation"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Request:
     sent: int = 0
 
 
-class _Place:
+class Place:
     """A rank, and the engine that stands there now."""
 
     def __init__(self, number: int, rank: Rank, engine: Engine) -> None:
@@ -94,12 +94,12 @@ class Simulation:
         ranks: how many engines.
         model: what each can do.
         event_delay: seconds until the index learns what an engine did.
-        losses: engines that die.
         seed: of which gateway takes a request.
 
     Attributes:
         requests: all that have arrived, in the order of their arrival.
         refused: requests that no engine has room for.
+        places: the ranks, with the engines that stand there now.
     """
 
     def __init__(
@@ -111,7 +111,6 @@ class Simulation:
         ranks: int,
         model: Model,
         event_delay: float = 0.0,
-        losses: Sequence[Loss] = (),
         seed: int = 1,
     ) -> None:
         self.requests: list[Request] = []
@@ -121,16 +120,15 @@ class Simulation:
         self._clock = clock
         self._model = model
         self._event_delay = event_delay
-        self._losses = losses
         self._rng = random.Random(seed)
         self._bookings: dict[int, Booking] = {}
         self._sessions: Sequence[Session] = ()
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
-        self._places = [
-            _Place(number, Rank(f"engine-{number:02}"), Engine(model)) for number in range(ranks)
+        self.places = [
+            Place(number, Rank(f"engine-{number:02}"), Engine(model)) for number in range(ranks)
         ]
-        for place in self._places:
+        for place in self.places:
             index.add(place.rank)
 
     def run(self, sessions: Sequence[Session]) -> list[Request]:
@@ -138,12 +136,15 @@ class Simulation:
         self._sessions = sessions
         for number, session in enumerate(sessions):
             self.at(session.start + session.turns[0].gap, self._arrive, number, 0)
-        for loss in self._losses:
-            self.at(loss.at, self._lose, loss)
         while self._agenda:
             self._clock.now, _, do, arguments = heapq.heappop(self._agenda)
             do(*arguments)
         return self.requests
+
+    def lose(self, losses: Iterable[Loss]) -> None:
+        """Have engines die in the run to come."""
+        for loss in losses:
+            self.at(loss.at, self._lose, loss)
 
     def at(self, when: float, do: Callable[..., None], *arguments: Any) -> None:
         """Have something done at a moment of the virtual time."""
@@ -152,7 +153,7 @@ class Simulation:
     @property
     def busy(self) -> float:
         """Seconds of work that the engines have done, those that died left out."""
-        return sum(place.engine.busy for place in self._places if place.engine)
+        return sum(place.engine.busy for place in self.places if place.engine)
 
     # A request's way ---------------------------------------------------------------------------
 
@@ -181,15 +182,15 @@ class Simulation:
         place.engine.submit(Job(request.turn, number), self._clock.now)
         self._expect(place)
 
-    def _place_of(self, rank: Rank) -> _Place:
-        return self._places[int(rank.worker.rpartition("-")[2])]
+    def _place_of(self, rank: Rank) -> Place:
+        return self.places[int(rank.worker.rpartition("-")[2])]
 
-    def _expect(self, place: _Place) -> None:
+    def _expect(self, place: Place) -> None:
         engine = place.engine
         if engine is not None and engine.due is not None:
             self.at(engine.due, self._advance, place, engine)
 
-    def _advance(self, place: _Place, engine: Engine) -> None:
+    def _advance(self, place: Place, engine: Engine) -> None:
         if engine is not place.engine or engine.due != self._clock.now:
             return  # it died, or its step was cut short meanwhile
         told = engine.advance()
@@ -220,26 +221,26 @@ class Simulation:
 
     # Events and faults -------------------------------------------------------------------------
 
-    def _publish(self, place: _Place, engine: Engine, message: bytes) -> None:
+    def _publish(self, place: Place, engine: Engine, message: bytes) -> None:
         if self._event_delay:
             when = self._clock.now + self._event_delay
             self.at(when, self._apply, place, engine, message)
         else:
             self._index.apply(place.rank, message)
 
-    def _apply(self, place: _Place, engine: Engine, message: bytes) -> None:
+    def _apply(self, place: Place, engine: Engine, message: bytes) -> None:
         if engine is place.engine:  # else the index has dropped what came of it
             self._index.apply(place.rank, message)
 
     def _lose(self, loss: Loss) -> None:
-        place = self._places[loss.rank]
+        place = self.places[loss.rank]
         assert place.engine is not None
         place.lost = [job.request for job in place.engine.sequences]
         place.engine = None
         self.at(self._clock.now + loss.notice, self._notice, place)
         self.at(self._clock.now + loss.back, self._restart, place)
 
-    def _notice(self, place: _Place) -> None:
+    def _notice(self, place: Place) -> None:
         self._index.tree(place.rank).clear()
         for router in self._routers:
             router.drain(place.rank)
@@ -248,7 +249,7 @@ class Simulation:
             self._bookings.pop(number).cancel()
             self._send(number)
 
-    def _restart(self, place: _Place) -> None:
+    def _restart(self, place: Place) -> None:
         place.engine = Engine(self._model)
         for router in self._routers:
             router.undrain(place.rank)
