@@ -179,9 +179,9 @@ class World {
     std::map<Index::RankId, uint32_t> found;
     uint32_t most = 0;
     for (const FoundRank& rank : answer.ranks) {
-      EXPECT(rank.blocks != 0 && rank.tokens == rank.blocks * kBlockSize);
-      found[rank.rank] = rank.blocks;
-      most = std::max(most, rank.blocks);
+      EXPECT(rank.blocks() != 0 && rank.tokens == rank.blocks() * kBlockSize);
+      found[rank.rank] = rank.blocks();
+      most = std::max(most, rank.blocks());
     }
     EXPECT(found.size() == answer.ranks.size());
     EXPECT((answer.best >= 0) == (most != 0));
