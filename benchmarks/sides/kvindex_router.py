@@ -13,7 +13,7 @@ from kvindex.routing import Candidates, Choice, Router
 
 __all__ = ["KVIndexRouter"]
 
-_REQUEST = 256  # tokens that an open request costs, as in the default policy
+_REQUEST = 256  # tokens that an open request costs
 
 
 class PlainPolicy:

@@ -32,7 +32,7 @@ class CostPolicy:
         self.name = name
         self._weights = weights
         self._slack_seconds = slack_seconds
-        self._scaled = (0, 0.0, weights)  # for a block size and a prefill rate
+        self._scaled = (0, 0.0, weights)  # for a block size and a slack in tokens
 
     def choose(self, candidates: Candidates) -> Choice:
         """Choose the cheapest rank."""
@@ -50,11 +50,11 @@ class CostPolicy:
     def _weights_for(self, block_size: int, prefill_rate: float) -> Weights:
         """Return the weights, `decode` for a block and `slack` in tokens."""
         own, seconds = self._weights, self._slack_seconds
-        known_size, known_rate, scaled = self._scaled
-        if block_size != known_size or prefill_rate != known_rate:
-            slack = own.slack if seconds is None else seconds * prefill_rate
+        slack = own.slack if seconds is None else seconds * prefill_rate
+        known_size, known_slack, scaled = self._scaled
+        if block_size != known_size or slack != known_slack:
             scaled = own._replace(decode=own.decode * block_size, slack=slack)
-            self._scaled = (block_size, prefill_rate, scaled)
+            self._scaled = (block_size, slack, scaled)
         return scaled
 
 
