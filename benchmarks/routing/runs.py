@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import sys
@@ -52,16 +53,17 @@ class Traffic:
 
     def sessions(self, fleet: Fleet, seed: int) -> list[Session]:
         """Return the sessions, the same ones for the same seed."""
-        if self.trace is not None:
-            return mooncake(self.trace, speed=self.load, seed=seed, most=self.requests)
-        return _generated(self.kind, self.requests, self.load * fleet.prefill_rate, seed)
+        return _sessions(self, fleet.prefill_rate, seed)
 
 
 @lru_cache(maxsize=1)
-def _generated(kind: str, requests: int, rate: float, seed: int) -> list[Session]:
-    sessions = generate(kind, requests=requests, seconds=1.0, seed=seed)
+def _sessions(traffic: Traffic, rate: float, seed: int) -> list[Session]:
+    if traffic.trace is not None:
+        return mooncake(traffic.trace, speed=traffic.load, seed=seed, most=traffic.requests)
+    sessions = generate(traffic.kind, requests=traffic.requests, seconds=1.0, seed=seed)
     tokens = sum(turn.prompt for session in sessions for turn in session.turns)
-    return [Session(session.start * tokens / rate, session.turns) for session in sessions]
+    seconds = tokens / (traffic.load * rate)
+    return [Session(session.start * seconds, session.turns) for session in sessions]
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,11 @@ def simulate(run: Run) -> Outcome:
     )
     simulation.lose(fleet.losses)
     boards.share(simulation, delay=fleet.shared, period=fleet.gauges)
-    requests = simulation.run(run.traffic.sessions(fleet, run.seed))
+    gc.disable()  # it would look at every request again and again
+    try:
+        requests = simulation.run(run.traffic.sessions(fleet, run.seed))
+    finally:
+        gc.enable()
     return _outcome(requests, simulation.refused)
 
 
