@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -22,6 +23,9 @@ class CostPolicy:
         slack_seconds: seconds of prefill, at the rate that is measured, by which the best rank that
             holds enough of the prompt may be behind the best of all; None for `weights.slack`.
 
+    Raises:
+        ConfigurationError: a weight is no finite number; `slack` may be infinite.
+
     Examples:
         >>> fewest = CostPolicy("fewest-requests", Weights(new=0.0, queued=0.0, request=1.0))
         >>> fewest.name
@@ -29,6 +33,8 @@ class CostPolicy:
     """
 
     def __init__(self, name: str, weights: Weights, *, slack_seconds: float | None = None) -> None:
+        if not all(map(math.isfinite, weights._replace(slack=0.0))) or math.isnan(weights.slack):
+            raise ConfigurationError(f"a weight of policy {name!r} is no finite number: {weights}")
         self.name = name
         self._weights = weights
         self._slack_seconds = slack_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -370,8 +371,11 @@ class Router:
 
         Raises:
             UnknownRankError: the rank is not known.
-            ConfigurationError: age is negative.
+            ConfigurationError: age is negative, or a gauge is no number from 0.
         """
+        for gauge in (queued_tokens, open_requests):
+            if gauge is not None and not 0 <= gauge < math.inf:
+                raise ConfigurationError(f"a gauge is {gauge!r}; it must be a number from 0")
         with self._lock:
             now = self._clock()
             self._refresh(now, self._fleet.standing())

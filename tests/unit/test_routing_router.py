@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from kvindex.routing import (
     Candidates,
     Capacity,
     Choice,
+    CostPolicy,
     DuplicateBookingError,
     Labels,
     Load,
@@ -23,6 +25,7 @@ from kvindex.routing import (
     Router,
     Stage,
     UnknownBookingError,
+    Weights,
 )
 from tests.children import in_child
 from tests.unit.routing_fleet import BLOCK, PROMPT, Clock, FollowedIndex, fleet, hold
@@ -317,6 +320,9 @@ def test_gauges_correct_the_load_for_a_tenth_of_a_second() -> None:
     booking.finish()
     assert router.load(A).queued_tokens == 0  # never below
     assert router.statistics()["old_gauges"] == 1
+    for gauge in (-1, math.nan, math.inf):
+        with pytest.raises(ConfigurationError, match="a gauge is"):
+            router.report("a", queued_tokens=gauge)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="age"):
         router.report("a", age=-1.0)
 
@@ -397,6 +403,8 @@ def test_settings_that_cannot_work_are_refused() -> None:
         Router(Index(), policy="best")
     with pytest.raises(ConfigurationError, match="expires_after"):
         Router(Index(), expires_after=0.0)
+    with pytest.raises(ConfigurationError, match="a weight of policy 'mine'"):
+        CostPolicy("mine", Weights(new=math.nan))
     with pytest.raises(ConfigurationError, match="predict"):
         Router(Index(), predict=0.0)
 
