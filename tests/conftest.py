@@ -17,6 +17,9 @@ from kvindex.backend import hidden_native_build
 
 collect_ignore = ["typing"]  # for type checkers, which is why it is never imported
 
+# LiteLLM fetches its prices from the internet when it is imported, unless it is told not to.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
 settings.register_profile(
     "default",
     max_examples=100,

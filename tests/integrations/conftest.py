@@ -17,8 +17,6 @@ ROOT = Path(__file__).parents[2]
 # No tests; they need packages that may be missing.
 collect_ignore = ["ray_apps.py", "ray_llm_apps.py", "openai_server.py", "verl_servers.py"]
 
-# LiteLLM fetches its prices from the internet when it is imported, unless it is told not to.
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 if importlib.util.find_spec("ray") is not None:

@@ -31,8 +31,12 @@ router: {policy: affinity, predict: 5.0, seed: 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def ray_of_one_machine() -> Iterator[None]:
+    if ray.is_initialized():  # by Ray's own adapters' tests
+        yield
+        return
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
