@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TypeAlias
 
 from kvindex.errors import UnknownRankError
@@ -55,9 +55,9 @@ class RankNames:
     """What every name of some ranks stands for: `find_ranks` for many names, each in O(1).
 
     Args:
-        known: the ranks, sorted.
+        known: the ranks.
 
-    Complexity: O(ranks) to make.
+    Complexity: O(ranks × log ranks) to make.
 
     Thread safety: immutable.
 
@@ -67,10 +67,10 @@ class RankNames:
         ([Rank(worker='a', dp_rank=1)], [Rank(worker='a', dp_rank=0), Rank(worker='a', dp_rank=1)])
     """
 
-    def __init__(self, known: Sequence[Rank]) -> None:
+    def __init__(self, known: Collection[Rank]) -> None:
         self._known = known
         self._found: dict[object, list[Rank]] = {}
-        for rank in known:
+        for rank in sorted(known):
             self._found.setdefault(rank.worker, []).append(rank)
         for rank in known:
             self._found[rank] = [rank]

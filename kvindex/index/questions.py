@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TypedDict
+from functools import partial
+from typing import Final, TypedDict
 
 from kvindex.errors import ConfigurationError
 from kvindex.index.keys import ExtraKeys, Lora, pack_extra
 from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, find_ranks
+from kvindex.rank_lookup import RankName, RankNames, find_ranks
 from kvindex.wire.quirks import fold_medium
 
 __all__ = [
@@ -21,6 +22,9 @@ __all__ = [
     "packed_extras",
     "wanted_ranks",
 ]
+
+
+_FEW_NAMES: Final = 4  # to find more, a table of all names is quicker
 
 
 class MatchOptions(TypedDict, total=False):
@@ -99,7 +103,7 @@ def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> li
     """Return the ranks that a query asks for; raises UnknownRankError for a text that is none's."""
     if isinstance(ranks, tuple) and any(isinstance(rank, int) for rank in ranks):
         raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
-    wanted: list[Rank] = []
-    for rank in [ranks] if isinstance(ranks, str) else ranks:
-        wanted += find_ranks(rank, known) if isinstance(rank, str) else [rank]
-    return wanted
+    names = [ranks] if isinstance(ranks, str) else list(ranks)
+    many = sum(isinstance(name, str) for name in names) > _FEW_NAMES
+    find = RankNames(known).find if many else partial(find_ranks, known=known)
+    return [rank for name in names for rank in (find(name) if isinstance(name, str) else [name])]

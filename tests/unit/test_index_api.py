@@ -284,6 +284,18 @@ def test_ranks_narrow_the_answer() -> None:
         index.match(prompt(9), ranks=[Rank("d")])
 
 
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_few_names_and_many_stand_for_the_same_ranks(count: int) -> None:
+    index = Index()
+    ranks = [Rank(f"w{number}", number % 2) for number in range(count)]
+    for rank in ranks:
+        index.add(rank)
+    match = index.match(prompt(1), ranks=[str(rank) for rank in ranks])
+    assert {found.rank for found in match} == set(ranks)
+    with pytest.raises(UnknownRankError, match="'x'"):
+        index.match(prompt(1), ranks=[*map(str, ranks), "x"])
+
+
 def test_block_size_narrows_to_ranks_of_that_size() -> None:
     index = index_of(stored(0, 1))
     apply(index, B, stored(0, token_ids=tokens(0, 1), block_size=2 * SIZE))
