@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvindex.errors import ConfigurationError
@@ -37,12 +38,15 @@ _Value = TypeVar("_Value")
 ByRank: TypeAlias = Mapping[Rank, _Value] | Mapping[str, _Value]
 
 
-def _told(table: ByRank[_Value], rank: Rank) -> Iterator[_Value]:
-    """Yield what is told of a rank's worker and of the rank, by any of its names."""
+def _told(table: ByRank[_Value], rank: Rank) -> list[_Value]:
+    """Return what is told of a rank's worker and of the rank, by any of its names."""
     entries: Mapping[Any, _Value] = table
-    for name in (rank.worker, str(rank), rank):
-        if name in entries:
-            yield entries[name]
+    return [entries[name] for name in _names(rank) if name in entries]
+
+
+@lru_cache(maxsize=4_096)
+def _names(rank: Rank) -> tuple[str, str, Rank]:
+    return rank.worker, str(rank), rank
 
 
 class Filter(Protocol):
@@ -79,8 +83,11 @@ class Labels:
             return _all(asked)
         return (wanted <= self._of(rank).items() for rank in asked.ranks)
 
-    def _of(self, rank: Rank) -> dict[str, str]:
-        return dict(pair for labels in _told(self._labels, rank) for pair in labels.items())
+    def _of(self, rank: Rank) -> Mapping[str, str]:
+        told = _told(self._labels, rank)
+        if len(told) == 1:
+            return told[0]
+        return dict(pair for labels in told for pair in labels.items())
 
 
 class LoraLoaded:
