@@ -23,15 +23,19 @@ class Server:
     """One worker with DP ranks behind one HTTP port; requests name a rank by vLLM's header.
 
     Attributes:
-        ranks: the DP rank of every request served, as the header named it.
+        ranks: for each request the number that its header named: of the DP rank in this server.
         failures: how many of the next requests fail.
+        breaks: how many of the next streams break off in the middle.
         held: while it is cleared, answers and streams wait in the middle.
         arrived: released once for each request, when it has come.
     """
 
-    def __init__(self, worker: str, *, dp_size: int = 1, num_blocks: int = 256) -> None:
+    def __init__(
+        self, worker: str, *, first_rank: int = 0, dp_size: int = 1, num_blocks: int = 256
+    ) -> None:
         self._engines = [
-            FakeEngine(worker, dp_rank=rank, num_blocks=num_blocks) for rank in range(dp_size)
+            FakeEngine(worker, dp_rank=first_rank + number, num_blocks=num_blocks)
+            for number in range(dp_size)
         ]
         self.name = worker
         self.ranks: list[int] = []
@@ -78,7 +82,7 @@ class Server:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        rank = int(request.headers.get("X-data-parallel-rank", 0))
+        rank = int(request.headers.get("X-data-parallel-rank", 0))  # the real ones draw one
         self.ranks.append(rank)
         self.arrived.release()
         if self.failures:

@@ -101,10 +101,18 @@ async def until(reached: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def fleet(
-    size: int = 2, *, dp_size: int = 1, num_blocks: int = 256, **options: Any
+    size: int = 2,
+    *,
+    first_rank: int = 0,
+    dp_size: int = 1,
+    num_blocks: int = 256,
+    **options: Any,
 ) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
-        servers = [Server(f"vllm-{n}", dp_size=dp_size, num_blocks=num_blocks) for n in range(size)]
+        servers = [
+            Server(f"vllm-{n}", first_rank=first_rank, dp_size=dp_size, num_blocks=num_blocks)
+            for n in range(size)
+        ]
         for server in servers:
             await stack.enter_async_context(server)
         client = stack.enter_context(Client([server.worker for server in servers]))
@@ -274,9 +282,10 @@ def test_a_stream_that_is_left_leaves_no_load() -> None:
     run(main())
 
 
-def test_the_header_names_the_rank_of_a_worker_that_has_several() -> None:
+@pytest.mark.parametrize("first_rank", [0, 4], ids=["of-the-whole", "of-a-node"])
+def test_the_header_names_the_rank_of_a_worker_that_has_several(first_rank: int) -> None:
     async def main() -> None:
-        async with fleet(2, dp_size=2) as two:
+        async with fleet(2, first_rank=first_rank, dp_size=2) as two:
             two.servers[1].engines[1].serve([ord(character) for character in PROMPT])
             await two.told()
             await two.ask(extra_headers={"X-Of-The-User": "1"})
