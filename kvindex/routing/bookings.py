@@ -169,19 +169,25 @@ class Bookings:
     def __len__(self) -> int:
         return len(self._open)
 
-    def new_id(self, wanted: str | None) -> str:
-        """Return the id of a new booking; raises DuplicateBookingError if it is taken."""
+    def _new_id(self, wanted: str | None) -> str:
         if wanted is None:
-            return f"kvindex-{next(self._numbers)}"
+            made = (f"kvindex-{number}" for number in self._numbers)
+            return next(one for one in made if one not in self._open)
         if wanted in self._open:
             raise DuplicateBookingError(wanted)
         return wanted
 
     def book(
-        self, request_id: str, decision: Decision, block_size: int, queued: float, now: float
+        self, wanted: str | None, decision: Decision, block_size: int, queued: float, now: float
     ) -> Booking:
-        """Book a request on the rank that was chosen, behind so many queued tokens."""
+        """Book a request on the rank that was chosen, behind so many queued tokens.
+
+        Raises:
+            DuplicateBookingError: an open booking has the wanted id. It is looked for here, not
+                before the choice: a filter or a policy may have booked meanwhile.
+        """
         ahead = queued + decision.new_tokens
+        request_id = self._new_id(wanted)
         booking = Booking(self, request_id, decision, block_size, ahead, now)
         self._open[request_id] = booking
         rank, blocks = decision.rank, booking._decode_blocks

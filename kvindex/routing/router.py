@@ -227,7 +227,6 @@ class Router:
         if not 0 <= new_tokens <= prompt_tokens:
             raise ConfigurationError(f"{new_tokens} of {prompt_tokens} tokens cannot be new")
         with self._lock:
-            request_id = self._bookings.new_id(request_id)
             now = self._clock()
             self._refresh(now, self._fleet.standing())
             ranks = self._fleet.ranks
@@ -245,6 +244,7 @@ class Router:
             UnknownBookingError: there is none.
         """
         with self._lock:
+            self._bookings.expire(self._clock())
             return self._bookings.get(request_id)
 
     def _look(self, prompt: Prompt) -> _Seen:
@@ -260,7 +260,6 @@ class Router:
         labels: Mapping[str, str],
         policy: Policy,
     ) -> Booking:
-        request_id = self._bookings.new_id(request_id)
         decision, queued, now = self._decide(seen, ranks, labels, policy)
         booking = self._bookings.book(request_id, decision, self._block_size, queued, now)
         if self._predictions is not None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvindex import ConfigurationError, Index, Rank, UnknownRankError
 from kvindex.routing import (
+    Asked,
     Candidates,
     Capacity,
     Choice,
@@ -294,6 +296,47 @@ def test_bookings_are_found_by_their_request() -> None:
     with pytest.raises(UnknownBookingError, match="no open booking of request 'r1'"):
         router.booking("r1")
     assert router.reserve(PROMPT, request_id="r1") is not booking
+
+
+def test_an_id_that_is_made_up_is_none_that_a_user_has_given() -> None:
+    router = Router(fleet({"a": 0}))
+    given = router.reserve(PROMPT, request_id="kvindex-1")
+    made_up = router.reserve(PROMPT)
+    assert router.booking("kvindex-1") is given
+    given.finish()
+    made_up.finish()
+    assert router.load(A) == NOTHING
+
+
+def test_the_id_of_a_booking_that_has_expired_is_free_again() -> None:
+    clock = Clock()
+    router = Router(fleet({"a": 0}), clock=clock, expires_after=60.0)
+    router.reserve(PROMPT, request_id="r")
+    clock.now += 60.0
+    with pytest.raises(UnknownBookingError):
+        router.booking("r")
+    router.reserve(PROMPT, request_id="r")
+    clock.now += 60.0
+    assert router.reserve(PROMPT, request_id="r").stage is Stage.CHOSEN
+    assert router.load(A).open_requests == 1
+
+
+def test_a_filter_that_books_under_the_same_id_leaks_no_load() -> None:
+    class Booking:
+        name = "booking"
+        books = True
+
+        def keeps(self, asked: Asked) -> Iterable[object]:
+            if self.books:
+                self.books = False
+                router.book("a/0", 10, 10, request_id="r")
+            return asked.live
+
+    router = Router(fleet({"a": 0}), filters=[Booking()])
+    with pytest.raises(DuplicateBookingError):
+        router.reserve(PROMPT, request_id="r")
+    router.booking("r").finish()
+    assert router.load(A) == NOTHING
 
 
 def test_a_request_that_others_placed_is_booked_where_they_say() -> None:
