@@ -1,4 +1,8 @@
-"""Which ranks may be chosen for a request: not drained, asked for, and let pass by all filters."""
+"""Which ranks may be chosen for a request: not drained, asked for, and let pass by all filters.
+
+Wishes come last, and one that would leave no rank is not heard: first that the publisher is
+connected, then those of `Prefer`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Final
 
 from kvindex.errors import NoCandidateError
 from kvindex.rank import Rank
-from kvindex.routing.filters import Asked, Filter
+from kvindex.routing.filters import Asked, Filter, Prefer
 
 __all__ = ["Eligible"]
 
@@ -27,7 +31,8 @@ class Eligible:
     """
 
     def __init__(self, filters: tuple[Filter, ...]) -> None:
-        self._filters = filters
+        self._filters = [one for one in filters if not isinstance(one, Prefer)]
+        self._wishes = [one for one in filters if isinstance(one, Prefer)]
         self.drained: frozenset[Rank] = frozenset()
         self.refused: Counter[str] = Counter()
         self._mask: tuple[Sequence[Rank], frozenset[Rank], bytes] = ((), frozenset(), b"")
@@ -64,13 +69,14 @@ class Eligible:
             self.refused.update(refused)
         if not any(rows):
             raise NoCandidateError(len(rows), refused)
-        if connected is None or placed:
-            return rows
-        there = _both(rows, connected)
-        if not any(there):
-            return rows
-        self.refused["disconnected"] += rows.count(1) - there.count(1)
-        return there
+        if not placed:
+            for reason, keeps in self._preferences(asked, connected):
+                left = _both(rows, _mask(keeps))
+                lost = rows.count(1) - left.count(1)
+                if lost and any(left):
+                    self.refused[reason] += lost
+                    rows = left
+        return rows
 
     def _reasons(
         self, asked: Asked, wanted: bytes | bytearray | None, placed: bool
@@ -83,6 +89,15 @@ class Eligible:
         if self.drained:
             yield "drained", self._undrained(asked.ranks)
         for one in self._filters:
+            yield one.name, one.keeps(asked)
+
+    def _preferences(
+        self, asked: Asked, connected: bytes | None
+    ) -> Iterator[tuple[str, Iterable[object]]]:
+        """Yield reasons to prefer ranks, the weightiest first, and which ranks each prefers."""
+        if connected is not None:
+            yield "disconnected", connected
+        for one in self._wishes:
             yield one.name, one.keeps(asked)
 
     def _undrained(self, ranks: Sequence[Rank]) -> bytes:

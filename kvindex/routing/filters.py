@@ -160,6 +160,8 @@ class OnlyLive:
 class Prefer:
     """Keeps what another filter keeps, or all ranks if it would keep none.
 
+    A router asks it last, so it is a wish among the ranks that may be chosen and are connected.
+
     Examples:
         >>> nearby = Prefer(Labels({"vllm-0": {"zone": "a"}}))
         >>> nearby.name

@@ -240,6 +240,22 @@ def test_labels_decide_where_the_request_asks_for_them() -> None:
     assert near.select(PROMPT, labels={"zone": "3"}).rank == A
 
 
+def test_a_wish_that_leaves_no_rank_is_not_heard() -> None:
+    labels = Labels({"a": {"zone": "1"}, "b": {"zone": "2"}})
+    followed = FollowedIndex(fleet({"a": 9, "b": 0}), frozenset([A, B]))
+    router = Router(followed, filters=[Prefer(labels), Capacity(open_requests=1)])
+    followed.connected = frozenset([B])
+    assert router.select(PROMPT, labels={"zone": "1"}).rank == B  # a's engine is probably down
+    followed.connected = frozenset([A, B])
+    booking = router.reserve(PROMPT, labels={"zone": "1"})
+    assert booking.rank == A
+    assert router.select(PROMPT, labels={"zone": "1"}).rank == B  # a is full
+    booking.finish()
+    router.drain("a")
+    assert router.select(PROMPT, labels={"zone": "1"}).rank == B
+    assert router.select(PROMPT, ranks="b", labels={"zone": "1"}).rank == B
+
+
 def test_a_request_with_a_lora_goes_where_it_is_loaded() -> None:
     loaded = LoraLoaded({"a": {"french"}, "b/0": {"german"}})
     router = Router(fleet({"a": 9, "b": 0}), filters=[loaded])
