@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from kvindex.index import ExtraKeys, Hits, Index, Lora, Match, RankRows, TokenIds
@@ -59,6 +59,7 @@ class Predictions:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._index = Index()
+        self._ranks: set[Rank] = set()  # of the index
         self._open: dict[Booking, _Sent] = {}
         self._ending: deque[tuple[float, _Sent]] = deque()
         self._made = 0
@@ -84,8 +85,9 @@ class Predictions:
             lora_id=prompt.lora if isinstance(prompt.lora, int) else None,
             extra_keys=extras if any(extras) else None,
         )
+        self._open[booking] = _Sent(booking.rank, names)  # first, so that it is sure to end
+        self._ranks.add(booking.rank)
         self._index.apply(booking.rank, EventBatch(ts=0.0, events=[stored]))
-        self._open[booking] = _Sent(booking.rank, names)
         self._made += 1
 
     def confirm(self, booking: Booking, now: float) -> None:
@@ -108,11 +110,20 @@ class Predictions:
         while self._ending and self._ending[0][0] <= now:
             self._remove(self._ending.popleft()[1])
 
-    def added_to(self, confirmed: Hits, prompt: Prompt, rows: RankRows) -> Hits:
-        """Return what each rank holds or was just sent, whichever is more. O(tokens + ranks)."""
+    def keep(self, ranks: Collection[Rank]) -> None:
+        """Forget what was sent to ranks that are not among these. O(ranks)."""
+        for rank in self._ranks.difference(ranks):
+            self._index.remove(rank)
+            self._ranks.discard(rank)
+
+    def added_to(self, confirmed: Hits, prompt: Prompt, rows: RankRows, live: bytes) -> Hits:
+        """Return what each rank holds or was just sent, whichever is more. O(tokens + ranks).
+
+        Ranks that are not live hold nothing, whatever they were sent.
+        """
         if not len(self._index):
             return confirmed
-        predicted = prompt.ask(self._index).hits(rows)
+        predicted = prompt.ask(self._index).hits(rows, live)
         columns = zip(confirmed[:3], predicted[:3], strict=True)
         device, host, tokens = (array("q", map(max, *pair)) for pair in columns)
         return Hits(device, host, tokens, confirmed.block_size)
@@ -122,6 +133,8 @@ class Predictions:
         return {"made": self._made, "blocks": len(self._index)}
 
     def _remove(self, sent: _Sent) -> None:
+        if sent.rank not in self._ranks:
+            return  # forgotten with its rank
         removed = BlockRemoved(block_hashes=list(sent.block_hashes))
         self._index.apply(sent.rank, EventBatch(ts=0.0, events=[removed]))
 

@@ -263,7 +263,11 @@ class Router:
         decision, queued, now = self._decide(seen, ranks, labels, policy)
         booking = self._bookings.book(request_id, decision, self._block_size, queued, now)
         if self._predictions is not None:
-            self._predictions.send(booking, seen.prompt, self._block_size)
+            try:
+                self._predictions.send(booking, seen.prompt, self._block_size)
+            except BaseException:  # nobody gets it to end it
+                booking.cancel()
+                raise
         return booking
 
     def _decide(
@@ -280,7 +284,7 @@ class Router:
         hits = confirmed = seen.match.hits(fleet.rows, fleet.live)
         self._block_size = next(filter(None, hits.block_size), self._block_size)
         if self._predictions is not None:
-            hits = self._predictions.added_to(confirmed, prompt, fleet.rows)
+            hits = self._predictions.added_to(confirmed, prompt, fleet.rows, fleet.live)
         length, loads = len(prompt.token_ids), self._loads.columns(now)
         asked = Asked(fleet.ranks, fleet.live, loads, length, prompt.lora, labels)
         wanted = None if ranks is None else fleet.mask(ranks)
@@ -436,6 +440,8 @@ class Router:
             self._loads.arrange(self._fleet.ranks)
             self._eligible.drained &= frozenset(self._fleet.ranks)
             self._funnel.keep(self._fleet.ranks)
+            if self._predictions is not None:
+                self._predictions.keep(self._fleet.ranks)
         self._bookings.expire(now)
         if self._predictions is not None:
             self._predictions.expire(now)

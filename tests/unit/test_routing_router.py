@@ -421,6 +421,39 @@ def test_a_prediction_ends_with_its_cancelled_booking() -> None:
     assert router.select(PROMPT).tokens == 0
 
 
+def test_a_rank_that_is_not_live_is_predicted_to_hold_nothing() -> None:
+    followed = FollowedIndex(fleet({"a": 0, "b": 0}), frozenset([A, B]))
+    router = Router(followed, predict=5.0)
+    router.reserve(PROMPT, ranks="a")
+    assert router.select(PROMPT, ranks="a").predicted_tokens == 160
+    followed.live = frozenset([B])
+    decision = router.select(PROMPT, ranks="a")
+    assert (decision.tokens, decision.predicted_tokens) == (0, 0)
+
+
+def test_what_was_sent_to_a_rank_that_went_is_forgotten() -> None:
+    clock = Clock()
+    index = fleet({"a": 0})
+    router = Router(index, clock=clock, predict=5.0)
+    first, second = router.reserve(PROMPT), router.reserve(PROMPT)
+    index.remove(A)
+    hold(index, B, 0)
+    assert router.select(PROMPT).rank == B
+    assert router.statistics()["predictions"] == {"made": 2, "blocks": 0}
+    first.finish()
+    second.cancel()
+    clock.now += 6.0
+    index.add(A)
+    assert router.select(PROMPT, ranks="a").tokens == 0  # it has been restarted
+
+
+def test_a_prompt_that_cannot_be_predicted_leaks_no_load() -> None:
+    router = Router(fleet({"a": 0}), predict=5.0)
+    with pytest.raises(OverflowError):
+        router.reserve([2**63] * 32)
+    assert router.load(A) == NOTHING
+
+
 def test_predictions_tell_loras_salts_and_extra_keys_apart() -> None:
     router = Router(fleet({"a": 9}), predict=5.0)
     extra = [None, (("image", 3),)]
