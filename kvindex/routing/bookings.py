@@ -7,8 +7,10 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import index
+from typing import SupportsIndex
 
-from kvindex.errors import DuplicateBookingError, UnknownBookingError
+from kvindex.errors import ConfigurationError, DuplicateBookingError, UnknownBookingError
 from kvindex.rank import Rank
 from kvindex.routing.decision import Decision
 from kvindex.routing.loads import LoadBoard
@@ -99,7 +101,11 @@ class Booking:
         self._books.first_token(self)
 
     def output(self, tokens: int = 1) -> None:
-        """Note that so many more tokens were generated; the first of them ends the prefill."""
+        """Note that so many more tokens were generated; the first of them ends the prefill.
+
+        Raises:
+            ConfigurationError: the number is negative, or no number.
+        """
         self._books.output(self, tokens)
 
     def finish(self, cached_tokens: int | None = None) -> None:
@@ -108,8 +114,15 @@ class Booking:
         Args:
             cached_tokens: how many tokens of the prompt the engine found cached, as it says in
                 `usage.prompt_tokens_details.cached_tokens`; None if it does not say.
+
+        Raises:
+            ConfigurationError: `cached_tokens` is negative, or no number. The load is given back
+                all the same.
         """
-        self._books.end(self, Stage.FINISHED, cached_tokens)
+        told = _count(cached_tokens)
+        self._books.end(self, Stage.FINISHED, told)
+        if told is None and cached_tokens is not None:
+            raise ConfigurationError(f"cached_tokens is {cached_tokens!r}; give a number from 0")
 
     def cancel(self) -> None:
         """Give the load back: the request ends without an answer. Idempotent."""
@@ -126,6 +139,14 @@ class Booking:
 
     def __repr__(self) -> str:
         return f"<Booking {self.request_id!r} on {self.rank}: {self.stage}>"
+
+
+def _count(tokens: object) -> int | None:
+    """Return a number from 0 as a plain int; None for anything else."""
+    if not isinstance(tokens, SupportsIndex):
+        return None
+    count = index(tokens)
+    return count if count >= 0 else None
 
 
 Ended = Callable[[Booking, int | None], None]
@@ -224,12 +245,16 @@ class Bookings:
 
     def output(self, booking: Booking, tokens: int) -> None:
         """See `Booking.output`."""
+        told = _count(tokens)
+        if told is None:
+            raise ConfigurationError(f"output of {tokens!r} tokens; give a number from 0")
         with self._lock:
             now = self._clock()
             if not self._hear(booking, now):
                 return
-            self._first_token(booking, now)
-            booking.output_tokens += tokens
+            if told:
+                self._first_token(booking, now)
+            booking.output_tokens += told
             length = booking.decision.prompt_tokens + booking.output_tokens
             grown = -(-length // booking._block_size) - booking._decode_blocks
             if grown:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,27 @@ def test_output_ends_the_prefill() -> None:
     router = Router(fleet({"a": 0}))
     router.reserve(PROMPT).output()
     assert router.load(A).queued_tokens == 0
+
+
+def test_an_output_of_no_tokens_does_not_end_the_prefill() -> None:
+    router = Router(fleet({"a": 0}))
+    booking = router.reserve(PROMPT)
+    booking.output(0)  # such as a first chunk that has the role only
+    assert (booking.stage, router.load(A).queued_tokens) == (Stage.CHOSEN, len(PROMPT))
+
+
+@pytest.mark.parametrize("tokens", [-1, math.nan, math.inf, "5"])
+def test_numbers_of_tokens_that_are_none_are_refused_and_leave_the_load_whole(tokens: Any) -> None:
+    router = Router(fleet({"a": 0}))
+    booking = router.reserve(PROMPT)
+    with pytest.raises(ConfigurationError, match="output of"):
+        booking.output(tokens)
+    assert router.load(A) == Load(len(PROMPT), 1, 11)
+    with pytest.raises(ConfigurationError, match="cached_tokens is"):
+        booking.finish(tokens)
+    assert (booking.stage, router.load(A)) == (Stage.FINISHED, NOTHING)
+    funnel = router.statistics()["funnel"]
+    assert (funnel["finished"]["requests"], funnel["reported"]["requests"]) == (1, 0)
 
 
 def test_a_booking_is_finished_by_its_with_and_cancelled_by_an_exception() -> None:
