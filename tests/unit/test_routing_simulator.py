@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks.routing.cache import PrefixCache
-from benchmarks.routing.engine import Engine, Job, Model, idle_ttft
+from benchmarks.routing.engine import Engine, Job, Model, Stored, Told, idle_ttft
 from benchmarks.routing.generated import KINDS, generate
+from benchmarks.routing.payloads import payload
 from benchmarks.routing.plots import Line, line_chart
 from benchmarks.routing.runs import Fleet, Run, Traffic, simulate, spread
 from benchmarks.routing.sharing import Boards
 from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
 from benchmarks.routing.traces import mooncake
 from benchmarks.routing.traffic import BLOCK, Session, Turn, tokens_of
-from kvindex import Index
+from kvindex import Index, Rank
 from kvindex.routing import POLICIES, Router
 
 MODEL = Model(cache=256 * BLOCK)
 NOT_WHOLE = 100  # tokens
+LOSSES = [Loss(rank=0, at=1.5, notice=0.1, back=2.0), Loss(rank=1, at=4.0)]
 
 
 def turn(prompt: int, output: int = 1, *, first: int = 1, gap: float = 0.0) -> Turn:
@@ -42,11 +44,15 @@ def alone(prompt: Turn, engine: Engine, now: float = 0.0) -> tuple[Job, float, f
 
 
 def simulation(
-    *, policy: str = "kvindex", ranks: int = 3, gateways: int = 1, shared: float | None = 0.0
+    *,
+    policy: str = "kvindex",
+    gateways: int = 1,
+    shared: float | None = 0.0,
+    event_delay: float = 0.0,
 ) -> tuple[Simulation, list[Router], Index, Boards]:
     index, clock, boards = Index(seed=1), Clock(), Boards(gateways)
     routers = [Router(index, policy=policy, loads=b, clock=clock, seed=1) for b in boards]
-    made = Simulation(index, routers, clock, ranks=ranks, model=MODEL)
+    made = Simulation(index, routers, clock, ranks=3, model=MODEL, event_delay=event_delay)
     boards.share(made, delay=shared, period=None)
     return made, routers, index, boards
 
@@ -148,6 +154,17 @@ def test_the_cache_gives_up_what_was_used_longest_ago_ends_first() -> None:
     assert cache.used == 3
 
 
+def test_a_block_that_went_and_came_in_one_step_is_there() -> None:
+    index, rank = Index(), Rank("engine")
+    prompt = tokens_of(turn(BLOCK))
+    for removed in ([], [1]):
+        message = payload(Told([], [], removed, [Stored(None, [1])]), 0.0)
+        assert message is not None
+        index.apply(rank, message)
+        assert index.match(prompt)[rank].tokens == BLOCK
+    assert payload(Told([], [], [], []), 0.0) is None
+
+
 # A run --------------------------------------------------------------------------------------------
 
 
@@ -184,11 +201,14 @@ def test_every_request_is_answered_once_under_every_policy(policy: str) -> None:
         assert tuple(routers[0].load(rank)) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("event_delay", [0.0, 0.7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_index_says_what_the_engines_hold(kind: str) -> None:
-    run, _, index, _ = simulation()
+def test_the_index_says_what_the_engines_hold(kind: str, event_delay: float) -> None:
+    run, _, index, _ = simulation(event_delay=event_delay)
+    run.lose(LOSSES)
     requests = run.run(sessions(kind))
     assert any(one.hit for one in requests)
+    assert sum(place.engine is not None for place in run.places) == 3
     for one in requests:
         match = index.match(tokens_of(one.turn), recomputed=1)
         for place in run.places:
@@ -207,7 +227,7 @@ def test_the_same_seed_gives_the_same_result_and_another_one_another() -> None:
 def test_what_a_dead_engine_had_is_answered_elsewhere() -> None:
     made = sessions("bursts")
     run, routers, _, _ = simulation()
-    run.lose([Loss(rank=0, at=1.5, notice=0.1, back=2.0), Loss(rank=1, at=4.0)])
+    run.lose(LOSSES)
     requests = run.run(made)
     checked(requests, made)
     again = [one for one in requests if one.sent > 1]
@@ -233,6 +253,7 @@ def test_gateways_that_share_everything_know_what_one_would() -> None:
     }
     loads = [[router.load(rank) for rank in router.ranks] for router in routers]
     assert loads[0] == loads[1] == loads[2]
+    assert [load.open_requests for load in loads[0]] == [3, 3, 3]
     for booking in bookings:
         booking.cancel()
     assert all(tuple(router.load(rank)) == (0, 0, 0) for router in routers for rank in router.ranks)
