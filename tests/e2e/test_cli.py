@@ -453,7 +453,7 @@ def test_the_demo_repairs_all_and_shows_what_a_router_gains(
     assert "repaired by replay" in out
     assert out.count("  equal\n") == 4
     assert out.count("<- send it here") == 1
-    assert "leaves 46% less to compute" in out, "the seed says it, whatever the machine does"
+    assert "leaves 49% less to compute" in out, "the seed says it, whatever the machine does"
     assert "Result: every rank's index equals its engine's cache" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out, "no colour off a terminal"
