@@ -13,7 +13,7 @@ from typing import SupportsIndex
 from kvindex.errors import ConfigurationError, DuplicateBookingError, UnknownBookingError
 from kvindex.rank import Rank
 from kvindex.routing.decision import Decision
-from kvindex.routing.loads import LoadBoard
+from kvindex.routing.loads import Load, LoadBoard
 
 __all__ = ["Booking", "Bookings", "Stage"]
 
@@ -39,6 +39,7 @@ class Stage(str, enum.Enum):
         return self.value
 
 
+_NOTHING = Load()
 _ENDS = (Stage.FINISHED, Stage.CANCELLED, Stage.EXPIRED)
 
 
@@ -60,8 +61,7 @@ class Booking:
     __slots__ = (
         "_block_size",
         "_books",
-        "_decode_blocks",
-        "_waiting_tokens",
+        "_counted",
         "booked_at",
         "decision",
         "output_tokens",
@@ -88,13 +88,17 @@ class Booking:
         self.booked_at = self.touched_at = now
         self.work_ahead = work_ahead
         self._block_size = block_size
-        self._waiting_tokens = decision.new_tokens
-        self._decode_blocks = -(-decision.prompt_tokens // block_size)
+        self._counted: Load | None = _NOTHING  # on the board; None: it has ended
 
     @property
     def rank(self) -> Rank:
         """The rank that was chosen."""
         return self.decision.rank
+
+    def _blocks(self) -> int:
+        """Return how many blocks the prompt and its answer fill."""
+        length = self.decision.prompt_tokens + self.output_tokens
+        return -(-length // self._block_size)
 
     def first_token(self) -> None:
         """Note that the prefill is done: the first token has come. Idempotent."""
@@ -191,12 +195,13 @@ class Bookings:
         return len(self._open)
 
     def _new_id(self, wanted: str | None) -> str:
-        if wanted is None:
-            made = (f"kvindex-{number}" for number in self._numbers)
-            return next(one for one in made if one not in self._open)
-        if wanted in self._open:
-            raise DuplicateBookingError(wanted)
-        return wanted
+        if wanted is not None:
+            if wanted in self._open:
+                raise DuplicateBookingError(wanted)
+            return wanted
+        while (made := f"kvindex-{next(self._numbers)}") in self._open:
+            pass
+        return made
 
     def book(
         self, wanted: str | None, decision: Decision, block_size: int, queued: float, now: float
@@ -210,10 +215,10 @@ class Bookings:
         ahead = queued + decision.new_tokens
         request_id = self._new_id(wanted)
         booking = Booking(self, request_id, decision, block_size, ahead, now)
+        load = Load(decision.new_tokens, 1, booking._blocks())
+        self._loads.give(decision.rank, decision.prompt_tokens, now)
+        self._count(booking, load, now)
         self._open[request_id] = booking
-        rank, blocks = decision.rank, booking._decode_blocks
-        self._loads.add(rank, decision.new_tokens, 1, blocks, now)
-        self._loads.give(rank, decision.prompt_tokens, now)
         return booking
 
     def get(self, request_id: str) -> Booking:
@@ -225,11 +230,15 @@ class Bookings:
 
     def expire(self, now: float) -> None:
         """Give back what nothing was heard of for too long. O(1) if there is nothing."""
-        while self._open:
-            booking = next(iter(self._open.values()))
+        while (booking := self._oldest()) is not None:
             if now - booking.touched_at < self._expires_after:
                 return
             self._end(booking, Stage.EXPIRED, None, now)
+
+    def _oldest(self) -> Booking | None:
+        for booking in self._open.values():  # between two calls, a handler could end one
+            return booking
+        return None
 
     def statistics(self) -> dict[str, int]:
         """Return how many are open, how many ended in which way, and news after an expiry."""
@@ -255,11 +264,9 @@ class Bookings:
             if told:
                 self._first_token(booking, now)
             booking.output_tokens += told
-            length = booking.decision.prompt_tokens + booking.output_tokens
-            grown = -(-length // booking._block_size) - booking._decode_blocks
-            if grown:
-                booking._decode_blocks += grown
-                self._loads.add(booking.rank, 0, 0, grown, now)
+            blocks, counted = booking._blocks(), booking._counted
+            if counted is not None and counted.decode_blocks != blocks:
+                self._count(booking, counted._replace(decode_blocks=blocks), now)
 
     def end(self, booking: Booking, stage: Stage, cached_tokens: int | None) -> None:
         """See `Booking.finish` and `Booking.cancel`."""
@@ -270,26 +277,53 @@ class Bookings:
 
     def _hear(self, booking: Booking, now: float) -> bool:
         """Note that there is news of a booking; return whether it is open."""
-        if self._open.get(booking.request_id) is not booking:
+        if not self._is_open(booking):
             self.late += booking.stage is Stage.EXPIRED
             return False
         booking.touched_at = now
         self._open.move_to_end(booking.request_id)
         return True
 
+    def _is_open(self, booking: Booking) -> bool:
+        open_ones, request_id = self._open, booking.request_id  # no call: no handler in between
+        return request_id in open_ones and open_ones[request_id] is booking
+
+    def _count(self, booking: Booking, load: Load | None, now: float) -> None:
+        """Have the board count so much for a booking, or nothing any more.
+
+        All of it or, interrupted, nothing. A signal's handler or a finalizer that is called in
+        between, and ends the booking, finds what has been given back, and gives back the rest.
+        """
+        rank, old = booking.decision.rank, booking._counted
+        if old is None:
+            return
+        new = _NOTHING if load is None else load
+        booking._counted = load  # no call until here, so that no handler sees half of it
+        try:
+            self._loads.add(rank, new[0] - old[0], new[1] - old[1], new[2] - old[2], now)
+        except BaseException:
+            booking._counted = old
+            raise
+
     def _first_token(self, booking: Booking, now: float) -> None:
         if booking.stage is not Stage.CHOSEN:
             return
+        counted = booking._counted
+        if counted is None:
+            return
+        self._count(booking, counted._replace(queued_tokens=0), now)
+        if booking.stage is not Stage.CHOSEN:
+            return  # ended meanwhile
         booking.stage = Stage.DECODING
-        self._loads.add(booking.rank, -booking._waiting_tokens, 0, 0, now)
-        booking._waiting_tokens = 0
         self._on_first_token(booking, now - booking.booked_at)
 
     def _end(self, booking: Booking, stage: Stage, cached_tokens: int | None, now: float) -> None:
+        self._count(booking, None, now)
+        if not self._is_open(booking):
+            return  # ended meanwhile
         del self._open[booking.request_id]
         booking.stage = stage
-        waiting, blocks = booking._waiting_tokens, booking._decode_blocks
-        booking._waiting_tokens = booking._decode_blocks = 0
-        self._loads.add(booking.rank, -waiting, -1, -blocks, now)
-        self.ended[stage] += 1
-        self._on_end(booking, cached_tokens)
+        try:
+            self.ended[stage] += 1
+        finally:
+            self._on_end(booking, cached_tokens)

@@ -76,28 +76,27 @@ class Fleet:
             return None
         return Standing(self._followed.live_ranks(), self._followed.connected_ranks())
 
-    def follow(self, standing: Standing | None) -> bool:
-        """Take over the ranks as they are, and how they stand; return whether the ranks changed.
+    def follow(self, standing: Standing | None) -> None:
+        """Take over the ranks as they are, and how they stand; all of it or, interrupted, nothing.
 
         Complexity: O(1) while nothing has changed, since changed sets and tuples are made anew.
         """
         ranks = self.index.ranks
-        has_changed = ranks is not self.ranks
-        if has_changed:
-            self.ranks, self.rows = ranks, RankRows(ranks)
-            self._row = {rank: row for row, rank in enumerate(ranks)}
-        if has_changed or not _same(standing, self._shown):
-            self._show(standing)
-        return has_changed
+        if ranks is not self.ranks or not _same(standing, self._shown):
+            self._show(ranks, standing)
 
-    def _show(self, standing: Standing | None) -> None:
-        self._shown = standing
-        self.live = bytes([1]) * len(self.ranks)
-        self.connected = None
+    def _show(self, ranks: tuple[Rank, ...], standing: Standing | None) -> None:
+        rows, row_of = self.rows, self._row
+        if ranks is not self.ranks:
+            rows, row_of = RankRows(ranks), {rank: row for row, rank in enumerate(ranks)}
+        live, connected = bytes([1]) * len(ranks), None
         if standing is not None:
-            self.live = bytes(rank in standing.live for rank in self.ranks)
-            if not standing.connected.issuperset(self.ranks):
-                self.connected = bytes(rank in standing.connected for rank in self.ranks)
+            live = bytes(rank in standing.live for rank in ranks)
+            if not standing.connected.issuperset(ranks):
+                connected = bytes(rank in standing.connected for rank in ranks)
+        # No call from here on, so that no signal's handler sees, or leaves, half of it.
+        self.ranks, self.rows, self._row = ranks, rows, row_of
+        self.live, self.connected, self._shown = live, connected, standing
 
     def named(self, names: Iterable[RankName] | str) -> set[Rank]:
         """Return the ranks that names stand for: "a/0" for one, "a" for all of worker a.

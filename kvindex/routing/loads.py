@@ -16,6 +16,7 @@ GAUGE_LIFE: Final = 0.1
 
 _HALF_LIFE: Final = 60.0  # seconds after which what a rank was given counts half
 _MOST_HALVINGS: Final = 500  # doubles reach 2**1023
+_NOTHING: Final = (0.0, 0.0, 0.0)
 
 
 class Load(NamedTuple):
@@ -67,7 +68,10 @@ class LoadBoard(Protocol):
     def add(
         self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
     ) -> None:
-        """Add to what a rank has to do; negative numbers give back. O(1)."""
+        """Add to what a rank has to do; negative numbers give back. O(1).
+
+        If it raises, such as a KeyboardInterrupt, it has added nothing.
+        """
 
     def give(self, rank: Rank, prompt_tokens: int, now: float) -> None:
         """Note that a rank was given a prompt of so many tokens. O(1)."""
@@ -114,22 +118,30 @@ class LocalLoadBoard:
         self._shown = self._booked
         self._corrections: dict[Rank, _Correction] = {}
         self._origin: float | None = None  # when a token given counts 1
+        self._changes = 0  # so that who goes over the rows sees what changes them meanwhile
 
     def arrange(self, ranks: Sequence[Rank]) -> None:
         """Have one row for each of these ranks; see `LoadBoard`. O(ranks)."""
-        before, rows = self._booked, self._rows
-        for rank, row in rows.items():
-            self._absent[rank] = (before.queued[row], before.open[row], before.decode[row])
-        given = [before.given[rows[rank]] if rank in rows else 0.0 for rank in ranks]
-        self._rows = {rank: row for row, rank in enumerate(ranks)}
-        self._booked = _zeros(len(ranks))
-        self._booked.given[:] = array("d", given)
-        for rank, row in self._rows.items():
-            load = self._absent.pop(rank, (0.0, 0.0, 0.0))
-            self._booked.queued[row], self._booked.open[row], self._booked.decode[row] = load
-        self._absent = {rank: load for rank, load in self._absent.items() if any(load)}
-        self._corrections = {r: c for r, c in self._corrections.items() if r in self._rows}
-        self._show()
+        changes = -1
+        while changes != self._changes:  # a finalizer may give back while this goes over the rows
+            changes, old, before = self._changes, self._rows, self._booked
+            absent = dict(self._absent)
+            for rank, row in old.items():
+                absent[rank] = (before.queued[row], before.open[row], before.decode[row])
+            rows, booked = {rank: row for row, rank in enumerate(ranks)}, _zeros(len(ranks))
+            for rank, row in rows.items():
+                load = absent.pop(rank, _NOTHING)
+                booked.queued[row], booked.open[row], booked.decode[row] = load
+                if rank in old:
+                    booked.given[row] = before.given[old[rank]]
+            absent = {rank: load for rank, load in absent.items() if load != _NOTHING}
+            corrections = {r: c for r, c in self._corrections.items() if r in rows}
+        # No call from here on, so that no signal's handler sees, or leaves, half of it.
+        self._rows, self._absent, self._corrections = rows, absent, corrections
+        self._booked = self._shown = booked
+        self._changes += 1
+        if corrections:
+            self._show()
 
     def columns(self, now: float) -> LoadColumns:
         """Return the loads as they are now; see `LoadBoard`."""
@@ -141,34 +153,36 @@ class LocalLoadBoard:
         self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
     ) -> None:
         """Add to what a rank has to do; see `LoadBoard`."""
-        row = self._rows.get(rank)
-        if row is None:
-            queued, opened, decode = self._absent.get(rank, (0.0, 0.0, 0.0))
-            load = (queued + queued_tokens, opened + open_requests, decode + decode_blocks)
-            self._absent[rank] = load
-            if not any(load):
-                del self._absent[rank]
+        if self._shown is not self._booked and rank in self._rows:
+            self._show_row(rank, self._rows[rank], queued_tokens, open_requests, decode_blocks)
+        # No call from here on, so that all of it is added, or nothing.
+        self._changes += 1
+        if rank in self._rows:
+            row, booked = self._rows[rank], self._booked
+            booked.queued[row] += queued_tokens
+            booked.open[row] += open_requests
+            booked.decode[row] += decode_blocks
             return
-        booked = self._booked
-        booked.queued[row] += queued_tokens
-        booked.open[row] += open_requests
-        booked.decode[row] += decode_blocks
-        if self._shown is not booked:
-            self._show_row(rank, row)
+        queued, opened, decode = _NOTHING
+        if rank in self._absent:
+            queued, opened, decode = self._absent[rank]
+        load = (queued + queued_tokens, opened + open_requests, decode + decode_blocks)
+        self._absent[rank] = load
+        if load == _NOTHING:
+            del self._absent[rank]
 
     def give(self, rank: Rank, prompt_tokens: int, now: float) -> None:
         """Note that a rank was given a prompt; see `LoadBoard`.
 
         What is given later weighs more, twice as much after a minute; only the ratios count.
         """
-        row = self._rows.get(rank)
-        if row is None:
-            return
         if self._origin is None or now - self._origin > _MOST_HALVINGS * _HALF_LIFE:
             self._start_again(now)
         assert self._origin is not None
-        given = self._booked.given
-        given[row] += prompt_tokens * 2.0 ** ((now - self._origin) / _HALF_LIFE)
+        more = prompt_tokens * 2.0 ** ((now - self._origin) / _HALF_LIFE)
+        if rank in self._rows:
+            self._changes += 1
+            self._booked.given[self._rows[rank]] += more
 
     def report(
         self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
@@ -219,12 +233,14 @@ class LocalLoadBoard:
             for rank in self._corrections:
                 self._show_row(rank, self._rows[rank])
 
-    def _show_row(self, rank: Rank, row: int) -> None:
-        booked, shown = self._booked, self._shown
-        queued, opened, _ = self._corrections.get(rank, (0.0, 0.0, 0.0))
-        shown.queued[row] = max(0.0, booked.queued[row] + queued)
-        shown.open[row] = max(0.0, booked.open[row] + opened)
-        shown.decode[row] = booked.decode[row]
+    def _show_row(
+        self, rank: Rank, row: int, queued: float = 0.0, opened: float = 0.0, decode: float = 0.0
+    ) -> None:
+        """Show what a rank has to do, and what is about to be added to it."""
+        booked, shown, gauges = self._booked, self._shown, self._corrections.get(rank, _NOTHING)
+        shown.queued[row] = max(0.0, booked.queued[row] + queued + gauges[0])
+        shown.open[row] = max(0.0, booked.open[row] + opened + gauges[1])
+        shown.decode[row] = booked.decode[row] + decode
 
 
 def _zeros(rows: int) -> LoadColumns:

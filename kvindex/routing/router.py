@@ -108,6 +108,7 @@ class Router:
         if predict is not None and not predict > 0:
             raise ConfigurationError(f"predict is {predict!r}; it must be over 0 s, or None")
         self._fleet = Fleet(source)
+        self._arranged: tuple[Rank, ...] | None = None  # the ranks that the other parts know of
         self.policy = make_policy(policy)
         self.model = model
         self._eligible = Eligible(tuple(filters))
@@ -342,7 +343,8 @@ class Router:
             UnknownRankError: it is not known.
         """
         with self._lock:
-            self._eligible.drained |= self._fleet.named([rank])
+            ranks = self._fleet.named([rank])
+            self._eligible.drained |= ranks
 
     def undrain(self, rank: RankName) -> None:
         """Give a rank (or all ranks of a worker) requests again.
@@ -351,7 +353,8 @@ class Router:
             UnknownRankError: it is not known.
         """
         with self._lock:
-            self._eligible.drained -= self._fleet.named([rank])
+            ranks = self._fleet.named([rank])
+            self._eligible.drained -= ranks
 
     def report(
         self,
@@ -436,12 +439,16 @@ class Router:
 
     def _refresh(self, now: float, standing: Standing | None) -> None:
         """Follow the ranks that come, go, and change their state; end what has expired."""
-        if self._fleet.follow(standing):
-            self._loads.arrange(self._fleet.ranks)
-            self._eligible.drained &= frozenset(self._fleet.ranks)
-            self._funnel.keep(self._fleet.ranks)
+        self._fleet.follow(standing)
+        ranks = self._fleet.ranks
+        if ranks is not self._arranged:
+            self._loads.arrange(ranks)
+            known = frozenset(ranks)
+            self._eligible.drained &= known
+            self._funnel.keep(ranks)
             if self._predictions is not None:
-                self._predictions.keep(self._fleet.ranks)
+                self._predictions.keep(ranks)
+            self._arranged = ranks  # last: what was interrupted is done again
         self._bookings.expire(now)
         if self._predictions is not None:
             self._predictions.expire(now)
