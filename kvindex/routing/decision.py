@@ -143,7 +143,7 @@ class Decision:
         )
 
     def _cost(self, row: int) -> float | None:
-        return self._choice.costs[row] if self._choice.costs else None
+        return float(self._choice.costs[row]) if len(self._choice.costs) else None
 
     def _by_tier(self, row: int) -> dict[str, int]:
         hits = self._candidates.hits

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from kvindex.errors import NoCandidateError
+from kvindex.errors import ConfigurationError, NoCandidateError
 from kvindex.rank import Rank
 from kvindex.routing.filters import Asked, Filter, Prefer
 
@@ -56,11 +56,12 @@ class Eligible:
 
         Raises:
             NoCandidateError: none may be chosen.
+            ConfigurationError: a filter does not say for each rank whether it keeps it.
         """
         rows = bytearray(b"\1") * len(asked.ranks)
         refused: dict[str, int] = {}
         for reason, keeps in self._reasons(asked, wanted, placed):
-            left = _both(rows, _mask(keeps))
+            left = _both(rows, _mask(reason, keeps, len(rows)))
             lost = rows.count(1) - left.count(1)
             if lost:
                 refused[reason] = refused.get(reason, 0) + lost
@@ -71,7 +72,7 @@ class Eligible:
             raise NoCandidateError(len(rows), refused)
         if not placed:
             for reason, keeps in self._preferences(asked, connected):
-                left = _both(rows, _mask(keeps))
+                left = _both(rows, _mask(reason, keeps, len(rows)))
                 lost = rows.count(1) - left.count(1)
                 if lost and any(left):
                     self.refused[reason] += lost
@@ -112,11 +113,19 @@ class Eligible:
 _TRUTH: Final = bytes([0] + 255 * [1])
 
 
-def _mask(keeps: Iterable[object]) -> bytes | bytearray:
+def _mask(reason: str, keeps: Iterable[object], rows: int) -> bytes | bytearray:
     """Return a byte for each row: 1 if what it has is true."""
+    mask: bytes | bytearray
     if isinstance(keeps, (bytes, bytearray)):
-        return keeps.translate(_TRUTH)
-    return bytes(map(bool, keeps))
+        mask = keeps.translate(_TRUTH)
+    else:
+        mask = bytes(map(bool, keeps))
+    if len(mask) != rows:
+        raise ConfigurationError(
+            f"filter {reason!r} returned {len(mask)} values for {rows} ranks: one for each is "
+            "needed, true for those that may be chosen"
+        )
+    return mask
 
 
 def _both(one: bytes | bytearray, other: bytes | bytearray) -> bytearray:

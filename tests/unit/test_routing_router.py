@@ -512,6 +512,34 @@ def test_a_policy_that_chooses_what_it_may_not_is_refused() -> None:
         router.select(PROMPT)
 
 
+def test_a_policy_may_give_its_costs_in_an_array() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Cheapest:
+        name = "cheapest"
+
+        def choose(self, candidates: Candidates) -> Choice:
+            costs = numpy.array([3.0, 1.0])
+            return Choice(costs.argmin(), costs)
+
+    decision = Router(fleet({"a": 0, "b": 0}), policy=Cheapest()).select(PROMPT)
+    assert (decision.rank, decision.cost) == (B, 1.0)
+    assert [one.cost for one in decision.candidates] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("kept", [[A], [True] * 3, b"\1"])
+def test_a_filter_that_does_not_answer_for_each_rank_is_refused(kept: Any) -> None:
+    class Wrong:
+        name = "wrong"
+
+        def keeps(self, asked: Asked) -> Iterable[object]:
+            return kept  # type: ignore[no-any-return]
+
+    router = Router(fleet({"a": 0, "b": 0}), filters=[Wrong()])
+    with pytest.raises(ConfigurationError, match=r"'wrong' returned [13] values"):
+        router.reserve(PROMPT)
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="the names are: kvindex, affinity"):
         Router(Index(), policy="best")
