@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
+from kvindex.errors import UnknownRankError
 from kvindex.index import Index, RankRows
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, RankNames
@@ -111,6 +112,20 @@ class Fleet:
             self._names, self._named = RankNames(ranks), ranks
         find = self._names.find
         return {rank for name in _each(names) for rank in find(name)}
+
+    def row(self, name: RankName) -> int:
+        """Return the row of the one rank that a name stands for. O(1), as `named`.
+
+        Raises:
+            UnknownRankError: it is not known, or the name stands for several.
+        """
+        found = self.named([name])
+        rank = next(iter(found))
+        if len(found) > 1:
+            raise UnknownRankError(name, sorted(found), ambiguous=True)
+        if rank not in self._row:  # it came a moment ago, and has no row yet
+            raise UnknownRankError(name, self.ranks)
+        return self._row[rank]
 
     def mask(self, names: Iterable[RankName] | str) -> bytearray:
         """Return a byte for each row: 1 if a name stands for its rank; else as `named`."""

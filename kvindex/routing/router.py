@@ -14,7 +14,7 @@ from kvindex.errors import ConfigurationError
 from kvindex.forks import Fork, prepare_forks
 from kvindex.index import ExtraKeys, Hits, Lora, Match, TokenIds
 from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, find_rank
+from kvindex.rank_lookup import RankName
 from kvindex.routing.bookings import Booking, Bookings, Stage
 from kvindex.routing.candidates import Candidates, Choice, Policy
 from kvindex.routing.decision import Decision
@@ -198,11 +198,13 @@ class Router:
         Filters are not asked, and it counts as a decision of no policy.
 
         Args and Raises: as `reserve`, and
-            UnknownRankError: the rank is not known.
+            UnknownRankError: the rank is not known, or a worker's name stands for several.
         """
         seen = self._look(Prompt(token_ids, lora, salt, extra_keys))
         with self._lock:
-            return self._book(request_id, seen, [rank], {}, _Placed())
+            self._refresh(self._clock(), seen.standing)
+            one = self._fleet.ranks[self._fleet.row(rank)]
+            return self._book(request_id, seen, [one], {}, _Placed())
 
     def book(
         self,
@@ -221,7 +223,7 @@ class Router:
             request_id: as for `reserve`.
 
         Raises:
-            UnknownRankError: the rank is not known.
+            UnknownRankError: the rank is not known, or a worker's name stands for several.
             DuplicateBookingError: an open booking has this id.
             ConfigurationError: more tokens are new than the prompt has, or fewer than none.
         """
@@ -230,8 +232,7 @@ class Router:
         with self._lock:
             now = self._clock()
             self._refresh(now, self._fleet.standing())
-            ranks = self._fleet.ranks
-            row = ranks.index(find_rank(rank, ranks))
+            ranks, row = self._fleet.ranks, self._fleet.row(rank)
             usable, tokens = bytearray(len(ranks)), array("q", bytes(8 * len(ranks)))
             usable[row], tokens[row] = 1, prompt_tokens - new_tokens
             hits = Hits(tokens, tokens, tokens, tokens)
@@ -376,7 +377,8 @@ class Router:
             age: seconds since this was true.
 
         Raises:
-            UnknownRankError: the rank is not known.
+            UnknownRankError: the rank is not known, or a worker's name stands for several: a gauge
+                of a whole server is not each rank's.
             ConfigurationError: age is negative, or a gauge is no number from 0.
         """
         for gauge in (queued_tokens, open_requests):
@@ -386,11 +388,11 @@ class Router:
             now = self._clock()
             self._refresh(now, self._fleet.standing())
             until = gauge_until(age, now)
-            for one in self._fleet.named([rank]):
-                if now < until:
-                    self._loads.report(one, queued_tokens, open_requests, until)
-                else:
-                    self._old_gauges += 1
+            one = self._fleet.ranks[self._fleet.row(rank)]
+            if now < until:
+                self._loads.report(one, queued_tokens, open_requests, until)
+            else:
+                self._old_gauges += 1
 
     def load(self, rank: RankName) -> Load:
         """Return what a rank has to do.
@@ -401,7 +403,7 @@ class Router:
         with self._lock:
             now = self._clock()
             self._refresh(now, self._fleet.standing())
-            return self._loads.load(find_rank(rank, self._fleet.ranks), now)
+            return self._loads.load(self._fleet.ranks[self._fleet.row(rank)], now)
 
     def statistics(self) -> dict[str, Any]:
         """Return every counter as plain JSON-ready values.

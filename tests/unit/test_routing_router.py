@@ -540,6 +540,22 @@ def test_a_filter_that_does_not_answer_for_each_rank_is_refused(kept: Any) -> No
         router.reserve(PROMPT)
 
 
+def test_the_name_of_a_worker_with_several_ranks_is_no_rank() -> None:
+    index = Index()
+    for dp_rank in (0, 1):
+        index.add(Rank("a", dp_rank))
+    router = Router(index)
+    for call in (
+        lambda: router.place("a", PROMPT),
+        lambda: router.book("a", 10, 10),
+        lambda: router.report("a", queued_tokens=1_000),
+        lambda: router.load("a"),
+    ):
+        with pytest.raises(UnknownRankError, match="a/0, a/1"):
+            call()
+    assert router.place("a/1", PROMPT).rank == Rank("a", 1)
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="the names are: kvindex, affinity"):
         Router(Index(), policy="best")
