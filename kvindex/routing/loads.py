@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
@@ -117,6 +118,7 @@ class LocalLoadBoard:
         self._booked = _zeros(0)
         self._shown = self._booked
         self._corrections: dict[Rank, _Correction] = {}
+        self._earliest_end = math.inf  # of a correction; until then, nobody goes over them
         self._origin: float | None = None  # when a token given counts 1
         self._changes = 0  # so that who goes over the rows sees what changes them meanwhile
 
@@ -145,7 +147,7 @@ class LocalLoadBoard:
 
     def columns(self, now: float) -> LoadColumns:
         """Return the loads as they are now; see `LoadBoard`."""
-        if self._corrections:
+        if self._corrections and now >= self._earliest_end:
             self._end_corrections(now)
         return self._shown
 
@@ -196,6 +198,7 @@ class LocalLoadBoard:
             0.0 if open_requests is None else open_requests - self._booked.open[row],
             until,
         )
+        self._earliest_end = min(self._earliest_end, until)
         if self._shown is self._booked:
             self._show()
         self._show_row(rank, row)
@@ -220,6 +223,8 @@ class LocalLoadBoard:
         for rank in ended:
             del self._corrections[rank]
             self._show_row(rank, self._rows[rank])
+        ends = (one.until for one in self._corrections.values())
+        self._earliest_end = min(ends, default=math.inf)
         if not self._corrections:
             self._shown = self._booked
 

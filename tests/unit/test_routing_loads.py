@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvindex import Rank
 from kvindex.routing import Load, LocalLoadBoard
 from kvindex.routing.prefill_rate import PrefillRate
@@ -74,6 +76,24 @@ def test_a_gauge_of_one_rank_leaves_the_others_alone() -> None:
     loads.report(A, 7, 7, until=2.0)
     loads.arrange([B])
     assert loads.columns(1.5).queued.tolist() == [3.0]
+
+
+def test_no_gauge_is_looked_at_before_one_of_them_ends() -> None:
+    class Corrections(dict[Rank, Any]):
+        def items(self) -> Any:
+            raise AssertionError("each gauge was looked at")
+
+    loads = board(A, B)
+    loads.report(A, 7, 1, until=2.0)
+    loads.report(B, 8, 1, until=1.0)
+    loads._corrections = Corrections(loads._corrections)
+    assert loads.columns(0.5).queued.tolist() == [7.0, 8.0]
+    loads._corrections = dict(loads._corrections.copy())
+    assert loads.columns(1.0).queued.tolist() == [7.0, 0.0]
+    loads._corrections = Corrections(loads._corrections)
+    assert loads.columns(1.5).queued.tolist() == [7.0, 0.0]
+    loads._corrections = dict(loads._corrections.copy())
+    assert loads.columns(2.0).queued.tolist() == [0.0, 0.0]
 
 
 def test_short_waits_tell_nothing_of_the_prefill_rate() -> None:
