@@ -78,11 +78,10 @@ _WEIGHTS: Final[dict[str, tuple[Weights, float | None]]] = {
     "lmetric": (Weights(product=True), None),
     # Dynamo 1.6.1's default: prefill that waits plus blocks that decode.
     "dynamo": (_DYNAMO, None),
-    # Dynamo's preset for agents: credit 2, prefill scale 4, 64 blocks for a request.
+    # Dynamo's preset for agents: prefill scale 4, 64 blocks for a request, and credit 2, which is
+    # for the device alone ("device-local prefix overlap").
     "dynamo-agentic": (
-        _DYNAMO._replace(
-            device=2.0, host=1.5, storage=0.5, new=4.0, queued=4.0, request=64.0 * _AGENTIC_BLOCK
-        ),
+        _DYNAMO._replace(device=2.0, new=4.0, queued=4.0, request=64.0 * _AGENTIC_BLOCK),
         None,
     ),
     # llm-d's optimized baseline: a filter, then the fewest tokens in flight.

@@ -98,6 +98,14 @@ def test_dynamo_adds_the_blocks_that_decode() -> None:
     assert list(choice.costs) == [4 * 100 + 1_024, 4 * 200]
 
 
+def test_dynamo_for_agents_credits_lower_tiers_as_dynamo_does() -> None:
+    held = Hits(*(array("q", column) for column in ([100, 0], [300, 0], [500, 0], [16, 16])))
+    of = candidates([500, 0])._replace(hits=held)
+    for name, scale, device in (("dynamo", 1, 1.0), ("dynamo-agentic", 4, 2.0)):
+        credit = device * 100 + 0.75 * 200 + 0.25 * 200
+        assert choose(name, of).costs[0] == scale * (1_000 - credit)
+
+
 def test_llm_d_takes_the_fewest_tokens_in_flight_among_the_homes() -> None:
     assert choose("llm-d", candidates([900, 850, 0], decode=[10, 9, 0])).row == 1
     assert choose("llm-d", candidates([900, 0], decode=[18 * 1_000, 0])).row == 1  # 18 s behind
