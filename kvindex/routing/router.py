@@ -216,6 +216,8 @@ class Router:
     ) -> Booking:
         """Book what another router has reserved and told of: as `place`, without the tokens.
 
+        It is load, and nothing more: the funnel is of what was decided here.
+
         Args:
             rank: the rank that it chose.
             prompt_tokens: tokens of the prompt.
@@ -236,7 +238,7 @@ class Router:
             usable, tokens = bytearray(len(ranks)), array("q", bytes(8 * len(ranks)))
             usable[row], tokens[row] = 1, prompt_tokens - new_tokens
             hits = Hits(tokens, tokens, tokens, tokens)
-            decision, queued = self._choose(prompt_tokens, hits, usable, _Placed(), now)
+            decision, queued = self._choose(prompt_tokens, hits, usable, _Told(), now)
             return self._bookings.book(request_id, decision, self._block_size, queued, now)
 
     def booking(self, request_id: str) -> Booking:
@@ -465,7 +467,7 @@ class Router:
     def _on_end(self, booking: Booking, cached_tokens: int | None) -> None:
         if self._predictions is not None:
             self._predictions.end(booking, self._clock())
-        if booking.stage is Stage.FINISHED:
+        if booking.stage is Stage.FINISHED and booking.decision.policy != _Told.name:
             self._funnel.count(booking.decision, cached_tokens)
 
     def _prepare_fork(self, fork: Fork) -> None:
@@ -500,3 +502,9 @@ class _Placed:
 
     def choose(self, candidates: Candidates) -> Choice:
         return Choice(candidates.rows()[0], why="it was placed there")
+
+
+class _Told(_Placed):
+    """The same for what another router told of, which counts it in its own funnel."""
+
+    name = "told"

@@ -29,6 +29,15 @@ def test_the_load_is_that_of_the_router_that_chose(router: Router) -> None:
     assert router.load("b") == Load()
 
 
+def test_the_funnel_is_of_what_was_decided_here(router: Router) -> None:
+    for _ in range(40):  # those who told of them hear what the engine found
+        router.book(Rank("a"), 100, 40).finish()
+    router.reserve([1] * 40, ranks="a").finish(0)
+    statistics = router.statistics()
+    assert statistics["funnel"]["finished"]["requests"] == 1
+    assert statistics["ranks"]["a/0"]["suspicion"] == ""
+
+
 def test_an_unknown_rank_and_an_id_that_is_taken_are_refused(router: Router) -> None:
     with pytest.raises(UnknownRankError):
         router.book(Rank("c"), 10, 10)
