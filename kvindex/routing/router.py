@@ -8,6 +8,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 from kvindex.errors import ConfigurationError
@@ -291,9 +292,13 @@ class Router:
             hits = self._predictions.added_to(confirmed, prompt, fleet.rows, fleet.live)
         length, loads = len(prompt.token_ids), self._loads.columns(now)
         asked = Asked(fleet.ranks, fleet.live, loads, length, prompt.lora, labels)
+        if not isinstance(ranks, (str, list, NoneType)):
+            ranks = [*ranks]  # it may be read twice
         wanted = None if ranks is None else fleet.mask(ranks)
         placed = isinstance(policy, _Placed)
         usable = self._eligible.rows(asked, wanted, fleet.connected, placed=placed)
+        if fleet.ranks is not asked.ranks:  # a filter called the router when ranks had changed
+            return self._decide(seen, ranks, labels, policy)
         return *self._choose(length, hits, usable, policy, now, confirmed), now
 
     def _choose(

@@ -556,6 +556,24 @@ def test_the_name_of_a_worker_with_several_ranks_is_no_rank() -> None:
     assert router.place("a/1", PROMPT).rank == Rank("a", 1)
 
 
+def test_a_filter_that_calls_the_router_while_ranks_change_mixes_no_rows() -> None:
+    class Caller:
+        name = "caller"
+
+        def keeps(self, asked: Asked) -> Iterable[object]:
+            if B in asked.ranks:
+                index.remove(B)
+                hold(index, Rank("0"), 0)
+                assert router.load("a").open_requests == 0
+            return asked.live
+
+    index = fleet({"a": 9, "b": 0})
+    router = Router(index, filters=[Caller()])
+    decision = router.select(PROMPT, ranks=iter(["a"]))
+    assert (decision.rank, decision.tokens) == (A, 9 * BLOCK)
+    assert [one.rank for one in decision.candidates] == [A, Rank("0")]
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="the names are: kvindex, affinity"):
         Router(Index(), policy="best")
