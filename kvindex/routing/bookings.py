@@ -266,7 +266,7 @@ class Bookings:
             booking.output_tokens += told
             blocks, counted = booking._blocks(), booking._counted
             if counted is not None and counted.decode_blocks != blocks:
-                self._count(booking, counted._replace(decode_blocks=blocks), now)
+                self._count(booking, Load(counted[0], counted[1], blocks), now)
 
     def end(self, booking: Booking, stage: Stage, cached_tokens: int | None) -> None:
         """See `Booking.finish` and `Booking.cancel`."""
@@ -311,7 +311,7 @@ class Bookings:
         counted = booking._counted
         if counted is None:
             return
-        self._count(booking, counted._replace(queued_tokens=0), now)
+        self._count(booking, Load(0, counted[1], counted[2]), now)
         if booking.stage is not Stage.CHOSEN:
             return  # ended meanwhile
         booking.stage = Stage.DECODING

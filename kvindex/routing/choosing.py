@@ -124,7 +124,7 @@ def choose_in_python(
             cost = work * (loads.open[row] + 1.0)
         else:
             cost = work + weights.decode * loads.decode[row] + weights.request * loads.open[row]
-        costs.append(cost)
+        costs.append(math.inf if math.isnan(cost) else cost)
         rows.append(row)
         attainable = max(attainable, tokens)
         if weights.affinity > 0.0 and credited >= weights.affinity * prompt_tokens:
@@ -135,8 +135,9 @@ def choose_in_python(
         return Chosen(-1, 0, False, 0, costs)
     least = _least(costs, among)
     equal = [row for row in among if costs[row] == least]
-    given = min(loads.given[row] for row in equal)
-    equal = [row for row in equal if loads.given[row] == given]
+    given = [math.inf if math.isnan(one) else one for one in loads.given]
+    fewest = min(given[row] for row in equal)
+    equal = [row for row in equal if given[row] == fewest]
     return Chosen(equal[int(chance * len(equal))], len(kept), stayed, attainable, costs)
 
 
