@@ -70,7 +70,7 @@ class _Entry(NamedTuple):
 
     rank: Rank
     load: tuple[int, int, int] | None
-    prompt_tokens: int
+    new_tokens: int
     now: float
 
 
@@ -86,13 +86,13 @@ class _Board(LocalLoadBoard):
         load = (queued_tokens, open_requests, decode_blocks)
         self._boards.tell(self, _Entry(rank, load, 0, now))
 
-    def give(self, rank: Rank, prompt_tokens: int, now: float) -> None:
-        super().give(rank, prompt_tokens, now)
-        self._boards.tell(self, _Entry(rank, None, prompt_tokens, now))
+    def give(self, rank: Rank, new_tokens: int, now: float) -> None:
+        super().give(rank, new_tokens, now)
+        self._boards.tell(self, _Entry(rank, None, new_tokens, now))
 
     def learn(self, entry: _Entry) -> None:
         """Take in what another board was told."""
         if entry.load is None:
-            super().give(entry.rank, entry.prompt_tokens, entry.now)
+            super().give(entry.rank, entry.new_tokens, entry.now)
         else:
             super().add(entry.rank, *entry.load, entry.now)

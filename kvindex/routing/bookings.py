@@ -216,7 +216,7 @@ class Bookings:
         request_id = self._new_id(wanted)
         booking = Booking(self, request_id, decision, block_size, ahead, now)
         load = Load(decision.new_tokens, 1, booking._blocks())
-        self._loads.give(decision.rank, decision.prompt_tokens, now)
+        self._loads.give(decision.rank, decision.new_tokens, now)
         self._count(booking, load, now)
         self._open[request_id] = booking
         return booking

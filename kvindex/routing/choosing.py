@@ -25,8 +25,9 @@ class Weights(NamedTuple):
     ```
     credited = device × tokens on the device + host × … + storage × …
     missing  = prompt tokens - credited
-    work     = max(0, queued × queued tokens
-                      + (new + backlog × least queued tokens / prompt tokens) × missing)
+    price    = new + backlog × least queued tokens / prompt tokens
+                   + churn × max(0, tokens given lately / their mean over ranks - 1)
+    work     = max(0, queued × queued tokens + price × missing)
     cost     = work × (open requests + 1)                          if `product`, else
                work + decode × decode blocks + request × open requests
     ```
@@ -45,6 +46,8 @@ class Weights(NamedTuple):
             costs more, all ranks are equal again.
         backlog: weight of the tokens that wait on the rank where fewest do, for a prompt of which
             nothing is held. They are 0 unless every rank has a backlog; then hits shorten it.
+        churn: how much more a missing token costs on a rank that was given more tokens to prefill
+            lately than the mean rank: it would push out what was put there last.
     """
 
     device: float = 1.0
@@ -58,6 +61,7 @@ class Weights(NamedTuple):
     affinity: float = 0.0
     slack: float = math.inf
     backlog: float = 0.0
+    churn: float = 0.0
 
 
 class Chosen(NamedTuple):
@@ -108,6 +112,7 @@ def choose_in_python(
     per_new = weights.new
     if prompt_tokens > 0:
         per_new += weights.backlog * _least_queued(loads, usable) / prompt_tokens
+    mean_given = 0.0 if weights.churn == 0.0 else _mean_given(loads, usable)
     for row, may_be in enumerate(usable):
         if not may_be:
             costs.append(math.inf)
@@ -119,7 +124,10 @@ def choose_in_python(
             + weights.storage * (tokens - host)
         )
         new = prompt_tokens - credited
-        work = max(0.0, weights.queued * loads.queued[row] + per_new * new)
+        price = per_new
+        if mean_given > 0.0:
+            price += weights.churn * max(0.0, loads.given[row] / mean_given - 1.0)
+        work = max(0.0, weights.queued * loads.queued[row] + price * new)
         if weights.product:
             cost = work * (loads.open[row] + 1.0)
         else:
@@ -147,6 +155,17 @@ def _least_queued(loads: LoadColumns, usable: bytes | bytearray) -> float:
         if may_be and queued < least:
             least = queued
     return least if least < math.inf else 0.0
+
+
+def _mean_given(loads: LoadColumns, usable: bytes | bytearray) -> float:
+    """Return the mean of what usable rows were given; 0 if it is no finite number."""
+    total = 0.0
+    rows = 0
+    for given, may_be in zip(loads.given, usable, strict=True):
+        if may_be:
+            total += given
+            rows += 1
+    return total / rows if rows and 0.0 < total < math.inf else 0.0
 
 
 def _least(costs: array[float], rows: list[int]) -> float:

@@ -41,8 +41,8 @@ class LoadColumns(NamedTuple):
         queued: tokens to prefill.
         open: open requests.
         decode: blocks that these occupy.
-        given: tokens of the prompts that the rank was given lately, in a unit that is the same for
-            all rows. It halves within a minute.
+        given: tokens to prefill that the rank was given lately, in a unit that is the same for all
+            rows. It halves within a minute.
     """
 
     queued: array[float]
@@ -74,8 +74,8 @@ class LoadBoard(Protocol):
         If it raises, such as a KeyboardInterrupt, it has added nothing.
         """
 
-    def give(self, rank: Rank, prompt_tokens: int, now: float) -> None:
-        """Note that a rank was given a prompt of so many tokens. O(1)."""
+    def give(self, rank: Rank, new_tokens: int, now: float) -> None:
+        """Note that a rank was given so many tokens to prefill. O(1)."""
 
     def report(
         self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
@@ -173,15 +173,15 @@ class LocalLoadBoard:
         if load == _NOTHING:
             del self._absent[rank]
 
-    def give(self, rank: Rank, prompt_tokens: int, now: float) -> None:
-        """Note that a rank was given a prompt; see `LoadBoard`.
+    def give(self, rank: Rank, new_tokens: int, now: float) -> None:
+        """Note that a rank was given tokens to prefill; see `LoadBoard`.
 
         What is given later weighs more, twice as much after a minute; only the ratios count.
         """
         if self._origin is None or now - self._origin > _MOST_HALVINGS * _HALF_LIFE:
             self._start_again(now)
         assert self._origin is not None
-        more = prompt_tokens * 2.0 ** ((now - self._origin) / _HALF_LIFE)
+        more = new_tokens * 2.0 ** ((now - self._origin) / _HALF_LIFE)
         if rank in self._rows:
             self._changes += 1
             self._booked.given[self._rows[rank]] += more

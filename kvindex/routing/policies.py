@@ -71,7 +71,7 @@ _AGENTIC_BLOCK: Final = 16  # tokens: Dynamo weighs a request as 64 blocks
 _WEIGHTS: Final[dict[str, tuple[Weights, float | None]]] = {
     # Ours. A token that is computed again costs its time, and as much twice more: all behind it
     # wait, and what it fills pushes others out. docs/routing.md says what was tried beside it.
-    "kvindex": (Weights(new=3.0, request=256.0, backlog=1.0), None),
+    "kvindex": (Weights(new=3.0, request=256.0, backlog=1.0, churn=1.0), None),
     # Keep homes: ranks that hold 0.8 of the prompt, unless they are 5 s of prefill behind.
     "affinity": (Weights(request=256.0, affinity=0.8), 5.0),
     # arXiv 2603.15202, with the credits of vllm-router 0.1.17.

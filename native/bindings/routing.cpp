@@ -26,7 +26,7 @@ double real(nb::handle number) {
 }
 
 Weights read_weights(const nb::tuple& given) {
-  require_items(given, 11, "weights has 11 values");
+  require_items(given, 12, "weights has 12 values");
   return {.device = real(item(given, 0)),
           .host = real(item(given, 1)),
           .storage = real(item(given, 2)),
@@ -37,7 +37,8 @@ Weights read_weights(const nb::tuple& given) {
           .product = nb::cast<bool>(item(given, 7)),
           .affinity = real(item(given, 8)),
           .slack = real(item(given, 9)),
-          .backlog = real(item(given, 10))};
+          .backlog = real(item(given, 10)),
+          .churn = real(item(given, 11))};
 }
 
 // (row, kept, stayed, attainable); the costs are written into a column.

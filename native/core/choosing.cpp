@@ -41,6 +41,7 @@ class Choosing {
            double* costs)
       : prompt_(number(prompt_tokens)), columns_(columns), weights_(weights), costs_(costs) {
     if (prompt_tokens > 0) per_new_ += weights.backlog * least_queued() / prompt_;
+    if (weights.churn != 0.0) mean_given_ = mean_given();
   }
 
   Chosen run(double chance) {
@@ -75,6 +76,23 @@ class Choosing {
     return least < kInfinite ? least : 0.0;
   }
 
+  // Of what usable rows were given; 0 if it is no finite number.
+  double mean_given() const {
+    double total = 0;
+    size_t rows = 0;
+    for (size_t row = 0; row < columns_.rows; ++row) {
+      if (columns_.usable[row] == 0) continue;
+      total += columns_.given[row];
+      ++rows;
+    }
+    return total > 0.0 && total < kInfinite ? total / static_cast<double>(rows) : 0.0;
+  }
+
+  double price(size_t row) const {
+    if (!(mean_given_ > 0.0)) return per_new_;
+    return per_new_ + weights_.churn * std::max(0.0, columns_.given[row] / mean_given_ - 1.0);
+  }
+
   double credited(size_t row) const {
     const int64_t device = columns_.device[row];
     const int64_t host = columns_.host[row];
@@ -86,7 +104,7 @@ class Choosing {
   double cost(size_t row, double held) const {
     const double open = columns_.open[row];
     const double waiting = weights_.queued * columns_.queued[row];
-    const double work = std::max(0.0, waiting + per_new_ * (prompt_ - held));
+    const double work = std::max(0.0, waiting + price(row) * (prompt_ - held));
     const double cost = weights_.product
                             ? work * (open + 1.0)
                             : work + weights_.decode * columns_.decode[row] + weights_.request * open;
@@ -116,6 +134,7 @@ class Choosing {
   const ChoiceColumns& columns_;
   const Weights& weights_;
   double per_new_ = weights_.fresh;  // what a token to prefill costs
+  double mean_given_ = 0;
   double* const costs_;
 };
 

@@ -21,6 +21,7 @@ struct Weights {
   double affinity = 0;
   double slack = 0;
   double backlog = 0;
+  double churn = 0;
 };
 
 // One value for each row.

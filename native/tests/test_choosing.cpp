@@ -94,7 +94,8 @@ void test_choice(Choices& choices) {
                         .decode = 8, .request = 16, .product = choices.once_in(2),
                         .affinity = choices.once_in(2) ? 0.5 : 0,
                         .slack = static_cast<double>(choices.below(40)),
-                        .backlog = static_cast<double>(choices.below(2))};
+                        .backlog = static_cast<double>(choices.below(2)),
+                        .churn = static_cast<double>(choices.below(2))};
   std::vector<double> costs(rows);
   std::vector<int64_t> winners;
   for (int tenth = 0; tenth < 10; ++tenth) {

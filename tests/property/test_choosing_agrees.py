@@ -85,7 +85,7 @@ questions = st.builds(
         st.booleans(),
         st.sampled_from([0.0, 0.0, 0.3, 0.8, 1.0, -1.0]),
         st.sampled_from([0.0, 100.0, 1e5, math.inf]) | weights,
-        st.sampled_from([0.0, 1.0, -2.0]) | st.floats(-1e6, 1e6),
+        *[st.sampled_from([0.0, 1.0, -2.0]) | st.floats(-1e6, 1e6)] * 2,
     ),
     st.floats(0, 1, exclude_max=True),
     st.sampled_from([bytes, bytearray]),
@@ -108,7 +108,7 @@ def test_both_round_alike(seed: int, product: bool) -> None:
     some = random.Random(seed)
     held = [(7 * row, 9 * row, 11 * row) for row in range(32)]
     has_to_do = [(some.random(), some.random(), some.random(), 0.0) for _ in held]
-    reals = [some.random() for _ in range(10)]
+    reals = [some.random() for _ in range(11)]
     weights = Weights._make([*reals[:7], product, *reals[7:]])
     answers(question(held, has_to_do, b"\1" * 32, weights, prompt_tokens=313))
 
@@ -165,7 +165,7 @@ GOOD = question([(0, 0, 0)] * 2, [(0.0, 0.0, 0.0, 0.0)] * 2, b"\1\1")
         ),
         (lambda good: good._replace(hits=good.hits[:2]), "3 columns"),
         (lambda good: good._replace(loads=good.loads[:3]), "4 columns"),
-        (lambda good: good._replace(weights=good.weights[:10]), "11 values"),
+        (lambda good: good._replace(weights=good.weights[:11]), "12 values"),
         (lambda good: good._replace(chance=1.0), "chance"),
         (lambda good: good._replace(chance=math.nan), "chance"),
     ],

@@ -85,6 +85,13 @@ def test_the_default_values_a_hit_more_while_every_rank_has_a_backlog() -> None:
     assert choose("kvindex", of).row == 0
 
 
+def test_the_default_spreads_what_no_rank_holds_much_of() -> None:
+    # Nobody has anything to do, and all prompts begin alike: without this, one rank gets them all.
+    assert choose("kvindex", candidates([50, 0, 0], given=[0, 0, 0])).row == 0
+    assert choose("kvindex", candidates([50, 0, 0], given=[2_000, 1_000, 1_500])).row == 1
+    assert choose("kvindex", candidates([900, 0, 0], given=[3_000, 0, 0])).row == 0  # its home
+
+
 def test_affinity_keeps_a_home_until_it_is_five_seconds_behind() -> None:
     assert choose("affinity", candidates([900, 0], queued=[40_000, 0])).row == 0
     assert choose("affinity", candidates([900, 0], queued=[51_000, 0])).row == 1
