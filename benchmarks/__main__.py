@@ -76,7 +76,7 @@ def main() -> None:
     print(environment.header(facts), flush=True)
     results: list[Result] = []
     parts: dict[str, list[Result]] = {}
-    for name in options.measures or MEASURES:
+    for name in options.measures or _all(options.into):
         print(f"… {name}", file=sys.stderr, flush=True)
         found = MEASURES[name](bench)
         results += found
@@ -91,10 +91,21 @@ def main() -> None:
         options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
 
+def _all(into: Path | None) -> list[str]:
+    """Return all measures, or those that a file has a place for."""
+    if into is None:
+        return list(MEASURES)
+    text = into.read_text()
+    return [name for name in MEASURES if f"<!-- {PARTS.get(name, 'figures')} -->" in text]
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "measures", nargs="*", metavar="MEASURE", help=f"all by default: {', '.join(MEASURES)}"
+        "measures",
+        nargs="*",
+        metavar="MEASURE",
+        help=f"by default all (that FILE of --into has a place for): {', '.join(MEASURES)}",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="small sizes: about a minute")
