@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
 
 from kvindex import Rank, Worker, connect
-from kvindex.routing import Router
+from kvindex.routing import Booking, NoCandidateError, Router
 from kvindex.testing import FakeEngine, Workload
 
 NEW_TOKENS = 20
@@ -52,15 +53,19 @@ app = FastAPI(lifespan=lifespan)
 @app.post("/generate")
 async def generate(request: Request, token_ids: list[int]) -> StreamingResponse:
     state = request.app.state
-    events = stream(state.router, state.engines, token_ids)
-    return StreamingResponse(events, media_type="text/event-stream")
+    try:  # before the response begins, while there can be another one
+        booking = state.router.reserve(token_ids)
+    except NoCandidateError as error:
+        raise HTTPException(503, str(error)) from error
+    events = stream(booking, state.engines, token_ids)
+    cancel = BackgroundTask(booking.cancel)  # if the stream never began; else it changes nothing
+    return StreamingResponse(events, media_type="text/event-stream", background=cancel)
 
 
-async def stream(router: Router, engines: Engines, token_ids: list[int]) -> AsyncIterator[str]:
-    # The booking is made when the stream begins: a stream that never does leaves none behind. It
-    # ends with the stream: finished, or cancelled by the exception that ends this generator when
-    # the client goes away.
-    with router.reserve(token_ids) as booking:
+async def stream(booking: Booking, engines: Engines, token_ids: list[int]) -> AsyncIterator[str]:
+    # Finished with the stream, or cancelled by the exception that ends this generator when the
+    # client goes away.
+    with booking:
         yield event({"rank": str(booking.rank)})
         async for output in engines.generate(booking.rank, token_ids):
             if "token" in output:

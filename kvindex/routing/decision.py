@@ -110,8 +110,8 @@ class Decision:
     def reason(self) -> str:
         """Why this rank, in words."""
         choice = self._choice
-        if choice.why:
-            return f"{self.rank}: {choice.why}"
+        if choice.why or not len(choice.costs):
+            return f"{self.rank}: {choice.why or f'the policy {self.policy!r} chose it'}"
         return f"{self.rank} costs least of {self._among()}: {self._sum()}"
 
     def _among(self) -> str:

@@ -23,6 +23,9 @@ class CostPolicy:
         slack_seconds: seconds of prefill, at the rate that is measured, by which the best rank that
             holds enough of the prompt may be behind the best of all; None for `weights.slack`.
 
+    Attributes:
+        weights: what things cost.
+
     Raises:
         ConfigurationError: a weight is no finite number; `slack` may be infinite.
 
@@ -36,7 +39,7 @@ class CostPolicy:
         if not all(map(math.isfinite, weights._replace(slack=0.0))) or math.isnan(weights.slack):
             raise ConfigurationError(f"a weight of policy {name!r} is no finite number: {weights}")
         self.name = name
-        self._weights = weights
+        self.weights = weights
         self._slack_seconds = slack_seconds
         self._scaled = (0, 0.0, weights)  # for a block size and a slack in tokens
 
@@ -50,12 +53,12 @@ class CostPolicy:
             self._weights_for(candidates.block_size, candidates.prefill_rate),
             candidates.chance,
         )
-        kept = chosen.kept if self._weights.affinity else None
+        kept = chosen.kept if self.weights.affinity else None
         return Choice(chosen.row, chosen.costs, kept, chosen.stayed, attainable=chosen.attainable)
 
     def _weights_for(self, block_size: int, prefill_rate: float) -> Weights:
         """Return the weights, `decode` for a block and `slack` in tokens."""
-        own, seconds = self._weights, self._slack_seconds
+        own, seconds = self.weights, self._slack_seconds
         slack = own.slack if seconds is None else seconds * prefill_rate
         known_size, known_slack, scaled = self._scaled
         if block_size != known_size or slack != known_slack:
