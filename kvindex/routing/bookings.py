@@ -166,6 +166,7 @@ class Bookings:
         clock: returns monotonic seconds.
         expires_after: seconds without news after which a booking is given back.
         on_first_token: called with a booking and the seconds from the choice to its first token.
+        on_ending: called when one is about to end; again, if that was interrupted.
         on_end: called when one has ended.
 
     Thread safety: `first_token`, `output` and `end` from any thread; the rest under the lock.
@@ -178,6 +179,7 @@ class Bookings:
         clock: Callable[[], float],
         expires_after: float,
         on_first_token: Callable[[Booking, float], None],
+        on_ending: Callable[[Booking], None],
         on_end: Ended,
     ) -> None:
         self._loads = loads
@@ -185,6 +187,7 @@ class Bookings:
         self._clock = clock
         self._expires_after = expires_after
         self._on_first_token = on_first_token
+        self._on_ending = on_ending
         self._on_end = on_end
         self._open: OrderedDict[str, Booking] = OrderedDict()  # heard of longest ago first
         self._numbers = itertools.count(1)
@@ -318,11 +321,12 @@ class Bookings:
         self._on_first_token(booking, now - booking.booked_at)
 
     def _end(self, booking: Booking, stage: Stage, cached_tokens: int | None, now: float) -> None:
+        booking.stage = stage
+        self._on_ending(booking)
         self._count(booking, None, now)
         if not self._is_open(booking):
             return  # ended meanwhile
         del self._open[booking.request_id]
-        booking.stage = stage
         try:
             self.ended[stage] += 1
         finally:

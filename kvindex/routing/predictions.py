@@ -92,23 +92,33 @@ class Predictions:
 
     def confirm(self, booking: Booking, now: float) -> None:
         """Have a prediction end soon: the first token has come. O(1)."""
-        sent = self._open.pop(booking, None)
+        sent = self._open.get(booking)
         if sent is not None:
             self._ending.append((now + self._seconds, sent))
+            self._open.pop(booking, None)
 
     def end(self, booking: Booking, now: float) -> None:
-        """End a prediction: soon, if the request has its answer, else at once."""
+        """End a prediction: soon, if the request has its answer, else before the next choice.
+
+        Not here: the index refuses finalizers and signals' handlers that interrupt a change of it.
+        """
         if booking.stage is Stage.FINISHED:
             self.confirm(booking, now)
             return
-        sent = self._open.pop(booking, None)
+        sent = self._open.get(booking)
         if sent is not None:
-            self._remove(sent)
+            self._ending.appendleft((now, sent))
+            self._open.pop(booking, None)
 
     def expire(self, now: float) -> None:
         """End the predictions whose time is over. O(1) if there are none."""
         while self._ending and self._ending[0][0] <= now:
-            self._remove(self._ending.popleft()[1])
+            first = self._ending[0]
+            self._remove(first[1])
+            if (
+                self._ending and self._ending[0] is first
+            ):  # only now: what is interrupted is done again
+                self._ending.popleft()
 
     def keep(self, ranks: Collection[Rank]) -> None:
         """Forget what was sent to ranks that are not among these. O(ranks)."""

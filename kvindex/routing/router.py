@@ -74,8 +74,9 @@ class Router:
         ConfigurationError: a value that cannot work.
 
     Thread safety: every method may be called from any thread; one lock guards the load. No call
-    waits for anything else, so asyncio code calls them directly. A forked child has a router of its
-    own, with the load as it was at the fork.
+    waits for anything else, so asyncio code calls them directly. A signal's handler or a finalizer
+    may end bookings, but must not choose: an index cannot be asked in the middle of its change. A
+    forked child has a router of its own, with the load as it was at the fork.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index
@@ -118,7 +119,13 @@ class Router:
         self._lock = threading.RLock()
         self._loads = LocalLoadBoard() if loads is None else loads
         self._bookings = Bookings(
-            self._loads, self._lock, clock, expires_after, self._on_first_token, self._on_end
+            self._loads,
+            self._lock,
+            clock,
+            expires_after,
+            self._on_first_token,
+            self._on_ending,
+            self._on_end,
         )
         self._rate = PrefillRate()
         prepare_forks(self, Router._prepare_fork)
@@ -469,9 +476,11 @@ class Router:
         if self._predictions is not None:
             self._predictions.confirm(booking, self._clock())
 
-    def _on_end(self, booking: Booking, cached_tokens: int | None) -> None:
+    def _on_ending(self, booking: Booking) -> None:
         if self._predictions is not None:
             self._predictions.end(booking, self._clock())
+
+    def _on_end(self, booking: Booking, cached_tokens: int | None) -> None:
         if booking.stage is Stage.FINISHED and booking.decision.policy != _Told.name:
             self._funnel.count(booking.decision, cached_tokens)
 

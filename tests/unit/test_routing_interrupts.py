@@ -45,6 +45,8 @@ class Site:
         assert [self.router.load(rank) for rank in (A, B, C)] == [Load()] * 3
         statistics = self.router.statistics()
         assert statistics["bookings"]["open"] == 0
+        self.clock.now += 5.0
+        assert self.router.statistics()["predictions"]["blocks"] == 0
 
 
 CALLS: dict[str, Callable[[Site], object]] = {
