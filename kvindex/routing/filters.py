@@ -108,7 +108,10 @@ class LoraLoaded:
         lora = asked.lora
         if lora is None:
             return _all(asked)
-        return (any(lora in some for some in _told(self._loaded, rank)) for rank in asked.ranks)
+        return (
+            any(lora == some or lora in some for some in _told(self._loaded, rank))
+            for rank in asked.ranks
+        )
 
 
 class Capacity:

@@ -99,7 +99,7 @@ class Fleet:
         self.ranks, self.rows, self._row = ranks, rows, row_of
         self.live, self.connected, self._shown = live, connected, standing
 
-    def named(self, names: Iterable[RankName] | str) -> set[Rank]:
+    def named(self, names: Iterable[RankName] | RankName) -> set[Rank]:
         """Return the ranks that names stand for: "a/0" for one, "a" for all of worker a.
 
         Raises:
@@ -137,8 +137,8 @@ class Fleet:
         return mask
 
 
-def _each(names: Iterable[RankName] | str) -> Iterable[RankName]:
-    return [names] if isinstance(names, str) else names
+def _each(names: Iterable[RankName] | RankName) -> Iterable[RankName]:
+    return [names] if isinstance(names, (str, Rank)) else names  # a Rank is a tuple, too
 
 
 def _same(one: Standing | None, other: Standing | None) -> bool:

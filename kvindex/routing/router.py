@@ -144,7 +144,7 @@ class Router:
         lora: Lora = None,
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
-        ranks: Iterable[RankName] | str | None = None,
+        ranks: Iterable[RankName] | RankName | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Decision:
         """Choose a rank for a request, and book nothing.
@@ -176,7 +176,7 @@ class Router:
         lora: Lora = None,
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
-        ranks: Iterable[RankName] | str | None = None,
+        ranks: Iterable[RankName] | RankName | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Booking:
         """Choose a rank for a request and book its load there, in one step.
@@ -268,7 +268,7 @@ class Router:
         self,
         request_id: str | None,
         seen: _Seen,
-        ranks: Iterable[RankName] | str | None,
+        ranks: Iterable[RankName] | RankName | None,
         labels: Mapping[str, str],
         policy: Policy,
     ) -> Booking:
@@ -285,7 +285,7 @@ class Router:
     def _decide(
         self,
         seen: _Seen,
-        ranks: Iterable[RankName] | str | None,
+        ranks: Iterable[RankName] | RankName | None,
         labels: Mapping[str, str],
         policy: Policy,
     ) -> tuple[Decision, float, float]:

@@ -130,6 +130,8 @@ def not_installed(fence: Fence) -> set[str]:
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             imported.add(node.module.split(".")[0])
+            if node.module.startswith("kvindex.integrations."):
+                imported.add(node.module.split(".")[2].split("_")[0])
     missing = {name for name in imported if importlib.util.find_spec(name) is None}
     assert not missing & {"kvindex", *sys.stdlib_module_names}
     if MISSING and re.search(r"\b(fanout|kvindex\.shm)\b|\bserver\b", fence.text):

@@ -245,6 +245,7 @@ def test_ranks_narrow_the_choice() -> None:
     router = Router(fleet({"a": 9, "b": 0}))
     assert router.select(PROMPT, ranks=["b/0"]).rank == B
     assert router.select(PROMPT, ranks="b").rank == B
+    assert router.select(PROMPT, ranks=B).rank == B
     with pytest.raises(UnknownRankError):
         router.select(PROMPT, ranks="nobody")
 
