@@ -127,7 +127,7 @@ class Fleet:
             raise UnknownRankError(name, self.ranks)
         return self._row[rank]
 
-    def mask(self, names: Iterable[RankName] | str) -> bytearray:
+    def mask(self, names: Iterable[RankName] | RankName) -> bytearray:
         """Return a byte for each row: 1 if a name stands for its rank; else as `named`."""
         mask = bytearray(len(self.ranks))
         for rank in self.named(names):

@@ -49,8 +49,9 @@ class Router:
     requests of one moment to one rank.
 
     The default policy, "kvindex", takes the rank with the least sum of three times the tokens to
-    prefill, those that wait for prefill there, and 256 for each open request. While every rank has
-    a backlog, tokens to prefill count still more (see `Weights.backlog`).
+    prefill, those that wait for prefill there, and 256 for each open request. Tokens to prefill
+    count still more while every rank has a backlog, and on a rank that was given more of them
+    lately than others (see `Weights`).
 
     A rank that is not live counts as one that holds nothing; it may still be chosen (see
     `OnlyLive`). One whose publisher is not connected is chosen only if there is no other: its
@@ -299,7 +300,7 @@ class Router:
             hits = self._predictions.added_to(confirmed, prompt, fleet.rows, fleet.live)
         length, loads = len(prompt.token_ids), self._loads.columns(now)
         asked = Asked(fleet.ranks, fleet.live, loads, length, prompt.lora, labels)
-        if not isinstance(ranks, (str, list, NoneType)):
+        if not isinstance(ranks, (str, Rank, list, NoneType)):
             ranks = [*ranks]  # it may be read twice
         wanted = None if ranks is None else fleet.mask(ranks)
         placed = isinstance(policy, _Placed)
