@@ -154,14 +154,15 @@ def test_the_cache_gives_up_what_was_used_longest_ago_ends_first() -> None:
     assert cache.used == 3
 
 
-def test_a_block_that_went_and_came_in_one_step_is_there() -> None:
+def test_a_block_that_went_and_came_in_one_step_is_there_until_it_goes() -> None:
     index, rank = Index(), Rank("engine")
-    prompt = tokens_of(turn(BLOCK))
-    for removed in ([], [1]):
-        message = payload(Told([], [], removed, [Stored(None, [1])]), 0.0)
+    for removed, stored in (([], [1]), ([1], [1]), ([1], [])):
+        told = Told([], [], removed, [Stored(None, stored)] if stored else [])
+        message = payload(told, 0.0)
         assert message is not None
         index.apply(rank, message)
-        assert index.match(prompt)[rank].tokens == BLOCK
+        match = index.match(tokens_of(turn(BLOCK)))
+        assert (match[rank].tokens if rank in match else 0) == BLOCK * len(stored)
     assert payload(Told([], [], [], []), 0.0) is None
 
 
