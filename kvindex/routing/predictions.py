@@ -115,9 +115,8 @@ class Predictions:
         while self._ending and self._ending[0][0] <= now:
             first = self._ending[0]
             self._remove(first[1])
-            if (
-                self._ending and self._ending[0] is first
-            ):  # only now: what is interrupted is done again
+            # Only now, so that what is interrupted is done again.
+            if self._ending and self._ending[0] is first:
                 self._ending.popleft()
 
     def keep(self, ranks: Collection[Rank]) -> None:
