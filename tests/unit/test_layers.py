@@ -35,6 +35,13 @@ ALLOWED: dict[str, set[str]] = {
     | {"answering", "ring", "log_rate"},
     "routing": {"errors", "rank", "rank_lookup", "forks", "index", "wire", "backend", "_native"},
     "integrations": {"client", "subscribe", "routing", "errors", "rank", "rank_lookup", "log_rate"},
+    "queries": {"_native", "backend", "errors", "index", "rank"},
+    "discovery": {"kvindex", "errors", "log_rate"},
+    "audit": {"kvindex", "errors", "wire"},
+    "doctor": {"kvindex", "errors", "discovery", "wire"},
+    "metrics": {"kvindex", "routing"},
+    "server": {"kvindex", "errors", "discovery", "fanout", "log_rate", "metrics", "queries"}
+    | {"routing", "wire"},
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"}
     | {"waker"},
     "cli": {
@@ -49,6 +56,10 @@ ALLOWED: dict[str, set[str]] = {
         "fanout",
         "errors",
         "rank",
+        "audit",
+        "discovery",
+        "doctor",
+        "server",
     },
 }
 # The sequencer is pure: no sockets, threads, clocks or event contents.
