@@ -437,11 +437,13 @@ class BaseIndex(ABC):
         `blocks`, `orphans`: held now, over all ranks. `runs`, `unique_blocks`: size of the shared
         tree. `ranks`: for each `str(rank)` the blocks and orphans held now and its groups; `loras`,
         its blocks by LoRA ("" for none, "id 7" for a numeric id; the 64 with most, and "(other)");
-        `salted`, its blocks of prompts that start under a salt or other extra keys. Since the rank
-        became known, in blocks: `stored`, `stored_text` (with text among the tokens), `duplicates`
-        (further physical copies), `reannounced`, `removed`, `removed_unknown`, `removed_orphans`,
-        `orphaned`, `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by
-        reason; `skipped` events by tag; `cleared` events. `advice` names settings that seem to be
+        `media`, its blocks by where they lie (a block on two media counts on both, and one of a
+        hybrid model's larger size as several of the smallest, in each group); `salted`, its blocks
+        of prompts that start under a salt or other extra keys. Since the rank became known, in
+        blocks: `stored`, `stored_text` (with text among the tokens), `duplicates` (further physical
+        copies), `reannounced`, `removed`, `removed_unknown`, `removed_orphans`, `orphaned`,
+        `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by reason;
+        `skipped` events by tag; `cleared` events. `advice` names settings that seem to be
         missing or wrong, in sentences (`CacheSettings`).
         """
 

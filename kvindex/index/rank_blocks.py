@@ -109,6 +109,13 @@ class RankBlocks:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def by_medium(self) -> dict[str, int]:
+        """Return how many blocks of the tree are resident on each medium, in all groups."""
+        counts: Counter[str] = Counter()
+        for owner in self._owners.values():
+            counts[owner.medium] += owner.resident
+        return {medium: counts[medium] for medium in sorted(counts) if counts[medium]}
+
     def salts(self) -> list[tuple[Lora, bytes]]:
         """Return the last LoRAs and extra keys that prompts started under, where they had some."""
         return list(self._salts)

@@ -320,6 +320,7 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
         "duplicates": blocks.labels.duplicates,
         "salted": blocks.labels.salted(),
         "loras": shown_loras(blocks.labels.by_lora()),
+        "media": blocks.by_medium(),
         **{name: blocks.counters[name] for name in sorted(blocks.counters)},
         "ignored": dict(blocks.ignored),
         "skipped": dict(blocks.skipped),

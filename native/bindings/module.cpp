@@ -225,6 +225,11 @@ std::optional<nb::dict> rank_statistics(const PyIndex& self, uint32_t rank) {
     loras[nb::bytes(tag.data(), tag.size())] = count;
   }
   all["loras"] = loras;
+  nb::dict media;
+  for (const auto& [medium, count] : statistics->media) {
+    media[unicode(medium)] = count;
+  }
+  all["media"] = media;
   all["ignored"] = named_counts(kIgnoredNames, statistics->ignored, false);
   nb::dict skipped;
   for (const auto& [tag, count] : statistics->skipped) {

@@ -360,6 +360,9 @@ std::optional<RankStatistics> Index::statistics(RankId rank) const {
     statistics.loras[shared_.tree.root(prompts.root).name.lora] += count;
     if (prompts.salted) statistics.salted += count;
   });
+  blocks->each_place([&](const std::string& medium, uint64_t count) {
+    if (count != 0) statistics.media[medium] += count;
+  });
   for (size_t i = 0; i < statistics.counters.size(); ++i) {
     statistics.counters[i] = blocks->counter(static_cast<Counter>(i));
   }

@@ -35,6 +35,7 @@ struct RankStatistics {
   uint64_t duplicates = 0;
   uint64_t salted = 0;
   std::map<std::string, uint64_t> loras;  // blocks by LoRA
+  std::map<std::string, uint64_t> media;  // blocks by medium, in all groups
   std::array<uint64_t, static_cast<size_t>(Counter::kCount)> counters{};
   std::array<uint64_t, static_cast<size_t>(Ignored::kCount)> ignored{};
   std::map<std::string, uint64_t> skipped;

@@ -123,6 +123,13 @@ class RankBlocks {
   uint64_t counter(Counter counter) const { return counters_[static_cast<size_t>(counter)]; }
   uint64_t ignored(Ignored reason) const { return ignored_[static_cast<size_t>(reason)]; }
   const std::map<std::string, uint64_t>& skipped() const { return skipped_; }
+  // Call `visit(medium, blocks of the tree)` for each place that blocks can be in.
+  template <class Visit>
+  void each_place(Visit&& visit) const {
+    for (const Place& place : places_) {
+      visit(*shared_.owners[place.owner].medium, shared_.tree.held(place.owner));
+    }
+  }
   // The last LoRAs and extra keys that prompts started under, where they had some.
   using Salt = std::pair<std::string, std::string>;
   const std::vector<Salt>& salts() const { return salts_; }

@@ -196,6 +196,7 @@ bool Tree::unowned(const Stretch& blocks) const {
 
 // Draw the segments of a strand anew, with these blocks' owners changed.
 void Tree::change(const Stretch& blocks, OwnerId owner, bool add) {
+  if (owner >= held_.size()) held_.resize(owner + 1);
   Few<Segment>& segments = strands_[blocks.strand].segments;
   if (add && extend_last(segments, blocks, owner)) return;
   const uint32_t begin = blocks.offset;
@@ -223,6 +224,8 @@ void Tree::change(const Stretch& blocks, OwnerId owner, bool add) {
       keep(segment.owners, segment.stop);
     } else {
       if (start < from) keep(segment.owners, from);
+      const uint64_t changed = to - from;
+      held_[owner] = add ? held_[owner] + changed : held_[owner] - changed;
       draw(add ? sets_.with(segment.owners, owner) : sets_.without(segment.owners, owner), to);
       if (to < segment.stop) keep(segment.owners, segment.stop);
     }
@@ -244,6 +247,7 @@ bool Tree::extend_last(Few<Segment>& segments, const Stretch& blocks, OwnerId ow
   }
   if (sets_.size(before.owners) != 1 || !sets_.contains(before.owners, owner)) return false;
   before.stop = segments.back().stop;
+  held_[owner] += blocks.count;
   segments.erase(&segments.back());
   --segments_;
   return true;
@@ -321,6 +325,7 @@ void Tree::check(const std::vector<uint64_t>& resident) const {
     require(found[owner] == resident[owner],
             "owner " + std::to_string(owner) + " holds " + std::to_string(found[owner]) +
                 " blocks of the tree, " + std::to_string(resident[owner]) + " by its labels");
+    require(found[owner] == held(static_cast<OwnerId>(owner)), "an owner's blocks are miscounted");
   }
 }
 

@@ -104,6 +104,8 @@ class Tree {
   SetId owners(BlockRef block) const;
   // Whether nobody holds any of these blocks.
   bool unowned(const Stretch& blocks) const;
+  // How many blocks an owner holds.
+  uint64_t held(OwnerId owner) const { return owner < held_.size() ? held_[owner] : 0; }
   bool owned(BlockRef block, OwnerId owner) const { return sets_.contains(owners(block), owner); }
   // The block before a block, or kNoBlock.
   BlockRef before(BlockRef block) const {
@@ -149,6 +151,7 @@ class Tree {
   RootId last_root_ = 0;  // the one that `enter` was asked for last
   std::map<Namespace, RootId> names_;
   std::map<std::string, std::vector<RootId>, std::less<>> by_lora_;
+  std::vector<uint64_t> held_;  // blocks, by owner
   std::vector<Key> made_;  // keys of the chain that is being extended
   size_t blocks_ = 0;
   size_t segments_ = 0;

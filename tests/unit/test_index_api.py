@@ -254,6 +254,21 @@ def test_blocks_are_counted_by_lora_and_by_whether_they_are_salted() -> None:
     assert (told(index)["loras"], told(index)["salted"]) == ({}, 0)
 
 
+def test_blocks_are_counted_on_each_medium() -> None:
+    index = index_of(
+        stored(0, 1, 2), stored(0, 1, medium="CPU"), stored(0, 1, base=200, lora_name="sql")
+    )
+    assert told(index)["media"] == {"CPU": 2, "GPU": 5}
+    apply(index, A, removed(2), removed(0, 1, medium="CPU"))
+    assert told(index)["media"] == {"GPU": 4}
+    restored = Index(seed=index.seed)
+    restored.restore(B, index.dump(A))
+    restored.check()
+    assert told(restored, B)["media"] == {"GPU": 4}
+    index.tree(A).clear()
+    assert told(index)["media"] == {}
+
+
 def test_an_orphan_of_a_salted_prompt_is_counted_when_it_is_placed() -> None:
     index = index_of(stored(1), stored(2))
     assert (told(index)["loras"], told(index)["salted"]) == ({}, 0)
