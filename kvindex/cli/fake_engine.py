@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from kvindex.cli.arguments import Commands, count, seconds
-from kvindex.testing import FakeEngine, Request, Served, Workload
+from kvindex.testing import FakeEngine, HttpEngine, Request, Served, Workload
 from kvindex.wire import LATEST
 
 __all__ = ["add_parser"]
@@ -81,6 +81,13 @@ def add_parser(commands: Commands) -> None:
         "--seed", type=int, default=1, metavar="N", help="seed for the requests (default: 1)"
     )
     parser.add_argument(
+        "--http",
+        type=_port,
+        metavar="PORT",
+        help="also answer completions over HTTP at this port of 127.0.0.1, as the engine of the "
+        "dialect would; 0 has the system choose",
+    )
+    parser.add_argument(
         "--seconds", type=seconds, metavar="S", help="end after S seconds (default: never)"
     )
     parser.set_defaults(run=run)
@@ -98,12 +105,22 @@ def run(arguments: argparse.Namespace) -> int:
                     f"{engine.rank}: events at {engine.endpoint}, replay at "
                     f"{engine.replay_endpoint}"
                 )
+            if arguments.http is not None:
+                server = HttpEngine(engines, model=arguments.name, port=arguments.http)
+                print(f"HTTP at {stack.enter_context(server).url}")
             print(f"about {arguments.rate:g} requests per second; Ctrl-C ends it", flush=True)
             _serve(traffic, ending, arguments)
         except KeyboardInterrupt:
             pass  # the normal end of an engine
         print(traffic.summary())
     return 0
+
+
+def _port(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= number < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return number
 
 
 def _engine(arguments: argparse.Namespace, dp_rank: int) -> FakeEngine:

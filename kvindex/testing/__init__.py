@@ -1,4 +1,4 @@
-"""Test tools: a fake engine with a real cache, a link with faults, and a clock moved by hand.
+"""Test tools: a fake engine with a real cache, over HTTP too, a link with faults, a clock by hand.
 
 They are part of the product: whoever writes a router tests it with them, without a GPU.
 """
@@ -8,6 +8,8 @@ from kvindex.testing.cache import PagedCache, Running
 from kvindex.testing.clock import ManualClock
 from kvindex.testing.engine import FakeEngine
 from kvindex.testing.faults import Faults, LaneFaults
+from kvindex.testing.http_engine import HttpEngine
+from kvindex.testing.http_options import HttpOptions
 from kvindex.testing.link import FaultyLink
 from kvindex.testing.options import CacheOptions, Group
 from kvindex.testing.workload import Request, Workload
@@ -19,6 +21,8 @@ __all__ = [
     "Faults",
     "FaultyLink",
     "Group",
+    "HttpEngine",
+    "HttpOptions",
     "LaneFaults",
     "Lookup",
     "ManualClock",

@@ -96,6 +96,9 @@ class FakeEngine:
             hash_form=hash_form or _hash_form(self.dialect),
             options=options,
         )
+        self.topic = topic
+        self.buffer_steps = buffer_steps
+        self.hwm = hwm
         self._seed = seed
         self._cache = self._make_cache(seed=seed)
         self._clock = clock
@@ -121,6 +124,16 @@ class FakeEngine:
     def block_size(self) -> int:
         """Tokens per block."""
         return self._cache.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical GPU blocks."""
+        return self._cache.num_blocks
+
+    @property
+    def publishes(self) -> bool:
+        """Whether it has sockets for its events."""
+        return self._outlet is not None
 
     @property
     def endpoint(self) -> str:

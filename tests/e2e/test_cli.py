@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -299,6 +300,17 @@ def test_a_fake_engine_ends_by_itself_and_serves_the_same_for_a_seed(
         ends.append(last)
     assert ends[0].startswith("2 requests, 0% of their tokens cached; blocks held: ")
     assert ends[0] == ends[1] != ends[2]
+
+
+def test_a_fake_engine_answers_over_http() -> None:
+    ports = ("--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0")
+    with started("fake-engine", *ports, "--dp-size", "1", "--http", "0") as process:
+        assert process.stdout is not None
+        url = [process.stdout.readline() for _ in range(2)][1].split()[-1]
+        with urlopen(f"{url}/v1/models", timeout=DEADLINE) as answer:
+            assert json.load(answer)["data"][0]["id"] == "vllm-0"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE) == 0
 
 
 def test_a_fake_engine_whose_port_is_taken_exits_2(

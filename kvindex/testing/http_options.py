@@ -1,0 +1,49 @@
+"""How the fake engine behaves over HTTP, and which faults it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = ["HttpOptions", "SourcesShape"]
+
+SourcesShape = Literal["ranks", "list", "sources"]
+"""Of `/kv_event_sources`: an object by rank (vLLM 0.33), a list, or `{"sources": [...]}`."""
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `HttpEngine` says of itself, and what is wrong with it.
+
+    Attributes:
+        version: what it says it is; None for the release of the engines' dialect.
+        loras: LoRA adapters: `model` in a request may name one.
+        max_model_len: tokens of the longest request.
+        sources: shape of vLLM's `/kv_event_sources`; None for no such route (before 0.31).
+        announce: fields to say otherwise in `/kv_event_sources`, or in SGLang's `kv_events`.
+        prefix_caching: False caches nothing, and so publishes nothing.
+        reads_cache: False computes every prompt anew, though what it stores is published.
+        silent: True keeps back what it should publish.
+        cached_tokens: whether `usage` tells how many tokens were cached.
+        render: whether there are routes that show how a request is tokenized.
+        metrics: whether there is `/metrics`.
+        drops_last_block: True hits one block less than is cached, as EAGLE makes vLLM do.
+        role: SGLang's `disaggregation_mode`: "null", "prefill" or "decode".
+        api_key: if not empty, what `Authorization: Bearer` must have, but for `/health`.
+    """
+
+    version: str | None = None
+    loras: tuple[str, ...] = ()
+    max_model_len: int = 8_192
+    sources: SourcesShape | None = "ranks"
+    announce: Mapping[str, Any] = {}
+    prefix_caching: bool = True
+    reads_cache: bool = True
+    silent: bool = False
+    cached_tokens: bool = True
+    render: bool = True
+    metrics: bool = True
+    drops_last_block: bool = False
+    role: str = "null"
+    api_key: str = ""

@@ -1,0 +1,141 @@
+"""What HTTP clients ask of the fake engine: bodies read into what its cache serves."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from kvindex.errors import ConfigurationError
+from kvindex.testing.text import chat_tokens, text_tokens
+
+__all__ = ["Prompt", "RequestError", "completion", "new_tokens", "read_body", "tokenized"]
+
+_DEFAULT_MAX_TOKENS: Final = 16
+
+
+class RequestError(Exception):
+    """A request that gets no answer but this one.
+
+    Attributes:
+        code: HTTP status.
+    """
+
+    def __init__(self, code: int, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a request, and how it is to be served.
+
+    Attributes:
+        token_ids: the prompt.
+        max_tokens: how many tokens to generate.
+        model: the model, or the LoRA adapter, that is asked.
+        salt: `cache_salt`.
+        dp_rank: the rank that the request insists on.
+        reads_cache: False if the engine must compute the whole prompt (`prompt_logprobs`).
+    """
+
+    token_ids: list[int]
+    max_tokens: int
+    model: str
+    salt: str | None = None
+    dp_rank: int | None = None
+    reads_cache: bool = True
+
+
+def read_body(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body.
+
+    Raises:
+        RequestError: it holds something else.
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(400, f"the body is a {type(value).__name__}, not an object")
+    return value
+
+
+def completion(body: Mapping[str, Any], *, default_model: str, header_rank: str) -> list[Prompt]:
+    """Return the prompts of a body with `prompt` or `messages`.
+
+    Raises:
+        RequestError: there is none, or a field cannot be read.
+    """
+    limit = body.get("max_completion_tokens", body.get("max_tokens", _DEFAULT_MAX_TOKENS))
+    if not isinstance(limit, int) or limit < 0:
+        raise RequestError(400, f"max_tokens is {limit!r}, not a number from 0")
+    salt = body.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(400, "cache_salt must be text that is not empty")
+    rank = header_rank or body.get("data_parallel_rank", body.get("routed_dp_rank"))
+    return [
+        Prompt(
+            token_ids=tokens,
+            max_tokens=limit,
+            model=str(body.get("model") or default_model),
+            salt=salt,
+            dp_rank=None if rank is None else _rank(rank),
+            reads_cache=body.get("prompt_logprobs") is None,
+        )
+        for tokens in _token_lists(body)
+    ]
+
+
+def tokenized(body: Mapping[str, Any]) -> list[int]:
+    """Return the token ids that a body of `/tokenize` asks for.
+
+    Raises:
+        RequestError: there is neither one prompt nor a chat.
+    """
+    lists = _token_lists(body)
+    if len(lists) != 1:
+        raise RequestError(400, f"/tokenize takes one prompt, not {len(lists)}")
+    return lists[0]
+
+
+def new_tokens(prompt: Prompt) -> list[int]:
+    """Return what is generated: lower-case letters that the prompt alone decides."""
+    seed = zlib.crc32(repr(prompt.token_ids).encode())
+    return [ord("a") + (seed + 7 * step) % 26 for step in range(prompt.max_tokens)]
+
+
+def _token_lists(body: Mapping[str, Any]) -> list[list[int]]:
+    if "messages" in body:
+        messages = body["messages"]
+        if not isinstance(messages, list):
+            raise RequestError(400, "messages is not a list")
+        try:
+            return [chat_tokens(messages, answer=bool(body.get("add_generation_prompt", True)))]
+        except ConfigurationError as error:
+            raise RequestError(400, str(error)) from None
+    prompt = body.get("prompt")
+    many = prompt if isinstance(prompt, list) and not _are_tokens(prompt) else [prompt]
+    return [_tokens(one, begin=bool(body.get("add_special_tokens", True))) for one in many]
+
+
+def _tokens(prompt: object, *, begin: bool) -> list[int]:
+    if isinstance(prompt, str) and prompt:
+        return text_tokens(prompt, begin=begin)
+    if isinstance(prompt, list) and prompt and _are_tokens(prompt):
+        return prompt
+    raise RequestError(400, "prompt must be text, token ids, or a list of either; not empty")
+
+
+def _are_tokens(values: Sequence[object]) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 31 for value in values)
+
+
+def _rank(value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise RequestError(400, f"{value!r} is no data-parallel rank") from None

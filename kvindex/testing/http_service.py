@@ -1,0 +1,167 @@
+"""The fake engine as its HTTP routes see it: ranks behind one port, with counters. No HTTP here."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+from kvindex.errors import ConfigurationError, TokenError
+from kvindex.testing.answers import Served
+from kvindex.testing.engine import FakeEngine
+from kvindex.testing.http_options import HttpOptions
+from kvindex.testing.http_requests import Prompt, RequestError, new_tokens
+
+__all__ = ["EngineKind", "EngineService"]
+
+EngineKind = Literal["vllm", "sglang"]
+
+
+class EngineService:
+    """Serve prompts on the ranks in turn, count, and say what the engine says of itself.
+
+    Thread safety: all methods.
+    """
+
+    def __init__(
+        self, ranks: Sequence[FakeEngine], *, kind: EngineKind, model: str, options: HttpOptions
+    ) -> None:
+        self.ranks: Final = {engine.rank.dp_rank: engine for engine in ranks}
+        self.kind: Final[EngineKind] = kind
+        self.model: Final = model
+        self.options: Final = options
+        dialect = next(iter(self.ranks.values())).dialect.name
+        self.version: Final = options.version or dialect.split("-")[1]
+        self._lock = threading.Lock()
+        self._turns = itertools.cycle(sorted(self.ranks))
+        self.counters: dict[int, Counter[str]] = {rank: Counter() for rank in self.ranks}
+
+    def serve(self, prompt: Prompt) -> tuple[Served, list[int]]:
+        """Serve one prompt and return what it cost and what was generated.
+
+        Raises:
+            RequestError: it names what is not there, or does not fit.
+        """
+        lora = None if prompt.model == self.model else prompt.model
+        if lora is not None and lora not in self.options.loras:
+            raise RequestError(404, f"The model `{prompt.model}` does not exist.")
+        length = len(prompt.token_ids) + prompt.max_tokens
+        if length > self.options.max_model_len:
+            raise RequestError(
+                400, f"{length} tokens are more than max_model_len, {self.options.max_model_len}"
+            )
+        with self._lock:
+            rank = next(self._turns) if prompt.dp_rank is None else prompt.dp_rank
+            if rank not in self.ranks:
+                raise RequestError(400, f"there is no data-parallel rank {rank}")
+            tokens = new_tokens(prompt)
+            served = self._served(self.ranks[rank], prompt, lora, tokens)
+            self._count(rank, served, asked=prompt.reads_cache)
+        return served, tokens
+
+    def sources(self) -> dict[int, dict[str, Any]]:
+        """Return vLLM's configuration of each rank's publisher, with the announced changes."""
+        return {
+            rank: {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": engine.endpoint,
+                "replay_endpoint": engine.replay_endpoint,
+                "buffer_steps": engine.buffer_steps,
+                "hwm": engine.hwm,
+                "max_queue_size": 100_000,
+                "topic": engine.topic,
+                **self.options.announce,
+            }
+            for rank, engine in sorted(self.ranks.items())
+            if engine.publishes
+        }
+
+    def server_info(self) -> dict[str, Any]:
+        """Return what SGLang tells of itself."""
+        first = self._first
+        info: dict[str, Any] = {
+            "model_path": self.model,
+            "served_model_name": self.model,
+            "version": self.version,
+            "page_size": first.block_size,
+            "dp_size": len(self.ranks),
+            "max_total_num_tokens": first.num_blocks * first.block_size,
+            "max_req_input_len": self.options.max_model_len,
+            "disable_radix_cache": not self.options.prefix_caching,
+            "enable_cache_report": self.options.cached_tokens,
+            "enable_metrics": self.options.metrics,
+            "disaggregation_mode": self.options.role,
+            "speculative_algorithm": "EAGLE" if first.dialect.bigrams else None,
+        }
+        if first.publishes:
+            info["kv_events"] = self._kv_events(first)
+        return info
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return what `/v1/models` lists: the model, then its adapters."""
+        base = {"object": "model", "created": 0, "owned_by": self.kind}
+        length = {"max_model_len": self.options.max_model_len}
+        return [
+            {"id": self.model, **base, "root": self.model, "parent": None, **length},
+            *({"id": x, **base, "root": x, "parent": self.model} for x in self.options.loras),
+        ]
+
+    @property
+    def _first(self) -> FakeEngine:
+        return self.ranks[min(self.ranks)]
+
+    def _served(
+        self, engine: FakeEngine, prompt: Prompt, lora: str | None, tokens: list[int]
+    ) -> Served:
+        length = len(prompt.token_ids)
+        if not self.options.prefix_caching:
+            return Served(prompt_tokens=length, hit_tokens=0, new_tokens=len(tokens))
+        try:
+            served = engine.serve(
+                prompt.token_ids,
+                lora=lora,
+                salt=prompt.salt,
+                new_tokens=tokens,
+                flush=not self.options.silent,
+            )
+        except (ConfigurationError, TokenError) as error:
+            raise RequestError(400, str(error)) from None
+        hit = served.hit_tokens
+        if self.options.drops_last_block:
+            hit = max(0, hit - engine.block_size)
+        if not (self.options.reads_cache and prompt.reads_cache):
+            hit = 0
+        return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))
+
+    def _count(self, rank: int, served: Served, *, asked: bool) -> None:
+        counters = self.counters[rank]
+        counters["requests"] += 1
+        counters["prompt_tokens"] += served.prompt_tokens
+        counters["generation_tokens"] += served.new_tokens
+        counters["hits"] += served.hit_tokens
+        if asked and self.options.prefix_caching:
+            counters["queries"] += served.prompt_tokens
+
+    def _kv_events(self, first: FakeEngine) -> Mapping[str, Any]:
+        """SGLang's description of its publishers: rank 0's ports, from which others follow."""
+        host, port = _host_and_port(first.endpoint)
+        described = {
+            "publisher": "zmq",
+            "endpoint_host": host,
+            "endpoint_port_base": port - first.rank.dp_rank,
+            "topic": first.topic,
+            "block_size": first.block_size,
+            "dp_size": len(self.ranks),
+        }
+        if first.replay_endpoint is not None:
+            replay_port = _host_and_port(first.replay_endpoint)[1]
+            described["replay_endpoint_port_base"] = replay_port - first.rank.dp_rank
+        return {**described, **self.options.announce}
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
