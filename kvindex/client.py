@@ -16,6 +16,7 @@ from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
 from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName
 from kvindex.saved_state import SavedState, read_saved
 from kvindex.subscribe import (
     RankAdded,
@@ -197,23 +198,28 @@ class Client(Answering):
     # Workers and their streams ----------------------------------------------------------------
 
     def add(self, worker: Worker) -> None:
-        """Subscribe to a further worker's ranks.
+        """Subscribe to a further worker's ranks, or to further ranks of a worker.
+
+        `client.add(Worker("a", {1: "tcp://…"}))` adds dp_rank 1 to a worker "a" that has rank 0.
 
         Ranks that were set aside from the file at `resume` continue from there, as those given to
-        `connect` do; events of all ranks wait while they are restored. The saved state of a worker
+        `connect` do; events of all ranks wait while they are restored. The saved state of a rank
         is used once: added again after `remove`, it starts from scratch.
 
         Raises: as `Subscriber.add`.
         """
         self.subscriber.add(worker, resume=self._saved)
 
-    def remove(self, worker: str) -> None:
-        """Unsubscribe from a worker's ranks and forget what they hold.
+    def remove(self, name: RankName) -> None:
+        """Unsubscribe from a worker's ranks, or from one rank, and forget what they hold.
+
+        Args:
+            name: the name of a worker, for all its ranks; or a `Rank`, or its text "a/0".
 
         Raises:
-            UnknownRankError: no such worker.
+            UnknownRankError: there is none of that name.
         """
-        self.subscriber.remove(worker)
+        self.subscriber.remove(name)
 
     def _own_statistics(self) -> dict[str, Any]:
         return {

@@ -97,6 +97,8 @@ class SavedState(SavedRanks):
     Owner: the subscriber's thread; `statistics` from any thread.
     """
 
+    patient = True
+
     def __init__(
         self,
         index: Index,
@@ -131,16 +133,20 @@ class SavedState(SavedRanks):
         return cursors
 
     def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
-        """Restore what was saved of a worker's ranks, where it is not refused; drop the rest.
+        """Restore what was saved of these ranks, where it is not refused; drop what is.
 
-        Nothing of the worker is kept aside afterwards: when it is removed and added again, the
-        saved state is older than what was forgotten then.
+        Nothing of them is kept aside afterwards: when one is removed and added again, the saved
+        state is older than what was forgotten then. Ranks that the worker does not have yet wait.
         """
         failed: dict[Rank, str] = {}
-        self._without_cursor.pop(worker, None)
-        for record in self._workers.pop(worker, {}).values():
-            rank = record.rank
-            reason = refused.get(rank, "no_publisher")
+        saved = self._workers.get(worker, {})
+        without = self._without_cursor.get(worker, [])
+        for rank, reason in refused.items():
+            record = saved.pop(rank.dp_rank, None)
+            if record is None:
+                if rank.dp_rank in without:
+                    without.remove(rank.dp_rank)
+                continue
             if not reason:
                 reason = failed[rank] = self._restore(record)
             if reason:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _VERSION = 1
+_NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -121,7 +123,13 @@ _decoder = msgspec.msgpack.Decoder(SavedCursor)
 
 
 class SavedRanks(ABC):
-    """What was saved of ranks; asked when their worker is added, on the subscriber's thread."""
+    """What was saved of ranks; asked when their worker is added, on the subscriber's thread.
+
+    Attributes:
+        patient: whether what has no publisher yet is kept for one that is added later.
+    """
+
+    patient = False
 
     @abstractmethod
     def cursors(self, worker: str) -> Mapping[int, bytes | None]:
@@ -134,12 +142,12 @@ class SavedRanks(ABC):
     def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
         """Have what the sink fills hold what was saved of a worker's ranks.
 
-        It comes once for each worker that is added, before the first item of its ranks.
+        It comes each time that ranks of a worker are added, before the first item of these ranks.
 
         Args:
-            worker: which is added.
-            refused: each of its ranks of which something was saved and which has a publisher, with
-                why it cannot go on from there, one word; "" if it may try.
+            worker: which is added, or gets more ranks.
+            refused: each of these ranks of which something was saved, with why it cannot go on
+                from there, one word; "" if it may try.
 
         Returns:
             For each of them that may try but cannot be restored, why, one word.
@@ -194,46 +202,59 @@ def check_saved(saved: object) -> SavedRanks:
 
 
 def take_up(
-    saved: SavedRanks, worker: str, dp_ranks: Sequence[int], fingerprints: str
+    saved: SavedRanks,
+    worker: str,
+    dp_ranks: Sequence[int],
+    fingerprints: str,
+    present: Mapping[int, int] = _NOBODY,
 ) -> tuple[list[Resumption], list[Rank]]:
-    """Return how each publisher of a worker begins, and what was saved of it in vain.
+    """Return how each publisher that a worker gets begins, and what was saved of it in vain.
 
     Args:
         saved: what was saved; it has the sink hold that of ranks which go on from there.
         worker: whose publishers they are.
         dp_ranks: the publishers, by their ports.
         fingerprints: identity of the function in use.
+        present: the names of publishers that the worker has already, by their ports.
     """
     cursors = saved.cursors(worker)
-    plan = plan_resumption(dp_ranks, cursors, fingerprints)
+    plan = plan_resumption(dp_ranks, cursors, fingerprints, present)
     refused = {Rank(worker, r.dp_rank): r.refused for r in plan if r.restored}
-    unused = [rank for name in cursors if (rank := Rank(worker, name)) not in refused]
+    names = () if saved.patient else cursors.keys() - present.values()
+    unused = [rank for name in sorted(names) if (rank := Rank(worker, name)) not in refused]
     refused.update(saved.take_up(worker, refused))
     plan = [r._replace(refused=refused.get(Rank(worker, r.dp_rank), r.refused)) for r in plan]
     return plan, unused
 
 
 def plan_resumption(
-    dp_ranks: Sequence[int], cursors: Mapping[int, bytes | None], fingerprints: str
+    dp_ranks: Sequence[int],
+    cursors: Mapping[int, bytes | None],
+    fingerprints: str,
+    present: Mapping[int, int] = _NOBODY,
 ) -> list[Resumption]:
-    """Return how each publisher of one worker begins.
+    """Return how each publisher that one worker gets begins.
 
     A cursor belongs to the publisher at the port that it was saved of, and that begins under the
-    name that it was saved under: what its batches name it was learnt already.
+    name that it was saved under, if that is free: what its batches name it was learnt already.
 
     Args:
         dp_ranks: the publishers, by their ports.
         cursors: what was saved, by the names that ranks went by; None without a cursor.
         fingerprints: identity of the function in use.
+        present: the names of publishers that the worker has already, by their ports; they stay.
     """
+    taken = set(present.values())
     found: dict[int, tuple[int, SavedCursor | None, str]] = {}
     for name, saved, refused in sorted(
         _read(cursors, fingerprints), key=lambda read: read[1] is None
     ):
         port = name if saved is None else saved.dp_rank
-        if port in dp_ranks:
+        if port in dp_ranks and name not in taken:
             found.setdefault(port, (name, saved, refused))
-    names = settle([Claim(port, found[port][0] if port in found else None) for port in dp_ranks])
+    claims = [Claim(port, name) for port, name in present.items()]
+    claims += [Claim(port, found[port][0] if port in found else None) for port in dp_ranks]
+    names = settle(claims)[len(present) :]
     return [
         Resumption(name, *found.get(port, (name, None, "no_cursor"))[1:], name in cursors)
         for port, name in zip(dp_ranks, names, strict=True)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvindex.errors import ConfigurationError, UnknownRankError
+from kvindex.errors import ConfigurationError
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_rank
 from kvindex.subscribe.feed import Feed, FeedSettings
@@ -36,7 +36,6 @@ class Roster:
     def __init__(self, settings: FeedSettings, watch: Watch, board: StatusBoard) -> None:
         self.feeds: dict[Rank, Feed] = {}
         self.deadlines: Deadlines[Feed] = Deadlines()
-        self._workers: set[str] = set()
         self._settings = settings
         self._watch = watch
         self._board = board
@@ -79,17 +78,17 @@ class Roster:
     def add(self, worker: Worker, saved: SavedRanks) -> None:
         """Subscribe to a worker's ranks; those of which something was saved go on from there.
 
+        A worker that is there already gets these ranks as well.
+
         Raises:
-            ConfigurationError: its id is taken, or ZeroMQ refuses an endpoint.
+            ConfigurationError: one of them is subscribed to, or ZeroMQ refuses an endpoint.
         """
-        if worker.name in self._workers:
-            raise ConfigurationError(f"worker {worker.name!r} is subscribed to already")
-        for endpoint in worker.shared_endpoints():
-            logger.warning(
-                "worker %r: one rank publishes at %s, where another replays; "
-                "set the engine's replay port further away",
-                worker.name,
-                endpoint,
+        present = {feed.address.dp_rank: feed for feed in self._feeds_of(worker.name)}
+        twice = sorted(present.keys() & {address.dp_rank for address in worker.publishers()})
+        if twice:
+            raise ConfigurationError(
+                f"worker {worker.name!r} is subscribed to already, at dp_rank "
+                f"{', '.join(map(str, twice))}: remove that first"
             )
         self._warn_of_shared(worker)
         now = self._clock()
@@ -102,17 +101,24 @@ class Roster:
                 worker.name,
                 [feed.address.dp_rank for feed in feeds],
                 self._settings.fingerprints.identity,
+                {port: feed.rank.dp_rank for port, feed in present.items()},
             )
         except BaseException:
             for feed in feeds:
                 feed.close(now)
             raise
-        self._workers.add(worker.name)
         self._start(feeds, plan, now)
         self._note_unused(unused)
 
     def _warn_of_shared(self, worker: Worker) -> None:
-        """Say that another worker is at the same endpoint: what is there is then held by both."""
+        """Say that an endpoint is another's too: what is there is then held by both, or lost."""
+        for endpoint in worker.shared_endpoints(f.address for f in self._feeds_of(worker.name)):
+            logger.warning(
+                "worker %r: one rank publishes at %s, where another replays; "
+                "set the engine's replay port further away",
+                worker.name,
+                endpoint,
+            )
         endpoints = {address.endpoint for address in worker.publishers()}
         for feed in self.feeds.values():
             if feed.address.endpoint in endpoints and feed.worker.topic == worker.topic:
@@ -137,29 +143,36 @@ class Roster:
 
     def note_strangers(self, cursors: Iterable[Rank]) -> None:
         """Count the cursors of workers that are not subscribed to."""
-        self._note_unused(rank for rank in cursors if rank.worker not in self._workers)
+        workers = {rank.worker for rank in self.feeds}
+        self._note_unused(rank for rank in cursors if rank.worker not in workers)
 
     def _note_unused(self, ranks: Iterable[Rank]) -> None:
         for rank in ranks:
             self._counters["cursors_unused"] += 1
             logger.info("%s: there is a cursor, but no publisher to go on with", rank)
 
-    def remove(self, worker: str) -> None:
-        """Unsubscribe from a worker's ranks.
+    def remove(self, name: RankName) -> None:
+        """Unsubscribe from a worker's ranks, or from one rank.
 
         Raises:
-            UnknownRankError: no such worker.
+            UnknownRankError: there is none of that name.
         """
-        if worker not in self._workers:
-            raise UnknownRankError(worker, self._workers)
-        self._workers.remove(worker)
+        gone = isinstance(name, str) and self._feeds_of(name)
+        gone = gone or [self.feeds[rank] for rank in self._board.named([name]) or ()]
         now = self._clock()
-        for feed in [feed for feed in self.feeds.values() if feed.worker.name == worker]:
+        for feed in gone:
             feed.close(now)
             del self.feeds[feed.rank]
             self.deadlines.forget(feed)
             self._outlet.put(RankRemoved(feed.rank))
-        self._board.remove(worker)
+        self._board.remove([feed.rank for feed in gone])
+        for left in self._feeds_of(gone[0].worker.name)[:1]:
+            self._settle_names(left)
+
+    def _feeds_of(self, worker: str) -> list[Feed]:
+        """Return a worker's feeds, in the order of their ports."""
+        feeds = [feed for feed in self.feeds.values() if feed.worker.name == worker]
+        return sorted(feeds, key=lambda feed: feed.address.dp_rank)
 
     def close(self, now: float) -> None:
         """Close every feed; what fails on the way is logged, and the rest closes all the same."""
@@ -170,9 +183,8 @@ class Roster:
                 logger.exception("%s: closing it failed", feed.rank)
 
     def _settle_names(self, named: Feed) -> None:
-        """Name a worker's ranks anew after one of its publishers has named its dp_rank."""
-        feeds = [feed for feed in self.feeds.values() if feed.worker.name == named.worker.name]
-        feeds.sort(key=lambda feed: feed.address.dp_rank)
+        """Name a worker's ranks anew: one of its publishers has named its dp_rank, or has left."""
+        feeds = self._feeds_of(named.worker.name)
         dp_ranks = settle([Claim(feed.address.dp_rank, feed.reader.named) for feed in feeds])
         names: dict[Rank, Rank] = {}
         for feed, dp_rank in zip(feeds, dp_ranks, strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TypeAlias
@@ -89,12 +89,11 @@ class StatusBoard:
                     changed.append(status)
                 self._statuses[status.rank] = status
 
-    def remove(self, worker: str) -> None:
-        """Forget a worker's ranks."""
+    def remove(self, ranks: Collection[Rank]) -> None:
+        """Forget ranks."""
         with self._writing() as changed:
-            gone = [rank for rank in self._statuses if rank.worker == worker]
-            changed += self._take_away(gone, "it is not subscribed to any more")
-            self._names = {r: n for r, n in self._names.items() if r.worker != worker}
+            changed += self._take_away(ranks, "it is not subscribed to any more")
+            self._names = {r: n for r, n in self._names.items() if n not in ranks}
 
     def rename(self, gone: Iterable[Rank], names: Mapping[Rank, Rank]) -> None:
         """Take names away, and note under which a port's own rank is found now."""

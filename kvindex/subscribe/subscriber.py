@@ -150,7 +150,10 @@ class Subscriber(Following):
     def add(
         self, worker: Worker, *, resume: Mapping[Rank, bytes] | SavedRanks = _NO_CURSORS
     ) -> None:
-        """Subscribe to a further worker's ranks.
+        """Subscribe to a further worker's ranks, or to further ranks of a worker.
+
+        A worker that is subscribed to already gets the dp_ranks that this one names. Each rank
+        keeps the settings that it was added with.
 
         From within the sink it is carried out after the current turn; its failure is logged.
 
@@ -159,8 +162,8 @@ class Subscriber(Following):
             resume: what to go on from, as for the constructor; what is of other workers is left.
 
         Raises:
-            ConfigurationError: it is no `Worker`, its id is taken, `resume` holds no cursors, or
-                ZeroMQ refuses an endpoint.
+            ConfigurationError: it is no `Worker`, one of its dp_ranks is subscribed to already,
+                `resume` holds no cursors, or ZeroMQ refuses an endpoint; nothing is added then.
             ClosedError: the subscriber is closed.
             BusyError: a slow sink held the thread for too long.
         """
@@ -169,17 +172,21 @@ class Subscriber(Following):
         saved, roster = check_saved(resume), self._thread.roster
         self._call(lambda: roster.add(worker, saved))
 
-    def remove(self, worker: str) -> None:
-        """Unsubscribe from a worker's ranks.
+    def remove(self, name: RankName) -> None:
+        """Unsubscribe from a worker's ranks, or from one rank.
 
         From within the sink it is carried out after the current turn; its failure is logged.
 
+        Args:
+            name: the name of a worker, for all its ranks; or a `Rank`, or its text "a/0", also by
+                the dp_rank that its port tells.
+
         Raises:
-            UnknownRankError: no such worker.
+            UnknownRankError: there is none of that name.
             ClosedError: the subscriber is closed.
             BusyError: a slow sink held the thread for too long.
         """
-        self._call(lambda: self._thread.roster.remove(worker))
+        self._call(lambda: self._thread.roster.remove(name))
 
     def call(
         self, function: Callable[[], _Result], *, timeout: float = _COMMAND_TIMEOUT

@@ -126,15 +126,20 @@ class Worker(msgspec.Struct, frozen=True):
             )
         return [PublisherAddress(r, e, replays[r]) for r, e in sorted(endpoints.items())]
 
-    def shared_endpoints(self) -> list[str]:
+    def shared_endpoints(self, beside: Iterable[PublisherAddress] = ()) -> list[str]:
         """Return endpoints that one rank publishes and another replays at: a known mistake.
 
         With the engines' usual ports 5557 and 5558 and two ranks, rank 1 would publish at the
         port where rank 0 replays.
+
+        Args:
+            beside: further ranks of this worker, already checked among themselves.
         """
-        addresses = self.publishers()
-        replays = {address.replay for address in addresses}
-        return [address.endpoint for address in addresses if address.endpoint in replays]
+        own, beside = self.publishers(), list(beside)
+        replays = {address.replay for address in own}
+        theirs = {address.replay for address in beside} - replays
+        shared = [address.endpoint for address in [*own, *beside] if address.endpoint in replays]
+        return shared + [address.endpoint for address in own if address.endpoint in theirs]
 
 
 def workers_of(workers: Iterable[Worker] | Worker) -> list[Worker]:

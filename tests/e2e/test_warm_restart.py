@@ -257,7 +257,7 @@ def test_several_ranks_of_which_one_is_gone_and_one_is_new(path: Path) -> None:
             assert client.statistics()["resume"]["aside"] == 1
 
 
-def test_a_rank_of_a_worker_that_has_fewer_now_is_forgotten(path: Path) -> None:
+def test_a_rank_of_a_worker_that_has_fewer_now_takes_no_part(path: Path) -> None:
     with FakeEngine("engine") as zero, FakeEngine("engine", dp_rank=1) as one:
         for seed, engine in enumerate((zero, one)):
             engine.run(Workload(20, seed=seed))
@@ -268,7 +268,7 @@ def test_a_rank_of_a_worker_that_has_fewer_now_is_forgotten(path: Path) -> None:
             caught_up(client, zero)
             assert client.index.ranks == client.ranks == (RANK,)
             assert_true(client, zero)
-            assert client.statistics()["thread"]["cursors_unused"] == 1
+            assert client.statistics()["resume"]["aside"] == 1
 
 
 def dp_worker(*engines: FakeEngine) -> Worker:

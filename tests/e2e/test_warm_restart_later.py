@@ -265,7 +265,7 @@ def _blocks(path: Path, rank: Rank) -> int:
     return len(Index.load(path).tree(rank))
 
 
-def test_a_rank_without_a_publisher_is_dropped_with_its_worker(path: Path) -> None:
+def test_a_worker_that_grows_rank_by_rank_goes_on_rank_by_rank(path: Path) -> None:
     with FakeEngine("engine") as zero, FakeEngine("engine", dp_rank=1) as one:
         for seed, engine in enumerate((zero, one)):
             engine.run(Workload(20, seed=seed))
@@ -276,10 +276,14 @@ def test_a_rank_without_a_publisher_is_dropped_with_its_worker(path: Path) -> No
             client.add(worker_of(zero))
             caught_up(client, zero)
             assert client.index.ranks == client.ranks == (RANK,)
-            assert resumed(client) == {"aside": 0, "restored": 1, "dropped": {"no_publisher": 1}}
-            assert client.statistics()["thread"]["cursors_unused"] == 1
-            client.remove("engine")
-            client.add(_both(zero, one))
+            assert resumed(client) == {"aside": 1, "restored": 1, "dropped": {}}
+            client.add(worker_of(one))
+            caught_up(client, zero, one)
+            assert resumed(client) == {"aside": 0, "restored": 2, "dropped": {}}
+            assert (replayed(client, zero.rank), replayed(client, one.rank)) == (0, 0)
+            assert_true(client, zero, one)
+            client.remove(one.rank)
+            client.add(worker_of(one))  # what was saved of it is used up
             caught_up(client, zero, one)
             assert replayed(client, one.rank) == one.published
             assert_true(client, zero, one)

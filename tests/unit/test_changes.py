@@ -101,7 +101,7 @@ def test_a_rank_that_is_removed_or_renamed_is_told_as_closed() -> None:
         changes = followed.watch()
         for _ in range(2):
             await anext(changes)
-        followed.board.remove("a")
+        followed.board.remove([A])
         told = await anext(changes)
         assert (told.rank, told.state, told.connected) == (A, State.CLOSED, False)
         assert told.reason == "it is not subscribed to any more"
@@ -267,7 +267,7 @@ def test_a_rank_that_is_removed_is_waited_for_no_longer_and_one_asked_for_is_mis
         waiting = asyncio.ensure_future(followed.wait_live_async(LONG))
         asked = asyncio.ensure_future(followed.wait_live_async(0.05, ranks=[B]))
         await ticks(10)
-        followed.board.remove("b")
+        followed.board.remove([B])
         await waiting
         with pytest.raises(NotLiveError, match="not subscribed to any more"):
             await asked

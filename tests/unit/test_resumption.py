@@ -124,6 +124,22 @@ def test_ranks_with_a_publisher_are_taken_up_and_the_others_are_in_vain() -> Non
     assert unused == [TWO]
 
 
+def test_what_has_no_publisher_yet_is_not_in_vain_if_it_is_kept_for_one() -> None:
+    saved = Saved({0: cursor(0), 1: cursor(1)}, {})
+    saved.patient = True
+    assert take_up(saved, "a", [0], MINE)[1] == []
+
+
+def test_a_publisher_that_comes_later_takes_no_name_of_those_present() -> None:
+    cursors: dict[int, bytes | None] = {0: cursor(1, named=0), 2: cursor(2)}
+    later = plan_resumption([1, 2, 5], cursors, MINE, {0: 1, 7: 0})
+    assert [(r.dp_rank, r.refused, r.restored) for r in later] == [
+        (7, "no_cursor", False),  # its port's name and its saved one are both taken
+        (2, "", True),
+        (5, "no_cursor", False),
+    ]
+
+
 def test_a_rank_that_could_not_be_restored_does_not_go_on() -> None:
     saved = Saved({0: cursor(0), 1: cursor(1)}, {ONE: "room"})
     taken, unused = take_up(saved, "a", [0, 1], MINE)

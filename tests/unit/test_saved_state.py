@@ -74,12 +74,15 @@ def test_each_rank_is_restored_once_and_told() -> None:
     assert kept.state.records() == [records[2]]
 
 
-def test_what_is_refused_or_has_no_publisher_is_dropped_unrestored() -> None:
+def test_what_is_refused_is_dropped_unrestored_and_what_has_no_publisher_yet_waits() -> None:
     kept = Kept(*records_of(A0, A1))
     assert kept.state.take_up("a", {A0: "unreadable_cursor"}) == {}
-    assert kept.index.ranks == ()
+    assert not kept.index.ranks
     assert kept.told == []
-    assert kept.counts() == (0, 0, {"unreadable_cursor": 1, "no_publisher": 1})
+    assert kept.counts() == (1, 0, {"unreadable_cursor": 1})
+    assert kept.state.take_up("a", {A1: ""}) == {A1: ""}
+    assert kept.index.ranks == (A1,)
+    assert kept.counts() == (0, 1, {"unreadable_cursor": 1})
 
 
 def test_a_section_that_cannot_be_restored_is_refused_and_no_other() -> None:

@@ -79,7 +79,7 @@ def test_ranks_that_come_go_or_are_renamed_show_at_once() -> None:
     board.trusts()
     board.show([status(Rank("c", 0))])
     assert set(board.trusts()) == {A, B, Rank("c", 0)}
-    board.remove("c")
+    board.remove([Rank("c", 0)])
     assert set(board.trusts()) == {A, B}
     board.rename([A], {A: Rank("a", 1)})
     assert set(board.trusts()) == {B}
@@ -115,7 +115,7 @@ def test_ranks_come_to_life_and_die_at_once() -> None:
         lambda: board.show([status(B)]),
         lambda: board.show([status(A, state=State.REPAIRING)]),
         lambda: board.show([status(Rank("c", 0)), status(Rank("c", 1))]),
-        lambda: board.remove("c"),
+        lambda: board.remove([Rank("c", 0), Rank("c", 1)]),
         lambda: board.rename([B], {B: Rank("b", 1)}),
         lambda: board.show([status(A)]),
         lambda: board.end("closed"),
@@ -206,7 +206,7 @@ def test_what_a_condition_is_shown_cannot_be_changed_and_has_ages_not_times() ->
     board.show([status(A, last_event_age=5.0)])
     shown: list[Any] = []
     assert not board.wait_for(lambda statuses: bool(shown.append(statuses)), 0.0)  # type: ignore[func-returns-value]
-    board.remove("b")
+    board.remove([B])
     assert set(shown[0]) == {A, B}
     assert len(shown[0]) == 2
     assert shown[0][A].last_event_age == 2.0
