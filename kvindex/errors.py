@@ -4,6 +4,7 @@
 KVIndexError
 ├── ConfigurationError   (also ValueError)    a value given by the caller cannot work
 │   └── DuplicatePublisherError (also KeyError)  a publisher of that name is registered already
+├── EndpointRefusedError (also PermissionError) an address that a registration may not have dialled
 ├── UnknownRankError     (also KeyError)      a rank or worker that nobody added
 ├── TokenError           (also ValueError)    tokens whose type, shape or range cannot be read
 ├── DecodeError          (also ValueError)    bytes that are not an event batch
@@ -29,7 +30,7 @@ KVIndexError
 
 Each also inherits the builtin that a stranger would catch. `kvindex` has those that its own names
 raise; `kvindex.shm` and `kvindex.fanout` have those of queues and shared memory, `kvindex.routing`
-those of routing.
+those of routing; `kvindex.server` raises EndpointRefusedError.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = [
     "DuplicateBookingError",
     "DuplicatePublisherError",
     "EncodeError",
+    "EndpointRefusedError",
     "InUseError",
     "InvariantError",
     "KVIndexError",
@@ -92,6 +94,19 @@ class DuplicatePublisherError(ConfigurationError, KeyError):
     """A publisher of that name is registered already."""
 
     __str__ = Exception.__str__  # KeyError would show the message quoted
+
+
+class EndpointRefusedError(KVIndexError, PermissionError):
+    """An endpoint that came in a registration over HTTP, and that this server does not dial.
+
+    Attributes:
+        reason: "transport" (not tcp), "form", "name" (it has no address) or "network" (its address
+            is in none of the allowed networks).
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
 
 
 class UnknownRankError(KVIndexError, KeyError):
