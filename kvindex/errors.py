@@ -21,6 +21,7 @@ KVIndexError
 │   ├── WriterDiedError                       the writer: nothing more will come
 │   ├── ReaderDiedError                       readers: what they had not read is lost to them
 │   └── ReaderEvictedError                    the writer removed this reader from the queue
+├── DiscoveryError       (also ConnectionError) what tells where engines are did not, and why
 ├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
 ├── NoCandidateError     (also LookupError)   no rank may be chosen for a request
 ├── DuplicateBookingError (also ValueError)   a request that has an open booking already
@@ -45,6 +46,7 @@ __all__ = [
     "ClosedError",
     "ConfigurationError",
     "DecodeError",
+    "DiscoveryError",
     "DuplicateBookingError",
     "DuplicatePublisherError",
     "EncodeError",
@@ -244,6 +246,23 @@ class ReaderDiedError(PeerDiedError):
 
 class ReaderEvictedError(PeerDiedError):
     """The writer removed this reader: it was too slow, or seemed dead; attach again."""
+
+
+class DiscoveryError(KVIndexError, ConnectionError):
+    """What tells where engines are (an engine, a file, a name, an API server) did not tell.
+
+    Attributes:
+        reason: "name" (no such host), "refused" (nothing listens), "unreachable", "timeout", "tls",
+            "denied" (it wants another token), "status" (it answers an error), "content" (what it
+            answers cannot be used), "off" (the engine says that it publishes no events), "unsaid"
+            (it does not say where it publishes) or "expired" (its list is out of date).
+        url: who was asked.
+    """
+
+    def __init__(self, message: str, *, url: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.url = url
 
 
 class NotLiveError(KVIndexError, TimeoutError):

@@ -1,0 +1,215 @@
+"""What engines answer when they are asked where they publish, read without trusting it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+__all__ = [
+    "MAX_RANKS",
+    "Told",
+    "named_models",
+    "read_server_info",
+    "read_sources",
+    "tells_sglang",
+    "without_secrets",
+]
+
+MAX_RANKS: Final = 1024
+"""Most DP ranks that one engine may name; the largest deployments have some hundreds."""
+
+_MAX_TEXT = 1024
+_MAX_MODELS = 256
+
+
+class Told(msgspec.Struct, frozen=True):
+    """Where an engine says that one rank publishes, in its own words.
+
+    Attributes:
+        dp_rank: the rank.
+        endpoint: of its PUB socket.
+        replay: of its replay socket, or None.
+        topic: of its messages.
+        names_base: whether the endpoints are rank 0's, from which this one's follows.
+    """
+
+    dp_rank: int
+    endpoint: str
+    replay: str | None = None
+    topic: str = ""
+    names_base: bool = False
+
+
+def read_sources(answer: Any) -> list[Told]:
+    """Return what vLLM's `/kv_event_sources` tells, by rank; nothing if events are off.
+
+    It comes in three shapes: settings by rank (vLLM 0.31 and later), a list with one entry for each
+    rank, and such a list under "sources".
+
+    Raises:
+        ValueError: it has none of these shapes.
+
+    Examples:
+        >>> read_sources({"1": {"publisher": "zmq", "endpoint": "tcp://*:5558"}})
+        [Told(dp_rank=1, endpoint='tcp://*:5558', replay=None, topic='', names_base=False)]
+        >>> read_sources({"sources": []})
+        []
+    """
+    if isinstance(answer, Mapping) and isinstance(answer.get("sources"), list):
+        answer = answer["sources"]
+    if isinstance(answer, list):
+        entries = [(_rank_in(entry, place), entry) for place, entry in enumerate(answer)]
+    elif isinstance(answer, Mapping):
+        entries = [(_number(str(key), "rank"), entry) for key, entry in answer.items()]
+    else:
+        raise ValueError(f"expected a list or an object, not {_kind(answer)}")
+    if len(entries) > MAX_RANKS:
+        raise ValueError(f"{len(entries)} ranks, above the limit of {MAX_RANKS}")
+    told = [_source(rank, entry) for rank, entry in entries if _publishes(entry)]
+    if len({source.dp_rank for source in told}) < len(told):
+        raise ValueError("a rank is named twice")
+    return sorted(told, key=lambda source: source.dp_rank)
+
+
+def read_server_info(info: Mapping[str, Any]) -> tuple[list[Told], int | None]:
+    """Return what SGLang's `/server_info` tells: its ranks, and the tokens of a block.
+
+    `kv_events` (0.5.13 and later) says it as it came to be. Else `kv_events_config` has the option
+    as it was given, as text or as an object.
+
+    Raises:
+        ValueError: it cannot be understood.
+
+    Examples:
+        >>> read_server_info(
+        ...     {"kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'}
+        ... )[0]
+        [Told(dp_rank=0, endpoint='tcp://*:5557', replay=None, topic='', names_base=True)]
+    """
+    config = info.get("kv_events_config")
+    if isinstance(config, str):
+        config = msgspec.json.decode(config) if config.strip() else None
+    config = config if isinstance(config, Mapping) else {}
+    described = info.get("kv_events")
+    block_size = _positive(info.get("page_size"))
+    size = _count(info.get("dp_size"))
+    if isinstance(described, Mapping) and _publishes(described):
+        size = _count(described.get("dp_size", size))
+        block_size = _positive(described.get("block_size")) or block_size
+        base = _described(described, "", "endpoint_port_base")
+        replay = _described(described, "replay_", "replay_endpoint_port_base")
+        topic = _text(described, "topic") or ""
+        if base is None:
+            raise ValueError("kv_events names no endpoint_port_base")
+    elif _publishes(config) and config.get("publisher"):
+        base, replay = _text(config, "endpoint") or "tcp://*:5557", None
+        topic = _text(config, "topic") or ""
+    else:
+        return [], block_size
+    replay = replay or _text(config, "replay_endpoint")
+    return [Told(rank, base, replay, topic, True) for rank in range(size)], block_size
+
+
+def tells_sglang(info: Any) -> bool:
+    """Return whether this is SGLang's `/server_info`, not another server's of that name."""
+    marks = ("kv_events", "kv_events_config", "internal_states", "page_size", "disable_radix_cache")
+    return isinstance(info, Mapping) and any(mark in info for mark in marks)
+
+
+def named_models(answer: Any) -> tuple[tuple[str, ...], str]:
+    """Return the ids in `/v1/models`, and who owns the first; nothing of what is malformed.
+
+    Examples:
+        >>> named_models({"data": [{"id": "llama", "owned_by": "vllm"}]})
+        (('llama',), 'vllm')
+    """
+    data = answer.get("data") if isinstance(answer, Mapping) else None
+    entries = [entry for entry in data if isinstance(entry, Mapping)] if data else []
+    names = [entry["id"] for entry in entries[:_MAX_MODELS] if _is_text(entry.get("id"))]
+    owner = entries[0].get("owned_by") if entries else None
+    return tuple(names), str(owner) if _is_text(owner) else ""
+
+
+def without_secrets(answer: Any) -> Any:
+    """Return an answer without the keys and passwords that SGLang puts into `/server_info`.
+
+    Examples:
+        >>> without_secrets({"page_size": 16, "api_key": "sk-1", "more": [{"admin_api_key": "x"}]})
+        {'page_size': 16, 'more': [{}]}
+    """
+    if isinstance(answer, Mapping):
+        return {
+            key: without_secrets(value)
+            for key, value in answer.items()
+            if not str(key).lower().endswith(("api_key", "password", "secret", "keyfile_password"))
+        }
+    if isinstance(answer, list):
+        return [without_secrets(value) for value in answer]
+    return answer
+
+
+def _source(rank: int, entry: Mapping[str, Any]) -> Told:
+    endpoint = _text(entry, "endpoint")
+    if endpoint is None:
+        raise ValueError(f"rank {rank} has no endpoint")
+    return Told(rank, endpoint, _text(entry, "replay_endpoint"), _text(entry, "topic") or "")
+
+
+def _rank_in(entry: Any, place: int) -> int:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"entry {place} is {_kind(entry)}, not an object")
+    return _number(str(entry.get("data_parallel_rank", entry.get("dp_rank", place))), "rank")
+
+
+def _publishes(entry: Any) -> bool:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"expected the settings of a rank, not {_kind(entry)}")
+    return entry.get("enable_kv_cache_events") is not False and entry.get("publisher") != "null"
+
+
+def _described(info: Mapping[str, Any], prefix: str, key: str) -> str | None:
+    """Return the endpoint that SGLang describes by host and port."""
+    if info.get(key) is None:
+        return None
+    port = _number(str(info[key]), key)
+    host = _text(info, f"{prefix}endpoint_host") or _text(info, "endpoint_host") or "*"
+    return f"tcp://[{host}]:{port}" if ":" in host and host[0] != "[" else f"tcp://{host}:{port}"
+
+
+def _text(info: Mapping[str, Any], key: str) -> str | None:
+    value = info.get(key)
+    if value is None or value == "":
+        return None
+    if not _is_text(value):
+        raise ValueError(f"{key} is {_kind(value)}, not a short text")
+    return str(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT and value.isprintable()
+
+
+def _number(text: str, what: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 6):
+        raise ValueError(f"{what} {text[:40]!r} is no number")
+    return int(text)
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 < value < 1 << 31 else None
+
+
+def _count(value: Any) -> int:
+    size = 1 if value is None else _number(str(value), "dp_size")
+    if not 1 <= size <= MAX_RANKS:
+        raise ValueError(f"dp_size {size} is not 1 to {MAX_RANKS}")
+    return size
+
+
+_KINDS: Mapping[type, str] = {list: "a list", dict: "an object", str: "text", type(None): "null"}
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "a number or a truth value")
