@@ -1,0 +1,13 @@
+"""Prometheus metrics of streams, the index and routers; needs the extra `server`.
+
+    from prometheus_client import REGISTRY
+    REGISTRY.register(kvindex.metrics.RankCollector(client))
+
+Nothing is counted twice: the collectors read `statistics()` when Prometheus asks, so a rank's
+series go when it goes.
+"""
+
+from kvindex.metrics.funnel import FunnelCollector
+from kvindex.metrics.ranks import Labels, RankCollector
+
+__all__ = ["FunnelCollector", "Labels", "RankCollector"]
