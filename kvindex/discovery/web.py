@@ -109,7 +109,34 @@ class Web:
         Raises:
             DiscoveryError: no whole answer came; `reason` says why.
         """
-        with self.open(path, timeout) as stream:
+        return self._whole(path, self.open(path, timeout), limit)
+
+    def post(
+        self,
+        path: str,
+        body: bytes,
+        timeout: float,
+        *,
+        headers: Mapping[str, str] | None = None,
+        limit: int = MAX_ANSWER,
+    ) -> Answer:
+        """Return what the server answers to a JSON body; otherwise as `get`.
+
+        Args:
+            path: from "/" on.
+            body: JSON.
+            timeout: as for `get`.
+            headers: further ones.
+            limit: as for `get`.
+
+        Raises:
+            DiscoveryError: as `get`.
+        """
+        named = {"Content-Type": "application/json", **(headers or {})}
+        return self._whole(path, self._opened("POST", path, timeout, body, named), limit)
+
+    def _whole(self, path: str, answer: Stream, limit: int) -> Answer:
+        with answer as stream:
             body = stream.read(limit + 1)
         if len(body) > limit:
             raise self._error(path, "content", f"answers more than {limit} bytes")
@@ -121,6 +148,11 @@ class Web:
         Raises:
             DiscoveryError: no answer began within `timeout` seconds.
         """
+        return self._opened("GET", path, timeout, None, {})
+
+    def _opened(
+        self, method: str, path: str, timeout: float, body: bytes | None, named: Mapping[str, str]
+    ) -> Stream:
         deadline = _Deadline(timeout)
         sock: socket.socket | None = None
         try:
@@ -128,7 +160,7 @@ class Web:
             if self._tls is not None:
                 sock.settimeout(deadline.left())
                 sock = self._tls.wrap_socket(sock, server_hostname=self.host)
-            response = self._request(sock, path, deadline)
+            response = self._request(sock, method, path, deadline, body, named)
         except BaseException as error:
             if sock is not None:
                 sock.close()
@@ -138,7 +170,13 @@ class Web:
         return Stream(self, path, sock, response, deadline)
 
     def _request(
-        self, sock: socket.socket, path: str, deadline: _Deadline
+        self,
+        sock: socket.socket,
+        method: str,
+        path: str,
+        deadline: _Deadline,
+        body: bytes | None,
+        named: Mapping[str, str],
     ) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection(self.host, self.port)
         connection.default_port = 443 if self._tls else 80  # the Host header leaves it out
@@ -147,7 +185,7 @@ class Web:
         token = self._token() if callable(self._token) else self._token
         if token:
             headers["Authorization"] = f"Bearer {token}"
-        connection.request("GET", self._path + path, headers=headers)
+        connection.request(method, self._path + path, body, {**headers, **named})
         return connection.getresponse()
 
     def _explain(self, path: str, error: Exception, timeout: float) -> DiscoveryError:
