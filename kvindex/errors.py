@@ -5,6 +5,7 @@ KVIndexError
 ├── ConfigurationError   (also ValueError)    a value given by the caller cannot work
 │   └── DuplicatePublisherError (also KeyError)  a publisher of that name is registered already
 ├── EndpointRefusedError (also PermissionError) an address that a registration may not have dialled
+├── RegistrationError    (also ValueError)    a worker that a server does not take, or does not have
 ├── UnknownRankError     (also KeyError)      a rank or worker that nobody added
 ├── TokenError           (also ValueError)    tokens whose type, shape or range cannot be read
 ├── DecodeError          (also ValueError)    bytes that are not an event batch
@@ -31,7 +32,7 @@ KVIndexError
 
 Each also inherits the builtin that a stranger would catch. `kvindex` has those that its own names
 raise; `kvindex.shm` and `kvindex.fanout` have those of queues and shared memory, `kvindex.routing`
-those of routing; `kvindex.server` raises EndpointRefusedError.
+those of routing; `kvindex.server` raises EndpointRefusedError and RegistrationError.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ __all__ = [
     "QueueTimeoutError",
     "ReaderDiedError",
     "ReaderEvictedError",
+    "RegistrationError",
     "SegmentError",
     "SnapshotError",
     "TokenError",
@@ -104,6 +106,19 @@ class EndpointRefusedError(KVIndexError, PermissionError):
     Attributes:
         reason: "transport" (not tcp), "form", "name" (it has no address) or "network" (its address
             is in none of the allowed networks).
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class RegistrationError(KVIndexError, ValueError):
+    """A worker that a server does not take, or does not have; the message is the whole answer.
+
+    Attributes:
+        reason: "conflict" (with another registration), "unknown" (there is none to remove),
+            "invalid" (it cannot work) or "room" (there are too many).
     """
 
     def __init__(self, message: str, *, reason: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import TypeVar
 
 from kvindex.errors import NotLiveError
-from kvindex.rank import Rank
+from kvindex.rank import Rank, Trust
 from kvindex.rank_lookup import RankName
 from kvindex.sequencer import State
 from kvindex.subscribe.changes import Changes
@@ -52,6 +52,14 @@ class Following(ABC):
     def statuses(self) -> dict[Rank, RankStatus]:
         """Return how every rank's stream stands, sorted by rank."""
         return {rank: self._shown(status) for rank, status in self._board.all().items()}
+
+    def trusts(self) -> Mapping[Rank, Trust]:
+        """Return how far each rank's answers can be trusted, as a snapshot that never changes.
+
+        The same one is returned until a rank's state, completeness or lag changes, or ranks come
+        and go: O(1) then, else O(ranks).
+        """
+        return self._board.trusts()
 
     def wait_live(
         self,

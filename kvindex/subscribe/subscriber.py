@@ -15,7 +15,7 @@ import zmq
 
 from kvindex.errors import BusyError, ConfigurationError
 from kvindex.forks import Fork, prepare_forks
-from kvindex.rank import Rank, Trust
+from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
 from kvindex.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.connection import Contexts, SocketOptions
@@ -232,14 +232,6 @@ class Subscriber(Following):
     def find(self, rank: Rank) -> RankStatus | None:
         """Return the latest snapshot of a rank, its `last_event_age` not aged, or None. O(1)."""
         return self._board.find(rank)
-
-    def trusts(self) -> Mapping[Rank, Trust]:
-        """Return how far each rank's answers can be trusted, as a snapshot that never changes.
-
-        The same one is returned until a rank's state, completeness or lag changes, or ranks come
-        and go: O(1) then, else O(ranks).
-        """
-        return self._board.trusts()
 
     def statistics(self) -> dict[str, Any]:
         """Return plain JSON-ready values: `ranks` by `str(rank)` as `RankStatus`, and `thread`."""

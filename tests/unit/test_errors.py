@@ -17,6 +17,7 @@ RAISED: list[tuple[errors.KVIndexError, type[Exception]]] = [
     (errors.DecodeError("no batch", size=7), ValueError),
     (errors.EncodeError("no field"), ValueError),
     (errors.EndpointRefusedError("not there", reason="network"), PermissionError),
+    (errors.RegistrationError("taken", reason="conflict"), ValueError),
     (errors.BusyError(2.5), TimeoutError),
     (errors.InUseError("one at a time"), RuntimeError),
     (errors.ClosedError("closed"), RuntimeError),

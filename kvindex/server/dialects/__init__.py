@@ -1,0 +1,1 @@
+"""The HTTP dialects of the family, one module each: bodies in, bodies out."""

@@ -1,0 +1,288 @@
+"""Who is registered: takes registrations and has a client subscribe to what they name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal, TypeAlias
+
+from kvindex import (
+    Client,
+    ConfigurationError,
+    Rank,
+    RankStatus,
+    UnknownRankError,
+    Worker,
+)
+from kvindex.errors import RegistrationError
+from kvindex.server.catalog import Catalog, Partition, Registration
+
+__all__ = ["Dial", "Outcome", "Registry", "as_it_is"]
+
+logger = logging.getLogger(__name__)
+
+Outcome: TypeAlias = Literal["new", "same", "moved"]
+Dial: TypeAlias = Callable[[str], str]
+"""Returns the endpoint to dial for one that came over HTTP, or raises EndpointRefusedError."""
+
+
+def as_it_is(endpoint: str) -> str:
+    """Return the endpoint: it may be dialled."""
+    return endpoint
+
+
+class Registry:
+    """Keeps a catalog and a client's subscriptions in step.
+
+    Registering the same again changes nothing. A rank that is registered at another endpoint has
+    moved: what the old one held is forgotten.
+
+    Args:
+        client: subscribes.
+        dial: what to dial for the endpoints of registrations.
+        max_ranks: most DP ranks that are registered.
+        max_ranks_per_instance: of them, those of one instance.
+
+    Attributes:
+        catalog: what is registered now; replaced as a whole.
+
+    Thread safety: every method from any thread; `register` and `unregister` may wait for the
+    subscriber's thread, so async code calls them in a thread.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        dial: Dial = as_it_is,
+        max_ranks: int = 4096,
+        max_ranks_per_instance: int = 1024,
+    ) -> None:
+        self.catalog = Catalog()
+        self._client = client
+        self._dial = dial
+        self._max_ranks = max_ranks
+        self._max_ranks_per_instance = max_ranks_per_instance
+        self._dialled: dict[tuple[str, int], Worker] = {}
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[Catalog], None]] = []
+
+    def on_change(self, listener: Callable[[Catalog], None]) -> None:
+        """Have a function called with each new catalog, in order, on the thread that changed it."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def register(self, registration: Registration, *, trusted: bool = False) -> Outcome:
+        """Subscribe to one rank of an instance.
+
+        Args:
+            registration: which.
+            trusted: whether its endpoints are the operator's own, to be dialled as they are.
+
+        Raises:
+            RegistrationError: it conflicts with another one, cannot work, or there is no room.
+            EndpointRefusedError: its endpoints must not be dialled.
+            ClosedError, BusyError: as `Client.add`.
+        """
+        dial = as_it_is if trusted else self._dial
+        replay = registration.replay_endpoint
+        dp_rank = registration.dp_rank
+        try:
+            worker = Worker(
+                registration.worker,
+                {dp_rank: dial(registration.endpoint)},
+                replay=None if replay is None else {dp_rank: dial(replay)},
+            )
+        except ConfigurationError as error:
+            raise RegistrationError(str(error), reason="invalid") from None
+        # What the operator has set for it beyond the endpoints (topic, CURVE) stays.
+        return self._enter(registration, worker, lambda old: old.publishers())
+
+    def add(
+        self,
+        worker: Worker,
+        partition: Partition,
+        *,
+        block_size: int = 0,
+        source: str = "configured",
+        **details: Any,
+    ) -> list[Outcome]:
+        """Register every rank of a worker, with the worker's own settings (topic, CURVE, cache).
+
+        Args:
+            worker: an engine that the operator named, or that was discovered.
+            partition: whom it serves.
+            block_size: tokens per block; 0: not known.
+            source: where it comes from, to be shown.
+            details: what else is to be shown.
+
+        Raises: as `register`; ranks before the one that fails are registered.
+        """
+        outcomes = []
+        for address in worker.publishers():
+            replay = None if address.replay is None else {address.dp_rank: address.replay}
+            one = Worker(
+                worker.name,
+                {address.dp_rank: address.endpoint},
+                replay=replay,
+                topic=worker.topic,
+                bind=worker.bind,
+                curve=worker.curve,
+                cache=worker.cache,
+            )
+            registration = Registration(
+                instance_id=worker.name,
+                partition=partition,
+                dp_rank=address.dp_rank,
+                endpoint=address.endpoint,
+                replay_endpoint=address.replay,
+                block_size=block_size,
+                source=source,
+                details=details,
+            )
+            outcomes.append(self._enter(registration, one, lambda old: old))
+        return outcomes
+
+    def _enter(
+        self, registration: Registration, worker: Worker, place: Callable[[Worker], object]
+    ) -> Outcome:
+        key = registration.worker, registration.dp_rank
+        with self._lock:
+            present = self.catalog.instances.get(key[0], {}).get(key[1])
+            self._check_conflicts(registration, present)
+            moved = present is not None and place(self._dialled[key]) != place(worker)
+            if present is None:
+                self._check_room(registration)
+            elif moved:
+                logger.info("%s/%d has moved to %s", *key, registration.endpoint)
+                self._leave([present])
+            if present is None or moved:
+                self._subscribe(worker)
+                self._dialled[key] = worker
+            if moved or present is None or present.source == registration.source:
+                self._replace(self.catalog.with_(registration))
+            return "new" if present is None else "moved" if moved else "same"
+
+    def _subscribe(self, worker: Worker) -> None:
+        if self._find(worker) is not None:
+            return  # by a call that came too late for its caller, or when the client was made
+        try:
+            self._client.add(worker)
+        except ConfigurationError as error:
+            raise RegistrationError(str(error), reason="invalid") from error
+
+    def unregister(
+        self,
+        worker: str,
+        *,
+        model: str | None = None,
+        routing_group: str | None = None,
+        dp_rank: int | None = None,
+    ) -> list[Registration]:
+        """Unsubscribe from an instance, or from one rank of it; return what is gone.
+
+        Args:
+            worker: the instance, as text.
+            model: what it must be registered for, if given.
+            routing_group: likewise.
+            dp_rank: one rank, as it was registered; None: all of them.
+
+        Raises:
+            RegistrationError: there is no such instance or rank, or it is registered for others.
+            ClosedError, BusyError: as `Client.remove`.
+        """
+        with self._lock:
+            ranks = self.catalog.instances.get(worker)
+            if ranks is None:
+                raise RegistrationError(f"instance {worker} not found", reason="unknown")
+            partition = next(iter(ranks.values())).partition
+            if model not in (None, partition.model) or routing_group not in (
+                None,
+                partition.routing_group,
+            ):
+                raise RegistrationError(
+                    f"instance {worker} is registered for {partition}", reason="unknown"
+                )
+            if dp_rank is not None and dp_rank not in ranks:
+                raise RegistrationError(
+                    f"instance {worker} dp_rank {dp_rank} not found", reason="unknown"
+                )
+            gone = list(ranks.values()) if dp_rank is None else [ranks[dp_rank]]
+            self._leave(gone)
+            return gone
+
+    def _check_conflicts(self, new: Registration, present: Registration | None) -> None:
+        ranks = self.catalog.instances.get(new.worker, {})
+        partition = next((one.partition for one in ranks.values()), new.partition)
+        if partition != new.partition:
+            raise RegistrationError(
+                f"instance {new.worker} is already registered for {partition}", reason="conflict"
+            )
+        if not new.block_size:
+            return
+        for one in self.catalog.of(new.partition):
+            if one is not present and one.block_size not in (0, new.block_size):
+                raise RegistrationError(
+                    f"block_size mismatch for {new.partition}: existing={one.block_size}, "
+                    f"requested={new.block_size}",
+                    reason="conflict",
+                )
+
+    def _check_room(self, new: Registration) -> None:
+        ranks = len(self.catalog.registrations)
+        of_instance = len(self.catalog.instances.get(new.worker, ()))
+        if ranks >= self._max_ranks or of_instance >= self._max_ranks_per_instance:
+            raise RegistrationError(
+                f"{ranks} ranks are registered, {of_instance} of them of instance {new.worker}; "
+                f"the most are {self._max_ranks} and {self._max_ranks_per_instance}: unregister "
+                "what is gone, or start the server with higher limits",
+                reason="room",
+            )
+
+    def _leave(self, gone: list[Registration]) -> None:
+        """Unsubscribe from ranks of one instance, and forget them."""
+        catalog = self.catalog.without(gone)
+        name = gone[0].worker
+        with suppress(UnknownRankError):  # a call that came too late for its caller has done it
+            if name not in catalog.instances:
+                self._client.remove(name)
+            else:
+                for one in gone:
+                    rank = self._find(self._dialled[one.worker, one.dp_rank])
+                    if rank is not None:
+                        self._client.remove(rank)
+        for one in gone:
+            del self._dialled[one.worker, one.dp_rank]
+        self._replace(catalog)
+
+    def _find(self, worker: Worker) -> Rank | None:
+        """Return the rank of a worker that has one: its batches may have given it another name."""
+        endpoint = worker.publishers()[0].endpoint
+        with suppress(UnknownRankError):  # renamed just now: whoever asked asks again
+            for rank in self._client.ranks:
+                if rank.worker == worker.name and self._client.status(rank).endpoint == endpoint:
+                    return rank
+        return None
+
+    def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
+        """Return each registration with the status of its rank, None if it has none any more.
+
+        Its batches may have given the rank another name than the one it was registered by: the
+        endpoint tells. O(ranks).
+        """
+        found = {(s.rank.worker, s.endpoint): s for s in self._client.statuses().values()}
+        with self._lock:
+            return [
+                (one, found.get((one.worker, self._endpoint(one))))
+                for one in self.catalog.registrations
+            ]
+
+    def _endpoint(self, one: Registration) -> str:
+        return self._dialled[one.worker, one.dp_rank].publishers()[0].endpoint
+
+    def _replace(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        for listener in self._listeners:
+            listener(catalog)

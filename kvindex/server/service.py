@@ -1,0 +1,220 @@
+"""What a server answers, without HTTP: who is registered, and what they hold of a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from kvindex import Client, Match, Rank, RankRows, RankStatus, State, Trust
+from kvindex.errors import RegistrationError
+from kvindex.fanout import FanOut, Replica
+from kvindex.server.answers import AnswerForm
+from kvindex.server.catalog import Catalog, Partition, Registration
+from kvindex.server.registry import Registry
+
+__all__ = ["Asked", "Ranks", "Service", "Standing"]
+
+_PATIENCE = 30.0  # seconds that a rank is waited for before a server without it is ready
+
+
+class Asked(NamedTuple):
+    """What was asked of one partition so far, in tokens where not said otherwise.
+
+    Attributes:
+        queries: how many.
+        tokens: in their prompts.
+        best_tokens: of those, the tokens that the rank with the most held, summed over queries.
+    """
+
+    queries: int = 0
+    tokens: int = 0
+    best_tokens: int = 0
+
+
+class Standing(NamedTuple):
+    """How the registered ranks stand.
+
+    Attributes:
+        ready: whether nobody is waited for any more.
+        live: whether each rank is live now.
+        waiting: ranks that have not been live yet, and why.
+        given_up: those that have not been live for so long that the others answer without them.
+        behind: those that were live and are not now.
+    """
+
+    ready: bool
+    live: bool
+    waiting: Mapping[Rank, str]
+    given_up: Mapping[Rank, str]
+    behind: Mapping[Rank, str]
+
+
+class Ranks:
+    """A partition's ranks at one moment, and the forms that its answers are written in.
+
+    Args:
+        partition: which.
+        instances: the ids of its instances, each with its ranks.
+
+    Thread safety: immutable but for caches.
+    """
+
+    def __init__(self, partition: Partition, instances: list[tuple[int | str, list[Rank]]]) -> None:
+        self.partition = partition
+        self.instances = instances
+        self.rows = RankRows(rank for _, ranks in instances for rank in ranks)
+        self._forms: dict[str, AnswerForm] = {}
+
+    def form(self, dialect: str) -> AnswerForm:
+        """Return the form of answers in a dialect."""
+        form = self._forms.get(dialect)
+        if form is None:
+            form = self._forms[dialect] = AnswerForm(self.instances, dialect)
+        return form
+
+
+class Service:
+    """Answers for the instances that are registered, and for no others.
+
+    Args:
+        source: what has the index: a client or a fan-out, whose workers are then registered here
+            and nowhere else; or a replica, whose server tells what is registered (`follow`).
+        registry: made of a client or a fan-out by default.
+        patience: seconds for which a rank that is not live keeps the server from being ready.
+        clock: monotonic seconds.
+
+    Thread safety: `match`, `ranks_of` and `count` on one thread (the event loop's); what registers
+    as `Registry`; the rest from any thread.
+    """
+
+    def __init__(
+        self,
+        source: Client | FanOut | Replica,
+        registry: Registry | None = None,
+        *,
+        patience: float = _PATIENCE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.source = source.client if isinstance(source, FanOut) else source
+        if registry is None and isinstance(self.source, Client):
+            registry = Registry(self.source)
+        self._registry = registry
+        self._catalog = Catalog()
+        self._clock = clock
+        self._patience = patience
+        self._settled: dict[
+            tuple[str, int], float | None
+        ] = {}  # since when awaited; None: was live
+        self._ranks: dict[Partition, Ranks] = {}
+        self._made_of: tuple[object, object] = (None, None)
+        self.asked: dict[Partition, Asked] = {}
+
+    # Registrations ----------------------------------------------------------------------------
+
+    @property
+    def registry(self) -> Registry:
+        """What registers.
+
+        Raises:
+            RegistrationError: this process follows another one's registrations.
+        """
+        if self._registry is None:
+            raise RegistrationError(
+                "this process only answers queries: register with the one that subscribes",
+                reason="invalid",
+            )
+        return self._registry
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is registered now. Immutable; another one after each change."""
+        return self._catalog if self._registry is None else self._registry.catalog
+
+    def follow(self, catalog: Catalog) -> None:
+        """Answer for what another process says is registered (with a replica)."""
+        self._catalog = catalog
+
+    # Answers ----------------------------------------------------------------------------------
+
+    def ranks_of(self, partition: Partition) -> Ranks | None:
+        """Return the ranks to answer for, or None if nobody is registered for this partition.
+
+        A rank belongs to the instance that its worker is, whatever dp_rank its batches name.
+
+        Complexity: O(1) while ranks and registrations stay the same, else O(ranks) once.
+        """
+        catalog, known = self.catalog, self.source.index.ranks
+        if self._made_of[0] is not catalog or self._made_of[1] is not known:
+            self._ranks = _by_partition(catalog, known)
+            self._made_of = catalog, known
+        return self._ranks.get(partition)
+
+    def match(
+        self, ranks: Ranks, token_ids: memoryview, *, lora: str | None, salt: str | None
+    ) -> tuple[Match, Mapping[Rank, Trust]]:
+        """Return what the index holds of a prompt, and each rank's trust as of before that.
+
+        Raises: as `Index.match`.
+        """
+        trusts = self.source.trusts()
+        match = self.source.index.match(token_ids, lora=lora, salt=salt)
+        best = max(match.hits(ranks.rows).tokens, default=0)
+        before = self.asked.get(ranks.partition, Asked())
+        self.asked[ranks.partition] = Asked(
+            before.queries + 1, before.tokens + len(token_ids), before.best_tokens + best
+        )
+        return match, trusts
+
+    # How the ranks stand ----------------------------------------------------------------------
+
+    def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
+        """Return each registration with the status of its rank, None if it has none any more.
+
+        Complexity: O(ranks).
+        """
+        return self.registry.statuses()
+
+    def standing(self) -> Standing:
+        """Return how the registered ranks stand, and note who was live. O(ranks)."""
+        now = self._clock()
+        settled, self._settled = self._settled, {}
+        waiting: dict[Rank, str] = {}
+        given_up: dict[Rank, str] = {}
+        behind: dict[Rank, str] = {}
+        for one, status in self.statuses():
+            key = one.worker, one.dp_rank
+            since = settled.get(key, now)
+            if status is not None and status.state is State.LIVE:
+                self._settled[key] = None
+                continue
+            self._settled[key] = since
+            rank = Rank(*key) if status is None else status.rank
+            if since is None:
+                found = behind
+            else:
+                found = given_up if now - since >= self._patience else waiting
+            found[rank] = _why(status)
+        live = not (waiting or given_up or behind)
+        return Standing(not waiting, live, waiting, given_up, behind)
+
+
+def _why(status: RankStatus | None) -> str:
+    if status is None:
+        return "it is not subscribed to any more"
+    return status.reason or f"its state is {status.state}"
+
+
+def _by_partition(catalog: Catalog, known: tuple[Rank, ...]) -> dict[Partition, Ranks]:
+    """Return who is to be answered for, by partition."""
+    by_worker: dict[str, list[Rank]] = {}
+    for rank in known:
+        if rank.worker in catalog.instances:
+            by_worker.setdefault(rank.worker, []).append(rank)
+    return {
+        partition: Ranks(
+            partition,
+            [(named, by_worker.get(worker, [])) for worker, named in instances.items()],
+        )
+        for partition, instances in catalog.partitions.items()
+    }

@@ -1,0 +1,87 @@
+"""The app over a client and an engine: what is registered is answered for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs kvindex[server]")
+pytest.importorskip("httpx")
+
+from kvindex import Client, Rank
+from kvindex.server.app import build_app
+from kvindex.server.service import Service
+from kvindex.testing import FakeEngine
+from tests.live import caught_up, client_of, worker_of
+from tests.service.asking import Asker
+
+PROMPT = list(range(64))
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with client_of() as client:
+        yield client
+
+
+@pytest.fixture
+def ask(client: Client) -> Asker:
+    return Asker(build_app(Service(client)))
+
+
+def body_of(engine: FakeEngine, **fields: Any) -> dict[str, Any]:
+    return {
+        "instance_id": 1,
+        "endpoint": engine.endpoint,
+        "replay_endpoint": engine.replay_endpoint,
+        "model_name": "m",
+        "block_size": 16,
+        **fields,
+    }
+
+
+def test_what_is_registered_is_answered_for_until_it_is_unregistered(
+    client: Client, ask: Asker
+) -> None:
+    with FakeEngine("1") as engine:
+        engine.serve(PROMPT)
+        assert ask.post("/register", body_of(engine)) == (201, {"status": "ok"})
+        assert ask.post("/register", body_of(engine)) == (200, {"status": "ok"})
+        caught_up(client, engine)
+        query = {"token_ids": PROMPT, "model_name": "m"}
+        status, answer = ask.post("/query", query)
+        assert (status, answer["scores"]) == (200, {"1": {"0": 64}})
+        [worker] = ask.get("/workers")[1]
+        assert (worker["instance_id"], worker["status"]) == (1, "active")
+        assert ask.get("/ready")[0] == 200
+        gone = {"instance_id": 1, "model_name": "m"}
+        assert ask.post("/unregister", gone) == (200, {"status": "ok"})
+        assert ask.post("/query", query)[0] == 404
+        assert not client.ranks
+
+
+def test_a_worker_that_nobody_registered_is_never_answered_for(client: Client, ask: Asker) -> None:
+    with FakeEngine("1") as engine, FakeEngine("2") as other:
+        for one in (engine, other):
+            one.serve(PROMPT)
+        ask.post("/register", body_of(engine))
+        client.add(worker_of(other))
+        caught_up(client, engine, other)
+        answer = ask.post("/query", {"token_ids": PROMPT, "model_name": "m"})[1]
+        assert set(answer["instances"]) == {"1"}
+
+
+def test_a_rank_that_its_batches_name_otherwise_counts_for_its_instance(
+    client: Client, ask: Asker
+) -> None:
+    with FakeEngine("1", dp_rank=3) as engine:
+        engine.serve(PROMPT)
+        ask.post("/register", body_of(engine, dp_rank=0))
+        caught_up(client, engine)
+        answer = ask.post("/query", {"token_ids": PROMPT, "model_name": "m"})[1]
+        assert answer["scores"] == {"1": {"3": 64}}
+        group = {"routing_group": "default", "dp_rank": 0}
+        ask.post("/unregister", {"instance_id": 1, "model_name": "m", **group})
+        assert Rank("1", 3) not in client.ranks
