@@ -95,7 +95,7 @@ class HttpEngine:
 
     @property
     def url(self) -> str:
-        """Where it answers, e.g. `http://127.0.0.1:40123`."""
+        """The beginning of every URL that it answers, with host and port."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}"
 

@@ -82,9 +82,9 @@ class Router:
         self.added[worker] = dp_size
         name = f"inproc://nobody-{worker}"
         self.client.add(Worker(worker, name, replay=f"{name}-replay", dp_size=dp_size))
-        mine = {rank for rank in self.aside if rank.worker == worker}
-        self.aside -= mine
-        self.warm |= {rank for rank in mine if rank.dp_rank < dp_size}
+        mine = {rank for rank in self.aside if rank.worker == worker and rank.dp_rank < dp_size}
+        self.aside -= mine  # its other ranks may be added later
+        self.warm |= mine
 
     def remove(self, worker: str, _: int) -> None:
         if worker in self.added:

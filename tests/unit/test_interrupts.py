@@ -98,7 +98,8 @@ def test_ctrl_c_ends_the_fake_engine_between_two_requests() -> None:
         assert ending.asked
         ending.wait(60.0)  # not any more
         ending.asked = False
-        threading.Timer(0.05, signal.raise_signal, [signal.SIGTERM]).start()
+        main = threading.main_thread().ident
+        threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGTERM]).start()
         with pytest.raises(KeyboardInterrupt):
             ending.wait(60.0)
     assert signal.getsignal(signal.SIGINT) is before

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 import kvindex
+import kvindex.discovery
 import kvindex.fanout
 import kvindex.routing
 import kvindex.shm
@@ -91,10 +92,12 @@ def test_every_error_is_had_where_it_is_raised() -> None:
         "WriterDiedError",
     }
     routing_errors = {"DuplicateBookingError", "NoCandidateError", "UnknownBookingError"}
-    elsewhere = queue_errors | routing_errors
+    server_errors = {"EndpointRefusedError", "QueryError"}
+    elsewhere = queue_errors | routing_errors | server_errors | {"DiscoveryError"}
     assert not elsewhere & set(kvindex.__all__)
     assert queue_errors <= set(kvindex.shm.__all__)
     assert routing_errors <= set(kvindex.routing.__all__)
+    assert "DiscoveryError" in kvindex.discovery.__all__
     assert set(errors.__all__) - elsewhere <= set(kvindex.__all__)
     assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.fanout.__all__)
 
