@@ -46,6 +46,11 @@ class PackedBatch:
     def skipped(self, tag: bytes) -> None: ...
 
 def decode(payload: bytes) -> PackedBatch | None: ...
+def read_query(
+    body: bytes | bytearray | memoryview, max_tokens: int
+) -> tuple[bytes | None, bytes] | tuple[int, int, int]:
+    """Return the packed tokens and the rest; or the fault, its byte, and the tokens before it."""
+
 def choose(
     prompt_tokens: int,
     hits: tuple[array[int], ...],

@@ -9,6 +9,7 @@ KVIndexError
 ├── UnknownRankError     (also KeyError)      a rank or worker that nobody added
 ├── TokenError           (also ValueError)    tokens whose type, shape or range cannot be read
 ├── DecodeError          (also ValueError)    bytes that are not an event batch
+├── QueryError           (also ValueError)    a query's body that cannot be read
 ├── EncodeError          (also ValueError)    an event batch that the chosen dialect cannot carry
 ├── BusyError            (also TimeoutError)  a thread was too busy to carry out a call in time
 ├── InUseError           (also RuntimeError)  a second call where one at a time is allowed
@@ -32,7 +33,8 @@ KVIndexError
 
 Each also inherits the builtin that a stranger would catch. `kvindex` has those that its own names
 raise; `kvindex.shm` and `kvindex.fanout` have those of queues and shared memory, `kvindex.routing`
-those of routing; `kvindex.server` raises EndpointRefusedError and RegistrationError.
+those of routing, `kvindex.queries` that of queries; `kvindex.server` raises EndpointRefusedError
+and RegistrationError.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ __all__ = [
     "NoCandidateError",
     "NotLiveError",
     "PeerDiedError",
+    "QueryError",
     "QueueClosedError",
     "QueueTimeoutError",
     "ReaderDiedError",
@@ -168,6 +171,31 @@ class DecodeError(KVIndexError, ValueError):
     def __init__(self, message: str, *, size: int = 0) -> None:
         self.size = size
         super().__init__(message)
+
+
+class QueryError(KVIndexError, ValueError):
+    """A query's body that is no JSON, or not the JSON that a query is.
+
+    Attributes:
+        reason: "malformed" (no JSON), "type" (JSON of another kind than is wanted), "range" (a
+            number that no token can have), "repeated" (a field that is there twice) or "too_many"
+            (more tokens than are allowed).
+        field: the field that is wrong; "" for the body as a whole.
+        position: which of the field's values is wrong, counted from 0; None for all of it.
+    """
+
+    def __init__(
+        self, message: str, *, reason: str, field: str = "", position: int | None = None
+    ) -> None:
+        self.reason = reason
+        self.field = field
+        self.position = position
+        super().__init__(message)
+
+    @property
+    def malformed(self) -> bool:
+        """Whether the body is no JSON (HTTP 400), not merely the wrong one (HTTP 422)."""
+        return self.reason == "malformed"
 
 
 class EncodeError(KVIndexError, ValueError):

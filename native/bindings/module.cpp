@@ -20,6 +20,7 @@
 #include "bindings/gil.hpp"
 #include "bindings/packed_batch.hpp"
 #include "bindings/py_index.hpp"
+#include "bindings/queries.hpp"
 #include "bindings/ring.hpp"
 #include "bindings/routing.hpp"
 #include "bindings/snapshot.hpp"
@@ -387,6 +388,7 @@ NB_MODULE(_native, module) {
   kvindex::bind_packed_batch(module);
   kvindex::bind_answer(module);
   kvindex::bind_index(module);
+  kvindex::bind_queries(module);
   kvindex::bind_routing(module);
 #ifdef __linux__
   kvindex::bind_ring(module);

@@ -15,7 +15,17 @@ from tests.docs.pages import DOCS, ROOT
 MODULES = ["kvindex"]
 MODULES += [
     f"kvindex.{part}"
-    for part in ("index", "wire", "publish", "testing", "routing", "fanout", "shm", "ring")
+    for part in (
+        "index",
+        "wire",
+        "publish",
+        "testing",
+        "routing",
+        "queries",
+        "fanout",
+        "shm",
+        "ring",
+    )
 ]
 DOCUMENTED = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
 LOADED = re.compile(

@@ -15,6 +15,7 @@ RAISED: list[tuple[errors.KVIndexError, type[Exception]]] = [
     (errors.UnknownRankError(Rank("a", 1), [Rank("b")]), KeyError),
     (errors.TokenError("no token"), ValueError),
     (errors.DecodeError("no batch", size=7), ValueError),
+    (errors.QueryError("no token", reason="type", field="token_ids", position=3), ValueError),
     (errors.EncodeError("no field"), ValueError),
     (errors.EndpointRefusedError("not there", reason="network"), PermissionError),
     (errors.RegistrationError("taken", reason="conflict"), ValueError),

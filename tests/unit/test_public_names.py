@@ -13,6 +13,7 @@ import pytest
 import kvindex
 import kvindex.discovery
 import kvindex.fanout
+import kvindex.queries
 import kvindex.routing
 import kvindex.shm
 from kvindex import errors
@@ -98,6 +99,7 @@ def test_every_error_is_had_where_it_is_raised() -> None:
     assert queue_errors <= set(kvindex.shm.__all__)
     assert routing_errors <= set(kvindex.routing.__all__)
     assert "DiscoveryError" in kvindex.discovery.__all__
+    assert "QueryError" in kvindex.queries.__all__
     assert set(errors.__all__) - elsewhere <= set(kvindex.__all__)
     assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.fanout.__all__)
 
