@@ -42,7 +42,7 @@ def scan_in_python(body: bytes | bytearray | memoryview, max_tokens: int) -> Sca
     tokens = array("I")
     try:
         cut = _object(text, tokens, max_tokens)
-    except _FaultFound as found:
+    except _FoundError as found:
         return found.fault.value, found.at, len(tokens)
     rest = text if cut is None else text[: cut.start] + text[cut.stop :]
     try:
@@ -62,7 +62,7 @@ def _bytes(body: bytearray | memoryview) -> bytes:
     return view.tobytes()
 
 
-class _FaultFound(Exception):
+class _FoundError(Exception):
     def __init__(self, fault: Fault, at: int) -> None:
         super().__init__(fault, at)
         self.fault = fault
@@ -90,7 +90,7 @@ def _object(text: bytes, tokens: array[int], max_tokens: int) -> _Member | None:
     """Read the whole body; return what to leave out of it, None if there are no tokens."""
     at = _skip_space(text, 0)
     if text[at : at + 1] != b"{":
-        raise _FaultFound(Fault.NO_OBJECT, at)
+        raise _FoundError(Fault.NO_OBJECT, at)
     at = _skip_space(text, at + 1)
     cut = None
     if text[at : at + 1] == b"}":
@@ -99,7 +99,7 @@ def _object(text: bytes, tokens: array[int], max_tokens: int) -> _Member | None:
         at, cut = _members(text, at, tokens, max_tokens)
     at = _skip_space(text, at)
     if at != len(text):
-        raise _FaultFound(Fault.SYNTAX, at)
+        raise _FoundError(Fault.SYNTAX, at)
     return cut
 
 
@@ -113,7 +113,7 @@ def _members(
         name, at = _string(text, at)
         is_tokens = _NAME.fullmatch(name) is not None
         if is_tokens and cut is not None:
-            raise _FaultFound(Fault.REPEATED, start)
+            raise _FoundError(Fault.REPEATED, start)
         at = _skip_space(text, _take(text, _skip_space(text, at), b":"))
         at = _tokens(text, at, tokens, max_tokens) if is_tokens else _skip_value(text, at)
         value_end = at
@@ -131,9 +131,9 @@ def _members(
 
 def _tokens(text: bytes, at: int, tokens: array[int], max_tokens: int) -> int:
     if at == len(text):
-        raise _FaultFound(Fault.SYNTAX, at)
+        raise _FoundError(Fault.SYNTAX, at)
     if text[at : at + 1] != b"[":
-        raise _FaultFound(Fault.NO_ARRAY, at)
+        raise _FoundError(Fault.NO_ARRAY, at)
     at = _skip_space(text, at + 1)
     if text[at : at + 1] == b"]":
         return at + 1
@@ -147,15 +147,15 @@ def _tokens(text: bytes, at: int, tokens: array[int], max_tokens: int) -> int:
 
 def _token(text: bytes, at: int, tokens: array[int], max_tokens: int) -> int:
     if at == len(text):
-        raise _FaultFound(Fault.SYNTAX, at)
+        raise _FoundError(Fault.SYNTAX, at)
     if len(tokens) == max_tokens:
-        raise _FaultFound(Fault.TOO_MANY, at)
+        raise _FoundError(Fault.TOO_MANY, at)
     found = _TOKEN.match(text, at)
     if found is None or (value := int(found[1])) >= 2**32:
         end = _skip(_DIGITS, text, at)
         if end == len(text):
-            raise _FaultFound(Fault.SYNTAX, end)
-        raise _FaultFound(Fault.BAD_TOKEN, at)
+            raise _FoundError(Fault.SYNTAX, end)
+        raise _FoundError(Fault.BAD_TOKEN, at)
     tokens.append(value)
     return found.end()
 
@@ -168,7 +168,7 @@ def _skip_value(text: bytes, at: int) -> int:
         return _skip_nested(text, at)
     end = _skip(_SCALAR, text, at)
     if end == at:
-        raise _FaultFound(Fault.SYNTAX, at)
+        raise _FoundError(Fault.SYNTAX, at)
     return end
 
 
@@ -181,10 +181,10 @@ def _skip_nested(text: bytes, at: int) -> int:
             at = _string(text, at)[1]
             continue
         if not found:
-            raise _FaultFound(Fault.SYNTAX, at)
+            raise _FoundError(Fault.SYNTAX, at)
         depth += 1 if found in b"{[" else -1
         if depth > _MAX_DEPTH:
-            raise _FaultFound(Fault.TOO_DEEP, at)
+            raise _FoundError(Fault.TOO_DEEP, at)
         at += 1
         if depth == 0:
             return at
@@ -197,13 +197,13 @@ def _string(text: bytes, at: int) -> tuple[bytes, int]:
     while text[at : at + 1] == b"\\":
         at = _skip(_UNESCAPED, text, at + 2)
     if at >= len(text):
-        raise _FaultFound(Fault.SYNTAX, len(text))
+        raise _FoundError(Fault.SYNTAX, len(text))
     return text[first:at], at + 1
 
 
 def _take(text: bytes, at: int, wanted: bytes) -> int:
     if text[at : at + 1] != wanted:
-        raise _FaultFound(Fault.SYNTAX, at)
+        raise _FoundError(Fault.SYNTAX, at)
     return at + 1
 
 
