@@ -93,7 +93,7 @@ def test_every_error_is_had_where_it_is_raised() -> None:
         "WriterDiedError",
     }
     routing_errors = {"DuplicateBookingError", "NoCandidateError", "UnknownBookingError"}
-    server_errors = {"EndpointRefusedError", "QueryError"}
+    server_errors = {"EndpointRefusedError", "QueryError", "RegistrationError"}
     elsewhere = queue_errors | routing_errors | server_errors | {"DiscoveryError"}
     assert not elsewhere & set(kvindex.__all__)
     assert queue_errors <= set(kvindex.shm.__all__)
