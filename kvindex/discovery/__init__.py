@@ -1,6 +1,18 @@
 """Where engines are: asked of the engines themselves, and followed as they come, go and move."""
 
+from kvindex.discovery.discovery import Discovery
 from kvindex.discovery.engine import EngineReport, ask_engine
+from kvindex.discovery.engines import EngineSource
+from kvindex.discovery.targets import Found, Source, Target
 from kvindex.errors import DiscoveryError
 
-__all__ = ["DiscoveryError", "EngineReport", "ask_engine"]
+__all__ = [
+    "Discovery",
+    "DiscoveryError",
+    "EngineReport",
+    "EngineSource",
+    "Found",
+    "Source",
+    "Target",
+    "ask_engine",
+]
