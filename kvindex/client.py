@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -12,7 +14,8 @@ import msgspec
 import zmq
 
 from kvindex.answering import Answering
-from kvindex.errors import ConfigurationError, UnknownRankError
+from kvindex.discovery import Discovery, DiscoveryOptions, Engines, Found, Source, split_engines
+from kvindex.errors import ClosedError, ConfigurationError, NotLiveError, UnknownRankError
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
 from kvindex.rank import Rank
@@ -47,7 +50,7 @@ pages of one token still that of a node of eight GPUs. A hostile rank needs some
 
 
 def connect(
-    workers: Iterable[Worker] | Worker = (),
+    workers: Engines = (),
     *,
     index: Index | None = None,
     max_blocks_per_rank: int | None = None,
@@ -59,14 +62,17 @@ def connect(
     probe_interval: float = 5.0,
     stale_after: float = 30.0,
     context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    discovery: DiscoveryOptions | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Client:
-    """Return a client that subscribes to these workers and answers from what they publish.
+    """Return a client that subscribes to these engines and answers from what they publish.
 
     It returns at once; `Client.wait_live` waits until every rank has caught up.
 
     Args:
-        workers: one worker or several; more can be added later.
+        workers: one engine or several, in any mixture: a `Worker`, which says where an engine
+            publishes; the URL of an engine's HTTP server ("http://engine:8000"), which is asked
+            for that now and then; or a source of `kvindex.discovery`. More can be added later.
         index: the index to fill; a new one by default. With `resume` it must have the seed of the
             index that was saved.
         max_blocks_per_rank: of the new index; 10,000,000 by default. What one rank sends beyond it
@@ -89,6 +95,8 @@ def connect(
             connection) after which a rank is stale.
         context: ZeroMQ context for every socket. By default the process-wide one for inproc
             endpoints, so that they meet, and one of its own for all others.
+        discovery: how engines are asked that are given by URL, and how long one is kept that no
+            longer answers.
         clock: returns monotonic seconds; for tests.
 
     Raises:
@@ -117,6 +125,7 @@ def connect(
         probe_interval=probe_interval,
         stale_after=stale_after,
         context=context,
+        discovery=discovery,
         clock=clock,
     )
 
@@ -130,6 +139,7 @@ class Client(Answering):
 
     Attributes:
         subscriber: receives the events.
+        discovery: follows the engines that were given by URL or by a source; None if none was.
 
     A client that is dropped without `close` ends its thread, with a ResourceWarning. A process that
     is forked from one with a client has to connect by itself: the copy that it inherits receives
@@ -141,7 +151,7 @@ class Client(Answering):
 
     def __init__(
         self,
-        workers: Iterable[Worker] | Worker = (),
+        workers: Engines = (),
         *,
         index: Index | None = None,
         max_blocks_per_rank: int | None = None,
@@ -153,6 +163,7 @@ class Client(Answering):
         probe_interval: float = 5.0,
         stale_after: float = 30.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        discovery: DiscoveryOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         tap: Tap | None = None,
         on_stop: Callable[[], None] | None = None,
@@ -162,6 +173,7 @@ class Client(Answering):
                 "max_blocks_per_rank is for the index that a client makes: with index=, give it to"
                 " that one, Index(max_blocks_per_rank=...)"
             )
+        known, sources = split_engines(workers)
         limit = MAX_BLOCKS_PER_RANK if max_blocks_per_rank is None else max_blocks_per_rank
         records: list[SnapshotRecord] = []
         if resume is not None:
@@ -175,7 +187,7 @@ class Client(Answering):
             _ignore if tap is None else tap.restored,
         )
         self.subscriber = Subscriber(
-            workers,
+            known,
             fingerprints=Fingerprints(self._index.seed),
             resume=self._saved,
             **_settings(self._index, self._saved, tap),
@@ -189,6 +201,7 @@ class Client(Answering):
             on_stop=on_stop,
         )
         self._board = self.subscriber.board
+        self.discovery = _followed(self, sources, discovery) if sources else None
 
     @property
     def index(self) -> Index:
@@ -221,11 +234,55 @@ class Client(Answering):
         """
         self.subscriber.remove(name)
 
+    def wait_live(
+        self,
+        timeout: float = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
+    ) -> None:
+        """Return once every engine is found and every rank (or each of those given) is live.
+
+        Args and Raises: as `Following.wait_live`. A `NotLiveError` also names, in `engines`, who
+        has not told where to subscribe, and why.
+        """
+        if self.discovery is None:
+            super().wait_live(timeout, ranks=ranks, complete=complete)
+            return
+        until = time.monotonic() + timeout
+        missing = self.discovery.wait_found(timeout)
+        with _naming(timeout, {} if ranks else missing):
+            left = max(until - time.monotonic(), 0.0)
+            super().wait_live(left, ranks=ranks, complete=complete)
+
+    async def wait_live_async(
+        self,
+        timeout: float = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
+    ) -> None:
+        """Return once all is live, as `wait_live`; for asyncio.
+
+        The event loop goes on meanwhile. No thread waits, and cancelling leaves nothing behind.
+        """
+        if self.discovery is None:
+            await super().wait_live_async(timeout, ranks=ranks, complete=complete)
+            return
+        until = time.monotonic() + timeout
+        missing = await self.discovery.wait_found_async(timeout)
+        with _naming(timeout, {} if ranks else missing):
+            left = max(until - time.monotonic(), 0.0)
+            await super().wait_live_async(left, ranks=ranks, complete=complete)
+
     def _own_statistics(self) -> dict[str, Any]:
-        return {
+        own = {
             "thread": self.subscriber.statistics()["thread"],
             "resume": self._saved.statistics(),
         }
+        if self.discovery is not None:
+            own["discovery"] = self.discovery.statistics()
+        return own
 
     def save(self, path: str | os.PathLike[str]) -> tuple[Rank, ...]:
         """Write what every rank holds and how far its stream was applied; return the ranks written.
@@ -269,7 +326,49 @@ class Client(Answering):
 
     def close(self) -> None:
         """Stop receiving; the index stays as it is and still answers. Idempotent."""
+        if self.discovery is not None:
+            self.discovery.close()
         self.subscriber.close()
+
+
+def _followed(client: Client, sources: list[Source], options: DiscoveryOptions | None) -> Discovery:
+    """Return what has a client follow engines, for as long as somebody holds the client."""
+    held = weakref.ref(client)
+
+    def living() -> Client:
+        found = held()
+        if found is None:
+            raise ClosedError("the client was dropped")
+        return found
+
+    def remove(found: Found) -> None:
+        name = found.worker.name
+        ranks = [Rank(name, address.dp_rank) for address in found.worker.publishers()]
+        for rank in ranks if found.is_part else [name]:
+            try:
+                living().remove(rank)
+            except UnknownRankError:
+                pass  # somebody else removed it
+
+    def is_alive(worker: str) -> bool:
+        return any(rank.worker == worker for rank in living().connected_ranks())
+
+    discovery = Discovery(
+        sources, lambda found: living().add(found.worker), remove, options, is_alive=is_alive
+    )
+    weakref.finalize(client, discovery.end).atexit = False
+    return discovery
+
+
+@contextmanager
+def _naming(timeout: float, missing: dict[str, str]) -> Iterator[None]:
+    """Have a `NotLiveError` name the engines that are missing; if nothing else is, raise it."""
+    try:
+        yield
+    except NotLiveError as error:
+        raise NotLiveError(timeout, error.reasons, missing) from None
+    if missing:
+        raise NotLiveError(timeout, {}, missing)
 
 
 def follow_item(index: Index, item: StreamItem) -> None:

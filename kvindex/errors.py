@@ -314,14 +314,24 @@ class NotLiveError(KVIndexError, TimeoutError):
     Attributes:
         timeout: how long the call waited, in seconds.
         reasons: for each rank that is not live, what is wrong and what to try.
+        engines: for each engine (by its URL) or source of engines that has not told where to
+            subscribe, why: its ranks are not known.
     """
 
-    def __init__(self, timeout: float, reasons: Mapping[Rank, str]) -> None:
+    def __init__(
+        self, timeout: float, reasons: Mapping[Rank, str], engines: Mapping[str, str] | None = None
+    ) -> None:
         self.timeout = timeout
         self.reasons = dict(reasons)
-        lines = "".join(f"\n  {rank}: {reason}" for rank, reason in sorted(self.reasons.items()))
+        self.engines = dict(engines or {})
+        lines = [f"\n  {rank}: {reason}" for rank, reason in sorted(self.reasons.items())]
+        lines += [f"\n  {engine}: {reason}" for engine, reason in sorted(self.engines.items())]
         ranks = "1 rank is" if len(self.reasons) == 1 else f"{len(self.reasons)} ranks are"
-        super().__init__(f"{ranks} not live after {timeout:g} s:{lines}")
+        trouble = [f"{ranks} not live"] if self.reasons or not self.engines else []
+        if self.engines:
+            count = len(self.engines)
+            trouble.append("1 engine is not found" if count == 1 else f"{count} are not found")
+        super().__init__(f"{' and '.join(trouble)} after {timeout:g} s:{''.join(lines)}")
 
 
 class NoCandidateError(KVIndexError, LookupError):

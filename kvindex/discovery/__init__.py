@@ -3,16 +3,21 @@
 from kvindex.discovery.discovery import Discovery
 from kvindex.discovery.engine import EngineReport, ask_engine
 from kvindex.discovery.engines import EngineSource
+from kvindex.discovery.given import Engines, split_engines
+from kvindex.discovery.options import DiscoveryOptions
 from kvindex.discovery.targets import Found, Source, Target
 from kvindex.errors import DiscoveryError
 
 __all__ = [
     "Discovery",
     "DiscoveryError",
+    "DiscoveryOptions",
     "EngineReport",
     "EngineSource",
+    "Engines",
     "Found",
     "Source",
     "Target",
     "ask_engine",
+    "split_engines",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,21 +13,16 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvindex.discovery.askers import Askers
-from kvindex.discovery.engine import ASK_TIMEOUT, EngineReport, ask_engine
+from kvindex.discovery.engine import EngineReport, ask_engine
+from kvindex.discovery.options import DiscoveryOptions
 from kvindex.discovery.targets import Found, Source, Target
 from kvindex.discovery.tracker import Step, Tracker
 from kvindex.errors import ClosedError, ConfigurationError, DiscoveryError, KVIndexError
 from kvindex.forks import Fork, prepare_forks
 
-__all__ = ["FORGET_AFTER", "INTERVAL", "Discovery"]
+__all__ = ["Discovery"]
 
 logger = logging.getLogger("kvindex.discovery")
-
-INTERVAL = 10.0
-"""Seconds between two questions to an engine."""
-
-FORGET_AFTER = 300.0
-"""Seconds for which an engine is kept that does not answer any more."""
 
 _ASKERS = 8
 _LONGEST_PAUSE = 30.0  # seconds until a source that failed is called again
@@ -54,12 +49,7 @@ class Discovery:
         sources: who tells of engines. If two tell of one name, the first counts.
         add: called with ranks to subscribe to, by one thread, which it may hold up.
         remove: called by the same thread with ranks to forget.
-        interval: seconds between two questions to an engine. One that has not answered yet is
-            asked after a second, and then less and less often.
-        forget_after: seconds for which an engine is kept that does not answer any more.
-        timeout: seconds in which an engine must have answered.
-        token: the engines' API key; a function returns the present one.
-        context: of TLS, for engines at https.
+        options: how engines are asked, and how long they are kept.
         is_alive: whether events of a worker (by name) still come.
         clock: monotonic seconds.
 
@@ -81,24 +71,23 @@ class Discovery:
         sources: Iterable[Source] | Source,
         add: Callable[[Found], object],
         remove: Callable[[Found], object],
+        options: DiscoveryOptions | None = None,
         *,
-        interval: float = INTERVAL,
-        forget_after: float = FORGET_AFTER,
-        timeout: float = ASK_TIMEOUT,
-        token: str | Callable[[], str | None] | None = None,
-        context: ssl.SSLContext | None = None,
         is_alive: Callable[[str], bool] = lambda worker: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.sources = _checked(sources, interval, forget_after, timeout)
+        options = options or DiscoveryOptions()
+        self.sources = _checked(sources)
         self._calls = {"add": add, "remove": remove}
-        self._ask = partial(ask_engine, timeout=timeout, token=token, context=context)
+        self._ask = partial(
+            ask_engine, timeout=options.timeout, token=options.token, context=options.context
+        )
         self._clock = clock
         self._changed = threading.Condition()
         self._tracker = Tracker(
             [(source.name, source.is_certain) for source in self.sources],
-            interval=interval,
-            forget_after=forget_after,
+            interval=options.interval,
+            forget_after=options.forget_after,
             is_alive=is_alive,
             jitter=random.random,
         )
@@ -106,7 +95,7 @@ class Discovery:
         self._askers = Askers(_ASKERS)
         self._ended = threading.Event()
         self._reason = "closed"
-        self._listeners: dict[object, Callable[[], None]] = {}
+        self._listeners: dict[object, Callable[[], object]] = {}
         self._threads = [
             threading.Thread(target=self._watch, args=(s,), name="kvindex-source", daemon=True)
             for s in self.sources
@@ -140,6 +129,27 @@ class Discovery:
             self._check_open()
             return self._tracker.missing()
 
+    async def wait_found_async(self, timeout: float) -> dict[str, str]:
+        """Wait until nothing is missing, as `wait_found`; for asyncio: no thread waits.
+
+        Raises: as `wait_found`.
+        """
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+        until = loop.time() + timeout
+        stop = self.on_change(lambda: loop.call_soon_threadsafe(changed.set))
+        try:
+            while not self._ended.is_set() and self.missing() and loop.time() < until:
+                try:
+                    await asyncio.wait_for(changed.wait(), until - loop.time())
+                except asyncio.TimeoutError:
+                    break
+                changed.clear()
+        finally:
+            stop()
+        self._check_open()
+        return self.missing()
+
     def on_change(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Have a function called whenever something may be missing no longer, and at the end.
 
@@ -150,10 +160,14 @@ class Discovery:
         """
         key = object()
         with self._changed:
-            self._listeners[key] = callback  # type: ignore[assignment]
+            self._listeners[key] = callback
         if self._ended.is_set():
             callback()
-        return lambda: self._listeners.pop(key, None) and None
+
+        def stop() -> None:
+            self._listeners.pop(key, None)
+
+        return stop
 
     def refresh(self) -> None:
         """Have every engine asked again at once."""
@@ -324,9 +338,7 @@ class Discovery:
         self._ended.set()
 
 
-def _checked(
-    sources: Iterable[Source] | Source, interval: float, forget_after: float, timeout: float
-) -> tuple[Source, ...]:
+def _checked(sources: Iterable[Source] | Source) -> tuple[Source, ...]:
     given = (sources,) if isinstance(sources, Source) else tuple(sources)
     for source in given:
         if not isinstance(source, Source):
@@ -335,8 +347,4 @@ def _checked(
     for name in names:
         if names.count(name) > 1:
             raise ConfigurationError(f"two sources are {name!r}: name each once")
-    numbers = {"interval": interval, "forget_after": forget_after, "timeout": timeout}
-    for what, value in numbers.items():
-        if not 0 < value <= 1e9:
-            raise ConfigurationError(f"{what} must be above 0 seconds, not {value!r}")
     return given

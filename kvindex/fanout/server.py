@@ -7,19 +7,19 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, Literal
 
 import zmq
 
 from kvindex.client import RESUME_WITHIN, Client
+from kvindex.discovery import DiscoveryOptions, Engines
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.fanout.meeting_point import Listener
 from kvindex.fanout.outflow import Outflow
 from kvindex.fanout.reception import Reception
 from kvindex.fanout.tap import StreamTap
-from kvindex.subscribe import ReplayPolicy, SocketOptions, Worker
+from kvindex.subscribe import ReplayPolicy, SocketOptions
 
 __all__ = ["FanOut"]
 
@@ -43,7 +43,7 @@ class FanOut:
         chunk_bytes, chunks: size of the ring in shared memory, which takes their product.
         max_blocks_per_rank: as for `kvindex.connect`; replicas keep to it, too.
         resume, resume_within, on_loss: as for `kvindex.connect`.
-        replay_policy, socket_options, probe_interval, stale_after, context: likewise.
+        replay_policy, socket_options, probe_interval, stale_after, context, discovery: likewise.
 
     Attributes:
         client: the client that it fills; it can be asked as well, and workers added and removed.
@@ -70,7 +70,7 @@ class FanOut:
 
     def __init__(
         self,
-        workers: Iterable[Worker] | Worker,
+        workers: Engines,
         path: str | os.PathLike[str],
         *,
         patience: float = 1.0,
@@ -86,6 +86,7 @@ class FanOut:
         probe_interval: float = 5.0,
         stale_after: float = 30.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        discovery: DiscoveryOptions | None = None,
     ) -> None:
         if not 0 < patience < math.inf:
             raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
@@ -111,6 +112,7 @@ class FanOut:
                 probe_interval=probe_interval,
                 stale_after=stale_after,
                 context=context,
+                discovery=discovery,
                 tap=self._tap,
                 on_stop=self._stopped,
             )

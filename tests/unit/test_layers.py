@@ -30,8 +30,18 @@ ALLOWED: dict[str, set[str]] = {
     "shm": {"curve", "errors", "ring", "log_rate"},
     "saved_state": {"errors", "rank", "index", "subscribe"},
     "answering": {"rank_lookup", "errors", "rank", "index", "subscribe"},
-    "client": {"rank_lookup", "errors", "rank", "index", "subscribe", "saved_state", "answering"},
-    "fanout": {"errors", "rank", "rank_lookup", "forks", "index", "subscribe", "client"}
+    "client": {"rank_lookup", "errors", "rank", "index", "subscribe", "saved_state", "answering"}
+    | {"discovery"},
+    "fanout": {
+        "errors",
+        "rank",
+        "rank_lookup",
+        "forks",
+        "index",
+        "subscribe",
+        "client",
+        "discovery",
+    }
     | {"answering", "ring", "log_rate"},
     "routing": {"errors", "rank", "rank_lookup", "forks", "index", "wire", "backend", "_native"},
     "integrations": {"client", "subscribe", "routing", "errors", "rank", "rank_lookup", "log_rate"},
