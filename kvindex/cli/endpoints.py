@@ -38,12 +38,15 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def workers_of(arguments: argparse.Namespace, cache: CacheSettings | None = None) -> list[Worker]:
-    """Return the engines that the arguments name, at least one.
+def workers_of(
+    arguments: argparse.Namespace, cache: CacheSettings | None = None, *, needed: bool = True
+) -> list[Worker]:
+    """Return the engines that the arguments name.
 
     Args:
         arguments: what `add_worker_arguments` read.
         cache: what the events of each of them leave unsaid; nothing by default.
+        needed: whether none is an error.
 
     Raises:
         ConfigurationError: none is named, two have one name, or one cannot be reached as given.
@@ -66,7 +69,7 @@ def workers_of(arguments: argparse.Namespace, cache: CacheSettings | None = None
         )
     else:
         _refuse_strays(arguments)
-    if not workers:
+    if needed and not workers:
         raise ConfigurationError(
             f"no engine named: give --endpoint tcp://HOST:PORT or --worker {WORKER_FORM}"
         )

@@ -1,0 +1,194 @@
+"""A process that answers queries from a replica, and passes all else on to its parent.
+
+Started as `python -m kvindex.server.child` by `Children` alone: orders come through stdin.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import BinaryIO, Final
+
+import msgspec
+
+from kvindex.fanout import Replica, join
+from kvindex.server.asking import answer
+from kvindex.server.catalog import Catalog
+from kvindex.server.connections import GuardedProtocol
+from kvindex.server.counters import Counters
+from kvindex.server.gate import Gate, Message, Receive, Scope, Send
+from kvindex.server.guards import REASONS, Guard
+from kvindex.server.http import HttpServer
+from kvindex.server.orders import Registered, Start, Stop, read_order
+from kvindex.server.proxy import Proxy
+from kvindex.server.replies import Reply
+from kvindex.server.service import Service
+
+__all__ = ["COUNTED", "ChildApp", "main"]
+
+logger = logging.getLogger(__name__)
+
+COUNTED: Final = (*REASONS, "requests", "queries", "passed_on")
+"""The counters of a child."""
+
+_JOIN_SECONDS: Final = 60.0
+_ORPHAN_SECONDS: Final = 1.0  # for open requests, once the parent is gone
+
+
+class ChildApp:
+    """Answers `/query` and `/health` here; the rest, and what is not known here, is passed on.
+
+    Args:
+        service: answers from the replica.
+        proxy: passes on.
+        counters: of COUNTED.
+
+    Owner: the event loop.
+    """
+
+    def __init__(self, service: Service, proxy: Proxy, counters: Counters) -> None:
+        self._service = service
+        self._proxy = proxy
+        self._counters = counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        self._counters.add("requests")
+        if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
+            await _send(send, Reply(200, b"", b""))
+            return
+        if scope["path"] == "/query" and scope["method"] == "POST":
+            body = await _whole(receive)
+            if body is None:
+                return  # the client has gone
+            reply = self.query(body, _content_type(scope))
+            if reply is not None:
+                await _send(send, reply)
+                return
+            receive = _again(body, receive)
+        self._counters.add("passed_on")
+        await self._proxy(scope, receive, send)
+
+    def query(self, body: bytes, content_type: bytes | None) -> Reply | None:
+        """Return the answer to a query, or None if the parent has to be asked.
+
+        A partition that is not known here may have been registered a moment ago.
+        """
+        reply = answer(self._service, body, content_type)
+        if reply.status == 404:
+            return None
+        self._counters.add("queries")
+        return reply
+
+
+def main() -> int:
+    """Serve until told to stop, or the parent is gone; return the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent as well
+    orders = os.fdopen(os.dup(0), "rb")
+    line = orders.readline()
+    if not line:
+        return 0  # the parent has gone already
+    start = read_order(line)
+    if not isinstance(start, Start):
+        raise TypeError(f"the first order is {type(start).__name__}")
+    logging.basicConfig(level=start.log_level, format="%(levelname)s %(name)s: %(message)s")
+    with mmap.mmap(start.counters_fd, Counters.size(COUNTED)) as memory:
+        counters = Counters(COUNTED, memoryview(memory))
+        try:
+            with join(start.fanout, _JOIN_SECONDS) as replica:
+                _serve(start, orders, replica, counters)
+        finally:
+            counters.close()
+    return 0
+
+
+def _serve(start: Start, orders: BinaryIO, replica: Replica, counters: Counters) -> None:
+    guard = Guard(
+        tokens=start.tokens,
+        allowed_hosts=start.allowed_hosts,
+        limits=start.limits,
+        counters=counters,
+    )
+    service = Service(replica)
+    proxy = Proxy(start.upstream, guard)
+    app = ChildApp(service, proxy, counters)
+    server = HttpServer(
+        Gate(app, guard),
+        guard,
+        base=GuardedProtocol,
+        shutdown_within=start.shutdown_within,
+        ssl_certfile=start.tls_cert,
+        ssl_keyfile=start.tls_key,
+    )
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    first = threading.Event()
+    threading.Thread(
+        target=_obey, args=(orders, service, server, first), name="kvindex-orders", daemon=True
+    ).start()
+    first.wait()
+    server.run(sockets=[socket.socket(fileno=start.listen_fd)])
+    proxy.close()
+
+
+def _obey(orders: BinaryIO, service: Service, server: HttpServer, first: threading.Event) -> None:
+    """Carry out what the parent says, until it has nothing more to say."""
+    stop: Callable[[], None] = server.stop
+    try:
+        for line in orders:
+            order = read_order(line)
+            if isinstance(order, Stop):
+                return
+            if isinstance(order, Registered):
+                service.follow(Catalog(order.registrations))
+                first.set()
+        server.config.timeout_graceful_shutdown = int(_ORPHAN_SECONDS)
+        logger.error("the parent process is gone: this one ends")
+    except (OSError, ValueError, msgspec.MsgspecError):
+        logger.exception("an order could not be read: this process ends")
+    finally:
+        first.set()
+        stop()
+
+
+async def _whole(receive: Receive) -> bytes | None:
+    """Return a request's whole body, or None if the client went."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return a body once more, and then what really comes."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return first.pop() if first else await receive()
+
+    return replayed
+
+
+def _content_type(scope: Scope) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == b"content-type"), None)
+
+
+async def _send(send: Send, reply: Reply) -> None:
+    headers = [(b"content-length", b"%d" % len(reply.body))]
+    if reply.content_type:
+        headers.append((b"content-type", reply.content_type))
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

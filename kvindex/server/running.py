@@ -1,0 +1,344 @@
+"""One `kvindex serve`: subscriber, registrations, discovery, state, HTTP, and their order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+import msgspec
+
+from kvindex import Client, KVIndexError, SnapshotError
+from kvindex.discovery import Discovery, Found, Source
+from kvindex.fanout import FanOut
+from kvindex.server.app import build_app
+from kvindex.server.catalog import Partition
+from kvindex.server.child import COUNTED
+from kvindex.server.connections import GuardedProtocol
+from kvindex.server.gate import Gate
+from kvindex.server.guards import REASONS, Guard
+from kvindex.server.http import HttpServer
+from kvindex.server.networks import Networks
+from kvindex.server.orders import Start
+from kvindex.server.processes import Children
+from kvindex.server.registry import Registry
+from kvindex.server.service import Service
+from kvindex.server.settings import ConfigFile, ServeSettings, Table
+from kvindex.server.snapshots import snapshot_route
+from kvindex.server.state import Saver, fetch_snapshot, read_registrations
+from kvindex.server.workers import BLOCK_SIZE
+
+__all__ = ["Running"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_LOOK: Final = 1.0  # seconds for sources to tell of workers before requests are answered
+_FOR_EVER: Final = 10**8  # seconds that a child may keep a connection to its parent
+
+
+class Running:
+    """A server that listens; `run` serves until `stop`, and `close` takes it all down.
+
+    Args:
+        settings: how to serve.
+        sources: who tells of workers.
+        tokens: any of them opens; none: no token is wanted.
+        max_blocks_per_rank: as in `kvindex.connect`.
+
+    Attributes:
+        service: what answers.
+        port: where it listens.
+        missing: which sources and engines did not say where to subscribe at first, and why.
+
+    Raises:
+        ConfigurationError: a setting cannot work.
+        SnapshotError: the state file cannot be continued from.
+        OSError: it cannot listen, or a file cannot be read.
+
+    Owner: the thread that makes it; `stop` from any, and from signal handlers.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        sources: Iterable[Source] = (),
+        *,
+        tokens: Sequence[str] = (),
+        max_blocks_per_rank: int | None = None,
+    ) -> None:
+        self.settings = settings
+        self._tokens = tuple(tokens)
+        self._networks = Networks(settings.networks())
+        self._children: Children | None = None
+        self._stopping = threading.Event()
+        with ExitStack() as opened:
+            self._socket = _listen(settings.host, settings.port)
+            opened.callback(self._socket.close)
+            self.port: int = self._socket.getsockname()[1]
+            self._directory = tempfile.mkdtemp(prefix="kvindex-")  # nobody else may look into it
+            opened.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            source = self._subscriber(max_blocks_per_rank)
+            opened.callback(source.close)
+            self._client = source.client if isinstance(source, FanOut) else source
+            self.service = self._service(source)
+            self._restore_registrations()
+            self._saver = self._new_saver()
+            self._discovery = Discovery(
+                list(sources), self._found, self._lost, is_alive=self._is_alive
+            )
+            opened.callback(self._discovery.close)
+            self.missing = self._discovery.wait_found(_FIRST_LOOK)
+            self._guard = self._new_guard()
+            self._gate = Gate(self._new_app(), self._guard)
+            self._server = self._new_server()
+            self._opened = opened.pop_all()
+
+    # What it is made of -----------------------------------------------------------------------
+
+    def _subscriber(self, max_blocks_per_rank: int | None) -> Client | FanOut:
+        settings = self.settings
+        for resume, is_asked_for in self._begins():
+            try:
+                if settings.processes > 1:
+                    return FanOut(
+                        (),
+                        self._path("fanout"),
+                        resume=resume,
+                        max_blocks_per_rank=max_blocks_per_rank,
+                    )
+                return Client((), resume=resume, max_blocks_per_rank=max_blocks_per_rank)
+            except SnapshotError as error:
+                if is_asked_for:
+                    raise SnapshotError(
+                        f"--state {error}; to start without it, delete it or move it away",
+                        reason=error.reason,
+                    ) from error
+                logger.warning("the snapshot of %s is of no use: %s", settings.warm_from, error)
+        raise AssertionError("the last beginning is the state file, or nothing")
+
+    def _begins(self) -> Iterable[tuple[str | None, bool]]:
+        """Yield what to continue from, the best first, each with whether it must work."""
+        if self.settings.warm_from is not None:
+            path = self._path("warm")
+            token = self._tokens[0] if self._tokens else None
+            try:
+                fetch_snapshot(self.settings.warm_from, path, token=token)
+                yield path, False
+            except OSError as error:
+                logger.warning("no warm start from %s: %s", self.settings.warm_from, error)
+        yield self.settings.state, True
+
+    def _service(self, source: Client | FanOut) -> Service:
+        limits = self.settings.limits
+        registry = Registry(
+            self._client,
+            dial=lambda endpoint: self._networks.check(endpoint),
+            max_ranks=limits.ranks,
+            max_ranks_per_instance=limits.ranks_per_instance,
+        )
+        return Service(source, registry)
+
+    def _restore_registrations(self) -> None:
+        if self.settings.state is None:
+            return
+        for one in read_registrations(self.settings.state):
+            try:
+                self.service.registry.register(one)
+            except KVIndexError as error:
+                logger.warning("%s/%d is not registered again: %s", one.worker, one.dp_rank, error)
+
+    def _new_saver(self) -> Saver | None:
+        if self.settings.state is None:
+            return None
+        saver = Saver(self._client, self.settings.state, self.settings.save_every)
+        self.service.registry.on_change(saver.note)
+        return saver
+
+    def _new_guard(self) -> Guard:
+        settings = self.settings
+        limits = settings.limits
+        if settings.processes > 1:  # of all of them together
+            limits = msgspec.structs.replace(
+                limits, connections=settings.processes * limits.connections
+            )
+        return Guard(tokens=self._tokens, allowed_hosts=settings.allowed_hosts, limits=limits)
+
+    def _new_app(self) -> Any:
+        return build_app(self.service, routes=[snapshot_route(self._client)])
+
+    def _new_server(self) -> HttpServer:
+        settings = self.settings
+        within = settings.shutdown_within
+        if settings.processes == 1:
+            return HttpServer(
+                self._gate,
+                self._guard,
+                base=GuardedProtocol,
+                shutdown_within=within,
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
+            )
+        self._children = Children(settings.processes, self._orders(), COUNTED)
+        self.service.registry.on_change(self._tell_children)
+        self._tell_children(self.service.catalog)
+        return HttpServer(
+            self._gate,
+            self._guard,
+            shutdown_within=within,
+            idle_seconds=_FOR_EVER,
+            bare=True,
+            uds=self._path("http"),
+        )
+
+    def _orders(self) -> Start:
+        settings = self.settings
+        return Start(
+            fanout=self._path("fanout"),
+            upstream=self._path("http"),
+            listen_fd=self._socket.fileno(),
+            counters_fd=-1,
+            tokens=self._tokens,
+            allowed_hosts=settings.allowed_hosts,
+            limits=settings.limits,
+            tls_cert=settings.tls_cert,
+            tls_key=settings.tls_key,
+            shutdown_within=settings.shutdown_within,
+            log_level=logging.getLogger("kvindex").getEffectiveLevel(),
+        )
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+    # What happens -----------------------------------------------------------------------------
+
+    def _tell_children(self, catalog: Any) -> None:
+        assert self._children is not None
+        self._children.tell(catalog.registrations)
+
+    def _found(self, found: Found) -> None:
+        labels = dict(found.labels)
+        block_size = int(labels.pop(BLOCK_SIZE, 0))
+        details: Table = {"labels": labels} if labels else {}
+        if found.engine is not None:
+            details["engine"] = found.engine
+        self.service.registry.add(
+            found.worker,
+            Partition(found.model or self.settings.model, found.routing_group),
+            block_size=block_size,
+            source=found.source,
+            **details,
+        )
+
+    def _lost(self, found: Found) -> None:
+        if not found.is_part:
+            self.service.registry.unregister(found.worker.name)
+            return
+        for address in found.worker.publishers():
+            self.service.registry.unregister(found.worker.name, dp_rank=address.dp_rank)
+
+    def _is_alive(self, worker: str) -> bool:
+        return any(rank.worker == worker for rank in self._client.connected_ranks())
+
+    def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None:
+        """Take what can change while it runs: the networks of registrations. Any thread.
+
+        Args:
+            config: what the file says now.
+            options: what the command line says, which counts for more.
+
+        Raises:
+            ConfigurationError: a setting cannot work; nothing has changed.
+        """
+        new = ServeSettings(**{**config.serve, **options})
+        self._networks = Networks(new.networks())
+        others = [
+            name
+            for name in new.__struct_fields__
+            if name != "register_networks" and getattr(new, name) != getattr(self.settings, name)
+        ]
+        if others:
+            logger.warning("these settings count from the next start on: %s", ", ".join(others))
+
+    # Its life ---------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Where it is reached from this machine."""
+        host = self.settings.host
+        if host in ("0.0.0.0", "::"):
+            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+        return f"{self.settings.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        if self._children is None:
+            self._server.run(sockets=[self._socket])
+            return
+        self._children.begin()
+        ending = threading.Thread(target=self._end_children, name="kvindex-ending", daemon=True)
+        ending.start()
+        self._server.run()
+        self._stopping.set()
+        ending.join()
+
+    def stop(self) -> None:
+        """Finish the open requests and have `run` return."""
+        self._stopping.set()
+        if self._children is None:
+            self._server.stop()
+
+    def _end_children(self) -> None:
+        """End the processes before what they pass their requests on to."""
+        assert self._children is not None
+        self._stopping.wait()
+        self._children.close()
+        self._server.stop()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as plain JSON-ready values.
+
+        `refused`: requests that were not let in, by reason, of all processes. `discovery`, `state`
+        and `processes`: as their parts say; None where there is no such part.
+        """
+        refused = self._guard.counters.values()
+        counted: dict[str, int] = {}
+        if self._children is not None:
+            counted = self._children.counters()
+            refused = {name: refused[name] + counted[name] for name in REASONS}
+        return {
+            "refused": refused,
+            "counted": counted,
+            "discovery": self._discovery.statistics(),
+            "state": None if self._saver is None else self._saver.statistics(),
+            "processes": None if self._children is None else self._children.statistics(),
+        }
+
+    def close(self) -> bool:
+        """Save, and take everything down; return whether the state was saved. Idempotent."""
+        self._discovery.close()
+        saver, self._saver = self._saver, None
+        saved = saver is None or saver.close()
+        self._opened.close()
+        return saved
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error
