@@ -7,7 +7,24 @@ Nothing is counted twice: the collectors read `statistics()` when Prometheus ask
 series go when it goes.
 """
 
-from kvindex.metrics.funnel import FunnelCollector
+from kvindex.metrics.funnel import FunnelCollector, Outcomes
 from kvindex.metrics.ranks import Labels, RankCollector
+from kvindex.metrics.requests import (
+    BUCKETS,
+    DynamoCollector,
+    Queries,
+    RequestCollector,
+    Requests,
+)
 
-__all__ = ["FunnelCollector", "Labels", "RankCollector"]
+__all__ = [
+    "BUCKETS",
+    "DynamoCollector",
+    "FunnelCollector",
+    "Labels",
+    "Outcomes",
+    "Queries",
+    "RankCollector",
+    "RequestCollector",
+    "Requests",
+]

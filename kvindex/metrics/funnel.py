@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvindex.routing import Router
 
-__all__ = ["FunnelCollector"]
+__all__ = ["FunnelCollector", "Outcomes"]
 
 _STAGES: Final = {
     "asked": "Tokens of the prompts of finished requests",
@@ -22,10 +22,35 @@ _REPORTED: Final = {
     "chosen": "Of these, tokens that the chosen rank was expected to find cached",
     "delivered": "Of these, tokens that the engine did find cached",
 }
+_ENDS: Final = {"finished", "cancelled", "expired"}
 _LOADS: Final = {
     "queued_tokens": "Tokens that wait for their prefill, as the router booked them",
     "open_requests": "Requests that are under way, as the router booked them",
 }
+
+
+class Outcomes(NamedTuple):
+    """What became of finished requests that were routed elsewhere.
+
+    Attributes:
+        model: whose.
+        finished: of all of them their number (`requests`), and the tokens `asked`, `attainable` and
+            `chosen`; as in `Router.statistics`.
+        reported: the same of those whose engine said what it found, and the tokens `delivered`.
+    """
+
+    model: str
+    finished: Mapping[str, int]
+    reported: Mapping[str, int]
+
+    def statistics(self) -> dict[str, Any]:
+        """Return it as `Router.statistics` does."""
+        return {
+            "model": self.model,
+            "bookings": {"finished": self.finished["requests"]},
+            "funnel": {"finished": self.finished, "reported": self.reported},
+            "ranks": {},
+        }
 
 
 class FunnelCollector(Collector):
@@ -36,13 +61,14 @@ class FunnelCollector(Collector):
     requests only whose engine told what it found, so `delivered` is divided by `reported_asked`.
 
     Args:
-        routers: each with a `model` of its own.
+        routers: each with a `model` of its own. Or a function that returns what became of requests
+            that were routed elsewhere.
 
     Thread safety: any thread may collect.
     """
 
-    def __init__(self, routers: Iterable[Router]) -> None:
-        self._routers = tuple(routers)
+    def __init__(self, routers: Iterable[Router] | Callable[[], Iterable[Outcomes]]) -> None:
+        self._routers = routers if callable(routers) else tuple(routers)
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: which series there are depends on the ranks."""
@@ -50,12 +76,13 @@ class FunnelCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present values."""
-        all_statistics = [router.statistics() for router in self._routers]
+        routers = self._routers() if callable(self._routers) else self._routers
+        all_statistics = [router.statistics() for router in routers]
         requests = CounterMetricFamily(
             "kvindex_routed_requests", "Routed requests by how they ended", labels=["model", "end"]
         )
         for statistics in all_statistics:
-            for end in ("finished", "cancelled", "expired"):
+            for end in _ENDS & statistics["bookings"].keys():
                 requests.add_metric([statistics["model"], end], statistics["bookings"][end])
         yield requests
         yield from _stages(all_statistics, "finished", "", _STAGES)
