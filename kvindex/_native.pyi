@@ -68,6 +68,9 @@ def floor_hash(token_ids: Any, block_size: int) -> int: ...
 _Found = tuple[int, int, int, int, dict[str, int], int, int, bool]
 """rank id, blocks, tokens, block size, blocks by medium, device and host tokens, upper bound"""
 
+_PrefixNode = tuple[int, int, int, int, int, bool, int, int, int]
+"""parent, depth, blocks, namespace, holding, salted, children, left out, blocks left out"""
+
 class RankRows:
     """Which row each of some ranks has."""
 
@@ -154,6 +157,20 @@ class Index:
     def stored_text(self) -> bool: ...
     def block_sizes(self, lora: bytes) -> list[int]: ...
     def walk(self, rank: int) -> list[tuple[Any, int, str, int, int, int, bytes]] | None: ...
+    def prefixes(
+        self, max_nodes: int, min_blocks: int, rows: list[int | None], only_rows: bool
+    ) -> tuple[
+        list[_PrefixNode],
+        list[tuple[int, int, bytes]],
+        dict[int, tuple[int, dict[str, bytes]]],
+        _PrefixNode,
+        int,
+        int,
+    ]:
+        """Return nodes, namespaces, holdings, the root, children looked at and unique blocks.
+
+        A namespace is (block size, lookahead, LoRA tag), a holding (ranks, rows by medium).
+        """
     def check(self) -> str | None: ...
     def hold_for_fork(self) -> bool: ...
     def end_fork(self, in_child: bool) -> None: ...

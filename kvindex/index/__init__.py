@@ -15,6 +15,7 @@ from kvindex.index.hits import Hits, RankRows
 from kvindex.index.keys import ExtraKeys, Lora
 from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match, RankMatch, Trusts
+from kvindex.index.prefixes import Prefixes, PrefixNode
 from kvindex.index.questions import MatchOptions
 from kvindex.index.snapshot import (
     Snapshot,
@@ -48,6 +49,8 @@ __all__ = [
     "Match",
     "MatchOptions",
     "OtherPrompts",
+    "PrefixNode",
+    "Prefixes",
     "RankExplanation",
     "RankMatch",
     "RankRows",

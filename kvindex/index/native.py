@@ -18,11 +18,12 @@ from kvindex.errors import InvariantError, SnapshotError, UnknownRankError
 from kvindex.index.api import BaseIndex, check_limits, rank_limit
 from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard
-from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, lora_tag, tagged_lora
+from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, lora_tag, tagged_lora
 from kvindex.index.labels import ResidentBlock, no_room
 from kvindex.index.match import Match, Trusts
 from kvindex.index.native_answer import Directory, NativeFound
 from kvindex.index.packing import group_number, pack_batch, pack_text
+from kvindex.index.prefixes import Holders, Prefixes, made_node, walk_limits
 from kvindex.index.questions import (
     ambiguous_extras,
     check_block_size,
@@ -298,6 +299,37 @@ class Index(BaseIndex):
         self._guard.change(restore)
 
     # Insight ---------------------------------------------------------------------------------
+
+    def prefixes(
+        self,
+        max_nodes: int = 1000,
+        *,
+        min_blocks: int = 1,
+        ranks: Iterable[RankName] | str | None = None,
+    ) -> Prefixes:
+        max_nodes, min_blocks = walk_limits(max_nodes, min_blocks)
+        directory = self._directory
+        wanted: Iterable[Rank] = directory.order
+        if ranks is not None:
+            wanted = dict.fromkeys(wanted_ranks(ranks, directory.ids.keys()))
+        rows = {rank: self._known(rank, directory) for rank in wanted}
+        nodes, spaces, holders, root, looked_at, unique_blocks = self._core.prefixes(
+            max_nodes, min_blocks, list(rows.values()), ranks is not None
+        )
+        namespaces = [Namespace(size, tagged_lora(tag), ahead) for size, ahead, tag in spaces]
+        held = {number: Holders(*some) for number, some in holders.items()}
+        return Prefixes(
+            nodes=tuple(
+                made_node((*node[:3], *node[5:]), namespaces[node[3]], held[node[4]])
+                for node in nodes
+            ),
+            ranks=tuple(rows),
+            children=root[6],
+            left_out=root[7],
+            left_out_blocks=root[8],
+            looked_at=looked_at,
+            unique_blocks=unique_blocks,
+        )
 
     def statistics(self) -> dict[str, Any]:
         ranks = {}

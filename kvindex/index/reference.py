@@ -14,6 +14,8 @@ from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.index.labels import Budget, ResidentBlock
 from kvindex.index.match import FoundMatches, Match, Trusts
 from kvindex.index.matching import Held, held_blocks, rank_matches
+from kvindex.index.prefix_walk import PrefixWalk
+from kvindex.index.prefixes import Prefixes, walk_limits
 from kvindex.index.questions import (
     ambiguous_extras,
     check_block_size,
@@ -210,6 +212,25 @@ class Index(BaseIndex):
             self._guard.change(restore)
 
     # Insight ---------------------------------------------------------------------------------
+
+    def prefixes(
+        self,
+        max_nodes: int = 1000,
+        *,
+        min_blocks: int = 1,
+        ranks: Iterable[RankName] | str | None = None,
+    ) -> Prefixes:
+        max_nodes, min_blocks = walk_limits(max_nodes, min_blocks)
+        wanted = self._guard.ask(lambda: self._wanted(ranks))
+        rows = {rank: row for row, rank in enumerate(sorted(wanted) if ranks is None else wanted)}
+        walk = PrefixWalk(
+            self._tree,
+            rows,
+            only_rows=ranks is not None,
+            max_nodes=max_nodes,
+            min_blocks=min_blocks,
+        )
+        return walk.run(self._guard.ask)
 
     def statistics(self) -> dict[str, Any]:
         def count() -> dict[str, Any]:

@@ -121,6 +121,14 @@ class RadixTree:
         """Return the namespaces of one LoRA that hold anything."""
         return self._roots.get(lora, {})
 
+    def all_namespaces(self) -> list[Namespace]:
+        """Return every namespace that holds anything."""
+        return [namespace for roots in self._roots.values() for namespace in roots]
+
+    def find_root(self, namespace: Namespace) -> Run | None:
+        """Return the run before a namespace's first blocks, if it holds anything."""
+        return self._roots.get(namespace.lora, {}).get(namespace)
+
     def extend(
         self,
         parent: Block | None,
@@ -201,7 +209,7 @@ class RadixTree:
         Keys are made one by one as the walk goes, so a caller that stops early pays only for what
         it has seen.
         """
-        run = self._roots.get(namespace.lora, {}).get(namespace)
+        run = self.find_root(namespace)
         depth = 0
         while run is not None and (key := keys[depth]) is not None:
             run = run.children.get(key)

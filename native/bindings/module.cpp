@@ -19,6 +19,7 @@
 #include "bindings/fingerprints.hpp"
 #include "bindings/gil.hpp"
 #include "bindings/packed_batch.hpp"
+#include "bindings/prefixes.hpp"
 #include "bindings/py_index.hpp"
 #include "bindings/queries.hpp"
 #include "bindings/ring.hpp"
@@ -365,6 +366,7 @@ void bind_index(nb::module_& module) {
         return waiting_freely([&] { return self.index.block_sizes(name); });
       })
       .def("walk", &walk)
+      .def("prefixes", &prefixes, "max_nodes"_a, "min_blocks"_a, "rows"_a, "only_rows"_a)
       .def("check", &check)
       .def("hold_for_fork", [](PyIndex& self) {
         const GilReleased released;

@@ -393,6 +393,16 @@ std::optional<std::vector<ResidentBlock>> Index::walk(RankId rank) const {
   return all;
 }
 
+PrefixTree Index::prefixes(uint64_t max_nodes, uint64_t min_blocks, const RankRows& rows,
+                           bool only_rows) const {
+  PrefixWalk walk(max_nodes, min_blocks, rows, only_rows);
+  for (bool more = true; more;) {
+    const auto held = together();
+    more = walk.go_on(shared_, slots_);
+  }
+  return std::move(walk.found());
+}
+
 void Index::check() const {
   auto held = together();
   wait_unchanging(held, std::nullopt);

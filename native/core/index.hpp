@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "core/matching.hpp"
+#include "core/prefixes.hpp"
 #include "core/rank_blocks.hpp"
 #include "core/rw_lock.hpp"
 
@@ -123,6 +124,10 @@ class Index {
   TreeStatistics statistics() const;
   std::optional<RankStatistics> statistics(RankId rank) const;
   std::optional<std::vector<ResidentBlock>> walk(RankId rank) const;
+
+  // Who holds which prefixes. Others may change the index between two pieces of the walk.
+  PrefixTree prefixes(uint64_t max_nodes, uint64_t min_blocks, const RankRows& rows,
+                      bool only_rows) const;
 
   // Assert every invariant. Throws InvariantError. O(everything).
   void check() const;

@@ -38,10 +38,11 @@ struct Segment {
   uint32_t stop = 0;
 };
 
-// How many strands begin after a block.
+// The strands that begin after a block: how many, and the oldest of them.
 struct Branch {
   uint32_t children = 0;
-  uint32_t offset = 0;
+  uint32_t offset : kOffsetBits = 0;
+  uint32_t first : 32 - kOffsetBits = 0;
 };
 
 struct Strand {
@@ -51,7 +52,10 @@ struct Strand {
   BlockRef parent = kNoBlock;  // kNoBlock: the strand starts its prompts
   RootId root = 0;
   uint32_t depth = 0;  // blocks before the first
-  uint8_t count = 0;   // 0: not in use
+  // Those that begin after the same block, in a circle from the oldest to the newest.
+  StrandId older = kNoStrand;
+  StrandId newer = kNoStrand;
+  uint8_t count = 0;  // 0: not in use
   uint8_t capacity = 0;
   bool salted = false;  // its prompts start under a salt, or other extra keys
 
@@ -75,6 +79,10 @@ class StrandPool {
 
   size_t size() const { return size_; }
   size_t limit() const { return chunks_.size() << kChunkBits; }
+  // Whether a strand has this number, which may be any.
+  bool has(StrandId id) const {
+    return id < limit() && chunks_[id >> kChunkBits].strands != nullptr && (*this)[id].count != 0;
+  }
 
   template <class Visit>
   void for_each(Visit&& visit) const {

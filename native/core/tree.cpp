@@ -15,6 +15,14 @@ std::string name_bytes(const Namespace& name) {
   return std::to_string(name.block_size) + ":" + std::to_string(name.lookahead) + ":" + name.lora;
 }
 
+// Whether a strand begins after this one's last block. Then none may be appended to this one: what
+// goes on in a strand is always the oldest of what follows a block.
+bool branches_at_end(const Strand& strand) {
+  return !strand.branches.empty() && strand.branches.back().offset + 1u == strand.count;
+}
+
+constexpr uint32_t kStrandMask = (1u << (32 - kOffsetBits)) - 1;  // that a `Branch` keeps
+
 }  // namespace
 
 RootId Tree::enter(uint32_t block_size, uint32_t lookahead, std::string_view lora) {
@@ -117,7 +125,8 @@ void Tree::extend_keys(BlockRef parent, RootId root, const Key* keys, size_t cou
   depth += static_cast<uint32_t>(done);
   while (done < count) {
     const BlockRef last = id == kNoStrand ? kNoBlock : block_ref(id, used - 1);
-    if (id == kNoStrand || used < strands_[id].count || used == kStrandBlocks) {
+    if (id == kNoStrand || used < strands_[id].count || used == kStrandBlocks ||
+        branches_at_end(strands_[id])) {
       const StrandId made = append_strand(last, root, depth, keys[done], salted);
       if (made == kNoStrand) return;
       id = made;
@@ -144,7 +153,7 @@ StrandId Tree::append_strand(BlockRef parent, RootId root, uint32_t depth, Key f
   strand.depth = depth;
   strand.salted = parent == kNoBlock ? salted : strands_[strand_of(parent)].salted;
   heads_.insert(first, id);
-  if (parent != kNoBlock) branch(parent, true);
+  link(id);
   enter(root);
   ++roots_[root].strands;
   return id;
@@ -163,19 +172,55 @@ void Tree::append(Strand& strand, const Key* keys, unsigned count) {
   }
 }
 
-void Tree::branch(BlockRef parent, bool begins) {
-  Few<Branch>& branches = strands_[strand_of(parent)].branches;
-  const uint32_t offset = offset_of(parent);
+// Make a strand the newest of those that begin after the same block.
+void Tree::link(StrandId id) {
+  Strand& strand = strands_[id];
+  strand.older = strand.newer = id;
+  const auto close = [&](StrandId first) {
+    strand.newer = first;
+    strand.older = strands_[first].older;
+    strands_[strand.older].newer = id;
+    strands_[first].older = id;
+  };
+  if (strand.parent == kNoBlock) {
+    Root& root = roots_[strand.root];
+    if (root.children++ == 0) {
+      root.first = id;
+    } else {
+      close(root.first);
+    }
+    return;
+  }
+  Few<Branch>& branches = strands_[strand_of(strand.parent)].branches;
+  const uint32_t offset = offset_of(strand.parent);
   Branch* at = std::find_if(branches.begin(), branches.end(),
                             [&](const Branch& branch) { return branch.offset >= offset; });
-  if (begins) {
-    if (at == branches.end() || at->offset != offset) {
-      branches.insert(at, {1, offset});
-    } else {
-      ++at->children;
-    }
-  } else if (--at->children == 0) {
+  if (at == branches.end() || at->offset != offset) {
+    branches.insert(at, {1, offset & (kStrandBlocks - 1), id & kStrandMask});
+  } else {
+    ++at->children;
+    close(at->first);
+  }
+}
+
+void Tree::unlink(StrandId id) {
+  const Strand& strand = strands_[id];
+  strands_[strand.older].newer = strand.newer;
+  strands_[strand.newer].older = strand.older;
+  if (strand.parent == kNoBlock) {
+    Root& root = roots_[strand.root];
+    --root.children;
+    if (root.first == id) root.first = root.children == 0 ? kNoStrand : strand.newer;
+    return;
+  }
+  Few<Branch>& branches = strands_[strand_of(strand.parent)].branches;
+  Branch* at = std::find_if(branches.begin(), branches.end(), [&](const Branch& branch) {
+    return branch.offset == offset_of(strand.parent);
+  });
+  if (--at->children == 0) {
     branches.erase(at);
+  } else if (at->first == id) {
+    at->first = strand.newer & kStrandMask;
   }
 }
 
@@ -279,9 +324,9 @@ void Tree::trim(StrandId id) {
       return;
     }
     const BlockRef parent = strand.parent;
+    unlink(id);
     drop(id);
     if (parent == kNoBlock) return;
-    branch(parent, false);
     id = strand_of(parent);
   }
 }
@@ -318,6 +363,7 @@ void Tree::check(const std::vector<uint64_t>& resident) const {
   require(blocks == blocks_, std::to_string(blocks) + " blocks, counted " + std::to_string(blocks_));
   require(segments == segments_, "segments are miscounted");
   for (RootId id = 0; id < roots_.size(); ++id) {
+    check_circle(kNoBlock, id, roots_[id].first, roots_[id].children);
     require(in_root[id] == roots_[id].strands, "a namespace's strands are miscounted");
     require(roots_[id].users >= roots_[id].strands, "a namespace has too few users");
   }
@@ -357,9 +403,21 @@ void Tree::check_strand(StrandId id, const Strand& strand, std::vector<uint64_t>
   for (const Branch& branch : strand.branches) {
     require(branch.offset >= next && branch.offset < strand.count, "branches out of order");
     require(branch.children != 0, "a branch without a strand");
+    check_circle(block_ref(id, branch.offset), strand.root, branch.first, branch.children);
     next = branch.offset + 1;
   }
   require(before != kNoOwners || next == strand.count, "a last block that nobody needs was kept");
+}
+
+void Tree::check_circle(BlockRef parent, RootId root, StrandId first, uint32_t children) const {
+  StrandId id = first;
+  for (uint32_t i = 0; i < children; ++i, id = strands_[id].newer) {
+    const Strand& strand = strands_[id];
+    require(strand.count != 0 && strand.parent == parent && strand.root == root,
+            "a strand among those that begin elsewhere");
+    require(strands_[strand.newer].older == id, "strands in a broken circle");
+  }
+  require(children == 0 || id == first, "strands in a circle of another length");
 }
 
 }  // namespace kvindex

@@ -39,6 +39,9 @@ struct Root {
   Key key = 0;
   uint64_t strands = 0;  // strands in this namespace
   uint64_t users = 0;    // strands, and whoever else needs the number; 0: not in use
+  // The strands that begin prompts: how many, and the oldest of them.
+  uint32_t children = 0;
+  StrandId first = kNoStrand;
 };
 
 // Consecutive blocks of one strand.
@@ -64,6 +67,8 @@ class Tree {
 
   // The namespaces of one LoRA that are in use.
   const std::vector<RootId>& roots(std::string_view lora) const;
+  // All namespaces that are in use, in order.
+  const std::map<Namespace, RootId>& names() const { return names_; }
 
   // Blocks ----------------------------------------------------------------------------------
 
@@ -115,6 +120,12 @@ class Tree {
   RootId root_of(BlockRef block) const { return strands_[strand_of(block)].root; }
   const OwnerSets& sets() const { return sets_; }
   const Strand& strand(StrandId id) const { return strands_[id]; }
+  // Whether this is the name, which may be any, of the block with this key.
+  bool is_block(BlockRef block, Key key) const {
+    if (!strands_.has(strand_of(block))) return false;
+    const Strand& strand = strands_[strand_of(block)];
+    return offset_of(block) < strand.count && strand.keys[offset_of(block)] == key;
+  }
   // More than any strand's number.
   size_t strand_limit() const { return strands_.limit(); }
 
@@ -139,8 +150,10 @@ class Tree {
   bool extend_last(Few<Segment>& segments, const Stretch& blocks, OwnerId owner);
   void trim(StrandId id);
   void drop(StrandId id);
-  void branch(BlockRef parent, bool begins);
+  void link(StrandId id);
+  void unlink(StrandId id);
   void check_strand(StrandId id, const Strand& strand, std::vector<uint64_t>& found) const;
+  void check_circle(BlockRef parent, RootId root, StrandId first, uint32_t children) const;
 
   const KeyMaker keys_;
   OwnerSets sets_;

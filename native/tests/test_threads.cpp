@@ -62,6 +62,7 @@ class Crowd {
     std::vector<std::thread> asking;
     for (uint64_t i = 0; i < 4; ++i) asking.emplace_back([this, i] { ask(i); });
     asking.emplace_back([this] { look(); });
+    asking.emplace_back([this] { picture(); });
     for (std::thread& thread : changing) thread.join();
     done_ = true;
     for (std::thread& thread : asking) thread.join();
@@ -168,6 +169,20 @@ class Crowd {
       EXPECT(index_.walk(steady_)->size() == kBlocks);
       EXPECT(index_.block_sizes("") == std::vector<uint32_t>{kBlockSize});
       index_.check();
+    }
+  }
+
+  void picture() {
+    const RankRows rows({steady_, growing_, cleared_});
+    while (!done_) {
+      const PrefixTree found = index_.prefixes(10, 1, rows, false);
+      uint32_t depth = 0;
+      for (const PrefixNode& node : found.nodes) {  // all prompts are one
+        EXPECT(node.depth == depth && node.left_out == node.children - (node.children != 0));
+        EXPECT(found.holdings[node.holding].ranks != 0);
+        depth += node.blocks;
+      }
+      EXPECT(depth == kBlocks && found.unique_blocks == kBlocks);
     }
   }
 

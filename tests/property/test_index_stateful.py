@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Index, Rank
 from kvindex.errors import ConfigurationError
 from kvindex.wire import BlockHash, Event
+from tests.property import index_prefixes
 from tests.property.index_model import Content, Prompt, RankModel
 
 MEDIA = ("GPU", "CPU")
@@ -316,6 +317,14 @@ class ExactMachine(IndexMachine):
             }
             assert len(tree) == model.size()
             assert told["ranks"][str(rank)]["orphans"] == len(model.held)
+
+    @invariant()
+    def same_prefixes(self) -> None:
+        found = self.index.prefixes(10_000)
+        assert index_prefixes.told(found) == index_prefixes.expected(self.models)
+        assert (found.left_out, found.left_out_blocks) == (0, 0)
+        assert found.looked_at == len(found.nodes)
+        assert found.unique_blocks == sum(node.blocks for node in found.nodes)
 
     @invariant()
     def same_answers(self) -> None:
