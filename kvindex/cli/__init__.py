@@ -15,14 +15,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvindex import ConfigurationError, KVIndexError, TokenError
-from kvindex.cli import demo, fake_engine, fanout, match, record, replay, serve, status, tail
+from kvindex.cli import (
+    demo,
+    doctor,
+    fake_engine,
+    fanout,
+    match,
+    record,
+    replay,
+    serve,
+    status,
+    tail,
+)
 from kvindex.cli.output import in_options, version_text
 
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_COMMANDS = (demo, fake_engine, tail, match, record, replay, fanout, serve, status)
+_COMMANDS = (demo, fake_engine, tail, match, record, replay, fanout, serve, status, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

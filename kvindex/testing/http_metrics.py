@@ -36,6 +36,8 @@ def metrics_text(service: EngineService) -> str:
             )
     if service.kind == "vllm":
         lines += _cache_config(service)
+        name = "vllm:external_prefix_cache_hits_total"
+        lines += [f"# TYPE {name} counter", f"{name} {float(service.options.external_hits)}"]
     return "\n".join([*lines, ""])
 
 

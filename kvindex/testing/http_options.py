@@ -28,14 +28,17 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         cached_tokens: whether `usage` tells how many tokens were cached.
         render: whether there are routes that show how a request is tokenized.
         metrics: whether there is `/metrics`.
-        drops_last_block: True hits one block less than is cached, as EAGLE makes vLLM do.
+        drops_blocks: hit so many blocks less than are cached; EAGLE makes vLLM drop one.
+        prepends: True puts a token before prompts that are token ids already.
+        salt: cache salt of requests that have none, as a gateway may add it.
+        external_hits: tokens hit, as metrics say, in a cache elsewhere that publishes nothing.
         role: SGLang's `disaggregation_mode`: "null", "prefill" or "decode".
         api_key: if not empty, what `Authorization: Bearer` must have, but for `/health`.
     """
 
     version: str | None = None
     loras: tuple[str, ...] = ()
-    max_model_len: int = 8_192
+    max_model_len: int = 2_048
     sources: SourcesShape | None = "ranks"
     announce: Mapping[str, Any] = {}
     prefix_caching: bool = True
@@ -44,6 +47,9 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: bool = True
     render: bool = True
     metrics: bool = True
-    drops_last_block: bool = False
+    drops_blocks: int = 0
+    prepends: bool = False
+    salt: str = ""
+    external_hits: int = 0
     role: str = "null"
     api_key: str = ""

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from kvindex.errors import ConfigurationError
-from kvindex.testing.text import chat_tokens, text_tokens
+from kvindex.testing.text import chat_images, chat_tokens, text_tokens
 
 __all__ = ["Prompt", "RequestError", "completion", "new_tokens", "read_body", "tokenized"]
 
@@ -38,6 +38,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         model: the model, or the LoRA adapter, that is asked.
         salt: `cache_salt`.
         dp_rank: the rank that the request insists on.
+        images: by the place of its placeholder, a digest of each image.
         reads_cache: False if the engine must compute the whole prompt (`prompt_logprobs`).
     """
 
@@ -46,6 +47,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     salt: str | None = None
     dp_rank: int | None = None
+    images: dict[int, str] = {}
     reads_cache: bool = True
 
 
@@ -77,6 +79,8 @@ def completion(body: Mapping[str, Any], *, default_model: str, header_rank: str)
     if salt is not None and not (isinstance(salt, str) and salt):
         raise RequestError(400, "cache_salt must be text that is not empty")
     rank = header_rank or body.get("data_parallel_rank", body.get("routed_dp_rank"))
+    token_lists = _token_lists(body)
+    images = chat_images(body["messages"]) if "messages" in body else {}
     return [
         Prompt(
             token_ids=tokens,
@@ -84,9 +88,10 @@ def completion(body: Mapping[str, Any], *, default_model: str, header_rank: str)
             model=str(body.get("model") or default_model),
             salt=salt,
             dp_rank=None if rank is None else _rank(rank),
+            images=images,
             reads_cache=body.get("prompt_logprobs") is None,
         )
-        for tokens in _token_lists(body)
+        for tokens in token_lists
     ]
 
 

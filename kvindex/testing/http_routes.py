@@ -193,9 +193,19 @@ def _generate_request(prompt: Prompt) -> dict[str, Any]:
     return {
         "request_id": "render-fake",
         "token_ids": prompt.token_ids,
-        "features": None,
+        "features": _features(prompt),
         "sampling_params": {"max_tokens": prompt.max_tokens},
         "model": prompt.model,
         "stream": False,
         "cache_salt": prompt.salt,
+    }
+
+
+def _features(prompt: Prompt) -> dict[str, Any] | None:
+    if not prompt.images:
+        return None
+    placed = sorted(prompt.images.items())
+    return {
+        "mm_hashes": {"image": [digest for _, digest in placed]},
+        "mm_placeholders": {"image": [{"offset": at, "length": 1} for at, _ in placed]},
     }

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
+import msgspec
+
 from kvindex.errors import ConfigurationError, TokenError
 from kvindex.testing.answers import Served
 from kvindex.testing.engine import FakeEngine
@@ -47,6 +49,8 @@ class EngineService:
         lora = None if prompt.model == self.model else prompt.model
         if lora is not None and lora not in self.options.loras:
             raise RequestError(404, f"The model `{prompt.model}` does not exist.")
+        if self.options.prepends:
+            prompt = msgspec.structs.replace(prompt, token_ids=[0, *prompt.token_ids])
         length = len(prompt.token_ids) + prompt.max_tokens
         if length > self.options.max_model_len:
             raise RequestError(
@@ -123,15 +127,15 @@ class EngineService:
             served = engine.serve(
                 prompt.token_ids,
                 lora=lora,
-                salt=prompt.salt,
+                salt=prompt.salt or self.options.salt or None,
+                extra_keys=_extra_keys(prompt, engine.block_size),
                 new_tokens=tokens,
                 flush=not self.options.silent,
             )
         except (ConfigurationError, TokenError) as error:
             raise RequestError(400, str(error)) from None
         hit = served.hit_tokens
-        if self.options.drops_last_block:
-            hit = max(0, hit - engine.block_size)
+        hit = max(0, hit - self.options.drops_blocks * engine.block_size)
         if not (self.options.reads_cache and prompt.reads_cache):
             hit = 0
         return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))
@@ -160,6 +164,17 @@ class EngineService:
             replay_port = _host_and_port(first.replay_endpoint)[1]
             described["replay_endpoint_port_base"] = replay_port - first.rank.dp_rank
         return {**described, **self.options.announce}
+
+
+def _extra_keys(prompt: Prompt, block_size: int) -> list[tuple[Any, ...] | None] | None:
+    """What the blocks with images cover besides their tokens: as vLLM, (digest, offset) pairs."""
+    if not prompt.images:
+        return None
+    keys: list[tuple[Any, ...] | None] = [None] * (max(prompt.images) // block_size + 1)
+    for position, digest in sorted(prompt.images.items()):
+        block, offset = divmod(position, block_size)
+        keys[block] = (*(keys[block] or ()), (digest, offset))
+    return keys
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:

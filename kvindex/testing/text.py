@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from kvindex.errors import ConfigurationError
 
-__all__ = ["chat_tokens", "text_of", "text_tokens"]
+__all__ = ["chat_images", "chat_tokens", "text_of", "text_tokens"]
 
 _SPECIAL: Final = ("<begin>", "<end>", "<system>", "<user>", "<assistant>", "<tool>", "<image>")
 _ID: Final = {name: 256 + number for number, name in enumerate(_SPECIAL)}
@@ -52,6 +53,25 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -
     return tokens + [_ID["<assistant>"]] * answer
 
 
+def chat_images(messages: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Return, for each image of a chat, where its placeholder stands and a digest of the image.
+
+    Examples:
+        >>> list(chat_images([{"role": "user", "content": [{"type": "image_url"}]}]))
+        [2]
+    """
+    places = [at for at, token in enumerate(chat_tokens(messages)) if token == _ID["<image>"]]
+    images = (
+        part
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if not _is_text(part)
+    )
+    digests = (f"{zlib.crc32(repr(image).encode()):08x}" for image in images)
+    return dict(zip(places, digests, strict=True))
+
+
 def text_of(token_ids: Iterable[int]) -> str:
     """Return the text of token ids; special tokens by their names.
 
@@ -75,8 +95,12 @@ def _content(content: object) -> list[int]:
         raise ConfigurationError(f"a message's content is text or a list, not {content!r:.80}")
     tokens: list[int] = []
     for part in content:
-        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        if _is_text(part):
             tokens += text_tokens(part["text"], begin=False)
         else:
             tokens.append(_ID["<image>"])
     return tokens
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)

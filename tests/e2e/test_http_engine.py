@@ -158,7 +158,7 @@ def test_salts_and_adapters_are_namespaces_of_their_own() -> None:
 def test_a_hit_may_be_a_block_short_and_stay_unreported() -> None:
     with FakeEngine(block_size=4, publish=False) as engine:
         prompt = {"prompt": list(range(1, 14)), "max_tokens": 1}
-        with HttpEngine(engine, options=HttpOptions(drops_last_block=True)) as server:
+        with HttpEngine(engine, options=HttpOptions(drops_blocks=1)) as server:
             assert [cached(server, prompt) for _ in range(2)] == [0, 8]
         with HttpEngine(engine, options=HttpOptions(cached_tokens=False)) as server:
             usage = ask(server.url + "/v1/completions", prompt)["usage"]
@@ -229,3 +229,30 @@ def test_an_address_that_is_taken_is_an_error_at_the_call() -> None:
             HttpEngine(engine, port=port)
         with pytest.raises(ConfigurationError, match="one for each DP rank"):
             HttpEngine([engine, engine])
+
+
+def test_images_are_placeholders_and_tell_their_blocks_apart() -> None:
+    def chat(image: str) -> list[Any]:
+        picture = {"type": "image_url", "image_url": {"url": image}}
+        return [{"role": "user", "content": [picture, {"text": "and what is this?"}]}]
+
+    with FakeEngine(block_size=4, publish=False) as engine, HttpEngine(engine) as server:
+        body = {"messages": chat("a"), "max_tokens": 1}
+        rendered = ask(server.url + "/v1/chat/completions/render", body)
+        (place,) = rendered["features"]["mm_placeholders"]["image"]
+        assert rendered["token_ids"][place["offset"]] == 262
+        assert [cached(server, body) for _ in range(2)] == [0, 20]
+        assert cached(server, {"messages": chat("b"), "max_tokens": 1}) == 0
+
+
+def test_an_engine_may_see_another_prompt_than_was_sent() -> None:
+    with FakeEngine(block_size=4, publish=False) as engine:
+        tokens = list(range(1, 10))
+        prompt = {"prompt": tokens, "max_tokens": 1}
+        with HttpEngine(engine, options=HttpOptions(prepends=True)) as server:
+            usage = ask(server.url + "/v1/completions", prompt)["usage"]
+            assert usage["prompt_tokens"] == 10
+        with HttpEngine(engine, options=HttpOptions(salt="s")) as server:
+            assert [cached(server, prompt) for _ in range(2)] == [0, 8]
+            assert engine.hit(tokens, salt="s") == 8
+            assert engine.hit(tokens) == 0

@@ -18,7 +18,18 @@ from kvindex.cli.tail import describe, time_of
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted
 from kvindex.wire import AllBlocksCleared, Event
 
-COMMANDS = ["demo", "fake-engine", "tail", "match", "record", "replay", "fanout", "status"]
+COMMANDS = [
+    "demo",
+    "fake-engine",
+    "tail",
+    "match",
+    "record",
+    "replay",
+    "fanout",
+    "serve",
+    "status",
+    "doctor",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

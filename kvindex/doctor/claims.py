@@ -1,0 +1,149 @@
+"""What an engine says of itself over HTTP, and what is wrong with that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from kvindex.discovery import DiscoveryError, ask_engine
+from kvindex.doctor.case import Case
+from kvindex.doctor.engine_http import EngineHttp
+from kvindex.doctor.limits import Limits
+
+__all__ = ["ask_and_check", "version_of"]
+
+_LARGE_BLOCK: Final = 256  # tokens
+
+# Engine, first version with it, first version without it, what it is.
+_BUGS: Final = (
+    (
+        "sglang",
+        "0.4.8",
+        "0.5.1",
+        "pages are hashed by their own tokens only: the same page at two places is one",
+    ),
+    ("sglang", "0.5.1", "0.5.6", "events do not say where pages belong: answers are 0 or too low"),
+    (
+        "sglang",
+        "0.5.6",
+        "0.5.7",
+        "a split prefix is announced as removed and never stored again: answers are too low",
+    ),
+    (
+        "vllm",
+        "0.9.0",
+        "0.10.2",
+        "with sha256 hashes no batch can be encoded, and every one is lost",
+    ),
+    (
+        "vllm",
+        "0.10.2",
+        "0.20.0",
+        "KV events switch off the hybrid cache manager: hybrid models cache less",
+    ),
+)
+
+
+def ask_and_check(case: Case, token: str, limits: Limits) -> None:
+    """Ask the engine at the case's URL what it is and where it publishes; note what is wrong."""
+    url = case.target.url
+    try:
+        case.report = ask_engine(url, limits.http, token=token or None)
+    except DiscoveryError as error:
+        denied = error.reason == "denied"
+        case.add("engine-denied" if denied else "engine-unreachable", url=url, error=str(error))
+        return
+    case.http = EngineHttp(url, token, limits)
+    case.metrics = case.http.metrics()
+    _check_events(case)
+    _check_cache(case)
+    _check_model(case)
+    _check_version(case)
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """Return a version's leading numbers.
+
+    Examples:
+        >>> version_of("0.10.1.1rc2"), version_of("dev")
+        ((0, 10, 1, 1), ())
+    """
+    numbers = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(number[:9]) for number in numbers[0].split(".")) if numbers else ()
+
+
+def _check_events(case: Case) -> None:
+    report = case.report
+    assert report is not None
+    others = sorted({p for p in _publishers(report.answers) if p not in ("zmq", "null")})
+    if others:
+        case.add("publisher-not-zmq", publisher=", ".join(others))
+    elif report.publishes is False:
+        case.add("events-off", url=report.url)
+    if case.worker is not None or others:
+        return
+    try:
+        case.worker = report.worker()
+    except DiscoveryError as error:
+        if error.reason == "unsaid":
+            case.add("sources-unknown", url=report.url, failures=report.failures)
+        elif error.reason == "content":
+            case.add("endpoint-unreachable", endpoint=report.url, error=str(error))
+    else:
+        case.name = case.worker.name
+
+
+def _publishers(answers: Mapping[str, Any]) -> Iterator[str]:
+    """The publishers that an engine's answers name."""
+    sources = answers.get("/kv_event_sources")
+    if isinstance(sources, Mapping):
+        sources = sources.get("sources", list(sources.values()))
+    info = answers.get("/server_info") or answers.get("/get_server_info")
+    described = [info.get("kv_events")] if isinstance(info, Mapping) else []
+    for entry in [*(sources if isinstance(sources, list) else []), *described]:
+        if isinstance(entry, Mapping) and isinstance(entry.get("publisher"), str):
+            yield entry["publisher"]
+
+
+def _check_cache(case: Case) -> None:
+    config = case.metrics.labels("vllm:cache_config_info")
+    if config.get("enable_prefix_caching") == "False" or case.info.get("disable_radix_cache"):
+        case.add("prefix-caching-off", source="cache_config_info" if config else "server_info")
+    size, longest = case.block_size, case.max_model_len
+    if size is not None and longest is not None and 2 * size > longest:
+        case.add("block-exceeds-prompts", block_size=size, max_model_len=longest)
+    elif size is not None and size >= _LARGE_BLOCK:
+        case.add("block-large", block_size=size)
+    blocks = config.get("num_gpu_blocks", "")
+    tokens = int(blocks) * size if blocks.isdigit() and len(blocks) < 12 and size else None
+    if not config:
+        told = case.info.get("max_total_num_tokens")
+        tokens = told if isinstance(told, int) else None
+    if tokens and longest and tokens < 2 * longest:
+        case.add("cache-small", cache_tokens=tokens, max_model_len=longest)
+
+
+def _check_model(case: Case) -> None:
+    info = case.info
+    if info.get("disaggregation_mode") == "decode":
+        case.add("decode-only", disaggregation_mode="decode")
+    algorithm = info.get("speculative_algorithm")
+    if isinstance(algorithm, str) and algorithm.upper() in ("EAGLE", "EAGLE3", "NEXTN"):
+        case.add("speculates-bigrams", algorithm=algorithm)
+    if len(case.addresses) > 1 and case.target.worker is None:
+        case.add("dp-behind-one-port", ranks=len(case.addresses))
+
+
+def _check_version(case: Case) -> None:
+    assert case.report is not None
+    version = version_of(case.report.version)
+    for engine, first, fixed, bug in _BUGS:
+        if case.engine == engine and version_of(first) <= version < version_of(fixed):
+            case.add(
+                "version-known-bug",
+                version=case.report.version,
+                bug=bug,
+                since=fixed,
+                engine_name=engine,
+            )

@@ -1,0 +1,147 @@
+"""What an engine says of itself over HTTP, and what the doctor makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvindex import Worker
+from kvindex.doctor import Target
+from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from tests.e2e.doctored import LIVE, PATIENT, ids, look_at, the
+from tests.live import worker_of
+
+
+def found_in(engine: FakeEngine, passive: bool = True, **options: Any) -> list[str]:
+    """What is found of one engine with these options."""
+    with engine, HttpEngine(engine, options=HttpOptions(**options)) as server:
+        return ids(look_at(server.url, passive=passive))
+
+
+def test_an_engine_that_does_not_answer_could_not_be_looked_at() -> None:
+    report = look_at("http://127.0.0.1:1")
+    assert ids(report) == ["engine-unreachable"]
+    assert report.exit_code == 2
+
+
+def test_an_engine_that_wants_its_key_could_not_be_looked_at() -> None:
+    with FakeEngine() as engine:
+        with HttpEngine(engine, options=HttpOptions(api_key="k")) as server:
+            report = look_at(server.url)
+            assert ids(report) == ["engine-denied"]
+            assert report.exit_code == 2
+            assert ids(look_at(server.url, token="k", limits=PATIENT)) == ["all-well"]
+
+
+@pytest.mark.parametrize(("dialect", "flag"), [("vllm-0.33.0", "enable_"), ("sglang-0.5.22", "")])
+def test_events_that_are_off_are_found_with_the_flag_to_set(dialect: str, flag: str) -> None:
+    with FakeEngine(publish=False, dialect=dialect) as engine, HttpEngine(engine) as server:
+        report = look_at(server.url)
+        assert ids(report) == ["events-off"]
+        remedy = the(report, "events-off").remedy
+        assert f"--kv-events-config '{{\"{flag or 'publisher'}" in remedy
+        assert report.exit_code == 1
+
+
+def test_an_engine_that_does_not_say_where_it_publishes() -> None:
+    with FakeEngine() as engine:
+        with HttpEngine(engine, options=HttpOptions(sources=None)) as server:
+            report = look_at(server.url, passive=True)
+            assert ids(report) == ["sources-unknown"]
+            assert report.exit_code == 2
+            told = Target(url=server.url, worker=worker_of(engine))
+            assert ids(look_at(told, limits=PATIENT)) == ["all-well"]
+
+
+def test_a_publisher_that_is_not_zmq_is_named() -> None:
+    assert found_in(FakeEngine(), announce={"publisher": "nats"}) == ["publisher-not-zmq"]
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.22"])
+def test_prefix_caching_that_is_off_is_found(dialect: str) -> None:
+    found = found_in(FakeEngine(dialect=dialect), passive=False, prefix_caching=False)
+    assert found == ["prefix-caching-off"]
+
+
+def test_blocks_that_no_prompt_fills_are_found() -> None:
+    assert found_in(FakeEngine(block_size=1500)) == ["block-exceeds-prompts"]
+    assert found_in(FakeEngine(block_size=528)) == ["block-large"]
+
+
+def test_a_cache_of_less_than_two_requests_is_small() -> None:
+    assert found_in(FakeEngine(num_blocks=200)) == ["cache-small"]
+    assert found_in(FakeEngine(num_blocks=200, dialect="sglang-0.5.22")) == ["cache-small"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "version", "bug"),
+    [
+        ("sglang-0.4.8", "0.5.0rc1", True),
+        ("sglang-0.4.8", "0.5.4.post2", True),
+        ("sglang-0.4.8", "0.5.6", True),
+        ("sglang-0.4.8", "0.5.7", False),
+        ("vllm-0.9.1", "0.10.1.1", True),
+        ("vllm-0.17.0", "0.19.2", True),
+        ("vllm-0.33.0", "dev", False),
+    ],
+)
+def test_versions_with_known_bugs_are_named(dialect: str, version: str, bug: bool) -> None:
+    found = found_in(FakeEngine(dialect=dialect), version=version)
+    assert found == ["version-known-bug"] * bug
+
+
+def test_ranks_behind_one_port_are_pointed_out() -> None:
+    with FakeEngine(dp_rank=0) as zero, FakeEngine(dp_rank=1) as one:
+        with HttpEngine([zero, one]) as server:
+            report = look_at(server.url, limits=PATIENT)
+            assert ids(report) == ["dp-behind-one-port", "all-well"]
+            assert report.exit_code == 0
+            assert report.targets[0].ranks == {0: zero.endpoint, 1: one.endpoint}
+
+
+def test_an_engine_that_only_decodes_is_pointed_out() -> None:
+    assert found_in(FakeEngine(dialect="sglang-0.5.22"), role="decode") == ["decode-only"]
+
+
+def test_bigrams_are_pointed_out() -> None:
+    assert found_in(FakeEngine(dialect="sglang-0.5.20-eagle")) == ["speculates-bigrams"]
+
+
+def test_hits_in_a_cache_that_publishes_nothing_are_pointed_out() -> None:
+    assert found_in(FakeEngine(), external_hits=320) == ["offload-unseen"]
+
+
+def test_block_sizes_that_differ_are_pointed_out() -> None:
+    with FakeEngine(dialect="sglang-0.5.22", block_size=32) as engine:
+        engine.serve(range(100))
+        with HttpEngine(engine, options=HttpOptions(announce={"block_size": 8})) as server:
+            report = look_at(server.url, passive=True, limits=LIVE)
+            assert the(report, "block-size-differs").evidence == {"said": 8, "heard": "32"}
+
+
+def test_a_block_size_that_the_router_assumes_wrongly_is_an_error() -> None:
+    with FakeEngine(block_size=32) as engine:
+        engine.serve(range(100))
+        worker = worker_of(engine)
+        assert ids(look_at(worker, block_size=32, limits=LIVE)) == []
+        report = look_at(worker, block_size=16, limits=LIVE)
+        assert the(report, "block-size-assumed").evidence == {"assumed": 16, "heard": "32"}
+
+
+def test_a_topic_that_names_another_model_is_pointed_out() -> None:
+    with FakeEngine(topic="kv@10.0.0.1:8000@other") as engine:
+        with HttpEngine(engine, model="mine") as server:
+            report = look_at(server.url, limits=PATIENT)
+            assert ids(report) == ["topic-names-another", "all-well"]
+            assert the(report, "topic-names-another").evidence["named"] == "other"
+
+
+def test_many_targets_are_examined_at_once_and_named_apart() -> None:
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        worker = Worker("a", engine.endpoint, replay=engine.replay_endpoint)
+        report = look_at(server.url, worker, worker, "http://127.0.0.1:1", limits=PATIENT)
+        names = [target.name for target in report.targets]
+        assert names == [server.url[7:], "a", "a#2", "127.0.0.1:1"]
+        assert sorted(ids(report)) == ["all-well", "engine-unreachable"]
+        assert report.exit_code == 2
