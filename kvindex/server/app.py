@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 from kvindex import BusyError, ClosedError
 from kvindex.errors import EndpointRefusedError, RegistrationError
 from kvindex.server.asking import answer
+from kvindex.server.catalog import DEFAULT_GROUP, Partition
 from kvindex.server.dialects import dynamo
 from kvindex.server.replies import TEXT, Reply, json_reply, refused
 from kvindex.server.service import Service
@@ -26,28 +27,39 @@ __all__ = ["build_app"]
 logger = logging.getLogger(__name__)
 
 _CODES = {"conflict": 409, "unknown": 404, "invalid": 400, "room": 503}
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Metrics(Protocol):
+    """What writes the metrics; see `Exposition.write`."""
+
+    def __call__(
+        self, workers: Collection[str] | None = None, *, per_rank: bool = True
+    ) -> tuple[bytes, str]: ...
 
 
 def build_app(
     service: Service,
     *,
     routes: Sequence[BaseRoute] = (),
-    metrics: Callable[[], tuple[bytes, str]] | None = None,
+    metrics: Metrics | None = None,
 ) -> Starlette:
     """Return the ASGI app that answers for a service.
 
     Args:
         service: what answers.
         routes: further ones (the page, `/api/…`, `/events`), which come after its own.
-        metrics: returns the body of `GET /metrics` and its content type; called in a thread.
+        metrics: returns the body of `GET /metrics` and its content type, for all workers or some;
+            called in a thread.
     """
     endpoints = Endpoints(service, metrics)
     own = [
         Route("/query", endpoints.query, methods=["POST"]),
         Route("/register", endpoints.register, methods=["POST"]),
         Route("/unregister", endpoints.unregister, methods=["POST"]),
+        Route("/outcomes", endpoints.outcomes, methods=["POST"]),
         Route("/workers", endpoints.workers, methods=["GET"]),
         Route("/health", endpoints.health, methods=["GET"]),
         Route("/ready", endpoints.ready, methods=["GET"]),
@@ -62,12 +74,39 @@ def build_app(
     return app
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """The body of POST /outcomes: one finished request, in tokens.
+
+    Attributes:
+        model_name, routing_group: whose.
+        asked: in its prompt.
+        attainable: of these, those that the best rank held when it was routed.
+        chosen: those that the chosen rank was expected to find cached.
+        delivered: those that its engine did find; null if it did not say.
+    """
+
+    model_name: str
+    asked: _Tokens
+    attainable: _Tokens
+    chosen: _Tokens
+    delivered: _Tokens | None = None
+    routing_group: str = DEFAULT_GROUP
+
+    def __post_init__(self) -> None:
+        for name in ("attainable", "chosen", "delivered"):
+            if (getattr(self, name) or 0) > self.asked:
+                raise ValueError(f"{name} must not be more than asked, {self.asked} tokens")
+
+    @property
+    def partition(self) -> Partition:
+        """Whose it is."""
+        return Partition(self.model_name, self.routing_group)
+
+
 class Endpoints:
     """The handlers of the app's own routes. Owner: the event loop."""
 
-    def __init__(
-        self, service: Service, metrics: Callable[[], tuple[bytes, str]] | None = None
-    ) -> None:
+    def __init__(self, service: Service, metrics: Metrics | None = None) -> None:
         self._service = service
         self._metrics = metrics
 
@@ -100,6 +139,18 @@ class Endpoints:
 
         return await _changed(leave)
 
+    async def outcomes(self, request: Request) -> Response:
+        """Answer POST /outcomes: a router reports what became of a finished request."""
+        body = await _read(request, Outcome)
+        if isinstance(body, Reply):
+            return _response(body)
+        if body.partition not in self._service.catalog.partitions:
+            return _response(refused(404, f"no indexer for {body.partition}"))
+        self._service.traffic.outcome(
+            body.partition, body.asked, body.attainable, body.chosen, body.delivered
+        )
+        return _response(Reply(200, b'{"status":"ok"}'))
+
     async def workers(self, request: Request) -> Response:
         """Answer GET /workers."""
         model = request.query_params.get("model_name")
@@ -131,9 +182,11 @@ class Endpoints:
         )
 
     async def metrics(self, request: Request) -> Response:
-        """Answer GET /metrics."""
+        """Answer GET /metrics; `?worker=` (repeatable) and `?ranks=0` make it shorter."""
         assert self._metrics is not None
-        body, content_type = await asyncio.to_thread(self._metrics)
+        workers = request.query_params.getlist("worker") or None
+        per_rank = request.query_params.get("ranks", "1") not in ("0", "false")
+        body, content_type = await asyncio.to_thread(self._metrics, workers, per_rank=per_rank)
         return _response(Reply(200, body, content_type.encode()))
 
 

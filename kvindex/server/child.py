@@ -17,7 +17,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from kvindex.fanout import Replica, join
+from kvindex.fanout import join
 from kvindex.server.asking import answer
 from kvindex.server.catalog import Catalog
 from kvindex.server.connections import GuardedProtocol
@@ -29,13 +29,14 @@ from kvindex.server.orders import Registered, Start, Stop, read_order
 from kvindex.server.proxy import Proxy
 from kvindex.server.replies import Reply
 from kvindex.server.service import Service
+from kvindex.server.traffic import Traffic
 
 __all__ = ["COUNTED", "ChildApp", "main"]
 
 logger = logging.getLogger(__name__)
 
-COUNTED: Final = (*REASONS, "requests", "queries", "passed_on")
-"""The counters of a child."""
+COUNTED: Final = (*REASONS, "passed_on")
+"""The counters of a child, besides its `Traffic`, which stands behind them."""
 
 _JOIN_SECONDS: Final = 60.0
 _ORPHAN_SECONDS: Final = 1.0  # for open requests, once the parent is gone
@@ -59,7 +60,6 @@ class ChildApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        self._counters.add("requests")
         if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
             await _send(send, Reply(200, b"", b""))
             return
@@ -81,10 +81,7 @@ class ChildApp:
         A partition that is not known here may have been registered a moment ago.
         """
         reply = answer(self._service, body, content_type)
-        if reply.status == 404:
-            return None
-        self._counters.add("queries")
-        return reply
+        return None if reply.status == 404 else reply
 
 
 def main() -> int:
@@ -98,28 +95,25 @@ def main() -> int:
     if not isinstance(start, Start):
         raise TypeError(f"the first order is {type(start).__name__}")
     logging.basicConfig(level=start.log_level, format="%(levelname)s %(name)s: %(message)s")
-    with mmap.mmap(start.counters_fd, Counters.size(COUNTED)) as memory:
-        counters = Counters(COUNTED, memoryview(memory))
-        try:
-            with join(start.fanout, _JOIN_SECONDS) as replica:
-                _serve(start, orders, replica, counters)
-        finally:
-            counters.close()
+    memory = memoryview(mmap.mmap(start.counters_fd, Counters.size(COUNTED) + Traffic.SIZE))
+    counters = Counters(COUNTED, memory)
+    traffic = Traffic(memory[Counters.size(COUNTED) :])
+    with join(start.fanout, _JOIN_SECONDS) as replica:
+        _serve(start, orders, Service(replica, traffic=traffic), counters)
     return 0
 
 
-def _serve(start: Start, orders: BinaryIO, replica: Replica, counters: Counters) -> None:
+def _serve(start: Start, orders: BinaryIO, service: Service, counters: Counters) -> None:
     guard = Guard(
         tokens=start.tokens,
         allowed_hosts=start.allowed_hosts,
         limits=start.limits,
         counters=counters,
     )
-    service = Service(replica)
     proxy = Proxy(start.upstream, guard)
     app = ChildApp(service, proxy, counters)
     server = HttpServer(
-        Gate(app, guard),
+        Gate(app, guard, service.traffic, start.routes),
         guard,
         base=GuardedProtocol,
         shutdown_within=start.shutdown_within,

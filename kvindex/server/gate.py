@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final, TypeAlias
 
 from kvindex.server.guards import Guard, Refusal
+from kvindex.server.traffic import METHODS, OTHER, Traffic
 
 __all__ = ["ASGIApp", "Gate", "Message", "Receive", "Scope", "Send", "answer"]
 
@@ -30,13 +31,23 @@ class Gate:
     Args:
         app: whose requests are guarded.
         guard: decides.
+        traffic: counts requests, refused ones too; none does by default.
+        routes: the paths that it counts by name.
 
     Owner: the server's event loop.
     """
 
-    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        guard: Guard,
+        traffic: Traffic | None = None,
+        routes: Iterable[str] = (),
+    ) -> None:
         self._app = app
         self._guard = guard
+        self._traffic = traffic
+        self._routes = frozenset(routes)
         self._streams: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,6 +56,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
+        if self._traffic is not None:
+            route = path if path in self._routes else OTHER
+            send = _counted(send, self._traffic, scope["method"], route)
         if path != _ALIVE:
             refusal = self._guard.admit(scope["headers"])
             if refusal is not None:
@@ -162,6 +176,17 @@ async def answer(send: Send, refusal: Refusal) -> None:
         {"type": "http.response.start", "status": refusal.status, "headers": refusal.headers}
     )
     await send({"type": "http.response.body", "body": refusal.body})
+
+
+def _counted(send: Send, traffic: Traffic, method: str, route: str) -> Send:
+    """Count a request when its response begins."""
+
+    async def counting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            traffic.request(method if method in METHODS else OTHER, route, message["status"])
+        await send(message)
+
+    return counting
 
 
 def _status_only(send: Send) -> Send:

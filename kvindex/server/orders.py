@@ -21,6 +21,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         upstream: path of the unix socket where all else is answered.
         listen_fd: descriptor of the listening socket that all children share.
         counters_fd: descriptor of the memory for this child's counters.
+        routes: paths that requests are counted under.
         tokens, allowed_hosts, limits, tls_cert, tls_key, shutdown_within: as in `ServeSettings`.
         log_level: of the package's log, as a number.
     """
@@ -29,6 +30,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     upstream: str
     listen_fd: int
     counters_fd: int
+    routes: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     limits: Limits = Limits()

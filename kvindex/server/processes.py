@@ -23,6 +23,7 @@ import msgspec
 from kvindex.server.catalog import Registration
 from kvindex.server.counters import Counters
 from kvindex.server.orders import Registered, Start, Stop, write_order
+from kvindex.server.traffic import Traffic
 
 __all__ = ["Children"]
 
@@ -84,6 +85,10 @@ class Children:
         for place in self._places:
             total.update(place.counters.values())
         return dict(total)
+
+    def traffic(self) -> list[Traffic]:
+        """Return what the processes at each place were asked, past ones included."""
+        return [place.traffic for place in self._places]
 
     def statistics(self) -> dict[str, Any]:
         """Return `running` and `wanted` processes, and by cause the `exits` nobody asked for."""
@@ -177,13 +182,15 @@ class _Place:
     """Where one process runs after the other: their counters go on."""
 
     def __init__(self, number: int, names: Sequence[str]) -> None:
-        size = max(Counters.size(names), 1)
+        own = Counters.size(names)
+        size = own + Traffic.SIZE
         self.number = number
         self.process: subprocess.Popen[bytes] | None = None
         self.descriptor = os.memfd_create(f"kvindex-counters-{number}")
         os.ftruncate(self.descriptor, size)
         self._memory = mmap.mmap(self.descriptor, size)
         self.counters = Counters(names, memoryview(self._memory))
+        self.traffic = Traffic(memoryview(self._memory)[own:])
 
     def close(self) -> None:
         """Let go of the descriptor; the numbers stay."""

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import msgspec
+from starlette.applications import Starlette
 
 from kvindex import Client, KVIndexError, SnapshotError
 from kvindex.discovery import Discovery, Found, Source
@@ -21,6 +22,7 @@ from kvindex.server.app import build_app
 from kvindex.server.catalog import Partition
 from kvindex.server.child import COUNTED
 from kvindex.server.connections import GuardedProtocol
+from kvindex.server.exposition import Exposition
 from kvindex.server.gate import Gate
 from kvindex.server.guards import REASONS, Guard
 from kvindex.server.http import HttpServer
@@ -32,6 +34,7 @@ from kvindex.server.service import Service
 from kvindex.server.settings import ConfigFile, ServeSettings, Table
 from kvindex.server.snapshots import snapshot_route
 from kvindex.server.state import Saver, fetch_snapshot, read_registrations
+from kvindex.server.traffic import Totals, Traffic
 from kvindex.server.workers import BLOCK_SIZE
 
 __all__ = ["Running"]
@@ -95,7 +98,11 @@ class Running:
             opened.callback(self._discovery.close)
             self.missing = self._discovery.wait_found(_FIRST_LOOK)
             self._guard = self._new_guard()
-            self._gate = Gate(self._new_app(), self._guard)
+            app = self._new_app()
+            self._routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))
+            # With several processes each counts its own, those that it passes on to this one too.
+            traffic = self.service.traffic if settings.processes == 1 else None
+            self._gate = Gate(app, self._guard, traffic, self._routes)
             self._server = self._new_server()
             self._opened = opened.pop_all()
 
@@ -169,8 +176,21 @@ class Running:
             )
         return Guard(tokens=self._tokens, allowed_hosts=settings.allowed_hosts, limits=limits)
 
-    def _new_app(self) -> Any:
-        return build_app(self.service, routes=[snapshot_route(self._client)])
+    def _new_app(self) -> Starlette:
+        exposition = Exposition(
+            self.service,
+            Totals(self._traffic),
+            self.statistics,
+            dynamo_names=self.settings.compat_metrics,
+        )
+        return build_app(
+            self.service, routes=[snapshot_route(self._client)], metrics=exposition.write
+        )
+
+    def _traffic(self) -> list[Traffic]:
+        """Return what each process was asked."""
+        own = [self.service.traffic]
+        return own if self._children is None else own + self._children.traffic()
 
     def _new_server(self) -> HttpServer:
         settings = self.settings
@@ -203,6 +223,7 @@ class Running:
             upstream=self._path("http"),
             listen_fd=self._socket.fileno(),
             counters_fd=-1,
+            routes=self._routes,
             tokens=self._tokens,
             allowed_hosts=settings.allowed_hosts,
             limits=settings.limits,
@@ -307,13 +328,11 @@ class Running:
         and `processes`: as their parts say; None where there is no such part.
         """
         refused = self._guard.counters.values()
-        counted: dict[str, int] = {}
         if self._children is not None:
             counted = self._children.counters()
             refused = {name: refused[name] + counted[name] for name in REASONS}
         return {
             "refused": refused,
-            "counted": counted,
             "discovery": self._discovery.statistics(),
             "state": None if self._saver is None else self._saver.statistics(),
             "processes": None if self._children is None else self._children.statistics(),

@@ -12,24 +12,11 @@ from kvindex.fanout import FanOut, Replica
 from kvindex.server.answers import AnswerForm
 from kvindex.server.catalog import Catalog, Partition, Registration
 from kvindex.server.registry import Registry
+from kvindex.server.traffic import Traffic
 
-__all__ = ["Asked", "Ranks", "Service", "Standing"]
+__all__ = ["Ranks", "Service", "Standing"]
 
 _PATIENCE = 30.0  # seconds that a rank is waited for before a server without it is ready
-
-
-class Asked(NamedTuple):
-    """What was asked of one partition so far, in tokens where not said otherwise.
-
-    Attributes:
-        queries: how many.
-        tokens: in their prompts.
-        best_tokens: of those, the tokens that the rank with the most held, summed over queries.
-    """
-
-    queries: int = 0
-    tokens: int = 0
-    best_tokens: int = 0
 
 
 class Standing(NamedTuple):
@@ -82,6 +69,7 @@ class Service:
             and nowhere else; or a replica, whose server tells what is registered (`follow`).
         registry: made of a client or a fan-out by default.
         patience: seconds for which a rank that is not live keeps the server from being ready.
+        traffic: counts what is asked; one of its own by default.
         clock: monotonic seconds.
 
     Thread safety: `match`, `ranks_of` and `count` on one thread (the event loop's); what registers
@@ -94,6 +82,7 @@ class Service:
         registry: Registry | None = None,
         *,
         patience: float = _PATIENCE,
+        traffic: Traffic | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.source = source.client if isinstance(source, FanOut) else source
@@ -108,7 +97,7 @@ class Service:
         ] = {}  # since when awaited; None: was live
         self._ranks: dict[Partition, Ranks] = {}
         self._made_of: tuple[object, object] = (None, None)
-        self.asked: dict[Partition, Asked] = {}
+        self.traffic = Traffic() if traffic is None else traffic
 
     # Registrations ----------------------------------------------------------------------------
 
@@ -157,13 +146,12 @@ class Service:
 
         Raises: as `Index.match`.
         """
+        began = time.perf_counter_ns()
         trusts = self.source.trusts()
         match = self.source.index.match(token_ids, lora=lora, salt=salt)
         best = max(match.hits(ranks.rows).tokens, default=0)
-        before = self.asked.get(ranks.partition, Asked())
-        self.asked[ranks.partition] = Asked(
-            before.queries + 1, before.tokens + len(token_ids), before.best_tokens + best
-        )
+        took = time.perf_counter_ns() - began
+        self.traffic.query(ranks.partition, len(token_ids), best, took)
         return match, trusts
 
     # How the ranks stand ----------------------------------------------------------------------

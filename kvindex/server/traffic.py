@@ -14,11 +14,14 @@ from typing import Final
 from kvindex.metrics import BUCKETS, Labels, Outcomes, Queries, Requests
 from kvindex.server.catalog import Partition
 
-__all__ = ["Rows", "Totals", "Traffic"]
+__all__ = ["METHODS", "OTHER", "Rows", "Totals", "Traffic"]
+
+METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+OTHER: Final = "(other)"
+"""Stands for methods and paths that nobody has a route for, and for names without room."""
 
 _OUTCOMES: Final = ("requests", "asked", "attainable", "chosen")  # see `Traffic.outcome`
 _REPORTED: Final = (*_OUTCOMES, "delivered")
-_TOO_MANY: Final = "(other)"
 _NAME_BYTES: Final = 248
 _MOST_REQUESTS: Final = 512
 _MOST_PARTITIONS: Final = 256
@@ -53,7 +56,7 @@ class Rows:
         self._most = rows
         self._size = self.size(1, width)
         self._known = {name: numbers for _, name, numbers in self._used()}  # of a predecessor
-        self._next = len(self._known.keys() - {_TOO_MANY})
+        self._next = len(self._known.keys() - {OTHER})
 
     @staticmethod
     def size(rows: int, width: int) -> int:
@@ -71,10 +74,10 @@ class Rows:
     def _begin(self, name: str) -> memoryview:
         encoded = name.encode(errors="replace")
         last = self._most - 1
-        number = last if name == _TOO_MANY else self._next
-        if name != _TOO_MANY:
+        number = last if name == OTHER else self._next
+        if name != OTHER:
             if len(encoded) > _NAME_BYTES or number == last:
-                return self.row(_TOO_MANY)
+                return self.row(OTHER)
             self._next += 1
         length, place, numbers = self._row(number)
         place[: len(encoded)] = encoded
@@ -115,8 +118,8 @@ class Traffic:
         """Count an answered request.
 
         Args:
-            method: "GET", "POST", ….
-            route: the path of a route that there is, so that there are not many.
+            method: one of METHODS, or OTHER.
+            route: the path of a route that there is, or OTHER, so that there are not many.
             code: the HTTP status code.
         """
         self._requests.row(f"{method} {route} {code}")[0] += 1
@@ -160,7 +163,7 @@ class Traffic:
         """Return how many requests were answered, by method, route and status code."""
         found = {}
         for name, (count,) in self._requests.rows().items():
-            method, route, code = name.split(" ") if name != _TOO_MANY else ("", name, "0")
+            method, route, code = name.split(" ") if name != OTHER else ("", name, "0")
             found[method, route, int(code)] = count
         return found
 
