@@ -51,6 +51,21 @@ def read_query(
 ) -> tuple[bytes | None, bytes] | tuple[int, int, int]:
     """Return the packed tokens and the rest; or the fault, its byte, and the tokens before it."""
 
+class AnswerWriter:
+    """An answer's JSON for all instances at once; any thread may write."""
+
+    def __init__(self, dialect: int, tenant: str, instances: list[tuple[str, list[str]]]) -> None:
+        """Names, the tenant's too, are JSON strings with their quotes."""
+    def write(
+        self,
+        device: array[int],
+        host: array[int],
+        tokens: array[int],
+        block_size: array[int],
+        trusts: tuple[bytes, ...] | None,
+    ) -> bytes:
+        """Return the answer; `trusts` is added to each instance's object, a comma first."""
+
 def choose(
     prompt_tokens: int,
     hits: tuple[array[int], ...],

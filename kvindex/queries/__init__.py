@@ -5,6 +5,7 @@ or rank. Nothing here knows HTTP.
 """
 
 from kvindex.errors import QueryError
+from kvindex.queries.answers import AnswerForm
 from kvindex.queries.reading import Query, read_query
 
-__all__ = ["Query", "QueryError", "read_query"]
+__all__ = ["AnswerForm", "Query", "QueryError", "read_query"]

@@ -1,9 +1,19 @@
 // What kvindex.queries reads and writes: a query's JSON, and an answer's.
 #include "bindings/queries.hpp"
 
-#include <cstring>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bindings/columns.hpp"
 #include "bindings/py_index.hpp"
+#include "core/answer_writer.hpp"
 #include "core/query_reader.hpp"
 
 namespace nb = nanobind;
@@ -15,7 +25,8 @@ namespace {
 
 // Bytes of a body from which on it is worth a hand-over of the GIL: some 100 µs of work.
 constexpr size_t kLongBody = size_t{256} << 10;
-constexpr size_t kMostKept = size_t{1} << 20;  // tokens of a thread's query between bodies
+// Tokens of a thread's query that are kept between bodies, and bytes of its answer likewise.
+constexpr size_t kMostKept = size_t{1} << 20;
 
 nb::object new_bytes(size_t size) {
   PyObject* const made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
@@ -57,9 +68,59 @@ nb::tuple read_body(nb::handle body, size_t max_tokens) {
   return told;
 }
 
+using NamedRanks = std::pair<std::string, std::vector<std::string>>;  // JSON, in UTF-8
+
+void make_writer(AnswerWriter* self, int dialect, const std::string& tenant,
+                 std::vector<NamedRanks> instances) {
+  std::vector<AnswerWriter::Instance> named;
+  for (NamedRanks& instance : instances) {
+    named.push_back({std::move(instance.first), std::move(instance.second)});
+  }
+  new (self) AnswerWriter(static_cast<AnswerDialect>(dialect), tenant, named);
+}
+
+// What is to be added to each instance, and how many bytes that is in all; empty: nothing.
+std::vector<std::string_view> added_texts(nb::handle trusts, size_t instances, size_t& size) {
+  std::vector<std::string_view> texts;
+  if (trusts.is_none()) return texts;
+  if (!PyTuple_Check(trusts.ptr()) || nb::len(trusts) != instances) {
+    throw nb::value_error("trusts must be a tuple with a text for each instance");
+  }
+  texts.reserve(instances);
+  for (size_t i = 0; i < instances; ++i) {
+    PyObject* const text = PyTuple_GET_ITEM(trusts.ptr(), static_cast<Py_ssize_t>(i));
+    if (!PyBytes_Check(text)) throw nb::type_error("trusts must be a tuple of bytes");
+    texts.emplace_back(PyBytes_AS_STRING(text), static_cast<size_t>(PyBytes_GET_SIZE(text)));
+    size += texts.back().size();
+  }
+  return texts;
+}
+
+nb::bytes write_answer(const AnswerWriter& self, nb::handle device, nb::handle host,
+                       nb::handle tokens, nb::handle block_size, nb::handle trusts) {
+  const size_t rows = self.rows();
+  const Column<const int64_t> devices(device, "device", rows);
+  const Column<const int64_t> hosts(host, "host", rows);
+  const Column<const int64_t> all(tokens, "tokens", rows);
+  const Column<const int64_t> sizes(block_size, "block_size", rows);
+  size_t most = self.most();
+  const std::vector<std::string_view> added = added_texts(trusts, self.instances(), most);
+  thread_local std::vector<char> page;
+  if (page.size() < most) page.resize(most);
+  const char* const end = self.write({devices.data(), hosts.data(), all.data(), sizes.data()},
+                                     trusts.is_none() ? nullptr : added.data(), page.data());
+  const nb::bytes written(page.data(), static_cast<size_t>(end - page.data()));
+  if (page.capacity() > kMostKept) page = {};
+  return written;
+}
+
 }  // namespace
 
 void bind_queries(nb::module_& module) {
+  nb::class_<AnswerWriter>(module, "AnswerWriter")
+      .def("__init__", &make_writer, "dialect"_a, "tenant"_a, "instances"_a)
+      .def("write", &write_answer, "device"_a, "host"_a, "tokens"_a, "block_size"_a,
+           "trusts"_a.none());
   module.def("read_query", &read_body, "body"_a.none(), "max_tokens"_a);
 }
 

@@ -1,4 +1,5 @@
-// Queries' JSON: what is read of it, what is left, and where it is refused.
+// Queries' JSON: what is read of it, what is left, and where it is refused. And the JSON of answers.
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -6,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/answer_writer.hpp"
 #include "core/query_reader.hpp"
 #include "tests/expect.hpp"
 
@@ -117,9 +119,80 @@ void test_any_bytes(Choices& choices) {
   EXPECT(query.cut_end <= text.size() && query.tokens.size() <= text.size() / 2);
 }
 
+struct Held {
+  explicit Held(size_t rows) : device(rows), host(rows), tokens(rows), sizes(rows) {}
+
+  AnswerColumns view() const { return {device.data(), host.data(), tokens.data(), sizes.data()}; }
+
+  std::vector<int64_t> device, host, tokens, sizes;
+};
+
+// Written into just as much memory as the writer asks for.
+std::string write(const AnswerWriter& writer, const Held& held,
+                  const std::vector<std::string_view>& trusts = {}) {
+  size_t most = writer.most();
+  for (const std::string_view trust : trusts) most += trust.size();
+  const std::unique_ptr<char[]> page(new char[most]);
+  const char* const end =
+      writer.write(held.view(), trusts.empty() ? nullptr : trusts.data(), page.get());
+  return {page.get(), static_cast<size_t>(end - page.get())};
+}
+
+void test_answers_in_each_dialect() {
+  const std::vector<AnswerWriter::Instance> instances = {
+      {"\"1\"", {"\"0\"", "\"1\""}}, {"\"none\"", {}}, {"\"2\"", {"\"0\""}}, {"\"3\"", {"\"7\""}}};
+  Held held(4);
+  held.device = {32, 0, 0, 0};
+  held.host = {32, 48, 0, 0};
+  held.tokens = {64, 48, 0, 16};
+  held.sizes = {16, 16, 0, 16};
+  const std::vector<std::string_view> trusts = {",\"t\":1", ",\"t\":2", ",\"t\":3", ""};
+  EXPECT(write(AnswerWriter(AnswerDialect::dynamo, "", instances), held, trusts) ==
+         R"({"scores":{"1":{"0":32}},"frequencies":[],"instances":{)"
+         R"("1":{"longest_matched":64,"gpu":32,"dp":{"0":32,"1":0},"cpu":48,"disk":64,"t":1},)"
+         R"("3":{"longest_matched":16,"gpu":0,"dp":{"7":0},"cpu":0,"disk":16}}})");
+  EXPECT(write(AnswerWriter(AnswerDialect::rfc, "\"x\"", instances), held, trusts) ==
+         R"({"x":{"1":{"longest_matched":64,"GPU":32,"DP":{"0":64,"1":48},"CPU":48,"DISK":64,"t":1},)"
+         R"("3":{"longest_matched":16,"GPU":0,"DP":{"7":16},"CPU":0,"DISK":16}}})");
+  EXPECT(write(AnswerWriter(AnswerDialect::motor, "\"x\"", instances), held, trusts) ==
+         R"({"x":{"1":{"longest_matched":64,"DP":{)"
+         R"("0":{"matched_tokens":64,"npu_blocks":2,"cpu_blocks":0,"disk_blocks":2},)"
+         R"("1":{"matched_tokens":48,"npu_blocks":0,"cpu_blocks":3,"disk_blocks":0}},"t":1},)"
+         R"("3":{"longest_matched":16,"DP":{)"
+         R"("7":{"matched_tokens":16,"npu_blocks":0,"cpu_blocks":0,"disk_blocks":1}}}}})");
+  EXPECT(write(AnswerWriter(AnswerDialect::rfc, "\"x\"", instances), Held(4)) == R"({"x":{}})");
+  EXPECT(write(AnswerWriter(AnswerDialect::dynamo, "", {}), Held(0)) ==
+         R"({"scores":{},"frequencies":[],"instances":{}})");
+}
+
+// However long names and numbers are, an answer takes no more than was said, and is balanced.
+void test_answers_of_any_size(Choices& choices) {
+  std::vector<AnswerWriter::Instance> instances(choices.below(6));
+  size_t rows = 0;
+  const auto name = [&] { return '"' + std::string(choices.below(80), 'n') + '"'; };
+  for (AnswerWriter::Instance& instance : instances) {
+    instance.name = name();
+    instance.ranks.resize(choices.below(4));
+    for (std::string& rank : instance.ranks) rank = name();
+    rows += instance.ranks.size();
+  }
+  Held held(rows);
+  for (std::vector<int64_t>* column : {&held.device, &held.host, &held.tokens, &held.sizes}) {
+    for (int64_t& value : *column) {
+      value = choices.once_in(3) ? std::numeric_limits<int64_t>::max() : choices.below(3);
+      if (choices.once_in(9)) value = std::numeric_limits<int64_t>::min();
+    }
+  }
+  const auto dialect = static_cast<AnswerDialect>(choices.below(3));
+  const std::string text = write(AnswerWriter(dialect, name(), instances), held);
+  EXPECT(std::count(text.begin(), text.end(), '{') == std::count(text.begin(), text.end(), '}'));
+  EXPECT(std::count(text.begin(), text.end(), '"') % 2 == 0);
+}
+
 }  // namespace
 
 int main() {
+  test_answers_in_each_dialect();
   test_the_rest_is_the_object_without_its_tokens();
   test_faults_are_found_where_they_are();
   test_depth_is_bounded();
@@ -127,5 +200,6 @@ int main() {
     Choices choices(static_cast<uint64_t>(seed));
     test_tokens_are_read(choices);
     test_any_bytes(choices);
+    test_answers_of_any_size(choices);
   }
 }

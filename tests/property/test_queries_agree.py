@@ -1,4 +1,4 @@
-"""The native reader of queries and its Python twin, side by side: the same, whatever the bytes are.
+"""Queries and answers as JSON, natively and in Python, side by side: the same bytes.
 
 Collected only where the native module was built (conftest.py here).
 """
@@ -6,14 +6,18 @@ Collected only where the native module was built (conftest.py here).
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvindex import Hits
+from kvindex._native import AnswerWriter
 from kvindex._native import read_query as scan_natively
 from kvindex.queries.scanning import Fault, Scanned, scan_in_python
+from kvindex.queries.writing import AnswerDialect, PythonWriter
 
 ANY = 2**62
 
@@ -106,3 +110,25 @@ def test_hostile_bytes_are_read_alike_and_never_pass_as_json(body: bytes) -> Non
         if is_json and found[0] is not None:
             assert whole.pop("token_ids") == memoryview(found[0]).cast("I").tolist()
         assert rest == whole
+
+
+names = st.text(max_size=40).map(json.dumps)
+counts = st.integers(0, 5) | st.sampled_from([16, 10**9, 2**63 - 1])
+held = st.tuples(counts, counts, counts, counts)
+instances = st.lists(st.tuples(names, st.lists(st.tuples(names, held), max_size=4)), max_size=6)
+
+
+@given(st.sampled_from(AnswerDialect), names, instances, st.booleans())
+def test_answers_are_written_alike_and_are_json(
+    dialect: AnswerDialect,
+    tenant: str,
+    given: list[tuple[str, list[tuple[str, tuple[int, ...]]]]],
+    trusted: bool,
+) -> None:
+    named = [(name, [rank for rank, _ in ranks]) for name, ranks in given]
+    rows = [values for _, ranks in given for _, values in ranks]
+    columns = Hits._make(array("q", [row[tier] for row in rows]) for tier in range(4))
+    trusts = tuple(f',"trust":{at}'.encode() for at in range(len(given))) if trusted else None
+    told = AnswerWriter(dialect, tenant, named).write(*columns, trusts)
+    assert told == PythonWriter(dialect, tenant, named).write(*columns, trusts)
+    assert isinstance(json.loads(told), dict)
