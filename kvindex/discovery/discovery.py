@@ -25,7 +25,7 @@ __all__ = ["Discovery"]
 logger = logging.getLogger("kvindex.discovery")
 
 _ASKERS = 8
-_LONGEST_PAUSE = 30.0  # seconds until a source that failed is called again
+_LONGEST_PAUSE = 10.0  # seconds until a source that failed is called again
 _PATIENCE = 5.0  # seconds for which `close` waits for a thread
 _FORKED = "this process was forked; discover in the child"
 

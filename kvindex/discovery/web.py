@@ -164,7 +164,8 @@ class Web:
         except BaseException as error:
             if sock is not None:
                 sock.close()
-            if isinstance(error, OSError | http.client.HTTPException | ValueError):
+            is_known = isinstance(error, DiscoveryError)  # the token cannot be read
+            if isinstance(error, OSError | http.client.HTTPException | ValueError) and not is_known:
                 raise self._explain(path, error, timeout) from error
             raise
         return Stream(self, path, sock, response, deadline)
@@ -219,17 +220,19 @@ class Stream:
         return self._reading(lambda: self._response.read(limit), self._deadline.seconds)
 
     def read_line(self, limit: int, timeout: float) -> bytes:
-        """Return the body's next line, without its end; b"" if the body has ended.
+        """Return the body's next line that is not empty; b"" if the body has ended.
 
         Raises:
             DiscoveryError: no whole line came within `timeout` seconds ("timeout"), it is longer
                 than `limit` bytes ("content"), or the connection broke.
         """
         self._deadline.restart(timeout)
-        line = self._reading(lambda: self._response.readline(limit + 1), timeout)
-        if len(line) > limit:
-            raise self._web._error(self._path, "content", f"sends a line above {limit} bytes")
-        return line.rstrip(b"\r\n") if line else b""
+        while line := self._reading(lambda: self._response.readline(limit + 1), timeout):
+            if len(line) > limit:
+                raise self._web._error(self._path, "content", f"sends a line above {limit} bytes")
+            if line := line.strip():
+                return line
+        return b""
 
     def _reading(self, read: Callable[[], bytes], timeout: float) -> bytes:
         try:

@@ -1,0 +1,223 @@
+"""Engines listed in a file that is read again whenever it changes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvindex.discovery.engine import engine_name
+from kvindex.discovery.targets import Target, Tell
+from kvindex.discovery.web import split_url
+from kvindex.errors import ConfigurationError, DiscoveryError
+from kvindex.subscribe import Worker
+from kvindex.wire import CacheSettings
+
+__all__ = ["FileSource", "read_targets"]
+
+_MAX_BYTES: Final = 16 << 20
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """One engine in a file."""
+
+    name: str = ""
+    url: str = ""
+    endpoint: str | list[str] | dict[str, str] | None = None
+    replay: str | list[str] | dict[str, str] | None = None
+    dp_size: int | None = None
+    topic: str = ""
+    bind: bool = False
+    model: str = ""
+    routing_group: str = "default"
+    labels: dict[str, str] = {}
+    cache: CacheSettings = CacheSettings()
+
+
+def read_targets(listed: Mapping[str, Any] | Iterable[Any]) -> tuple[Target, ...]:
+    """Return the engines that a file's content lists.
+
+    Args:
+        listed: an object with `workers` (a list of tables, each with `name` and `endpoint`, and if
+            need be `replay`, `dp_size`, `topic`, `bind`) or `engines` (a list of URLs, or of tables
+            with `url` and perhaps `name`) or both; each table may have `model`, `routing_group`,
+            `labels` and `cache`. Other keys are somebody else's. Or a list of such entries.
+
+    Raises:
+        ConfigurationError: an entry cannot be understood; says which and why.
+
+    Examples:
+        >>> [target.name for target in read_targets(["http://vllm-0:8000"])]
+        ['vllm-0:8000']
+        >>> read_targets([{"name": "a", "endpoint": "tcp://a:5557", "dp": 2}])
+        Traceback (most recent call last):
+        ...
+        kvindex.errors.ConfigurationError: engine 1: Object contains unknown field `dp`
+    """
+    if isinstance(listed, Mapping):
+        if "workers" not in listed and "engines" not in listed:
+            raise ConfigurationError("it has neither `workers` nor `engines`")
+        parts = [listed.get("workers", []), listed.get("engines", [])]
+        if not all(isinstance(part, list | tuple) for part in parts):
+            raise ConfigurationError("`workers` and `engines` must be lists")
+        entries = [entry for part in parts for entry in part]
+    else:
+        entries = list(listed)
+    targets = tuple(_target(entry, number) for number, entry in enumerate(entries, 1))
+    names = [target.name for target in targets]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigurationError(f"two engines are called {twice!r}: give each its own name")
+    return targets
+
+
+def _target(entry: Any, number: int) -> Target:
+    try:
+        given = _Entry(url=entry) if isinstance(entry, str) else msgspec.convert(entry, _Entry)
+        if bool(given.url) == (given.endpoint is not None):
+            raise ConfigurationError("give either `url`, to ask the engine, or `endpoint`")
+        worker = None
+        if given.url:
+            split_url(given.url)
+        else:
+            worker = _worker(given)
+        return Target(
+            given.name or engine_name(given.url),
+            given.url.rstrip("/"),
+            worker,
+            given.model,
+            given.routing_group,
+            given.labels,
+            cache=given.cache,
+        )
+    except (msgspec.ValidationError, ConfigurationError) as error:
+        raise ConfigurationError(f"engine {number}: {error}") from None
+
+
+def _worker(given: _Entry) -> Worker:
+    return Worker(
+        given.name,
+        _by_rank(given.endpoint) or "",
+        replay=_by_rank(given.replay),
+        dp_size=given.dp_size,
+        topic=given.topic,
+        bind=given.bind,
+        cache=given.cache,
+    )
+
+
+def _by_rank(endpoints: str | list[str] | dict[str, str] | None) -> Any:
+    """Return endpoints with dp_ranks as numbers: the keys of JSON and TOML are text."""
+    if not isinstance(endpoints, dict):
+        return endpoints
+    if not all(rank.isascii() and rank.isdigit() for rank in endpoints):
+        raise ConfigurationError(f"endpoints by dp_rank: {sorted(endpoints)} are not all numbers")
+    return {int(rank): endpoint for rank, endpoint in endpoints.items()}
+
+
+class FileSource:
+    """Tells of the engines that a file lists, and reads it again whenever it changes.
+
+    The form is told by the name: .toml, .json, or .ndjson and .jsonl with an entry on each line;
+    what it may hold says `read_targets`. A file that is missing or cannot be understood takes
+    nobody away: what it said last stays true. Write a new file and rename it over the old one, so
+    that no half of it is read.
+
+    Args:
+        path: the file.
+        interval: seconds between two looks at it.
+
+    Raises:
+        ConfigurationError: a value cannot work, or TOML cannot be read (Python 3.10 without tomli).
+
+    Examples:
+        >>> FileSource("engines.toml").name
+        'file engines.toml'
+    """
+
+    is_certain = True
+
+    def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
+        self.path = Path(path)
+        self.name = f"file {path}"
+        if self.path.suffix not in (".toml", ".json", ".ndjson", ".jsonl"):
+            raise ConfigurationError(
+                f"{path}: expected a name that ends with .toml, .json, .ndjson or .jsonl"
+            )
+        if not 0 < interval < 1e6:
+            raise ConfigurationError(f"interval must be above 0 seconds, not {interval!r}")
+        if self.path.suffix == ".toml":
+            _toml()
+        self._interval = interval
+        self._closed = threading.Event()
+        self._seen: tuple[int, ...] | None = None
+        self._told: tuple[Target, ...] | None = None
+
+    def watch(self, tell: Tell) -> None:
+        """Tell of the engines in the file, and again whenever they change."""
+        while not self._closed.is_set():
+            seen = self._look()
+            if seen != self._seen:
+                targets = self.read()
+                self._seen = seen
+                if targets != self._told:
+                    self._told = targets
+                    tell(targets)
+            self._closed.wait(self._interval)
+
+    def _look(self) -> tuple[int, ...]:
+        """Return what is different once the file has changed."""
+        try:
+            found = os.stat(self.path)
+        except OSError as error:
+            raise self._error("unreachable", f"cannot be read: {error.strerror}") from None
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
+    def _error(self, reason: str, text: str) -> DiscoveryError:
+        return DiscoveryError(f"{self.path} {text}", url=str(self.path), reason=reason)
+
+    def read(self) -> tuple[Target, ...]:
+        """Return the engines that the file lists now.
+
+        Raises:
+            DiscoveryError: it cannot be read, or understood.
+        """
+        try:
+            with self.path.open("rb") as file:
+                content = file.read(_MAX_BYTES + 1)
+        except OSError as error:
+            raise self._error("unreachable", f"cannot be read: {error.strerror}") from None
+        try:
+            if len(content) > _MAX_BYTES:
+                raise ConfigurationError(f"it has more than {_MAX_BYTES} bytes")
+            return read_targets(self._decoded(content))
+        except (ValueError, RecursionError) as error:
+            raise self._error("content", f"cannot be understood: {error}") from None
+
+    def _decoded(self, content: bytes) -> Any:
+        if self.path.suffix == ".toml":
+            return _toml().loads(content.decode())
+        if self.path.suffix == ".json":
+            found = msgspec.json.decode(content)
+            if not isinstance(found, list | dict):
+                raise ConfigurationError("expected a list or an object")
+            return found
+        return [msgspec.json.decode(line) for line in content.splitlines() if line.strip()]
+
+    def close(self) -> None:
+        """End `watch`."""
+        self._closed.set()
+
+
+def _toml() -> Any:
+    for name in ("tomllib", "tomli"):  # Python 3.11 brings the first
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            pass
+    raise ConfigurationError("reading TOML takes Python 3.11, or `pip install tomli`")
