@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from typing import BinaryIO, Final
 
 import msgspec
@@ -39,7 +38,7 @@ COUNTED: Final = (*REASONS, "passed_on")
 """The counters of a child, besides its `Traffic`, which stands behind them."""
 
 _JOIN_SECONDS: Final = 60.0
-_ORPHAN_SECONDS: Final = 1.0  # for open requests, once the parent is gone
+_ORPHAN_SECONDS: Final = 1  # for open requests, once the parent is gone
 
 
 class ChildApp:
@@ -84,26 +83,82 @@ class ChildApp:
         return None if reply.status == 404 else reply
 
 
+class Orders:
+    """Carries out what the parent says, on a thread of its own, until it says no more.
+
+    Args:
+        pipe: where the orders come from, after the first.
+
+    Attributes:
+        told: set once it is known who is registered.
+    """
+
+    def __init__(self, pipe: BinaryIO) -> None:
+        self.told = threading.Event()
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self._catalog = Catalog()
+        self._service: Service | None = None
+        self._server: HttpServer | None = None
+        threading.Thread(target=self._run, name="kvindex-orders", daemon=True).start()
+
+    def begin(self, service: Service, server: HttpServer) -> None:
+        """Have orders reach these from now on."""
+        with self._lock:
+            self._service, self._server = service, server
+            service.follow(self._catalog)
+
+    def _run(self) -> None:
+        why = "the parent process is gone"
+        try:
+            for line in self._pipe:
+                order = read_order(line)
+                if isinstance(order, Stop):
+                    why = ""
+                    break
+                if isinstance(order, Registered):
+                    self._follow(Catalog(order.registrations))
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            why = f"an order could not be read ({error})"
+        if why:
+            logger.error("%s: this process ends", why)
+        with self._lock:
+            if self._server is None:
+                os._exit(0)  # it answers nobody yet, and may wait for the fan-out for long
+            if why:
+                self._server.config.timeout_graceful_shutdown = _ORPHAN_SECONDS
+            self._server.stop()
+
+    def _follow(self, catalog: Catalog) -> None:
+        with self._lock:
+            self._catalog = catalog
+            if self._service is not None:
+                self._service.follow(catalog)
+        self.told.set()
+
+
 def main() -> int:
     """Serve until told to stop, or the parent is gone; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent as well
-    orders = os.fdopen(os.dup(0), "rb")
-    line = orders.readline()
+    pipe = os.fdopen(os.dup(0), "rb")
+    line = pipe.readline()
     if not line:
         return 0  # the parent has gone already
     start = read_order(line)
     if not isinstance(start, Start):
         raise TypeError(f"the first order is {type(start).__name__}")
     logging.basicConfig(level=start.log_level, format="%(levelname)s %(name)s: %(message)s")
+    orders = Orders(pipe)
     memory = memoryview(mmap.mmap(start.counters_fd, Counters.size(COUNTED) + Traffic.SIZE))
     counters = Counters(COUNTED, memory)
     traffic = Traffic(memory[Counters.size(COUNTED) :])
     with join(start.fanout, _JOIN_SECONDS) as replica:
+        orders.told.wait()
         _serve(start, orders, Service(replica, traffic=traffic), counters)
     return 0
 
 
-def _serve(start: Start, orders: BinaryIO, service: Service, counters: Counters) -> None:
+def _serve(start: Start, orders: Orders, service: Service, counters: Counters) -> None:
     guard = Guard(
         tokens=start.tokens,
         allowed_hosts=start.allowed_hosts,
@@ -121,33 +176,9 @@ def _serve(start: Start, orders: BinaryIO, service: Service, counters: Counters)
         ssl_keyfile=start.tls_key,
     )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    first = threading.Event()
-    threading.Thread(
-        target=_obey, args=(orders, service, server, first), name="kvindex-orders", daemon=True
-    ).start()
-    first.wait()
+    orders.begin(service, server)
     server.run(sockets=[socket.socket(fileno=start.listen_fd)])
     proxy.close()
-
-
-def _obey(orders: BinaryIO, service: Service, server: HttpServer, first: threading.Event) -> None:
-    """Carry out what the parent says, until it has nothing more to say."""
-    stop: Callable[[], None] = server.stop
-    try:
-        for line in orders:
-            order = read_order(line)
-            if isinstance(order, Stop):
-                return
-            if isinstance(order, Registered):
-                service.follow(Catalog(order.registrations))
-                first.set()
-        server.config.timeout_graceful_shutdown = int(_ORPHAN_SECONDS)
-        logger.error("the parent process is gone: this one ends")
-    except (OSError, ValueError, msgspec.MsgspecError):
-        logger.exception("an order could not be read: this process ends")
-    finally:
-        first.set()
-        stop()
 
 
 async def _whole(receive: Receive) -> bytes | None:

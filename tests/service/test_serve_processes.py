@@ -1,0 +1,93 @@
+"""`kvindex serve --processes`: children that die, a parent that dies, and what is passed on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from tests.native_ring import needs_ring
+from tests.service.served import BLOCK, Served, engine, matched, register, serving, until
+
+pytestmark = needs_ring
+
+PROMPT = list(range(3 * BLOCK))
+
+
+def answering(served: Served, count: int) -> list[int]:
+    """Wait until so many processes run; return their ids."""
+    return until(served.children, lambda pids: len(pids) == count)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_a_killed_child_is_started_again_and_others_answer_meanwhile() -> None:
+    with serving("--processes", 2) as served, engine() as one:
+        register(served, one)
+        one.serve(PROMPT)
+        until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
+        before = answering(served, 2)
+        os.kill(before[0], signal.SIGKILL)
+        until(lambda: "".join(served.said), lambda said: "signal 9" in said)
+        for _ in range(20):  # whoever takes the connection
+            assert matched(served, PROMPT) == len(PROMPT)
+        after = until(served.children, lambda pids: len(pids) == 2 and before[0] not in pids)
+        assert before[1] in after
+
+
+def test_children_end_when_their_parent_is_killed() -> None:
+    with serving("--processes", 2) as served:
+        assert served.get("/workers").status == 200
+        children = answering(served, 2)
+        served.process.kill()
+        until(lambda: [pid for pid in children if is_running(pid)], lambda left: not left)
+
+
+def test_the_private_directory_is_gone_after_the_end(tmp_path: Path) -> None:
+    with serving("--processes", 2, env={"TMPDIR": str(tmp_path)}) as served:
+        assert served.get("/health").status == 200
+        (made,) = tmp_path.iterdir()
+        assert made.stat().st_mode & 0o077 == 0
+        assert served.end() == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_processes_know_of_a_registration_that_was_answered() -> None:
+    with serving("--processes", 2) as served, engine() as one:
+        answering(served, 2)
+        assert register(served, one).status == 201
+        for _ in range(20):
+            assert matched(served, PROMPT) >= 0  # not 404, whoever answers
+
+
+def test_a_kept_connection_carries_queries_and_what_is_passed_on() -> None:
+    with serving("--processes", 2) as served, engine() as one:
+        register(served, one)
+        kept = served.connection()
+        for _ in range(10):
+            assert served.ask("GET", "/workers", via=kept).json[0]["instance_id"] == 1
+            query = {"token_ids": PROMPT, "model_name": "m"}
+            assert served.ask("POST", "/query", query, via=kept).status == 200
+            assert served.ask("GET", "/nowhere", via=kept).status == 404
+            assert served.ask("HEAD", "/workers", via=kept).body == b""
+        kept.close()
+
+
+def test_a_snapshot_streams_through_a_child() -> None:
+    with serving("--processes", 2) as served, engine() as one:
+        register(served, one)
+        one.serve(PROMPT)
+        until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
+        answer = until(lambda: served.get("/snapshot"), lambda got: got.status == 200)
+        assert int(answer.headers["content-length"]) == len(answer.body) > 0
