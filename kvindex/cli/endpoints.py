@@ -7,8 +7,17 @@ import argparse
 import msgspec
 
 from kvindex import CacheSettings, ConfigurationError, Worker
+from kvindex.discovery import EngineSource, Source, ask_engine
 
-__all__ = ["WORKER_FORM", "add_worker_arguments", "parse_worker", "workers_of"]
+__all__ = [
+    "WORKER_FORM",
+    "add_engine_arguments",
+    "add_worker_arguments",
+    "asked_workers",
+    "engines_of",
+    "parse_worker",
+    "workers_of",
+]
 
 WORKER_FORM = "NAME=ENDPOINT[,replay=ENDPOINT][,dp=N][,topic=T][,bind]"
 
@@ -36,6 +45,44 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bind", action="store_true", help="listen at --endpoint, for engines that connect"
     )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `engines_of` and `asked_workers` read."""
+    add_worker_arguments(parser)
+    parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="HTTP server of an engine, which is asked where it publishes; repeatable",
+    )
+
+
+def engines_of(
+    arguments: argparse.Namespace, cache: CacheSettings | None = None
+) -> list[Worker | str | Source]:
+    """Return the engines that the arguments name, for a client to follow: workers and a source.
+
+    Raises: as `workers_of`.
+    """
+    urls = arguments.engine
+    workers = workers_of(arguments, cache, needed=not urls)
+    return [*workers, EngineSource(urls, cache=cache)] if urls else [*workers]
+
+
+def asked_workers(arguments: argparse.Namespace) -> list[Worker]:
+    """Return the engines that the arguments name; those named by URL are asked now, once.
+
+    Raises:
+        ConfigurationError: as `workers_of`.
+        DiscoveryError: an engine does not say where it publishes.
+    """
+    sources = [EngineSource(arguments.engine)] if arguments.engine else []  # refuses bad URLs
+    workers = workers_of(arguments, needed=not sources)
+    for source in sources:
+        workers += [ask_engine(target.url).worker() for target in source.targets]
+    return workers
 
 
 def workers_of(
@@ -71,7 +118,8 @@ def workers_of(
         _refuse_strays(arguments)
     if needed and not workers:
         raise ConfigurationError(
-            f"no engine named: give --endpoint tcp://HOST:PORT or --worker {WORKER_FORM}"
+            "no engine named: give --engine http://HOST:PORT, --endpoint tcp://HOST:PORT or "
+            f"--worker {WORKER_FORM}"
         )
     names = [worker.name for worker in workers]
     twice = sorted({name for name in names if names.count(name) > 1})

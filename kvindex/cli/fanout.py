@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvindex import Client, ConfigurationError, SnapshotError, Worker
+from kvindex import Client, ConfigurationError, SnapshotError
 from kvindex.cli.arguments import Commands, add_cache_arguments, cache_of, count, seconds
-from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.endpoints import add_engine_arguments, engines_of
 from kvindex.cli.output import counted
 from kvindex.cli.states import StateChanges, state_table
+from kvindex.discovery import Engines
 from kvindex.fanout import FanOut
 
 __all__ = ["add_parser"]
@@ -79,20 +80,20 @@ def add_parser(commands: Commands) -> None:
         metavar="N",
         help="most blocks kept of one rank (default: 10,000,000)",
     )
-    add_worker_arguments(parser)
+    add_engine_arguments(parser)
     add_cache_arguments(parser)
     parser.set_defaults(run=run, log_from=logging.WARNING)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until it is ended."""
-    workers = workers_of(arguments, cache_of(arguments))
+    engines = engines_of(arguments, cache_of(arguments))
     if arguments.state:
         _check_writable(Path(arguments.state))
     with (
         _shown_by_signal() as asked,
         _ended_by_signals() as ignore_signals,
-        _opened(arguments, workers) as fanout,
+        _opened(arguments, engines) as fanout,
     ):
         try:
             ranks = counted(len(fanout.client.ranks), "rank")
@@ -120,10 +121,10 @@ def _serve(fanout: FanOut, asked: list[int], stats_every: float) -> None:
             print(json.dumps(fanout.report()), flush=True)
 
 
-def _opened(arguments: argparse.Namespace, workers: list[Worker]) -> FanOut:
+def _opened(arguments: argparse.Namespace, engines: Engines) -> FanOut:
     try:
         return FanOut(
-            workers,
+            engines,
             arguments.path,
             patience=arguments.patience,
             max_replicas=arguments.max_replicas,

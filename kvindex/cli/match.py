@@ -14,7 +14,7 @@ from kvindex.cli.arguments import (
     read_tokens,
     seconds,
 )
-from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.endpoints import add_engine_arguments, engines_of
 from kvindex.cli.output import counted, in_options, json_line, table
 
 __all__ = ["add_parser", "match_table"]
@@ -55,24 +55,24 @@ def add_parser(commands: Commands) -> None:
         "--explain", action="store_true", help="say where each rank's match ends, and why"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_worker_arguments(parser)
+    add_engine_arguments(parser)
     add_cache_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Connect, wait, ask, print."""
-    workers = workers_of(arguments, cache_of(arguments))
+    engines = engines_of(arguments, cache_of(arguments))
     token_ids = read_tokens(arguments.tokens)
     late: dict[str, str] = {}
-    with connect(workers) as client:
+    with connect(engines) as client:
         try:
             client.wait_live(arguments.wait)
         except NotLiveError as error:
             print(f"kvindex match: {in_options(str(error))}", file=sys.stderr)
             if arguments.require_live:
                 return _NOT_LIVE
-            late = {str(rank): reason for rank, reason in error.reasons.items()}
+            late = {str(rank): reason for rank, reason in error.reasons.items()} | error.engines
         options = {"lora": arguments.lora, "salt": arguments.salt}
         why = client.explain(token_ids, **options) if arguments.explain else None
         match = client.match(token_ids, **options) if why is None else why.match

@@ -17,7 +17,7 @@ import zmq
 
 from kvindex import ConfigurationError, DecodeError, EncodeError, Rank, SocketOptions, Worker
 from kvindex.cli.arguments import Commands, count, seconds
-from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.endpoints import add_engine_arguments, asked_workers
 from kvindex.cli.output import Progress, counted
 from kvindex.subscribe import PublisherAddress
 from kvindex.wire import RecordingWriter, parse_live, parse_replay, replay_request
@@ -57,13 +57,13 @@ def add_parser(commands: Commands) -> None:
         help="give a replay up after S seconds without a reply (default: 5)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite files that exist")
-    add_worker_arguments(parser)
+    add_engine_arguments(parser)
     parser.set_defaults(run=run, log_from=logging.WARNING)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Record until there was enough, or Ctrl-C; then the replays, if asked for."""
-    workers = workers_of(arguments)
+    workers = asked_workers(arguments)
     names = file_names(arguments.output, workers)
     if arguments.replay and not any(worker.replay for worker in workers):
         raise ConfigurationError("--replay: no engine has a replay endpoint")

@@ -11,7 +11,7 @@ from collections import Counter
 
 from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventStream
 from kvindex.cli.arguments import Commands, count, seconds
-from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.endpoints import add_engine_arguments, asked_workers
 from kvindex.cli.output import counted, json_line, printable
 from kvindex.cli.states import StateChanges
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted, RanksRenamed, StreamItem
@@ -35,14 +35,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--limit", type=count, metavar="N", help="end after N lines")
     parser.add_argument("--seconds", type=seconds, metavar="S", help="end after S seconds")
-    add_worker_arguments(parser)
+    add_engine_arguments(parser)
     parser.set_defaults(run=run, log_from=logging.WARNING)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print items until there were enough, or Ctrl-C."""
     seen: Counter[str] = Counter()
-    workers = workers_of(arguments)
+    workers = asked_workers(arguments)
     try:
         with EventStream(workers) as stream:
             _print_items(stream, arguments, seen)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvindex import ClosedError, ConfigurationError, NotLiveError, Rank, Worker, connect
+from kvindex.cli import main
 from kvindex.discovery import Discovery, DiscoveryOptions, EngineSource, Found, Target
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
 from tests.canned import CannedServer
@@ -256,3 +259,31 @@ def test_the_index_follows_what_a_found_engine_serves(engine: FakeEngine) -> Non
         assert resident(client, rank) == truth(engine)
         for prompt in (PROMPT, PROMPT[::-1]):
             assert client.match(prompt)[rank].tokens == engine.lookup(prompt).tokens
+
+
+@pytest.mark.parametrize("command", ["tail", "match", "record"])
+def test_commands_take_the_url_of_an_engine(
+    engine: FakeEngine, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokens").write_text(str(PROMPT))
+    arguments = {
+        "tail": ["tail", "--limit", "1"],
+        "match": ["match", str(tmp_path / "tokens")],
+        "record": ["record", str(tmp_path / "recording"), "--seconds", "0.01", "--replay"],
+    }[command]
+    with HttpEngine(engine) as server:
+        assert main([*arguments, "--engine", server.url]) == 0
+        assert name_of(server) in "".join(capsys.readouterr()) + str(list(tmp_path.iterdir()))
+
+
+def test_commands_say_why_an_engine_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with CannedServer() as gone:
+        url = gone.url
+    (tmp_path / "tokens").write_text("1 2 3")
+    assert main(["tail", "--engine", url]) == 1
+    assert "nothing listens there" in capsys.readouterr().err
+    arguments = ["match", str(tmp_path / "tokens"), "--engine", url, "--wait", "0.1"]
+    assert main([*arguments, "--json"]) == 1
+    assert "nothing listens there" in json.loads(capsys.readouterr().out)["not_live"][url]

@@ -93,6 +93,8 @@ def test_both_forms_add_up() -> None:
         (["--replay-endpoint", "tcp://h:1"], "--replay-endpoint belongs to --endpoint"),
         (["--bind"], "--bind belongs to --endpoint"),
         (["--endpoint", "nowhere"], "expected tcp://HOST:PORT"),
+        (["--engine", "engine:8000"], "write http://HOST:PORT"),
+        (["--engine", "http://h:1", "--engine", "http://h:1"], "is given twice"),
     ],
 )
 def test_engines_that_cannot_work_exit_2_with_the_reason(
