@@ -66,7 +66,7 @@ class ChildApp:
             body = await _whole(receive)
             if body is None:
                 return  # the client has gone
-            reply = self.query(body, _content_type(scope))
+            reply = self.query(body, _content_type(scope), scope["query_string"])
             if reply is not None:
                 await _send(send, reply)
                 return
@@ -74,12 +74,14 @@ class ChildApp:
         self._counters.add("passed_on")
         await self._proxy(scope, receive, send)
 
-    def query(self, body: bytes, content_type: bytes | None) -> Reply | None:
+    def query(
+        self, body: bytes, content_type: bytes | None, query_string: bytes = b""
+    ) -> Reply | None:
         """Return the answer to a query, or None if the parent has to be asked.
 
         A partition that is not known here may have been registered a moment ago.
         """
-        reply = answer(self._service, body, content_type)
+        reply = answer(self._service, body, content_type, query_string)
         return None if reply.status == 404 else reply
 
 

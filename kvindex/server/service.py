@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from kvindex import Client, Match, Rank, RankRows, RankStatus, State, Trust
+from kvindex import Client, ConfigurationError, Hits, Rank, RankRows, RankStatus, State, Trust
 from kvindex.errors import RegistrationError
 from kvindex.fanout import FanOut, Replica
-from kvindex.server.answers import AnswerForm
+from kvindex.queries import AnswerForm
 from kvindex.server.catalog import Catalog, Partition, Registration
 from kvindex.server.registry import Registry
 from kvindex.server.traffic import Traffic
 
-__all__ = ["Ranks", "Service", "Standing"]
+__all__ = ["DIALECTS", "Ranks", "Service", "Standing"]
 
+DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
 _PATIENCE = 30.0  # seconds that a rank is waited for before a server without it is ready
 
 
@@ -43,21 +44,35 @@ class Ranks:
     Args:
         partition: which.
         instances: the ids of its instances, each with its ranks.
+        of_mindie: whether they were registered as MindIE does.
 
     Thread safety: immutable but for caches.
     """
 
-    def __init__(self, partition: Partition, instances: list[tuple[int | str, list[Rank]]]) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        instances: list[tuple[int | str, list[Rank]]],
+        of_mindie: bool = False,
+    ) -> None:
         self.partition = partition
         self.instances = instances
+        self.of_mindie = of_mindie
         self.rows = RankRows(rank for _, ranks in instances for rank in ranks)
         self._forms: dict[str, AnswerForm] = {}
+
+    def only(self, instance: str) -> Ranks:
+        """Return those of one instance: none, if it is not among them."""
+        instances = [one for one in self.instances if str(one[0]) == instance]
+        return Ranks(self.partition, instances, self.of_mindie)
 
     def form(self, dialect: str) -> AnswerForm:
         """Return the form of answers in a dialect."""
         form = self._forms.get(dialect)
         if form is None:
-            form = self._forms[dialect] = AnswerForm(self.instances, dialect)
+            form = self._forms[dialect] = AnswerForm(
+                self.instances, dialect, tenant=self.partition.routing_group
+            )
         return form
 
 
@@ -68,12 +83,14 @@ class Service:
         source: what has the index: a client or a fan-out, whose workers are then registered here
             and nowhere else; or a replica, whose server tells what is registered (`follow`).
         registry: made of a client or a fan-out by default.
+        dialect: "auto", or the only one that queries are taken as: "dynamo", "rfc", "motor" or
+            "conductor".
+        max_tokens: most tokens of a query.
         patience: seconds for which a rank that is not live keeps the server from being ready.
         traffic: counts what is asked; one of its own by default.
         clock: monotonic seconds.
 
-    Thread safety: `match`, `ranks_of` and `count` on one thread (the event loop's); what registers
-    as `Registry`; the rest from any thread.
+    Thread safety: `match` on one thread (the event loop's); the rest from any.
     """
 
     def __init__(
@@ -81,6 +98,8 @@ class Service:
         source: Client | FanOut | Replica,
         registry: Registry | None = None,
         *,
+        dialect: str = "auto",
+        max_tokens: int = 1 << 20,
         patience: float = _PATIENCE,
         traffic: Traffic | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -89,14 +108,18 @@ class Service:
         if registry is None and isinstance(self.source, Client):
             registry = Registry(self.source)
         self._registry = registry
+        if dialect not in DIALECTS:
+            raise ConfigurationError(f"dialect must be one of {DIALECTS}, not {dialect!r}")
+        self.dialect = dialect
+        self.max_tokens = max_tokens
         self._catalog = Catalog()
         self._clock = clock
         self._patience = patience
         self._settled: dict[
             tuple[str, int], float | None
         ] = {}  # since when awaited; None: was live
-        self._ranks: dict[Partition, Ranks] = {}
-        self._made_of: tuple[object, object] = (None, None)
+        # Of which catalog and which ranks of the index it was made, and what.
+        self._made: tuple[object, object, dict[Partition, Ranks]] = (None, None, {})
         self.traffic = Traffic() if traffic is None else traffic
 
     # Registrations ----------------------------------------------------------------------------
@@ -134,25 +157,25 @@ class Service:
         Complexity: O(1) while ranks and registrations stay the same, else O(ranks) once.
         """
         catalog, known = self.catalog, self.source.index.ranks
-        if self._made_of[0] is not catalog or self._made_of[1] is not known:
-            self._ranks = _by_partition(catalog, known)
-            self._made_of = catalog, known
-        return self._ranks.get(partition)
+        made = self._made
+        if made[0] is not catalog or made[1] is not known:
+            made = self._made = catalog, known, _by_partition(catalog, known)
+        return made[2].get(partition)
 
     def match(
         self, ranks: Ranks, token_ids: memoryview, *, lora: str | None, salt: str | None
-    ) -> tuple[Match, Mapping[Rank, Trust]]:
-        """Return what the index holds of a prompt, and each rank's trust as of before that.
+    ) -> tuple[Hits, Mapping[Rank, Trust]]:
+        """Return what each of these ranks holds of a prompt, and its trust as of before that.
 
         Raises: as `Index.match`.
         """
         began = time.perf_counter_ns()
         trusts = self.source.trusts()
-        match = self.source.index.match(token_ids, lora=lora, salt=salt)
-        best = max(match.hits(ranks.rows).tokens, default=0)
+        hits = self.source.index.match(token_ids, lora=lora, salt=salt).hits(ranks.rows)
+        best = max(hits.tokens, default=0)
         took = time.perf_counter_ns() - began
         self.traffic.query(ranks.partition, len(token_ids), best, took)
-        return match, trusts
+        return hits, trusts
 
     # How the ranks stand ----------------------------------------------------------------------
 
@@ -199,10 +222,12 @@ def _by_partition(catalog: Catalog, known: tuple[Rank, ...]) -> dict[Partition, 
     for rank in known:
         if rank.worker in catalog.instances:
             by_worker.setdefault(rank.worker, []).append(rank)
+    of_mindie = {r.partition for r in catalog.registrations if "medium_endpoints" in r.details}
     return {
         partition: Ranks(
             partition,
             [(named, by_worker.get(worker, [])) for worker, named in instances.items()],
+            partition in of_mindie,
         )
         for partition, instances in catalog.partitions.items()
     }

@@ -1,0 +1,91 @@
+"""POST /register and /unregister in every dialect: a body in, an answer out.
+
+The dialect is told by the request itself: `model_name` is Dynamo (A); msgpack with `hash_profile`
+is Mooncake's conductor (C); `modelname` otherwise is RFC #1403 and MindIE (B and D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from kvindex import BusyError, ClosedError
+from kvindex.errors import EndpointRefusedError, RegistrationError
+from kvindex.server.asking import MSGPACK_TYPES, media_type
+from kvindex.server.dialects import conductor, dynamo, rfc
+from kvindex.server.replies import JSON, Reply, packed, refused, text_reply
+from kvindex.server.service import Service
+
+__all__ = ["register", "unregister"]
+
+_STATUS: Final = {"conflict": 409, "unknown": 404, "invalid": 400, "room": 503}
+
+
+def register(service: Service, body: bytes, content_type: bytes | None) -> Reply:
+    """Return the answer to a registration; waits for the subscriber's thread."""
+    return _carried_out(_register, service, body, content_type)
+
+
+def unregister(service: Service, body: bytes, content_type: bytes | None) -> Reply:
+    """Return the answer to an unregistration; waits for the subscriber's thread."""
+    return _carried_out(_unregister, service, body, content_type)
+
+
+_Change = Callable[[Service, Mapping[str, Any], bool], Reply]
+
+
+def _carried_out(
+    change: _Change, service: Service, body: bytes, content_type: bytes | None
+) -> Reply:
+    kind = media_type(content_type)
+    is_packed = kind in MSGPACK_TYPES
+    if kind != JSON and not is_packed:
+        return text_reply(415, "send the body with content-type application/json or .../msgpack")
+    try:
+        fields = msgspec.msgpack.decode(body) if is_packed else msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return text_reply(400, f"the body cannot be read: {error}")
+    if not isinstance(fields, dict):
+        return text_reply(422, "the body has not the right form: it is no object")
+    try:
+        reply = change(service, fields, is_packed)
+    except msgspec.ValidationError as error:
+        return text_reply(422, f"the body has not the right form: {error}")
+    except RegistrationError as error:
+        reply = refused(_STATUS[error.reason], str(error))
+    except EndpointRefusedError as error:
+        reply = refused(403, str(error))
+    except (BusyError, ClosedError) as error:
+        reply = refused(503, str(error))
+    return packed(reply) if is_packed else reply
+
+
+def _register(service: Service, fields: Mapping[str, Any], is_packed: bool) -> Reply:
+    if "model_name" in fields or "modelname" not in fields:
+        ours = msgspec.convert(fields, dynamo.Register)
+        return dynamo.registered(service.registry.register(ours.registration()))
+    if is_packed and "hash_profile" in fields:
+        one = conductor.registration(fields)
+        if isinstance(one, Reply):
+            return one
+    else:
+        one = msgspec.convert(fields, rfc.Register).registration()
+    service.registry.register(one)
+    return rfc.registered(one)
+
+
+def _unregister(service: Service, fields: Mapping[str, Any], is_packed: bool) -> Reply:
+    if "model_name" in fields:
+        service.registry.unregister(**msgspec.convert(fields, dynamo.Unregister).which())
+        return dynamo.unregistered()
+    if is_packed and "modelname" not in fields:
+        which = conductor.which(fields)
+        if isinstance(which, Reply):
+            return which
+    elif "modelname" in fields or isinstance(fields.get("instance_id"), str):
+        which = msgspec.convert(fields, rfc.Unregister).which()
+    else:  # it says what is missing
+        which = msgspec.convert(fields, dynamo.Unregister).which()
+    return rfc.unregistered(service.registry.unregister(**which))
