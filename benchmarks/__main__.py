@@ -19,6 +19,7 @@ from benchmarks.measures import (
     fanout,
     growth,
     hostile,
+    http,
     ingest,
     latency,
     load,
@@ -48,9 +49,11 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "queue": queue.run,
     "fanout": fanout.run,
     "hostile": hostile.run,
+    "http": http.run,
     "routing": routing.run,
 }
 PARTS: dict[str, str] = {
+    "http": "http figures",
     "queue": "queue figures",
     "routing": "routing figures",
     "select": "select figures",

@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's standalone indexer: a service that subscribes over ZMQ and answers over HTTP."""
+"""Indexers as services: they subscribe over ZMQ and answer over HTTP, in the same words."""
 
 from __future__ import annotations
 
@@ -7,38 +7,45 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from benchmarks.process import pinned
 from benchmarks.workload import BLOCK_SIZE
 
-__all__ = ["Indexer"]
+__all__ = ["MODEL", "Footprint", "Indexer", "dynamo_indexer", "kvindex_server"]
 
-_MODEL = "benchmark"
+MODEL = "benchmark"
 _INSTANCE = 1
 _START_SECONDS = 30.0
 _POLL = 0.005
 
 
+class Footprint(NamedTuple):
+    """What a service takes of the machine, all its processes together."""
+
+    threads: int
+    mebibytes: float  # resident
+
+
 class Indexer:
-    """The running service.
+    """A running service.
 
     Args:
-        python: the interpreter of its virtual environment.
-        threads: of its index; 1 is its own single-threaded form, 4 its default.
+        command: starts it; it listens at `port`.
+        port: of its HTTP.
         cpus: the cores that it may use; all by default.
     """
 
-    def __init__(self, python: str, *, threads: int, cpus: Iterable[int] | None = None) -> None:
-        self._port = _free_port()
-        command = [python, "-m", "dynamo.indexer"]
-        command += ["--port", str(self._port), "--threads", str(threads)]
+    def __init__(self, command: list[str], port: int, *, cpus: Iterable[int] | None = None) -> None:
+        self.address = "127.0.0.1", port
         self._process = subprocess.Popen(
-            pinned(command, cpus), env={**os.environ, "DYN_LOG": "error"}
+            pinned(command, cpus), env={**os.environ, "DYN_LOG": "error"}, stdout=subprocess.DEVNULL
         )
-        self._http = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        self._http = http.client.HTTPConnection(*self.address, timeout=60)
         try:
             self._wait_up()
         except BaseException:
@@ -57,14 +64,14 @@ class Indexer:
                 "/register",
                 instance_id=_INSTANCE,
                 endpoint=endpoint,
-                model_name=_MODEL,
+                model_name=MODEL,
                 block_size=BLOCK_SIZE,
                 dp_rank=rank,
             )
 
     def depths(self, tokens: list[int]) -> dict[int, int]:
         """Return the leading blocks of a prompt that each rank holds."""
-        scores = self._post("/query", token_ids=tokens, model_name=_MODEL)["scores"]
+        scores = self._post("/query", token_ids=tokens, model_name=MODEL)["scores"]
         ranks = scores.get(str(_INSTANCE), {})
         return {int(rank): tokens // BLOCK_SIZE for rank, tokens in ranks.items()}
 
@@ -73,8 +80,18 @@ class Indexer:
         deadline = time.perf_counter() + timeout
         while len(self.depths(sentinel)) < ranks:
             if time.perf_counter() > deadline:
-                raise TimeoutError(f"Dynamo's indexer has not drained within {timeout} s")
+                raise TimeoutError(f"the indexer has not drained within {timeout} s")
             time.sleep(_POLL)
+
+    def footprint(self) -> Footprint:
+        """Return its threads and memory now; Linux only."""
+        threads, kibibytes = 0, 0
+        for pid in _family(self.pid):
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                name, _, value = line.partition(":")
+                threads += int(value) if name == "Threads" else 0
+                kibibytes += int(value.split()[0]) if name == "VmRSS" else 0
+        return Footprint(threads, kibibytes / 1024)
 
     def close(self) -> None:
         """End the service."""
@@ -91,7 +108,7 @@ class Indexer:
         response = self._http.getresponse()
         text = response.read()
         if response.status >= 300:
-            raise RuntimeError(f"Dynamo's indexer: {path} gave {response.status}: {text!r}")
+            raise RuntimeError(f"the indexer: {path} gave {response.status}: {text!r}")
         value: dict[str, Any] = json.loads(text)
         return value
 
@@ -105,12 +122,41 @@ class Indexer:
             except OSError:
                 self._http.close()
                 if self._process.poll() is not None or time.perf_counter() > deadline:
-                    raise RuntimeError("Dynamo's indexer does not start") from None
+                    raise RuntimeError(f"{self._process.args!r} does not start") from None
                 time.sleep(0.05)
 
 
+def dynamo_indexer(python: str, *, threads: int, cpus: Iterable[int] | None = None) -> Indexer:
+    """Start NVIDIA Dynamo's standalone indexer.
+
+    Args:
+        python: the interpreter of its virtual environment.
+        threads: of its index; 1 is its own single-threaded form, 4 its default.
+        cpus: the cores that it may use; all by default.
+    """
+    port = _free_port()
+    command = [python, "-m", "dynamo.indexer", "--port", str(port), "--threads", str(threads)]
+    return Indexer(command, port, cpus=cpus)
+
+
+def kvindex_server(*, processes: int) -> Indexer:
+    """Start `kvindex serve`, with so many processes that answer."""
+    port = _free_port()
+    command = [sys.executable, "-m", "kvindex", "serve", "--port", str(port)]
+    return Indexer([*command, "--processes", str(processes)], port)
+
+
+def _family(pid: int) -> list[int]:
+    """A process and its children's children."""
+    found = [pid]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            found += _family(int(child))
+    return found
+
+
 def _free_port() -> int:
-    """A port that was free a moment ago: the service cannot tell which one it chose itself."""
+    """A port that was free a moment ago: a service cannot tell which one it chose itself."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

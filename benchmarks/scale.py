@@ -38,6 +38,9 @@ class Scale:
     queue_slow_seconds: float
     queue_settle: float
     queue_idle: float
+    http_entries: dict[int, int]  # by number of ranks
+    http_requests: int
+    http_seconds: float
     fanout_seconds: float
     fanout_ranks: int
     routing_seeds: int
@@ -73,6 +76,9 @@ FULL: Final = Scale(
     queue_slow_seconds=1.5,
     queue_settle=2.0,
     queue_idle=5.0,
+    http_entries={64: 300_000, 512: 300_000},
+    http_requests=1_000,
+    http_seconds=2.0,
     fanout_seconds=5.0,
     fanout_ranks=512,
     routing_seeds=5,
@@ -108,6 +114,9 @@ QUICK: Final = Scale(
     queue_slow_seconds=1.0,
     queue_settle=2.0,
     queue_idle=2.0,
+    http_entries={64: 60_000},
+    http_requests=300,
+    http_seconds=0.5,
     fanout_seconds=1.0,
     fanout_ranks=64,
     routing_seeds=2,
@@ -143,6 +152,9 @@ SMOKE: Final = Scale(
     queue_slow_seconds=0.06,
     queue_settle=0.05,
     queue_idle=0.1,
+    http_entries={8: 1_000},
+    http_requests=20,
+    http_seconds=0.1,
     fanout_seconds=0.2,
     fanout_ranks=4,
     routing_seeds=1,

@@ -6,7 +6,7 @@ without a limit on what may queue.
 
 Speaks JSON lines: says `{"endpoints": …}`, then `{"joined": true}` when every rank has its
 subscriber; waits for a line, sends the fast part, says `{"seconds": …, "prompts": …}`; waits for
-a line, sends the paced part; and stays until stdin ends.
+a line, sends a part of what is paced, says `{"sent": true}`, and so on; and stays until stdin ends.
 """
 
 from __future__ import annotations
@@ -99,9 +99,12 @@ def _publish_paced(spec: FeedSpec, fleet: Fleet) -> None:
         if sys.stdin.readline():
             _pace(sockets, fast, float("inf"))
             _say(seconds=0.0, prompts=_plain(prompts))
-        if sys.stdin.readline():
-            _pace(sockets, paced, spec.rate)
-            sys.stdin.read()
+        size = -(-len(paced) // spec.paced_parts)
+        for first in range(0, len(paced), size):
+            if sys.stdin.readline():
+                _pace(sockets, paced[first : first + size], spec.rate)
+                _say(sent=True)
+        sys.stdin.read()
         for publisher in sockets:
             publisher.close()
 

@@ -21,6 +21,7 @@ class FeedSpec:
         event_blocks: most blocks of an event.
         batch_events: most events of a batch.
         paced_blocks: how many more they store after that, at `rate`.
+        paced_parts: in how many parts, each of which is asked for.
         rate: blocks per second.
     """
 
@@ -30,6 +31,7 @@ class FeedSpec:
     event_blocks: int
     batch_events: int
     paced_blocks: int = 0
+    paced_parts: int = 1
     rate: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:

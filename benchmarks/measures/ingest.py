@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.bench import Bench, Contender, last_core
 from benchmarks.feed import FeedSpec, sentinel_tokens
-from benchmarks.indexer import Indexer
+from benchmarks.indexer import Indexer, dynamo_indexer
 from benchmarks.process import Lines, cpu_seconds, pinned
 from benchmarks.results import OURS, Bar, Result
 from benchmarks.sides.busy import ask
@@ -145,7 +145,7 @@ def _dynamo(bench: Bench, spec: FeedSpec, threads: int) -> _Ingested:
 
 
 def _indexer(bench: Bench, threads: int) -> Indexer:
-    return Indexer(bench.python("dynamo"), threads=threads)
+    return dynamo_indexer(bench.python("dynamo"), threads=threads)
 
 
 def _drained(pid: int, process: Lines, blocks: int, wait: Callable[[], Any]) -> tuple[float, float]:
