@@ -1,0 +1,255 @@
+"""What the page shows and asks: its files, the fleet, prefixes, explanations and news.
+
+`Page` is mounted by the server's app, which guards it: tokens, hosts, limits of bodies and streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from kvindex import ClosedError, ConfigurationError, Index, KVIndexError, Rank, RankStatus
+from kvindex.server.assets import asset_routes
+from kvindex.server.event_stream import EventStreamResponse, StreamCounters
+from kvindex.server.explaining import Explained, RefusedError, answer, read_question
+from kvindex.server.overview import Counted, Named, Partition, overview
+from kvindex.server.timeline import Timeline, parse_id
+
+__all__ = ["FLEET_FOR", "MOST_NODES", "SWEEP", "Page", "Shown", "Source", "page_routes"]
+
+logger = logging.getLogger(__name__)
+
+SWEEP: Final = 5.0
+"""Seconds between looks at what ranks count while their states stay the same."""
+
+FLEET_FOR: Final = 0.5
+"""Seconds for which one overview of the fleet answers all who ask."""
+
+MOST_NODES: Final = 5_000
+"""Nodes of the radix tree in one answer: about 1 MB."""
+
+_MOST_EXPLAINING = 4
+_MOST_TEXT = 1_000  # characters of a name in a query string
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+class Source(Counted, Explained, Protocol):
+    """What the page asks of a `Client` or a `Replica`."""
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]: ...
+
+    @property
+    def index(self) -> Index: ...
+
+    def statuses(self) -> Mapping[Rank, RankStatus]: ...
+
+    def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]: ...
+
+
+class Shown(Protocol):
+    """The service that a page shows.
+
+    Every method may be called from any thread; `partition_of` must not wait for the source.
+    """
+
+    @property
+    def source(self) -> Any:
+        """A `Source`: a client or a replica."""
+
+    def partition_of(self, worker: str) -> Named:
+        """Return what a worker belongs to, whether it is known or not."""
+
+    def tokenizer_of(self, model: str) -> str | None:
+        """Return the base URL of an engine whose /tokenize may be asked, or None."""
+
+
+class Page:
+    """The routes of the page, and the timeline behind them.
+
+    Args:
+        service: what is shown.
+        timeline: a new one by default.
+
+    Attributes:
+        routes: for a Starlette app.
+        timeline: what has happened since this was made.
+        streams: counters of `/events`.
+
+    `run` must be entered by the app's lifespan; `close` ends what listens.
+
+    Owner: the server's event loop; `close` may be called from any thread.
+    """
+
+    def __init__(self, service: Shown, *, timeline: Timeline | None = None) -> None:
+        self._service = service
+        self._source: Source = service.source
+        self.timeline = timeline or Timeline(service.partition_of)
+        self.streams = StreamCounters()
+        self._stop = self._source.on_change(self.timeline.observe)
+        self.timeline.begin(self._source.statuses().values())
+        self._fleet: tuple[float, bytes] = (0.0, b"")
+        self._fleet_lock: asyncio.Lock | None = None
+        self._explaining = 0
+        self.routes: list[BaseRoute] = [
+            *asset_routes(),
+            Route("/api/fleet", _told(self._get_fleet), methods=["GET"]),
+            Route("/api/timeline", _told(self._get_timeline), methods=["GET"]),
+            Route("/api/prefixes", _told(self._get_prefixes), methods=["GET"]),
+            Route("/api/explain", _told(self._explain), methods=["POST"]),
+            Route("/events", self._events, methods=["GET"]),
+        ]
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        """Look at what ranks count every few seconds, until this is left."""
+        sweeping = asyncio.ensure_future(self._sweep())
+        try:
+            yield
+        finally:
+            sweeping.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """Listen to the source no longer. Idempotent."""
+        self._stop()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP)
+            try:
+                statuses = await asyncio.to_thread(self._source.statuses)
+                self.timeline.sweep(statuses.values())
+            except ClosedError:
+                return
+            except Exception:
+                logger.exception("the timeline could not look at the ranks")
+
+    # Requests ---------------------------------------------------------------------------------
+
+    async def _get_fleet(self, _: Request) -> Response:
+        lock = self._fleet_lock = self._fleet_lock or asyncio.Lock()
+        async with lock:
+            made_at, body = self._fleet
+            if not body or time.monotonic() - made_at >= FLEET_FOR:
+                body = await asyncio.to_thread(self._read_fleet)
+                self._fleet = time.monotonic(), body
+        return _json(body)
+
+    def _read_fleet(self) -> bytes:
+        fleet = overview(
+            self._source,
+            self._service.partition_of,
+            has_tokenizer=lambda model: self._service.tokenizer_of(model) is not None,
+        )
+        return msgspec.json.encode(fleet)
+
+    async def _get_timeline(self, _: Request) -> Response:
+        since = self.timeline.since(0)
+        said = {
+            "id": f"{self.timeline.life}-{since.position}",
+            "dropped": since.missed,
+            "happenings": since.happenings,
+        }
+        return _json(msgspec.json.encode(said))
+
+    async def _get_prefixes(self, request: Request) -> Response:
+        asked = request.query_params
+        max_nodes = _number(asked.get("max_nodes", "1000"), "max_nodes", MOST_NODES)
+        min_blocks = _number(asked.get("min_blocks", "1"), "min_blocks", 2**31)
+        ranks = None
+        if "model" in asked or "routing_group" in asked:
+            ranks = self._ranks_of(asked.get("model", ""), asked.get("routing_group", "default"))
+        return _json(await asyncio.to_thread(self._prefixes, max_nodes, min_blocks, ranks))
+
+    def _prefixes(self, max_nodes: int, min_blocks: int, ranks: list[Rank] | None) -> bytes:
+        found = self._source.index.prefixes(max_nodes, min_blocks=min_blocks, ranks=ranks)
+        return msgspec.json.encode(found)
+
+    async def _explain(self, request: Request) -> Response:
+        question = read_question(await request.body())
+        if self._explaining >= _MOST_EXPLAINING:
+            raise RefusedError(503, f"{self._explaining} explanations are being made: ask again")
+        ranks = self._ranks_of(question.model, question.routing_group)
+        tokenizer = self._service.tokenizer_of(question.model)
+        self._explaining += 1
+        try:
+            found = await asyncio.to_thread(answer, self._source, question, ranks, tokenizer)
+        finally:
+            self._explaining -= 1
+        return _json(msgspec.json.encode(found))
+
+    def _ranks_of(self, model: str, routing_group: str) -> list[Rank]:
+        wanted = Partition(model[:_MOST_TEXT], routing_group[:_MOST_TEXT])
+        return [rank for rank in self._source.ranks if self._partition(rank) == wanted]
+
+    def _partition(self, rank: Rank) -> Partition:
+        named = self._service.partition_of(rank.worker)
+        return Partition(named.model, named.routing_group)
+
+    async def _events(self, request: Request) -> EventStreamResponse:
+        asked = request.headers.get("last-event-id", "")
+        if asked and parse_id(asked) is None:
+            asked = "unknown-0"
+        return EventStreamResponse(self.timeline, self._present, self.streams, asked)
+
+    def _present(self) -> dict[str, Any]:
+        statuses = self._source.statuses().values()
+        self.timeline.sweep(statuses)
+        return {"now": time.time(), "ranks": [self._stands(status) for status in statuses]}
+
+    def _stands(self, status: RankStatus) -> dict[str, Any]:
+        partition = self._partition(status.rank)
+        return {
+            "worker": status.rank.worker,
+            "dp_rank": status.rank.dp_rank,
+            "model": partition.model,
+            "routing_group": partition.routing_group,
+            "state": status.state,
+            "complete": status.complete,
+            "lag": status.lag,
+        }
+
+
+def page_routes(service: Shown) -> list[BaseRoute]:
+    """Return the routes of a new `Page`, for an app that ends with its process."""
+    return Page(service).routes
+
+
+def _told(
+    serve: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler whose refusals are answered in words."""
+
+    async def handler(request: Request) -> Response:
+        try:
+            return await serve(request)
+        except RefusedError as error:
+            return _json(msgspec.json.encode({"error": str(error)}), error.status)
+        except ConfigurationError as error:
+            return _json(msgspec.json.encode({"error": str(error)}), 422)
+        except KVIndexError as error:
+            return _json(msgspec.json.encode({"error": str(error)}), 503)
+
+    return handler
+
+
+def _json(body: bytes, status: int = 200) -> Response:
+    headers = {**_HEADERS, "Retry-After": "1"} if status == 503 else _HEADERS
+    return Response(body, status, headers, "application/json")
+
+
+def _number(text: str, name: str, most: int) -> int:
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
+    if not 1 <= number <= most:
+        raise RefusedError(422, f"{name} must be from 1 to {most}, not {text[:20]!r}")
+    return number

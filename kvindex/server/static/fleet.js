@@ -1,0 +1,176 @@
+// The fleet at a glance: totals, a tile for each rank, and a table of them all.
+
+import { html, useMemo, useState } from "./vendor/htm-preact-3.1.1.js";
+import {
+  STANDINGS, age, compact, counted, mediaOf, number, partitionKey, partitionName, rankName,
+  standing, sum,
+} from "./format.js";
+import { RankDetails } from "./rank.js";
+import { RankTable } from "./table.js";
+
+const MOST_TILES = 2_048;
+const WITH_NAMES = 48; // so few tiles have room for words
+
+export function FleetView({ live }) {
+  const { fleet } = live;
+  const [text, setText] = useState("");
+  const [hidden, setHidden] = useState(() => new Set());
+  const [chosen, setChosen] = useState(null);
+  const shown = useMemo(() => {
+    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    return fleet.ranks.filter((rank) => {
+      const name = `${rankName(rank)} ${rank.model} ${rank.routing_group} ${rank.reason}`.toLowerCase();
+      return !hidden.has(standing(rank)) && words.every((word) => name.includes(word));
+    });
+  }, [fleet, text, hidden]);
+  if (!fleet.ranks.length) return html`<${NoRanks} />`;
+  const rank = fleet.ranks.find((some) => rankName(some) === chosen);
+  return html`
+    <h2 class="unseen">Fleet</h2>
+    <${Totals} fleet=${fleet} />
+    <section class="filters" aria-label="Filter">
+      <label>Find <input type="search" value=${text} placeholder="worker, model or reason"
+        onInput=${(event) => setText(event.target.value)} /></label>
+      <${Standings} ranks=${fleet.ranks} hidden=${hidden} setHidden=${setHidden} />
+    </section>
+    <div class=${rank ? "split" : ""}>
+      <div>
+        <${Tiles} ranks=${shown} chosen=${chosen} choose=${setChosen} />
+        <${RankTable} ranks=${shown} totals=${fleet.totals} choose=${setChosen} chosen=${chosen} />
+      </div>
+      ${rank && html`<${RankDetails} rank=${rank} live=${live} close=${() => setChosen(null)} />`}
+    </div>
+  `;
+}
+
+function NoRanks() {
+  return html`<section class="empty">
+    <h2>No engines yet</h2>
+    <p>Nothing is followed, so there is nothing to show. Name an engine when the service starts:</p>
+    <pre>kvindex serve --worker vllm-0=tcp://HOST:5557,replay=tcp://HOST:5657</pre>
+    <p>or register one while it runs:</p>
+    <pre>${`curl -X POST ${location.origin}/register -H 'Content-Type: application/json' -d '
+  {"instance_id": 1, "model_name": "MODEL", "block_size": 16,
+   "endpoint": "tcp://HOST:5557", "replay_endpoint": "tcp://HOST:5657"}'`}</pre>
+    <p>This page shows it as soon as it is there.</p>
+  </section>`;
+}
+
+function Totals({ fleet }) {
+  const { totals, ranks } = fleet;
+  const live = totals.states.live || 0;
+  const copies = sum(Object.values(totals.blocks));
+  const oldest = Math.max(0, ...ranks.map((rank) => rank.last_event_age ?? 0));
+  const media = mediaOf(totals.blocks).map((medium) => `${compact(totals.blocks[medium])} ${medium}`);
+  return html`<section class="totals" aria-label="Totals">
+    <${Total} name="Ranks live" value=${`${number(live)} of ${number(totals.ranks)}`}
+      more=${`${counted(totals.workers, "worker")}, ${counted(fleet.partitions.length, "partition")}`}
+      share=${live / totals.ranks} tone=${live === totals.ranks ? "good" : "warn"} />
+    <${Total} name="Complete" value=${`${number(totals.complete)} of ${number(totals.ranks)}`}
+      more="all history applied" share=${totals.complete / totals.ranks}
+      tone=${totals.complete === totals.ranks ? "good" : "warn"} />
+    <${Total} name="Blocks" value=${compact(copies)} more=${media.join(", ") || "none yet"} />
+    <${Total} name="Copies of a block" value=${totals.unique_blocks ? (copies / totals.unique_blocks).toFixed(2) : "–"}
+      more=${`${compact(totals.unique_blocks)} different blocks`} />
+    <${Total} name="Lag" value=${counted(totals.lag, "batch", "batches")}
+      more=${`longest quiet ${age(oldest)}`} tone=${totals.lag ? "warn" : ""} />
+    <${Total} name="Losses" value=${number(totals.losses)}
+      more=${`${counted(totals.gaps, "gap")}, ${counted(totals.restarts, "restart")}`}
+      tone=${totals.losses ? "bad" : ""} />
+  </section>`;
+}
+
+function Total({ name, value, more, share, tone = "" }) {
+  return html`<div class=${`total ${tone}`}>
+    <h3>${name}</h3>
+    <p class="figure">${value}</p>
+    <p class="faint">${more}</p>
+    ${share !== undefined && html`<div class="share" aria-hidden="true"><div style=${{ width: `${share * 100}%` }}></div></div>`}
+  </div>`;
+}
+
+function Standings({ ranks, hidden, setHidden }) {
+  const counts = {};
+  for (const rank of ranks) counts[standing(rank)] = (counts[standing(rank)] || 0) + 1;
+  const toggle = (name) => {
+    const next = new Set(hidden);
+    if (!next.delete(name)) next.add(name);
+    setHidden(next);
+  };
+  return html`<div class="chips" role="group" aria-label="Shown states">
+    ${Object.keys(STANDINGS).filter((name) => counts[name]).map((name) => html`
+      <button class=${`chip ${name}`} aria-pressed=${!hidden.has(name)} title=${STANDINGS[name].says}
+        onClick=${() => toggle(name)}>
+        <span class="dot" aria-hidden="true">${STANDINGS[name].glyph}</span>
+        ${STANDINGS[name].label} <b>${number(counts[name])}</b>
+      </button>`)}
+  </div>`;
+}
+
+function Tiles({ ranks, chosen, choose }) {
+  const shown = ranks.slice(0, MOST_TILES);
+  const groups = new Map();
+  for (const rank of shown) {
+    const key = partitionKey(rank);
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(rank);
+  }
+  if (!shown.length) {
+    return html`<p class="empty">No rank matches the filter. Clear the search, or switch states on.</p>`;
+  }
+  return html`<section aria-label="Ranks">
+    ${[...groups.values()].map((members) => html`
+      <${Group} key=${partitionKey(members[0])} ranks=${members} chosen=${chosen} choose=${choose}
+        named=${shown.length <= WITH_NAMES} />`)}
+    ${ranks.length > shown.length && html`<p class="faint">
+      ${number(ranks.length - shown.length)} more ranks: use the filter or the table.</p>`}
+  </section>`;
+}
+
+function Group({ ranks, chosen, choose, named }) {
+  const [at, setAt] = useState(null);
+  const home = ranks.find((rank) => rankName(rank) === (at ?? chosen)) || ranks[0];
+  const live = ranks.filter((rank) => rank.state === "live").length;
+  const name = partitionName(ranks[0]);
+  return html`<div class="group">
+    <h3>${name} <span class="faint">${number(live)} of ${counted(ranks.length, "rank")} live</span></h3>
+    <div class=${named ? "tiles named" : "tiles"} role="listbox" aria-label=${`Ranks of ${name}`}
+      onKeyDown=${moveFocus}
+      onFocusIn=${(event) => setAt(event.target.dataset.rank)}>
+      ${ranks.map((rank) => html`<${Tile} key=${rankName(rank)} rank=${rank} named=${named}
+        home=${rank === home} chosen=${rankName(rank) === chosen} choose=${choose} />`)}
+    </div>
+  </div>`;
+}
+
+function Tile({ rank, named, home, chosen, choose }) {
+  const stands = standing(rank);
+  const { glyph, label } = STANDINGS[stands];
+  const blocks = sum(Object.values(rank.blocks));
+  const words = `${rankName(rank)}: ${label}, ${counted(blocks, "block")}`;
+  return html`<div class=${`tile ${stands}`} role="option" aria-selected=${chosen} aria-label=${words}
+    title=${rank.reason ? `${words}. ${rank.reason}` : words} data-rank=${rankName(rank)}
+    tabindex=${home ? 0 : -1} onClick=${() => choose(rankName(rank))}>
+    <span class="glyph">${glyph}</span>
+    ${named && html`<span class="name">${rankName(rank)}</span>
+      <span class="faint">${compact(blocks)} blocks</span>`}
+  </div>`;
+}
+
+// Arrow keys go from tile to tile, as they lie on the screen.
+function moveFocus(event) {
+  const tiles = [...event.currentTarget.children];
+  const from = tiles.indexOf(document.activeElement);
+  if (from < 0) return;
+  const row = tiles.findIndex((tile) => tile.offsetTop !== tiles[0].offsetTop);
+  const columns = row < 0 ? tiles.length : row;
+  const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns };
+  let to = null;
+  if (event.key in steps) to = from + steps[event.key];
+  if (event.key === "Home") to = 0;
+  if (event.key === "End") to = tiles.length - 1;
+  if (event.key === "Enter" || event.key === " ") tiles[from].click();
+  else if (to === null) return;
+  event.preventDefault();
+  if (to !== null && tiles[to]) tiles[to].focus();
+}

@@ -1,0 +1,84 @@
+// All ranks as a table: sortable, a page of rows at a time.
+
+import { html, useState } from "./vendor/htm-preact-3.1.1.js";
+import {
+  STANDINGS, age, counted, mediaOf, number, partitionName, rankName, standing,
+} from "./format.js";
+
+const ROWS = 50;
+const MOST_MEDIA = 4;
+const ORDER = Object.keys(STANDINGS);
+const NAMES = new Intl.Collator("en", { numeric: true });
+
+function columnsFor(totals) {
+  const media = mediaOf(totals.blocks).slice(0, MOST_MEDIA);
+  const count = (key, title) => ({ key, title, sort: (rank) => rank[key], number: true });
+  return [
+    { key: "rank", title: "Rank", sort: rankName },
+    { key: "model", title: "Model", sort: partitionName, show: partitionName },
+    { key: "state", title: "State", sort: (rank) => ORDER.indexOf(standing(rank)), show: badge },
+    count("lag", "Lag"),
+    { key: "age", title: "Last event", number: true, sort: (rank) => rank.last_event_age ?? Infinity, show: (rank) => age(rank.last_event_age) },
+    ...media.map((medium) => ({ key: `m:${medium}`, title: medium, number: true, sort: (rank) => rank.blocks[medium] || 0 })),
+    count("gaps", "Gaps"),
+    count("losses", "Losses"),
+    count("restarts", "Restarts"),
+    { key: "reason", title: "Reason", sort: (rank) => rank.reason, show: (rank) => rank.reason || "–", wide: true },
+  ];
+}
+
+function badge(rank) {
+  const stands = standing(rank);
+  return html`<span class=${`badge ${stands}`}><span aria-hidden="true">${STANDINGS[stands].glyph}</span>
+    ${STANDINGS[stands].label}</span>`;
+}
+
+export function RankTable({ ranks, totals, chosen, choose }) {
+  const [sort, setSort] = useState({ key: "state", down: true });
+  const [page, setPage] = useState(0);
+  const columns = columnsFor(totals);
+  const by = columns.find((column) => column.key === sort.key) || columns[0];
+  const sorted = [...ranks].sort((a, b) => compare(by.sort(a), by.sort(b)) * (sort.down ? -1 : 1) || NAMES.compare(rankName(a), rankName(b)));
+  const pages = Math.max(1, Math.ceil(sorted.length / ROWS));
+  const at = Math.min(page, pages - 1);
+  const rows = sorted.slice(at * ROWS, at * ROWS + ROWS);
+  const order = (key) => setSort({ key, down: sort.key === key ? !sort.down : key !== "rank" && key !== "model" });
+  return html`<section aria-label="Table of ranks">
+    <div class="scroll" tabindex="0" role="region" aria-label="Table of ranks, scrollable">
+    <table>
+      <caption class="unseen">${counted(ranks.length, "rank")}, sorted by ${by.title}</caption>
+      <thead><tr>${columns.map((column) => html`<th key=${column.key} scope="col"
+        class=${column.number ? "number" : ""}
+        aria-sort=${sort.key === column.key ? (sort.down ? "descending" : "ascending") : null}>
+        <button onClick=${() => order(column.key)}>${column.title}
+          <span aria-hidden="true">${sort.key === column.key ? (sort.down ? "↓" : "↑") : ""}</span></button></th>`)}
+      </tr></thead>
+      <tbody>${rows.map((rank) => html`<tr key=${rankName(rank)} class=${rankName(rank) === chosen ? "chosen" : ""}>
+        ${columns.map((column) => html`<${Cell} key=${column.key} column=${column} rank=${rank} choose=${choose} />`)}
+      </tr>`)}</tbody>
+    </table></div>
+    ${pages > 1 && html`<${Pager} at=${at} pages=${pages} all=${sorted.length} turn=${setPage} />`}
+  </section>`;
+}
+
+function Cell({ column, rank, choose }) {
+  if (column.key === "rank") {
+    return html`<th scope="row"><button class="link" onClick=${() => choose(rankName(rank))}>${rankName(rank)}</button></th>`;
+  }
+  const shown = column.show ? column.show(rank) : number(column.sort(rank));
+  const quiet = column.number && !column.show && !column.sort(rank) ? "zero" : "";
+  return html`<td class=${`${column.number ? "number" : ""} ${column.wide ? "wide" : ""} ${quiet}`}>${shown}</td>`;
+}
+
+function Pager({ at, pages, all, turn }) {
+  return html`<div class="pager">
+    <button onClick=${() => turn(at - 1)} disabled=${at === 0}>Previous</button>
+    <span>${number(at * ROWS + 1)}–${number(Math.min(all, at * ROWS + ROWS))} of ${number(all)}</span>
+    <button onClick=${() => turn(at + 1)} disabled=${at === pages - 1}>Next</button>
+  </div>`;
+}
+
+function compare(a, b) {
+  if (typeof a === "string") return NAMES.compare(a, b);
+  return a === b ? 0 : a < b ? -1 : 1;
+}
