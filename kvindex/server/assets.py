@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
-from importlib.resources.abc import Traversable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -47,7 +46,7 @@ def read_assets() -> dict[str, Asset]:
     return dict(_read(importlib.resources.files("kvindex.server") / "static", ""))
 
 
-def _read(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
+def _read(folder: Any, prefix: str) -> list[tuple[str, Asset]]:
     found = []
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.is_dir():

@@ -15,7 +15,7 @@ __all__ = ["Explained", "Question", "RefusedError", "answer", "read_question"]
 MOST_RANKS: Final = 1_000
 """Ranks that one answer tells of: those with the longest matches."""
 
-_Id = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+_Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Name = Annotated[str, msgspec.Meta(max_length=1_000)]
 
 
@@ -107,7 +107,7 @@ def answer(
         "tokens": len(tokens),
         "ranks": [
             _plain(explained[str(found.match.rank)], found.match.rank)
-            for found, _ in zip(why, range(MOST_RANKS))
+            for found, _ in zip(why, range(MOST_RANKS), strict=False)
         ],
         "left_out": max(0, len(why) - MOST_RANKS),
     }

@@ -13,12 +13,11 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from kvindex import Rank, State, __version__
+from kvindex.server.catalog import Partition
 
 __all__ = [
     "Counted",
     "Fleet",
-    "Named",
-    "Partition",
     "PartitionOf",
     "PartitionView",
     "RankView",
@@ -32,29 +31,7 @@ _COUNTED = (
 )
 
 
-class Partition(msgspec.Struct, frozen=True, order=True):
-    """Ranks that hold one model's blocks and answer for each other.
-
-    Attributes:
-        model: name of the model.
-        routing_group: which of its groups.
-    """
-
-    model: str = ""
-    routing_group: str = "default"
-
-
-class Named(Protocol):
-    """What names a partition."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def routing_group(self) -> str: ...
-
-
-PartitionOf: TypeAlias = Callable[[str], Named]
+PartitionOf: TypeAlias = Callable[[str], Partition]
 """Returns what a worker, by its name, belongs to."""
 
 
@@ -162,7 +139,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
 def overview(
     source: Counted,
-    partition_of: PartitionOf = lambda _: Partition(),
+    partition_of: PartitionOf = lambda _: Partition(""),
     *,
     has_tokenizer: Callable[[str], bool] = lambda _: False,
     clock: Callable[[], float] = time.time,

@@ -19,12 +19,13 @@ from starlette.routing import BaseRoute, Route
 
 from kvindex import ClosedError, ConfigurationError, Index, KVIndexError, Rank, RankStatus
 from kvindex.server.assets import asset_routes
+from kvindex.server.catalog import Catalog, Partition
 from kvindex.server.event_stream import EventStreamResponse, StreamCounters
 from kvindex.server.explaining import Explained, RefusedError, answer, read_question
-from kvindex.server.overview import Counted, Named, Partition, overview
+from kvindex.server.overview import Counted, overview
 from kvindex.server.timeline import Timeline, parse_id
 
-__all__ = ["FLEET_FOR", "MOST_NODES", "SWEEP", "Page", "Shown", "Source", "page_routes"]
+__all__ = ["FLEET_FOR", "MOST_NODES", "SWEEP", "Page", "Shown", "Source"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +58,15 @@ class Source(Counted, Explained, Protocol):
 
 
 class Shown(Protocol):
-    """The service that a page shows.
-
-    Every method may be called from any thread; `partition_of` must not wait for the source.
-    """
+    """What a page shows: a `Service`. Both are read from any thread."""
 
     @property
     def source(self) -> Any:
         """A `Source`: a client or a replica."""
 
-    def partition_of(self, worker: str) -> Named:
-        """Return what a worker belongs to, whether it is known or not."""
-
-    def tokenizer_of(self, model: str) -> str | None:
-        """Return the base URL of an engine whose /tokenize may be asked, or None."""
+    @property
+    def catalog(self) -> Catalog:
+        """What is registered now."""
 
 
 class Page:
@@ -78,6 +74,8 @@ class Page:
 
     Args:
         service: what is shown.
+        tokenizer_of: returns the base URL of the engine whose `/tokenize` may be asked for tokens
+            of a model's text, or None.
         timeline: a new one by default.
 
     Attributes:
@@ -90,10 +88,17 @@ class Page:
     Owner: the server's event loop; `close` may be called from any thread.
     """
 
-    def __init__(self, service: Shown, *, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        service: Shown,
+        *,
+        tokenizer_of: Callable[[str], str | None] = lambda _: None,
+        timeline: Timeline | None = None,
+    ) -> None:
         self._service = service
         self._source: Source = service.source
-        self.timeline = timeline or Timeline(service.partition_of)
+        self._tokenizer_of = tokenizer_of
+        self.timeline = timeline or Timeline(self._partition)
         self.streams = StreamCounters()
         self._stop = self._source.on_change(self.timeline.observe)
         self.timeline.begin(self._source.statuses().values())
@@ -148,8 +153,8 @@ class Page:
     def _read_fleet(self) -> bytes:
         fleet = overview(
             self._source,
-            self._service.partition_of,
-            has_tokenizer=lambda model: self._service.tokenizer_of(model) is not None,
+            self._partition,
+            has_tokenizer=lambda model: self._tokenizer_of(model) is not None,
         )
         return msgspec.json.encode(fleet)
 
@@ -180,7 +185,7 @@ class Page:
         if self._explaining >= _MOST_EXPLAINING:
             raise RefusedError(503, f"{self._explaining} explanations are being made: ask again")
         ranks = self._ranks_of(question.model, question.routing_group)
-        tokenizer = self._service.tokenizer_of(question.model)
+        tokenizer = self._tokenizer_of(question.model)
         self._explaining += 1
         try:
             found = await asyncio.to_thread(answer, self._source, question, ranks, tokenizer)
@@ -190,11 +195,12 @@ class Page:
 
     def _ranks_of(self, model: str, routing_group: str) -> list[Rank]:
         wanted = Partition(model[:_MOST_TEXT], routing_group[:_MOST_TEXT])
-        return [rank for rank in self._source.ranks if self._partition(rank) == wanted]
+        return [rank for rank in self._source.ranks if self._partition(rank.worker) == wanted]
 
-    def _partition(self, rank: Rank) -> Partition:
-        named = self._service.partition_of(rank.worker)
-        return Partition(named.model, named.routing_group)
+    def _partition(self, worker: str) -> Partition:
+        """Return what a worker is registered for; what nobody registered has no model."""
+        found = self._service.catalog.instances.get(worker)
+        return next(iter(found.values())).partition if found else Partition("")
 
     async def _events(self, request: Request) -> EventStreamResponse:
         asked = request.headers.get("last-event-id", "")
@@ -208,7 +214,7 @@ class Page:
         return {"now": time.time(), "ranks": [self._stands(status) for status in statuses]}
 
     def _stands(self, status: RankStatus) -> dict[str, Any]:
-        partition = self._partition(status.rank)
+        partition = self._partition(status.rank.worker)
         return {
             "worker": status.rank.worker,
             "dp_rank": status.rank.dp_rank,
@@ -218,11 +224,6 @@ class Page:
             "complete": status.complete,
             "lag": status.lag,
         }
-
-
-def page_routes(service: Shown) -> list[BaseRoute]:
-    """Return the routes of a new `Page`, for an app that ends with its process."""
-    return Page(service).routes
 
 
 def _told(

@@ -17,7 +17,8 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from kvindex import Rank, RankStatus, State
-from kvindex.server.overview import Partition, PartitionOf
+from kvindex.server.catalog import Partition
+from kvindex.server.overview import PartitionOf
 
 __all__ = ["HISTORY", "Happening", "Kind", "Since", "Timeline", "parse_id"]
 
@@ -75,7 +76,7 @@ class _Told(NamedTuple):
 
     kind: Kind
     text: str
-    count: int = 1
+    number: int = 1
 
 
 class Timeline:
@@ -99,7 +100,7 @@ class Timeline:
 
     def __init__(
         self,
-        partition_of: PartitionOf = lambda _: Partition(),
+        partition_of: PartitionOf = lambda _: Partition(""),
         *,
         most: int = HISTORY,
         clock: Callable[[], float] = time.time,
@@ -176,7 +177,7 @@ class Timeline:
                 routing_group=partition.routing_group,
                 state=status.state.value,
                 complete=status.complete,
-                count=told.count,
+                count=told.number,
                 text=told.text,
             )
         )

@@ -153,7 +153,7 @@ function Tile({ rank, named, home, chosen, choose }) {
     tabindex=${home ? 0 : -1} onClick=${() => choose(rankName(rank))}>
     <span class="glyph">${glyph}</span>
     ${named && html`<span class="name">${rankName(rank)}</span>
-      <span class="faint">${compact(blocks)} blocks</span>`}
+      <span class="more">${compact(blocks)} blocks${stands === "live" ? "" : ` · ${label}`}</span>`}
   </div>`;
 }
 

@@ -63,8 +63,8 @@ export const KINDS = {
   replay: { glyph: "↻", label: "replay" },
   loss: { glyph: "✖", label: "loss" },
   restart: { glyph: "⟲", label: "restart" },
-  added: { glyph: "＋", label: "added" },
-  removed: { glyph: "－", label: "removed" },
+  added: { glyph: "+", label: "added" },
+  removed: { glyph: "−", label: "removed" },
 };
 
 const MEDIA = ["GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "FS", "OBJ", "EXTERNAL"];

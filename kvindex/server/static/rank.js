@@ -41,7 +41,7 @@ export function RankDetails({ rank, live, close }) {
     <h4>Last happenings</h4>
     ${happened.length
       ? html`<ul class="plain">${happened.map((some) => html`<li key=${some.id}>
-          <span class=${`kind ${some.kind}`} aria-hidden="true">${KINDS[some.kind].glyph}</span>
+          <span class=${`kind ${some.kind}`} aria-hidden="true">${KINDS[some.kind].glyph}</span>${" "}
           ${some.text} <span class="faint">${ago(Math.max(0, live.now() - some.at))}</span></li>`)}</ul>`
       : html`<p class="faint">Nothing since the service started.</p>`}
   </aside>`;

@@ -6,8 +6,10 @@ import {
 } from "./format.js";
 
 const WINDOWS = [[300, "5 minutes"], [900, "15 minutes"], [3600, "hour"], [21_600, "6 hours"], [86_400, "day"]];
+const SHORTEST = 60; // s: a history that is shorter than the window fills the picture
 const LANES = 24;
 const ROWS = 100;
+const MARKED = ["gap", "loss", "restart", "added", "removed"];
 const GRAVE = { loss: 8, gap: 4, restart: 4, replay: 1, state: 1, added: 0, removed: 2 };
 
 export function TimelineView({ live }) {
@@ -20,6 +22,7 @@ export function TimelineView({ live }) {
   const fits = (some) => !hidden.has(some.kind) &&
     `${rankName(some)} ${some.model} ${some.text}`.toLowerCase().includes(words);
   const shown = useMemo(() => live.happenings.filter(fits).reverse(), [live.happenings, hidden, words]);
+  const known = new Map(live.fleet.ranks.map((rank) => [rankName(rank), rank]));
   const toggle = (kind) => {
     const next = new Set(hidden);
     if (!next.delete(kind)) next.add(kind);
@@ -36,7 +39,7 @@ export function TimelineView({ live }) {
     <${Lanes} happenings=${shown} now=${now} seconds=${window_} ranks=${live.fleet.ranks} />
     ${live.dropped > 0 && html`<p class="faint">${counted(live.dropped, "older happening")} did not fit into the history.</p>`}
     ${shown.length
-      ? html`<${List} shown=${shown.slice(0, rows)} now=${now} />`
+      ? html`<${List} shown=${shown.slice(0, rows)} now=${now} known=${known} />`
       : html`<p class="empty">${live.happenings.length ? "Nothing fits the filter." : "Nothing has happened since the service started. Gaps, losses, restarts and changes of state will be listed here as they come."}</p>`}
     ${shown.length > rows && html`<button onClick=${() => setRows(rows + ROWS)}>Show more of ${number(shown.length)}</button>`}
   `;
@@ -54,7 +57,9 @@ function Kinds({ happenings, hidden, toggle }) {
 }
 
 function Lanes({ happenings, now, seconds, ranks }) {
-  const from = now - seconds;
+  const first = happenings.length ? happenings[happenings.length - 1].at : now;
+  const span = Math.min(seconds, Math.max(SHORTEST, (now - first) * 1.05));
+  const from = now - span;
   const lanes = new Map();
   for (const some of [...happenings].reverse()) {
     const name = rankName(some);
@@ -72,7 +77,7 @@ function Lanes({ happenings, now, seconds, ranks }) {
   return html`<section class="lanes" role="img"
     aria-label=${`${counted(drawn.length, "rank")} with happenings in the last ${age(seconds)}; the list below has them all`}>
     <div class="lane axis"><span></span><div>${[1, 0.75, 0.5, 0.25, 0].map((part) => html`<span style=${{ left: `${(1 - part) * 100}%` }}>
-      ${clock(now - seconds * part)}</span>`)}</div></div>
+      ${clock(now - span * part)}</span>`)}</div></div>
     ${drawn.slice(0, LANES).map((lane) => html`<div class="lane" key=${lane.name}>
       <span class="name" title=${lane.name}>${lane.name}</span>
       <div><${Lane} marks=${lane.marks} from=${from} now=${now} there=${there.has(lane.name)} /></div></div>`)}
@@ -88,7 +93,7 @@ function Lane({ marks, from, now, there }) {
     const next = marks[place + 1];
     return { stands: standsOf(some), start: share(some.at), stop: next ? share(next.at) : there || some.kind !== "removed" ? 100 : share(some.at) };
   });
-  const seen = marks.filter((some) => some.at >= from && some.kind !== "state");
+  const seen = marks.filter((some) => some.at >= from && MARKED.includes(some.kind));
   return html`
     ${bands.filter((band) => band.stop > band.start && STANDINGS[band.stands]).map((band) => html`<i class=${`band ${band.stands}`}
       style=${{ left: `${band.start}%`, width: `${band.stop - band.start}%` }}></i>`)}
@@ -96,12 +101,12 @@ function Lane({ marks, from, now, there }) {
       style=${{ left: `${share(some.at)}%` }}>${KINDS[some.kind].glyph}</b>`)}`;
 }
 
-const List = ({ shown, now }) => html`<div class="scroll" tabindex="0" role="region" aria-label="Table of happenings, scrollable"><table>
+const List = ({ shown, now, known }) => html`<div class="scroll" tabindex="0" role="region" aria-label="Table of happenings, scrollable"><table>
   <caption class="unseen">What happened, newest first</caption>
   <thead><tr><th scope="col">When</th><th scope="col">Rank</th><th scope="col">Model</th><th scope="col">Kind</th><th scope="col">What</th></tr></thead>
   <tbody>${shown.map((some) => html`<tr key=${some.id}>
     <td title=${day(some.at)}><time datetime=${new Date(some.at * 1000).toISOString()}>${clock(some.at)}</time>
       <span class="faint"> ${ago(Math.max(0, now - some.at))}</span></td>
-    <th scope="row">${rankName(some)}</th><td>${partitionName(some)}</td>
+    <th scope="row">${rankName(some)}</th><td>${partitionName(some.model ? some : known.get(rankName(some)) || some)}</td>
     <td><span class=${`kind ${some.kind}`}><span aria-hidden="true">${KINDS[some.kind].glyph}</span> ${KINDS[some.kind].label}</span></td>
     <td class="wide">${some.text}</td></tr>`)}</tbody></table></div>`;
