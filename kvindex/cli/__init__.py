@@ -26,6 +26,7 @@ from kvindex.cli import (
     serve,
     status,
     tail,
+    top,
 )
 from kvindex.cli.output import in_options, version_text
 
@@ -33,7 +34,7 @@ __all__ = ["main"]
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_COMMANDS = (demo, fake_engine, tail, match, record, replay, fanout, serve, status, doctor)
+_COMMANDS = (demo, fake_engine, tail, match, record, replay, fanout, serve, status, top, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

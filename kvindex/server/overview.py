@@ -141,7 +141,7 @@ def overview(
     source: Counted,
     partition_of: PartitionOf = lambda _: Partition(""),
     *,
-    has_tokenizer: Callable[[str], bool] = lambda _: False,
+    has_tokenizer: Callable[[Partition], bool] = lambda _: False,
     clock: Callable[[], float] = time.time,
 ) -> Fleet:
     """Return how every rank stands, sorted by partition, worker and dp_rank.
@@ -149,7 +149,7 @@ def overview(
     Args:
         source: a client or a replica.
         partition_of: what a worker belongs to.
-        has_tokenizer: whether text of a model can be turned into tokens.
+        has_tokenizer: whether text can be turned into a partition's tokens.
         clock: seconds since 1970.
 
     Thread safety: as `source`. Complexity: O(ranks), some 10 ms for 512.
@@ -200,7 +200,7 @@ def _rank_of(text: str) -> Rank:
 
 
 def _partitions(
-    ranks: Iterable[RankView], has_tokenizer: Callable[[str], bool]
+    ranks: Iterable[RankView], has_tokenizer: Callable[[Partition], bool]
 ) -> list[PartitionView]:
     by_partition: dict[Partition, list[RankView]] = {}
     for rank in ranks:
@@ -212,7 +212,7 @@ def _partitions(
             block_sizes=sorted({rank.block_size for rank in members if rank.block_size}),
             instances=len({rank.worker for rank in members}),
             ranks=len(members),
-            tokenizer=has_tokenizer(partition.model),
+            tokenizer=has_tokenizer(partition),
         )
         for partition, members in sorted(by_partition.items())
     ]

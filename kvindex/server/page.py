@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -17,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from kvindex import ClosedError, ConfigurationError, Index, KVIndexError, Rank, RankStatus
+from kvindex import ConfigurationError, Index, KVIndexError, Rank, RankStatus
 from kvindex.server.assets import asset_routes
 from kvindex.server.catalog import Catalog, Partition
 from kvindex.server.event_stream import EventStreamResponse, StreamCounters
@@ -27,8 +26,6 @@ from kvindex.server.timeline import Timeline, parse_id
 
 __all__ = ["FLEET_FOR", "MOST_NODES", "SWEEP", "Page", "Shown", "Source"]
 
-logger = logging.getLogger(__name__)
-
 SWEEP: Final = 5.0
 """Seconds between looks at what ranks count while their states stay the same."""
 
@@ -37,6 +34,9 @@ FLEET_FOR: Final = 0.5
 
 MOST_NODES: Final = 5_000
 """Nodes of the radix tree in one answer: about 1 MB."""
+
+BY_CLIENTS: Final = "zmq"
+"""The source of registrations that came over HTTP; their details are not to be trusted."""
 
 _MOST_EXPLAINING = 4
 _MOST_TEXT = 1_000  # characters of a name in a query string
@@ -74,8 +74,6 @@ class Page:
 
     Args:
         service: what is shown.
-        tokenizer_of: returns the base URL of the engine whose `/tokenize` may be asked for tokens
-            of a model's text, or None.
         timeline: a new one by default.
 
     Attributes:
@@ -83,21 +81,12 @@ class Page:
         timeline: what has happened since this was made.
         streams: counters of `/events`.
 
-    `run` must be entered by the app's lifespan; `close` ends what listens.
-
     Owner: the server's event loop; `close` may be called from any thread.
     """
 
-    def __init__(
-        self,
-        service: Shown,
-        *,
-        tokenizer_of: Callable[[str], str | None] = lambda _: None,
-        timeline: Timeline | None = None,
-    ) -> None:
+    def __init__(self, service: Shown, *, timeline: Timeline | None = None) -> None:
         self._service = service
         self._source: Source = service.source
-        self._tokenizer_of = tokenizer_of
         self.timeline = timeline or Timeline(self._partition)
         self.streams = StreamCounters()
         self._stop = self._source.on_change(self.timeline.observe)
@@ -105,6 +94,8 @@ class Page:
         self._fleet: tuple[float, bytes] = (0.0, b"")
         self._fleet_lock: asyncio.Lock | None = None
         self._explaining = 0
+        self._closed = threading.Event()
+        threading.Thread(target=self._sweep, name="kvindex-timeline", daemon=True).start()
         self.routes: list[BaseRoute] = [
             *asset_routes(),
             Route("/api/fleet", _told(self._get_fleet), methods=["GET"]),
@@ -114,30 +105,14 @@ class Page:
             Route("/events", self._events, methods=["GET"]),
         ]
 
-    @asynccontextmanager
-    async def run(self) -> AsyncIterator[None]:
-        """Look at what ranks count every few seconds, until this is left."""
-        sweeping = asyncio.ensure_future(self._sweep())
-        try:
-            yield
-        finally:
-            sweeping.cancel()
-            self.close()
-
     def close(self) -> None:
-        """Listen to the source no longer. Idempotent."""
+        """Look at the source no longer. Idempotent."""
         self._stop()
+        self._closed.set()
 
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP)
-            try:
-                statuses = await asyncio.to_thread(self._source.statuses)
-                self.timeline.sweep(statuses.values())
-            except ClosedError:
-                return
-            except Exception:
-                logger.exception("the timeline could not look at the ranks")
+    def _sweep(self) -> None:
+        while not self._closed.wait(SWEEP):
+            self.timeline.sweep(self._source.statuses().values())
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -154,7 +129,7 @@ class Page:
         fleet = overview(
             self._source,
             self._partition,
-            has_tokenizer=lambda model: self._tokenizer_of(model) is not None,
+            has_tokenizer=lambda partition: self._tokenizer(partition) is not None,
         )
         return msgspec.json.encode(fleet)
 
@@ -185,7 +160,7 @@ class Page:
         if self._explaining >= _MOST_EXPLAINING:
             raise RefusedError(503, f"{self._explaining} explanations are being made: ask again")
         ranks = self._ranks_of(question.model, question.routing_group)
-        tokenizer = self._tokenizer_of(question.model)
+        tokenizer = self._tokenizer(Partition(question.model, question.routing_group))
         self._explaining += 1
         try:
             found = await asyncio.to_thread(answer, self._source, question, ranks, tokenizer)
@@ -201,6 +176,14 @@ class Page:
         """Return what a worker is registered for; what nobody registered has no model."""
         found = self._service.catalog.instances.get(worker)
         return next(iter(found.values())).partition if found else Partition("")
+
+    def _tokenizer(self, partition: Partition) -> str | None:
+        """Return the URL of an engine that the operator or a discovery named, never a client."""
+        for one in self._service.catalog.of(partition):
+            engine = one.details.get("engine")
+            if isinstance(engine, str) and one.source != BY_CLIENTS:
+                return engine
+        return None
 
     async def _events(self, request: Request) -> EventStreamResponse:
         asked = request.headers.get("last-event-id", "")

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.routing import BaseRoute
 
 from kvindex import Client, KVIndexError, SnapshotError
 from kvindex.discovery import Discovery, Found, Source
@@ -28,6 +29,7 @@ from kvindex.server.guards import REASONS, Guard
 from kvindex.server.http import HttpServer
 from kvindex.server.networks import Networks
 from kvindex.server.orders import Start
+from kvindex.server.page import Page
 from kvindex.server.processes import Children
 from kvindex.server.registry import Registry
 from kvindex.server.service import Service
@@ -98,7 +100,9 @@ class Running:
             opened.callback(self._discovery.close)
             self.missing = self._discovery.wait_found(_FIRST_LOOK)
             self._guard = self._new_guard()
-            app = self._new_app()
+            page = Page(self.service)
+            opened.callback(page.close)
+            app = self._new_app(page.routes)
             self._routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))
             # With several processes each counts its own, those that it passes on to this one too.
             traffic = self.service.traffic if settings.processes == 1 else None
@@ -176,7 +180,7 @@ class Running:
             )
         return Guard(tokens=self._tokens, allowed_hosts=settings.allowed_hosts, limits=limits)
 
-    def _new_app(self) -> Starlette:
+    def _new_app(self, shown: Sequence[BaseRoute]) -> Starlette:
         exposition = Exposition(
             self.service,
             Totals(self._traffic),
@@ -184,7 +188,9 @@ class Running:
             dynamo_names=self.settings.compat_metrics,
         )
         return build_app(
-            self.service, routes=[snapshot_route(self._client)], metrics=exposition.write
+            self.service,
+            routes=[snapshot_route(self._client), *shown],
+            metrics=exposition.write,
         )
 
     def _traffic(self) -> list[Traffic]:

@@ -83,7 +83,7 @@ function Cell({ cell, width, home, chosen, found, zoom, top }) {
   const words = node ? nameOf(node) : `All prompts, ${counted(found.unique_blocks, "different block")}`;
   const roomy = cell.width * width > WORDS;
   const shade = node ? shadeOf(node.ranks) : "root";
-  return html`<div class=${`cell ${shade} ${row === chosen && node ? "chosen" : ""}`} style=${placed(cell)}
+  return html`<div class=${`cell ${shade} ${row === chosen && node ? "chosen" : ""} ${roomy ? "roomy" : ""}`} style=${placed(cell)}
     role="treeitem" aria-level=${some.level + 1} aria-label=${words} title=${words}
     aria-selected=${row === chosen} aria-expanded=${some.children.length ? true : null}
     data-row=${row} tabindex=${row === home ? 0 : -1} onClick=${() => zoom(row === top && some.parent ? some.parent.row : row)}>

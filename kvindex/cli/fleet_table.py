@@ -1,0 +1,114 @@
+"""A fleet as rows and lines of text: what `kvindex top` shows, with or without colours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from kvindex import State
+from kvindex.cli.output import counted, in_options, printable, table
+from kvindex.server.overview import Fleet, RankView, Totals
+
+__all__ = ["HEADER", "SORTS", "fleet_text", "row", "sorted_ranks", "totals_line"]
+
+SORTS: Final[Mapping[str, str]] = {
+    "state": "s",
+    "name": "n",
+    "lag": "l",
+    "age": "a",
+    "blocks": "b",
+    "gaps": "g",
+    "losses": "o",
+    "restarts": "e",
+}
+"""What ranks can be sorted by, and the key for it."""
+
+_WORST = [State.LIVE, State.SYNCING, State.STALE, State.REPAIRING, State.CONNECTING, State.CLOSED]
+_Key: TypeAlias = Callable[[RankView], Any]
+_KEYS: Final[Mapping[str, _Key]] = {
+    "state": lambda rank: (_WORST.index(State(rank.state)), not rank.complete),
+    "lag": lambda rank: rank.lag,
+    "age": lambda rank: float("inf") if rank.last_event_age is None else rank.last_event_age,
+    "blocks": lambda rank: sum(rank.blocks.values()),
+    "gaps": lambda rank: rank.gaps,
+    "losses": lambda rank: rank.losses,
+    "restarts": lambda rank: rank.restarts,
+}
+
+HEADER: Final = (
+    *("rank", "model", "state", "complete", "lag", "idle s"),
+    *("blocks", "on", "gaps", "losses", "restarts"),
+)
+
+
+def sorted_ranks(
+    ranks: Sequence[RankView], sort: str = "state", *, reverse: bool = False
+) -> list[RankView]:
+    """Return ranks with the worst, most or longest first; by name, from the beginning.
+
+    Args:
+        ranks: of a fleet.
+        sort: one of SORTS.
+        reverse: the other way round.
+    """
+    found = sorted(ranks, key=lambda rank: (rank.worker, rank.dp_rank))
+    if sort != "name":
+        found.sort(key=_KEYS[sort], reverse=True)
+    return found[::-1] if reverse else found
+
+
+def totals_line(totals: Totals) -> str:
+    """Return the sums in one line.
+
+    Examples:
+        >>> from kvindex import connect
+        >>> from kvindex.server.overview import overview
+        >>> with connect() as client:
+        ...     print(totals_line(overview(client).totals))
+        0 ranks of 0 workers: none live, 0 complete; 0 blocks; lag 0; 0 gaps, 0 losses, 0 restarts
+    """
+    states = ", ".join(f"{number} {state}" for state, number in totals.states.items())
+    media = ", ".join(f"{number:,} {medium}" for medium, number in sorted(totals.blocks.items()))
+    return printable(
+        f"{counted(totals.ranks, 'rank')} of {counted(totals.workers, 'worker')}: "
+        f"{states or 'none live'}, {totals.complete} complete; "
+        f"{media or '0'} blocks; lag {totals.lag}; "
+        f"{counted(totals.gaps, 'gap')}, {counted(totals.losses, 'loss', 'losses')}, "
+        f"{counted(totals.restarts, 'restart')}"
+    )
+
+
+def row(rank: RankView) -> tuple[str, ...]:
+    """Return the cells of a rank, as HEADER names them; text that cannot steer a terminal."""
+    media = ", ".join(f"{number} {medium}" for medium, number in sorted(rank.blocks.items()))
+    cells = (
+        f"{rank.worker}/{rank.dp_rank}",
+        rank.model or "-",
+        rank.state,
+        "yes" if rank.complete else "no",
+        rank.lag,
+        "-" if rank.last_event_age is None else f"{rank.last_event_age:.0f}",
+        sum(rank.blocks.values()),
+        media or "-",
+        rank.gaps,
+        rank.losses,
+        rank.restarts,
+    )
+    return tuple(printable(str(cell)) for cell in cells)
+
+
+def fleet_text(fleet: Fleet, *, sort: str = "state", most: int | None = None) -> str:
+    """Return a fleet as plain text: sums, a table, and why ranks are not live."""
+    ranks = sorted_ranks(fleet.ranks, sort)
+    shown = ranks[:most]
+    lines = [totals_line(fleet.totals)]
+    if shown:
+        lines += ["", table(HEADER, map(row, shown))]
+    if len(ranks) > len(shown):
+        lines.append(f"and {counted(len(ranks) - len(shown), 'more rank')}")
+    lines += [
+        printable(f"{rank.worker}/{rank.dp_rank}: {in_options(rank.reason)}")
+        for rank in shown
+        if rank.reason
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,178 @@
+"""`kvindex top` at a terminal: drawn again on news, steered by keys. Needs rich."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvindex import KVIndexError
+from kvindex.cli.fleet_table import HEADER, SORTS, row, sorted_ranks, totals_line
+from kvindex.cli.output import counted, in_options, printable
+from kvindex.server.overview import Fleet
+
+__all__ = ["View", "drawn", "show"]
+
+_COLOURS: Final = {
+    "live": "green",
+    "syncing": "cyan",
+    "repairing": "yellow",
+    "stale": "yellow",
+    "connecting": "red",
+    "closed": "bright_black",
+}
+_NUMBERS = ("lag", "idle s", "blocks", "gaps", "losses", "restarts")
+_FRAME = 8  # lines around the ranks and their reasons
+_REASONS = 3
+
+
+class View:
+    """How the table is to be shown; keys change it.
+
+    Attributes:
+        sort: one of SORTS.
+        reverse: the other way round.
+        ended: whether q was pressed.
+
+    Owner: the thread that draws.
+    """
+
+    def __init__(self, sort: str) -> None:
+        self.sort = sort
+        self.reverse = False
+        self.ended = False
+
+    def press(self, key: str) -> None:
+        """Do what a key stands for; others do nothing."""
+        if key == "q":
+            self.ended = True
+        elif key == "r":
+            self.reverse = not self.reverse
+        for sort, its_key in SORTS.items():
+            if key == its_key:
+                self.sort, self.reverse = sort, False
+
+
+def drawn(fleet: Fleet | None, view: View, *, most: int, trouble: str = "") -> Group:
+    """Return what the terminal shows of a fleet.
+
+    Args:
+        fleet: as it was read last, if it was.
+        view: how.
+        most: ranks at most.
+        trouble: why it could not be read just now.
+    """
+    parts: list[Text | Table] = []
+    if trouble:
+        parts.append(Text(printable(trouble), style="bold red"))
+    if fleet is None:
+        return Group(*parts)
+    parts.append(Text(totals_line(fleet.totals), style="bold"))
+    ranks = sorted_ranks(fleet.ranks, view.sort, reverse=view.reverse)
+    grid = Table(box=None, header_style="bright_black", pad_edge=False)
+    for name in HEADER:
+        grid.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for rank in ranks[:most]:
+        # Text, never markup: names come from the network.
+        cells = [Text(cell) for cell in row(rank)]
+        cells[2].stylize(_COLOURS.get(rank.state, ""))
+        cells[3].stylize("" if rank.complete else "yellow")
+        grid.add_row(*cells)
+    parts.append(grid)
+    if len(ranks) > most:
+        parts.append(Text(f"and {counted(len(ranks) - most, 'more rank')}", "bright_black"))
+    reasons = [rank for rank in ranks[:most] if rank.reason][:_REASONS]
+    for rank in reasons:
+        text = printable(f"{rank.worker}/{rank.dp_rank}: {in_options(rank.reason)}")
+        parts.append(Text(text, "bright_black", no_wrap=True, overflow="ellipsis"))
+    keys = "  ".join(f"{key} {sort}" for sort, key in SORTS.items())
+    order = " reversed" if view.reverse else ""
+    parts.append(Text(f"sorted by {view.sort}{order}   {keys}  r reverse  q quit", "bright_black"))
+    return Group(*parts)
+
+
+def show(
+    read: Callable[[], Fleet],
+    changed: threading.Event,
+    *,
+    sort: str,
+    most: int | None,
+    every: float,
+) -> None:
+    """Draw a fleet again and again, until q is pressed.
+
+    Args:
+        read: returns the fleet as it is; what it raises is shown, and it is asked again.
+        changed: set when something happened.
+        sort: one of SORTS.
+        most: ranks at most; as many as the terminal has room for by default.
+        every: seconds between two looks without news.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C.
+    """
+    console = Console()
+    view = View(sort)
+    fleet: Fleet | None = None
+    with _keys(changed) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while not view.ended:
+            trouble = ""
+            changed.clear()
+            try:
+                fleet = read()
+            except KVIndexError as error:
+                trouble = str(error)
+            room = max(1, console.height - _FRAME - _REASONS)
+            live.update(
+                drawn(fleet, view, most=min(room, most or room), trouble=trouble), refresh=True
+            )
+            changed.wait(every)
+            while pressed:
+                view.press(pressed.pop(0))
+
+
+@contextmanager
+def _keys(changed: threading.Event) -> Iterator[list[str]]:
+    """Give the keys that are pressed, one by one; a thread reads them and sets the event."""
+    pressed: list[str] = []
+    if not sys.stdin.isatty():
+        yield pressed
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    end_read, end_write = os.pipe()
+
+    def listen() -> None:
+        while True:
+            ready, _, _ = select.select([descriptor, end_read], [], [])
+            if end_read in ready:
+                return
+            typed = os.read(descriptor, 64)
+            if not typed:
+                return
+            pressed.extend(typed.decode(errors="ignore"))
+            changed.set()
+
+    thread = threading.Thread(target=listen, name="kvindex-top-keys", daemon=True)
+    try:
+        tty.setcbreak(descriptor)
+        thread.start()
+        yield pressed
+    finally:
+        os.write(end_write, b"x")
+        thread.join()
+        os.close(end_read)
+        os.close(end_write)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

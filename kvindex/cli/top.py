@@ -1,0 +1,132 @@
+"""`kvindex top`: the fleet at a terminal, live; through a pipe, once."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final
+
+from kvindex import ConfigurationError, connect
+from kvindex.cli.arguments import Commands, count, seconds
+from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.fleet_table import SORTS, fleet_text
+from kvindex.cli.service_fleet import ServiceFleet
+from kvindex.server.overview import Fleet, overview
+
+__all__ = ["add_parser"]
+
+_MISSING: Final = (
+    "kvindex top at a terminal needs the package rich: pip install 'kvindex[server]', or send the "
+    "output through a pipe (kvindex top … | cat) to have it once"
+)
+
+
+def add_parser(commands: Commands) -> None:
+    """Add this command to the command line."""
+    parser = commands.add_parser(
+        "top",
+        help="show how a fleet stands, live",
+        description=(
+            "Show totals and a table of the ranks: of a running `kvindex serve`, named by its URL, "
+            "or of engines that this command subscribes to by itself. At a terminal it goes on "
+            "until q or Ctrl-C; else it prints the fleet once. Keys: "
+            + ", ".join(f"{key} {sort}" for sort, key in SORTS.items())
+            + ", r reverses, q ends."
+        ),
+    )
+    parser.add_argument(
+        "url",
+        nargs="?",
+        metavar="URL",
+        help="of a service, e.g. http://127.0.0.1:8090 (its token: KVINDEX_TOKEN)",
+    )
+    parser.add_argument(
+        "--sort",
+        choices=tuple(SORTS),
+        default="state",
+        help="by what the table is sorted: worst, most or longest first (default: state)",
+    )
+    parser.add_argument("-n", "--ranks", type=count, metavar="N", help="show N ranks at most")
+    parser.add_argument(
+        "--every",
+        type=seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds between two looks; a change of state is shown at once (default: 1)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=3.0,
+        metavar="S",
+        help="seconds to wait for engines to be live before the fleet is printed once (default: 3)",
+    )
+    add_worker_arguments(parser)
+    parser.set_defaults(run=run, log_from=logging.ERROR)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the fleet until it is enough."""
+    named = arguments.worker or arguments.endpoint
+    if arguments.url and named:
+        raise ConfigurationError("name either a service by its URL or engines, not both")
+    live = sys.stdout.isatty()
+    with ExitStack() as opened:
+        if arguments.url:
+            read, watch = _service(arguments.url, opened)
+        else:
+            read, watch = _engines(arguments, opened, wait=not live)
+        if not live:
+            print(fleet_text(read(), sort=arguments.sort, most=arguments.ranks))
+            return 0
+        _show(read, watch, arguments)
+    return 0
+
+
+_Read = Callable[[], Fleet]
+_Watch = Callable[[threading.Event], None]
+
+
+def _service(url: str, opened: ExitStack) -> tuple[_Read, _Watch]:
+    service = ServiceFleet(url)
+    opened.callback(service.close)
+    return service.read, service.watch
+
+
+def _engines(
+    arguments: argparse.Namespace, opened: ExitStack, *, wait: bool
+) -> tuple[_Read, _Watch]:
+    client = opened.enter_context(connect(workers_of(arguments)))
+    if wait:
+        client.wait_for(
+            lambda statuses: all(status.state.value == "live" for status in statuses.values()),
+            arguments.wait,
+        )
+
+    def watch(changed: threading.Event) -> None:
+        opened.callback(client.on_change(lambda _: changed.set()))
+
+    return lambda: overview(client), watch
+
+
+def _show(read: _Read, watch: _Watch, arguments: argparse.Namespace) -> None:
+    try:
+        from kvindex.cli.live_top import show
+    except ImportError as error:
+        raise ConfigurationError(f"{_MISSING} ({error})") from None
+    changed = threading.Event()
+    watch(changed)
+    try:
+        show(
+            read,
+            changed,
+            sort=arguments.sort,
+            most=arguments.ranks,
+            every=arguments.every,
+        )
+    except KeyboardInterrupt:
+        pass  # the normal end
