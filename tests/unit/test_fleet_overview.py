@@ -77,7 +77,7 @@ def test_each_rank_is_shown_with_its_partition_its_state_and_its_blocks_by_mediu
     assert (fleet.ranks[1].reason, fleet.ranks[1].block_size) == ("nothing listens", None)
 
 
-def test_partitions_tell_their_block_sizes_their_workers_and_who_can_turn_text_into_tokens() -> None:
+def test_partitions_tell_block_sizes_workers_and_whether_text_can_be_turned_into_tokens() -> None:
     found = [
         (p.routing_group, p.block_sizes, p.instances, p.ranks, p.tokenizer)
         for p in seen().partitions
