@@ -51,7 +51,7 @@ def run(bench: Bench) -> list[Result]:
 def _at(bench: Bench, ranks: int) -> list[Result]:
     with ExitStack() as stack:
         parties = {
-            label: stack.enter_context(_party(bench, start, ranks, takes_raw=False))
+            label: stack.enter_context(_party(bench, start, ranks, takes_raw=label not in DYNAMO))
             for label, start in _starters(bench).items()
         }
         taken = {label: party.service.footprint() for label, party in parties.items()}
@@ -166,8 +166,6 @@ def _latencies(ranks: int, alone: dict[tuple[str, str], list[list[int]]]) -> lis
                 for (asked, label), samples in alone.items()
                 if asked == form or (label in DYNAMO and asked == _JSON)
             }
-            if OURS not in values:
-                continue
             bar = bars.get(ranks) if percent == 50 else None
             found.append(_result(ranks, f"{form}, p{percent}", "µs", values, note, bar=bar))
     return found
