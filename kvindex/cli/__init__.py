@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from kvindex import ConfigurationError, KVIndexError, TokenError
 from kvindex.cli import (
+    audit,
     demo,
     doctor,
     fake_engine,
@@ -34,7 +35,7 @@ __all__ = ["main"]
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_COMMANDS = (demo, fake_engine, tail, match, record, replay, fanout, serve, status, top, doctor)
+_COMMANDS = (demo, fake_engine, tail, match, record, replay, audit, fanout, serve, status, top, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

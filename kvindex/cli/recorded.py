@@ -1,4 +1,4 @@
-"""One recording, put into an index as its publisher numbered it."""
+"""One recording, in order as its publisher numbered it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from kvindex import CacheSettings, DecodeError, EventBatch, Index, Rank
+from kvindex import (
+    CacheSettings,
+    DecodeError,
+    EventBatch,
+    Rank,
+    RankAdded,
+    RankBatch,
+    RankLost,
+    RankRestarted,
+    StreamItem,
+)
 from kvindex.cli.output import Progress
 from kvindex.wire import (
     LiveFrame,
@@ -24,14 +34,13 @@ __all__ = ["Recorded"]
 
 
 class Recorded:
-    """Applies one publisher's recording: what came twice once, gaps and restarts noticed.
+    """Reads one publisher's recording: what came twice once, gaps and restarts noticed.
 
     A lower or equal number with a newer timestamp is a restart, with another one a duplicate.
 
     Args:
         path: the recording; its stem names the worker.
-        index: what to fill.
-        on_loss: at a gap, "reset" drops what the rank held, "keep" keeps it.
+        on_loss: at a gap, "reset" has what the rank held dropped, "keep" has it kept.
         cache: what the events leave unsaid of the publisher's cache.
 
     Attributes:
@@ -47,7 +56,6 @@ class Recorded:
     def __init__(
         self,
         path: Path,
-        index: Index,
         *,
         on_loss: Literal["reset", "keep"],
         cache: CacheSettings | None = None,
@@ -57,13 +65,13 @@ class Recorded:
         self.complete = False
         self.counters: Counter[str] = Counter()
         self.error = ""
-        self._index = index
         self._on_loss = on_loss
         self._cache = cache or CacheSettings()
         self._ts = 0.0
         self._damaged = -1  # highest number of this epoch that could not be decoded
         self._ranks: set[Rank] = set()
         self._replies: dict[int, EventBatch] = {}
+        self._items: list[StreamItem] = []  # not handed on yet
 
     @property
     def records(self) -> int:
@@ -73,19 +81,17 @@ class Recorded:
     @property
     def ranks(self) -> list[Rank]:
         """The ranks that its batches name, sorted; rank 0 if there is none."""
-        if not self._ranks:
-            self._know(Rank(self.path.stem))
-        return sorted(self._ranks)
+        return sorted(self._ranks) or [Rank(self.path.stem)]
 
-    def apply(self, *, with_replayed: bool, progress: Progress) -> None:
-        """Put the whole file into the index.
+    def items(self, *, with_replayed: bool, progress: Progress) -> Iterator[StreamItem]:
+        """Yield what an event stream would have yielded of the whole file, in order.
 
         Args:
             with_replayed: fill what the live records lack from the replay replies.
             progress: told how far it is.
 
         Raises:
-            DecodeError: the file is cut off or no recording; what came before is applied.
+            DecodeError: the file is cut off or no recording; what came before was yielded.
             OSError: it cannot be read.
         """
         if with_replayed:
@@ -99,7 +105,13 @@ class Recorded:
                     self.counters["bad_frames"] += 1
                 else:
                     self._live(frame)
+                    yield from self._taken()
         self._finish()
+        yield from self._taken()
+
+    def _taken(self) -> list[StreamItem]:
+        items, self._items = self._items, []
+        return items
 
     def _messages(self, progress: Progress) -> Iterator[RecordedMessage]:
         with self.path.open("rb") as file:
@@ -123,9 +135,9 @@ class Recorded:
                     elif not (reply := parse_replay(message.frames)).end:
                         replies[reply.seq] = decode_batch(reply.payload)
                 except DecodeError:
-                    continue  # `apply` counts it
+                    continue  # `items` counts it
         except DecodeError:
-            pass  # `apply` meets it too, and raises
+            pass  # `items` meets it too, and raises
         self._replies = {seq: batch for seq, batch in replies.items() if seq not in live}
 
     def _live(self, frame: LiveFrame) -> None:
@@ -146,7 +158,8 @@ class Recorded:
     def _restart(self) -> None:
         self.counters["restarts"] += 1
         self.seq, self._damaged = None, -1
-        self._drop_blocks()
+        epoch = self.counters["restarts"]
+        self._items += [RankRestarted(rank, epoch, "seq_backwards") for rank in self._ranks]
 
     def _finish(self) -> None:
         """Fill what follows the last live batch; a damaged end is a loss too."""
@@ -176,14 +189,11 @@ class Recorded:
         if missing:
             self.counters["lost"] += missing
             self.complete = False
-            if self._on_loss == "reset":
-                self.counters["resets"] += 1
-                self._drop_blocks()
+            reset = self._on_loss == "reset"
+            self.counters["resets"] += reset
+            lost = (self.counters["restarts"], "not_recorded", self.seq + 1, seq - 1, reset)
+            self._items += [RankLost(rank, *lost) for rank in self._ranks]
         return missing
-
-    def _drop_blocks(self) -> None:
-        for rank in self._ranks:
-            self._index.tree(rank).clear()
 
     def _fill(self, seq: int) -> None:
         self.counters["filled"] += 1
@@ -192,14 +202,14 @@ class Recorded:
     def _apply(self, seq: int, batch: EventBatch) -> None:
         rank = Rank(self.path.stem, batch.data_parallel_rank or 0)
         self._know(rank)
-        self._index.apply(rank, batch)
+        self._items.append(RankBatch(rank, self.counters["restarts"], seq, batch, False))
         self.seq, self._ts = seq, batch.ts
         self.counters["applied"] += 1
 
     def _know(self, rank: Rank) -> None:
         if rank not in self._ranks:
             self._ranks.add(rank)
-            self._index.configure(rank, self._cache)
+            self._items.append(RankAdded(rank, self._cache))
 
     def statistics(self) -> dict[str, int]:
         """Return the counters, those at zero included."""

@@ -7,7 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvindex import ConfigurationError, DecodeError, Index, Rank
+from kvindex import (
+    ConfigurationError,
+    DecodeError,
+    Index,
+    Rank,
+    RankAdded,
+    RankBatch,
+    RankLost,
+    RankRestarted,
+    StreamItem,
+)
 from kvindex.cli.arguments import (
     Commands,
     add_cache_arguments,
@@ -19,7 +29,7 @@ from kvindex.cli.match import match_table
 from kvindex.cli.output import Progress, counted, json_line, table
 from kvindex.cli.recorded import Recorded
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "check_names"]
 
 
 def add_parser(commands: Commands) -> None:
@@ -60,22 +70,25 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Apply each file, then print what is resident."""
-    _check_names(arguments.files)
+    check_names(arguments.files)
     prompt = None if arguments.probe is None else read_tokens(arguments.probe)
     index = Index()
     recordings = []
     progress = Progress()
     for path in arguments.files:
-        recorded = Recorded(path, index, on_loss=arguments.on_loss, cache=cache_of(arguments))
+        recorded = Recorded(path, on_loss=arguments.on_loss, cache=cache_of(arguments))
         recordings.append(recorded)
         try:
-            recorded.apply(with_replayed=arguments.with_replayed, progress=progress)
+            for item in recorded.items(with_replayed=arguments.with_replayed, progress=progress):
+                _apply(index, item)
         except DecodeError as error:
             recorded.error = str(error)
         except OSError as error:
             raise ConfigurationError(f"cannot read {path}: {error}") from error
         finally:
             progress.clear()
+        for rank in recorded.ranks:
+            index.add(rank)
     for recorded in recordings:
         if recorded.error:
             print(f"kvindex replay: {recorded.path}: {recorded.error}", file=sys.stderr)
@@ -87,7 +100,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(recorded.error for recorded in recordings) else 0
 
 
-def _check_names(paths: list[Path]) -> None:
+def _apply(index: Index, item: StreamItem) -> None:
+    if isinstance(item, RankAdded):
+        index.configure(item.rank, item.cache)
+    elif isinstance(item, RankBatch):
+        index.apply(item.rank, item.batch)
+    elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
+        index.tree(item.rank).clear()
+
+
+def check_names(paths: list[Path]) -> None:
     """Raise ConfigurationError unless each file can be opened and names a worker of its own."""
     stems: dict[str, Path] = {}
     for path in paths:

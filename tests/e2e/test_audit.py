@@ -1,0 +1,55 @@
+"""`kvindex audit` of live engines, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+from kvindex import EventStream
+from kvindex.audit import Auditor
+from kvindex.cli.audit import Listening
+from kvindex.testing import FakeEngine, HttpEngine
+from tests.e2e.test_cli import interrupt, started
+from tests.live import PATIENCE, worker_of
+
+PROMPT = list(range(160))
+
+
+def test_what_live_engines_computed_and_held_is_what_the_audit_says() -> None:
+    with FakeEngine("a") as first, FakeEngine("b") as second:
+        first.serve(PROMPT)  # the past: held, and not counted
+        auditor = Auditor()
+        interrupted = threading.Event()
+        with EventStream([worker_of(first), worker_of(second)]) as stream:
+            listening = Listening(stream, auditor)
+            listening.settle(PATIENCE)
+            listener = threading.Thread(target=listening.listen, args=(PATIENCE, interrupted))
+            listener.start()
+            second.serve(PROMPT)
+            first.serve([*PROMPT, *range(1000, 1032)])
+            until = time.monotonic() + PATIENCE
+            while auditor.computed < 192 and time.monotonic() < until:
+                interrupted.wait(0.01)
+            interrupted.set()
+            listener.join()
+    report = auditor.report(time.time())
+    tokens = {one.rank: one.tokens for one in report.ranks}
+    assert (tokens["b/0"].computed, tokens["b/0"].other_worker) == (160, 160)
+    assert (tokens["a/0"].computed, tokens["a/0"].first) == (32, 32)
+    assert all(one.state == "live" and one.complete for one in report.ranks)
+
+
+def test_ctrl_c_ends_the_window_of_engines_asked_over_http_and_still_reports() -> None:
+    with FakeEngine("a") as engine, HttpEngine(engine) as http:
+        engine.serve(PROMPT)
+        argv = ("--engine", http.url, "--json")
+        with started("audit", *argv) as process:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "the window is open: 1 of 1 rank live\n"
+            out, _ = interrupt(process)
+            assert process.returncode == 1  # nothing was computed in the window
+    report = json.loads(out)
+    assert report["tokens"]["computed"] == 0
+    assert report["duplication"]["unique"] == 160
+    assert report["ranks"][0]["model"]
