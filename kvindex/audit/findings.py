@@ -72,7 +72,7 @@ def report_of(
     source: str,
 ) -> Report:
     """Return the report of all ranks; those in `counted` (a set of bits) hold what is shared."""
-    ranks = [_rank_report(seen) for seen in everybody]
+    ranks = [_rank_report(seen, counted) for seen in everybody]
     ages, lifetimes = Histogram(), Histogram()
     for seen in everybody:
         ages.merge(seen.audit.ages)
@@ -100,16 +100,16 @@ def report_of(
     return msgspec.structs.replace(report, trust=trust_lines(report, hybrid, untold, placeless))
 
 
-def _rank_report(seen: Seen) -> RankReport:
+def _rank_report(seen: Seen, counted: int) -> RankReport:
     audit = seen.audit
     size = audit.groups.size
     unplaced = sum(block.prefix is None for block in audit.blocks.labels.values())
-    counted = dict(audit.tokens)
-    elsewhere = counted.get("same_worker", 0) + counted.get("other_worker", 0)
+    tokens = dict(audit.tokens)
+    elsewhere = tokens.get("same_worker", 0) + tokens.get("other_worker", 0)
     return RankReport(
         rank=str(audit.rank),
         model=seen.model,
-        tokens=Tokens(**counted, elsewhere=elsewhere),
+        tokens=Tokens(**tokens, elsewhere=elsewhere),
         block_size=size,
         resident=len(audit.blocks.labels) * size,
         unplaced=unplaced * size,
@@ -118,6 +118,7 @@ def _rank_report(seen: Seen) -> RankReport:
         evicted_forgotten=audit.blocks.evicted.forgotten,
         state=seen.state,
         complete=seen.complete,
+        counted=bool(audit.blocks.bit & counted),
         away=round(seen.away, 3),
         counts={name: count for name, count in sorted(audit.counts.items()) if count},
     )

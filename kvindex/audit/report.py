@@ -139,7 +139,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         evicted_forgotten: evicted blocks that were forgotten for newer ones.
         state: of its stream, at the end; "" for a recording.
         complete: whether every batch since its publisher's first was applied; None if not told.
-        away: seconds of the window in which its contents did not count.
+        counted: whether its contents count at the end: it is live, repairing or stale, or a
+            recording's.
+        away: seconds of the window in which they did not count.
         counts: losses, restarts and clears; blocks left out, by reason.
     """
 
@@ -154,6 +156,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     evicted_forgotten: int
     state: str
     complete: bool | None
+    counted: bool
     away: float
     counts: dict[str, int]
 

@@ -49,8 +49,8 @@ def add_parser(commands: Commands) -> None:
             "have kept, and how much is held twice. Nothing is sent to the engines but replay "
             "requests. All engines must serve one model, except that --engine tells models apart. "
             "Ctrl-C ends the window early and reports (exit 0). Exit 1: a recording is cut off "
-            "(what came before is reported), or nothing was computed. Exit 2: the arguments cannot "
-            "work. Exit 130: Ctrl-C before the window opened."
+            "(what came before is reported), or no engine could be heard at the end. Exit 2: the "
+            "arguments cannot work. Exit 130: Ctrl-C before the window opened."
         ),
     )
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path, help="a recording")
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(json_line(report) if arguments.json else printable_lines(text_of(report)))
     if arguments.html is not None:
         _write(arguments.html, html_of(report))
-    return 1 if broken or not report.tokens.computed else 0
+    return 1 if broken or not any(rank.counted for rank in report.ranks) else 0
 
 
 def printable_lines(text: str) -> str:
@@ -190,6 +190,7 @@ def _audit_engines(arguments: argparse.Namespace) -> Report:
         listening = Listening(stream, auditor)
         listening.settle(arguments.settle)
         with _until_interrupted() as interrupted:
+            listening.open()
             listening.listen(arguments.minutes * 60, interrupted)
     return auditor.report(time.time())
 
@@ -238,7 +239,7 @@ class Listening:
         self._changes = StateChanges(stream.subscriber.statuses)
 
     def settle(self, limit: float) -> None:
-        """Take the past, until every rank is live and nothing waits; then open the window."""
+        """Take the past, until every rank is live and nothing waits."""
         until = time.monotonic() + limit
         progress = Progress()
         while time.monotonic() < until:
@@ -248,6 +249,9 @@ class Listening:
             if not self._take(until) and live == len(states):
                 break
         progress.clear()
+
+    def open(self) -> None:
+        """Open the window, and say so."""
         self._auditor.begin(time.time())
         live = sum(state is State.LIVE for state, _ in self._told.values())
         ranks = counted(len(self._told), "rank")

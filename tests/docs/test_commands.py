@@ -28,7 +28,11 @@ ELSEWHERE = (
     *(".ci/run ", "HYPOTHESIS_PROFILE=nightly ", "CXX=clang++ ", "mkdir "),
 )
 # These run until they are interrupted; what they print first (on stderr: {…}) says that they work.
-UNTIL_INTERRUPTED = {"fake-engine": "events at", "fanout": "listening at"}
+UNTIL_INTERRUPTED = {
+    "fake-engine": "events at",
+    "fanout": "listening at",
+    "audit --minutes": "the window is open",
+}
 ENGINE = r"vllm-0=tcp://127\.0\.0\.1:5557,replay=tcp://127\.0\.0\.1:5657"
 
 
@@ -71,11 +75,11 @@ class Shell:
         }
 
     def run(self, line: str) -> None:
-        command = line.split()[1]
         line = self._at_our_engines(line)
-        if command in UNTIL_INTERRUPTED:
-            self._start(line, UNTIL_INTERRUPTED[command], live=command == "fanout")
-            return
+        for command, shows in UNTIL_INTERRUPTED.items():
+            if line.startswith(f"kvindex {command}"):
+                self._start(line, shows, live=command == "fanout")
+                return
         ended = subprocess.run(
             ["sh", "-c", line],
             cwd=self.folder,

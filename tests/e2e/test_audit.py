@@ -6,10 +6,14 @@ import json
 import threading
 import time
 
+import pytest
+
 from kvindex import EventStream
 from kvindex.audit import Auditor
+from kvindex.cli import main
 from kvindex.cli.audit import Listening
 from kvindex.testing import FakeEngine, HttpEngine
+from kvindex.testing.ports import reserve_port
 from tests.e2e.test_cli import interrupt, started
 from tests.live import PATIENCE, worker_of
 
@@ -24,6 +28,7 @@ def test_what_live_engines_computed_and_held_is_what_the_audit_says() -> None:
         with EventStream([worker_of(first), worker_of(second)]) as stream:
             listening = Listening(stream, auditor)
             listening.settle(PATIENCE)
+            listening.open()
             listener = threading.Thread(target=listening.listen, args=(PATIENCE, interrupted))
             listener.start()
             second.serve(PROMPT)
@@ -48,8 +53,17 @@ def test_ctrl_c_ends_the_window_of_engines_asked_over_http_and_still_reports() -
             assert process.stderr is not None
             assert process.stderr.readline() == "the window is open: 1 of 1 rank live\n"
             out, _ = interrupt(process)
-            assert process.returncode == 1  # nothing was computed in the window
+            assert process.returncode == 0
     report = json.loads(out)
     assert report["tokens"]["computed"] == 0
     assert report["duplication"]["unique"] == 160
     assert report["ranks"][0]["model"]
+
+
+def test_engines_that_nobody_hears_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    holder, port = reserve_port("127.0.0.1")
+    with holder:
+        argv = ["--endpoint", f"tcp://127.0.0.1:{port}", "--settle", "0.1", "--minutes", "0.001"]
+        assert main(["audit", *argv]) == 1
+    out = capsys.readouterr().out
+    assert "worker-0/0 could not be heard" in out
