@@ -35,7 +35,20 @@ __all__ = ["main"]
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_COMMANDS = (demo, fake_engine, tail, match, record, replay, audit, fanout, serve, status, top, doctor)
+_COMMANDS = (
+    demo,
+    fake_engine,
+    tail,
+    match,
+    record,
+    replay,
+    audit,
+    fanout,
+    serve,
+    status,
+    top,
+    doctor,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
