@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.testing import FakeEngine
+from kvindex.testing import FakeEngine, HttpEngine
 from tests.docs.pages import PAGES, ROOT, Fence, fences_in, name_of
 from tests.native_ring import MISSING
 
@@ -62,6 +62,7 @@ class Shell:
     def __init__(self, folder: Path, engines: list[FakeEngine]) -> None:
         self.folder = folder
         self.engines = engines
+        self.http = HttpEngine(engines)
         self.running: list[subprocess.Popen[str]] = []
         shim = folder / "bin" / "kvindex"
         shim.parent.mkdir()
@@ -103,6 +104,7 @@ class Shell:
         line = re.sub(ENGINE, f"vllm-0={first.endpoint},replay={first.replay_endpoint}", line)
         line = line.replace("tcp://127.0.0.1:5557", first.endpoint)
         line = line.replace("tcp://127.0.0.1:5657", str(first.replay_endpoint))
+        line = line.replace("http://127.0.0.1:8000", self.http.url)
         line = line.replace("/run/router/", f"{self.folder}/")
         if line == "kvindex fake-engine":  # no fixed ports in tests
             line += " --endpoint tcp://127.0.0.1:0 --replay-endpoint tcp://127.0.0.1:0"
@@ -147,6 +149,7 @@ def shell() -> Iterator[Shell]:
         for process in opened.running:
             process.kill()
             process.communicate()
+        opened.http.close()
         for engine in engines:
             engine.close()
         shutil.rmtree(folder)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvindex import Client, KVEventsConfig, fanout
-from kvindex.testing import FakeEngine
+from kvindex.testing import FakeEngine, HttpEngine
 from tests.docs.pages import (
     DOCS,
     PAGES,
@@ -38,6 +38,7 @@ from tests.native_ring import MISSING, needs_ring
 WORKER = re.compile(
     r'Worker\("(\w+-0)", "tcp://127\.0\.0\.1:5557", replay="tcp://127\.0\.0\.1:5657", dp_size=2\)'
 )
+HTTP = "http://127.0.0.1:8000"
 CLUSTER = ".svc.cluster.local"
 PROMPT = list(range(100))
 # Python has one spelling, so that no example is left out. What is not run has another test:
@@ -81,7 +82,7 @@ def test_the_python_examples_of_a_page_run_and_print_what_it_says(
                 assert equal(printed, after.text), f"{name_of(page)}:{after.line}: got {printed}"
     finally:
         for thing in names.values():
-            if isinstance(thing, Client | fanout.FanOut | fanout.Replica):
+            if isinstance(thing, Client | fanout.FanOut | fanout.Replica | HttpEngine):
                 thing.close()
     if left_out:
         pytest.skip(f"the examples that import {', '.join(sorted(left_out))} were left out")
@@ -91,6 +92,10 @@ def run(page: Path, fence: Fence, engines: list[FakeEngine], names: dict[str, An
     live = [engine.endpoint for engine in engines]
     replay = [engine.replay_endpoint for engine in engines]
     example = WORKER.sub(rf'Worker("\1", {live}, replay={replay})', fence.text)
+    if HTTP in example:
+        served = names.setdefault("http server of the engines", None) or HttpEngine(engines)
+        names["http server of the engines"] = served
+        example = example.replace(HTTP, served.url).replace("tcp://127.0.0.1:5557", live[0])
     # As many lines down as in the page, so that a traceback names the page's own line.
     exec(compile("\n" * (fence.line - 1) + example, str(page), "exec"), names)
 

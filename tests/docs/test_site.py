@@ -21,6 +21,7 @@ MODULES += [
         "publish",
         "testing",
         "routing",
+        "discovery",
         "queries",
         "fanout",
         "shm",
