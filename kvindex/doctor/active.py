@@ -16,7 +16,7 @@ from kvindex.doctor.case import Case
 from kvindex.doctor.engine_http import EngineHttp, Usage
 from kvindex.doctor.limits import Limits
 
-__all__ = ["OUTCOMES", "test_engine"]
+__all__ = ["OUTCOMES", "probe_engine"]
 
 _BLOCKS: Final = 4
 _USUAL_BLOCK: Final = 16  # tokens, where nobody tells
@@ -36,7 +36,7 @@ OUTCOMES: Final = {
 """By whether stores were heard, the index found the prompt, and the engine hit it: the finding."""
 
 
-def test_engine(
+def probe_engine(
     case: Case, client: Client | None, limits: Limits, *, model: str, seed: int
 ) -> None:
     """Send the engine a prompt twice and note what came of it.

@@ -136,10 +136,6 @@ class Ear:
                 self._take(sock)
         return True
 
-    def heard_all(self) -> bool:
-        """Return whether something was heard of every rank."""
-        return all(self.first(rank).messages for rank in self.heard)
-
     def first(self, dp_rank: int) -> Heard:
         """Return what came over the first connection to a rank, or the one that heard more."""
         return max(self.heard.get(dp_rank) or [Heard()], key=lambda heard: heard.messages)

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from kvindex import Client, Rank, ReplayPolicy, State, connect
-from kvindex.doctor.active import test_engine
+from kvindex.doctor.active import probe_engine
 from kvindex.doctor.case import Case, Target
 from kvindex.doctor.claims import ask_and_check
 from kvindex.doctor.ear import Ear
@@ -189,11 +189,11 @@ def _watch(
     """Test an engine, or only listen to it."""
     if case.http is not None and not passive:
         heard = client if case.worker is not None else None
-        test_engine(case, heard, limits, model=model, seed=seed)
+        probe_engine(case, heard, limits, model=model, seed=seed)
         return
     before = case.metrics.total("vllm:prompt_tokens", "sglang:prompt_tokens")
     if case.ear is not None:
-        case.ear.listen(case.ear.heard_all, limits.listen)
+        case.ear.listen(lambda: False, limits.listen)
     check_serving(case, before)
 
 

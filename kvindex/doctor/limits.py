@@ -21,8 +21,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         http: for the answers of one engine to what it is and how it stands.
         handshake: for a connection and for each greeting at a port.
         live: until every stream is live.
-        listen: for events: without a test all of it, unless every rank is heard; with one, until
-            the events of the test prompt have come.
+        listen: for events: without a test prompt for all of it, with one until its events come.
         completion: for the answer to one prompt.
 
     Raises:

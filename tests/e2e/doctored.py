@@ -12,7 +12,7 @@ from kvindex import Worker
 from kvindex.doctor import Finding, Limits, Report, Target, examine
 
 QUICK = Limits(http=10.0, handshake=0.3, live=0.5, listen=0.3, completion=10.0)
-LIVE = Limits(http=10.0, handshake=5.0, live=15.0, listen=0.2, completion=10.0)
+LIVE = Limits(http=10.0, handshake=5.0, live=15.0, listen=0.5, completion=10.0)
 PATIENT = Limits(http=10.0, handshake=5.0, live=15.0, listen=15.0, completion=15.0)
 
 

@@ -1,0 +1,304 @@
+"""What an engine's streams carry, and the test prompt that tells engine, stream and index apart."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvindex import BlockStored, EventBatch, Worker, ZmqEventPublisher
+from kvindex.discovery.web import Web
+from kvindex.doctor import Target
+from kvindex.errors import EncodeError
+from kvindex.testing import (
+    CacheOptions,
+    FakeEngine,
+    Faults,
+    FaultyLink,
+    Group,
+    HttpEngine,
+    HttpOptions,
+    LaneFaults,
+)
+from kvindex.wire import live_frames
+from tests.e2e.doctored import LIVE, PATIENT, ids, look_at, the
+from tests.live import worker_of
+
+PROBED = msgspec.structs.replace(PATIENT, listen=1.0)
+
+
+@contextmanager
+def meanwhile(do: Callable[[int], object]) -> Iterator[None]:
+    """Do something over and over in another thread, with 0, 1, 2, ..."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        for number in itertools.count():
+            do(number)
+            if done.wait(0.005):
+                return
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def stored(block_hash: int | bytes, parent: int | None = None) -> BlockStored:
+    return BlockStored(
+        block_hashes=[block_hash],
+        parent_block_hash=parent,
+        token_ids=[1, 2, 3, 4],
+        block_size=4,
+    )
+
+
+# The eight outcomes ------------------------------------------------------------------------------
+
+
+def outcome_of(engine: FakeEngine, *, via: FaultyLink | None = None, **options: Any) -> Any:
+    """The report of an active test of this engine, its worker perhaps behind a faulty link."""
+    with engine, HttpEngine(engine, options=HttpOptions(**options)) as server:
+        worker = worker_of(engine, via) if via is not None else None
+        return look_at(Target(url=server.url, worker=worker), limits=PROBED)
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.33.0", "vllm-0.9.1", "sglang-0.5.23"])
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_prompt_that_is_stored_predicted_and_hit_is_well(dialect: str, reports: bool) -> None:
+    engine = FakeEngine(dialect=dialect)
+    report = outcome_of(engine, cached_tokens=reports, version="9")
+    assert ids(report) == ["cached-tokens-unreported"] * (not reports) + ["all-well"]
+    assert report.exit_code == 0
+    test = report.targets[0].test
+    assert test == {
+        "outcome": "all-well",
+        "sent": 65,
+        "stored": 64,
+        "predicted": 64,
+        "cached": 64,
+        "block_size": 16,
+    }
+
+
+def test_an_engine_that_stores_and_never_hits_is_found() -> None:
+    report = outcome_of(FakeEngine(), reads_cache=False)
+    assert ids(report) == ["engine-never-hits"]
+    assert the(report, "engine-never-hits").evidence["predicted"] == 64
+
+
+def test_an_index_that_misses_what_the_engine_hits_is_found() -> None:
+    assert ids(outcome_of(FakeEngine(), salt="gateway")) == ["index-misses"]
+
+
+def test_an_index_and_an_engine_that_both_miss_are_found() -> None:
+    report = outcome_of(FakeEngine(), salt="gateway", reads_cache=False)
+    assert ids(report) == ["index-and-engine-miss"]
+
+
+@pytest.mark.parametrize(
+    ("reads_cache", "found"), [(True, "live-stream-mute"), (False, "live-stream-mute-no-hit")]
+)
+def test_live_messages_that_never_come_are_found_though_replay_brings_them(
+    reads_cache: bool, found: str
+) -> None:
+    with FakeEngine() as engine:
+        faults = Faults(live=LaneFaults(drop=1.0))
+        with FaultyLink(engine.endpoint, engine.replay_endpoint, faults=faults) as link:
+            report = outcome_of(engine, via=link, reads_cache=reads_cache)
+            assert ids(report) == [found]
+
+
+def test_an_engine_that_hits_and_publishes_nothing_is_found() -> None:
+    assert ids(outcome_of(FakeEngine(), silent=True)) == ["caches-unpublished"]
+
+
+def test_an_engine_that_caches_nothing_is_found_without_its_metrics() -> None:
+    report = outcome_of(FakeEngine(), prefix_caching=False, metrics=False)
+    assert ids(report) == ["nothing-cached"]
+
+
+def test_a_hit_that_is_a_block_short_is_no_fault_but_more_is() -> None:
+    assert ids(outcome_of(FakeEngine(), drops_blocks=1)) == ["all-well", "hit-one-block-less"]
+    assert ids(outcome_of(FakeEngine(), drops_blocks=2)) == ["hit-differs", "all-well"]
+
+
+def test_an_engine_that_sees_more_tokens_than_were_sent_is_found() -> None:
+    report = outcome_of(FakeEngine(), prepends=True)
+    assert ids(report) == ["token-count-differs"]
+    assert the(report, "token-count-differs").evidence == {"counted": 66, "sent": 65}
+
+
+def test_a_model_that_is_not_served_is_told() -> None:
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        report = look_at(server.url, model="nope", limits=PATIENT)
+        assert ids(report) == ["completion-failed"]
+        assert "nope" in the(report, "completion-failed").what
+
+
+def test_a_passive_examination_sends_no_prompt() -> None:
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        assert ids(look_at(server.url, passive=True)) == []
+        assert server.requests == 0
+
+
+def test_two_engines_with_their_own_hash_seeds_are_pointed_out() -> None:
+    with FakeEngine(seed=1) as one, FakeEngine(seed=2) as other:
+        with HttpEngine(one) as first, HttpEngine(other) as second:
+            report = look_at(first.url, second.url, limits=PATIENT)
+            assert ids(report) == ["hash-seeds-differ", "all-well", "all-well"]
+            assert report.exit_code == 0
+
+
+# What is heard ---------------------------------------------------------------------------------
+
+
+def test_a_topic_filter_that_lets_nothing_through_names_what_was_heard() -> None:
+    with FakeEngine(topic="kv@pod@m", replay=False) as engine:
+        with meanwhile(lambda number: engine.serve([number, *range(20)])):
+            worker = worker_of(engine, topic="kv-events")
+            report = look_at(worker, limits=msgspec.structs.replace(LIVE, live=0.5, listen=2.0))
+    assert ids(report) == ["topic-filtered", "replay-missing"]
+    assert the(report, "topic-filtered").evidence["topics"] == ["kv@pod@m"]
+
+
+def test_an_engine_that_serves_and_says_nothing_is_found_without_a_test() -> None:
+    with FakeEngine() as engine:
+        with HttpEngine(engine, options=HttpOptions(silent=True)) as server:
+            web = Web(server.url)
+            body = msgspec.json.encode({"prompt": list(range(1, 40)), "max_tokens": 1})
+            with meanwhile(lambda _: web.post("/v1/completions", body, 10.0)):
+                report = look_at(server.url, passive=True, limits=LIVE)
+    assert ids(report) == ["silent-while-serving"]
+
+
+def test_numbers_without_messages_are_found() -> None:
+    # As vLLM up to 0.10.1 with sha256 hashes: what cannot be encoded uses up its number.
+    with ZmqEventPublisher(0, "tcp://*:0", None, dialect="vllm-0.9.1") as publisher:
+
+        def publish(number: int) -> None:
+            wide = bytes(32) if number % 2 else number
+            event = stored(wide)
+            with contextlib.suppress(EncodeError):
+                publisher.publish(EventBatch(0.0, [event], 0))
+
+        with meanwhile(publish):
+            report = look_at(Worker("a", publisher.endpoint), limits=LIVE)
+    assert "numbers-jump" in ids(report)
+
+
+def test_a_cache_that_evicts_what_comes_again_is_found() -> None:
+    with FakeEngine(num_blocks=8, block_size=4) as engine:
+        prompts = [[number] * 25 for number in range(1, 4)]
+        with meanwhile(lambda number: engine.serve(prompts[number % 3])):
+            report = look_at(worker_of(engine), limits=LIVE)
+    assert ids(report) == ["evicted-before-reuse"]
+
+
+def test_messages_that_cannot_be_decoded_are_found() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.bind("tcp://127.0.0.1:*")
+        endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+
+        def send(number: int) -> None:
+            sock.send_multipart(live_frames(b"", number, b"not msgpack"))
+
+        with meanwhile(send):
+            report = look_at(Worker("a", endpoint), limits=LIVE)
+    assert "undecodable" in ids(report)
+
+
+def hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def balanced(*endpoints: str) -> Iterator[str]:
+    """An address that gives each connection to the next of these endpoints."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        kept: list[socket.socket] = []
+        threads: list[threading.Thread] = []
+
+        def pump(source: socket.socket, sink: socket.socket) -> None:
+            try:
+                while data := source.recv(65536):
+                    sink.sendall(data)
+            except OSError:
+                pass
+            finally:
+                hang_up(sink)
+
+        def accept() -> None:
+            targets = itertools.cycle(endpoints)
+            try:
+                while True:
+                    near, _ = server.accept()
+                    host, port = next(targets).removeprefix("tcp://").split(":")
+                    far = socket.create_connection((host, int(port)))
+                    kept.extend((near, far))
+                    for pair in ((near, far), (far, near)):
+                        threads.append(threading.Thread(target=pump, args=pair))
+                        threads[-1].start()
+            except OSError:
+                pass
+
+        threads.append(threading.Thread(target=accept))
+        threads[0].start()
+        try:
+            yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            for connection in kept:
+                hang_up(connection)
+            for thread in threads:
+                thread.join()
+            for connection in kept:
+                connection.close()
+
+
+def test_an_address_that_balances_over_engines_is_found() -> None:
+    with FakeEngine(seed=1) as one, FakeEngine(seed=2) as other:
+        with balanced(one.endpoint, other.endpoint) as endpoint, HttpEngine(one) as server:
+            worker = Worker("a", endpoint, replay=one.replay_endpoint)
+            report = look_at(Target(url=server.url, worker=worker), limits=PROBED)
+    assert "several-publishers" in ids(report)
+
+
+# What the index makes of it --------------------------------------------------------------------
+
+
+def test_a_history_that_reaches_back_too_little_is_found() -> None:
+    with FakeEngine(buffer_steps=2) as engine:
+        for number in range(10):
+            engine.serve([number] * 40)
+        assert ids(look_at(worker_of(engine), limits=LIVE)) == ["stream-incomplete"]
+
+
+def test_blocks_without_a_place_are_found() -> None:
+    with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0") as publisher:
+        publisher.publish(EventBatch(0.0, [stored(1, parent=77)], 0))
+        worker = Worker("a", publisher.endpoint, replay=publisher.replay_endpoint)
+        report = look_at(worker, limits=LIVE)
+        assert ids(report) == ["blocks-left-out"]
+        assert the(report, "blocks-left-out").evidence["reasons"] == "1 orphans"
+
+
+def test_a_setting_that_events_leave_out_is_asked_for() -> None:
+    hybrid = CacheOptions(groups=(Group(), Group.window(64)))
+    with FakeEngine(dialect="vllm-0.20.0", options=hybrid) as engine:
+        engine.serve(range(100))
+        assert ids(look_at(worker_of(engine), limits=LIVE)) == ["setting-untold"]
