@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -14,8 +12,9 @@ import msgspec
 import zmq
 
 from kvindex.answering import Answering
-from kvindex.discovery import Discovery, DiscoveryOptions, Engines, Found, Source, split_engines
-from kvindex.errors import ClosedError, ConfigurationError, NotLiveError, UnknownRankError
+from kvindex.discovery import DiscoveryOptions, Engines, split_engines
+from kvindex.discovery.feeding import follow_engines, listed, naming_missing
+from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
 from kvindex.rank import Rank
@@ -201,7 +200,7 @@ class Client(Answering):
             on_stop=on_stop,
         )
         self._board = self.subscriber.board
-        self.discovery = _followed(self, sources, discovery) if sources else None
+        self.discovery = follow_engines(self, sources, discovery) if sources else None
 
     @property
     def index(self) -> Index:
@@ -250,8 +249,9 @@ class Client(Answering):
             super().wait_live(timeout, ranks=ranks, complete=complete)
             return
         until = time.monotonic() + timeout
-        missing = self.discovery.wait_found(timeout)
-        with _naming(timeout, {} if ranks else missing):
+        ranks = listed(ranks)
+        missing = self.discovery.wait_found(timeout, partial(self._knows, ranks))
+        with naming_missing(timeout, missing if ranks is None else {}):
             left = max(until - time.monotonic(), 0.0)
             super().wait_live(left, ranks=ranks, complete=complete)
 
@@ -270,10 +270,18 @@ class Client(Answering):
             await super().wait_live_async(timeout, ranks=ranks, complete=complete)
             return
         until = time.monotonic() + timeout
-        missing = await self.discovery.wait_found_async(timeout)
-        with _naming(timeout, {} if ranks else missing):
+        ranks = listed(ranks)
+        missing = await self.discovery.wait_found_async(timeout, partial(self._knows, ranks))
+        with naming_missing(timeout, missing if ranks is None else {}):
             left = max(until - time.monotonic(), 0.0)
             await super().wait_live_async(left, ranks=ranks, complete=complete)
+
+    def _knows(self, ranks: list[RankName] | None) -> bool:
+        """Whether all these ranks are subscribed to; None stands for all, which nobody knows."""
+        try:
+            return self._board.named(ranks) is not None
+        except UnknownRankError:
+            return False
 
     def _own_statistics(self) -> dict[str, Any]:
         own = {
@@ -329,46 +337,6 @@ class Client(Answering):
         if self.discovery is not None:
             self.discovery.close()
         self.subscriber.close()
-
-
-def _followed(client: Client, sources: list[Source], options: DiscoveryOptions | None) -> Discovery:
-    """Return what has a client follow engines, for as long as somebody holds the client."""
-    held = weakref.ref(client)
-
-    def living() -> Client:
-        found = held()
-        if found is None:
-            raise ClosedError("the client was dropped")
-        return found
-
-    def remove(found: Found) -> None:
-        name = found.worker.name
-        ranks = [Rank(name, address.dp_rank) for address in found.worker.publishers()]
-        for rank in ranks if found.is_part else [name]:
-            try:
-                living().remove(rank)
-            except UnknownRankError:
-                pass  # somebody else removed it
-
-    def is_alive(worker: str) -> bool:
-        return any(rank.worker == worker for rank in living().connected_ranks())
-
-    discovery = Discovery(
-        sources, lambda found: living().add(found.worker), remove, options, is_alive=is_alive
-    )
-    weakref.finalize(client, discovery.end).atexit = False
-    return discovery
-
-
-@contextmanager
-def _naming(timeout: float, missing: dict[str, str]) -> Iterator[None]:
-    """Have a `NotLiveError` name the engines that are missing; if nothing else is, raise it."""
-    try:
-        yield
-    except NotLiveError as error:
-        raise NotLiveError(timeout, error.reasons, missing) from None
-    if missing:
-        raise NotLiveError(timeout, {}, missing)
 
 
 def follow_item(index: Index, item: StreamItem) -> None:

@@ -24,7 +24,7 @@ __all__ = ["Discovery"]
 
 logger = logging.getLogger("kvindex.discovery")
 
-_ASKERS = 8
+_ASKERS = 32
 _LONGEST_PAUSE = 10.0  # seconds until a source that failed is called again
 _PATIENCE = 5.0  # seconds for which `close` waits for a thread
 _FORKED = "this process was forked; discover in the child"
@@ -57,7 +57,7 @@ class Discovery:
         ConfigurationError: a value cannot work.
 
     Thread safety: every method may be called from any thread. It has a thread of its own, one for
-    each source, and up to eight that ask. In a forked child it is closed.
+    each source, and up to 32 that ask. In a forked child it is closed.
 
     Examples:
         >>> from kvindex.discovery import Discovery, EngineSource
@@ -100,9 +100,11 @@ class Discovery:
             threading.Thread(target=self._watch, args=(s,), name="kvindex-source", daemon=True)
             for s in self.sources
         ]
-        self._owner = threading.Thread(target=self._run, name="kvindex-discovery", daemon=True)
+        self._threads.append(
+            threading.Thread(target=self._run, name="kvindex-discovery", daemon=True)
+        )
         prepare_forks(self, Discovery._prepare_fork)
-        for thread in [self._owner, *self._threads]:
+        for thread in self._threads:
             thread.start()
 
     # Calls from any thread --------------------------------------------------------------------
@@ -116,30 +118,38 @@ class Discovery:
         with self._changed:
             return self._tracker.missing()
 
-    def wait_found(self, timeout: float) -> dict[str, str]:
+    def wait_found(
+        self, timeout: float, enough: Callable[[], bool] = lambda: False
+    ) -> dict[str, str]:
         """Wait until nothing is missing; return what still is after so many seconds.
+
+        Args:
+            timeout: longest wait, in seconds.
+            enough: ends the wait, too; asked whenever something was found. It must not wait.
 
         Raises:
             ClosedError: it is closed, or was closed meanwhile.
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._ended.is_set() or not self._tracker.missing(), timeout
+                lambda: self._ended.is_set() or not self._tracker.missing() or enough(), timeout
             )
             self._check_open()
             return self._tracker.missing()
 
-    async def wait_found_async(self, timeout: float) -> dict[str, str]:
+    async def wait_found_async(
+        self, timeout: float, enough: Callable[[], bool] = lambda: False
+    ) -> dict[str, str]:
         """Wait until nothing is missing, as `wait_found`; for asyncio: no thread waits.
 
-        Raises: as `wait_found`.
+        Args and Raises: as `wait_found`.
         """
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
         until = loop.time() + timeout
         stop = self.on_change(lambda: loop.call_soon_threadsafe(changed.set))
         try:
-            while not self._ended.is_set() and self.missing() and loop.time() < until:
+            while not self._ended.is_set() and self.missing() and not enough():
                 try:
                     await asyncio.wait_for(changed.wait(), until - loop.time())
                 except asyncio.TimeoutError:
@@ -194,10 +204,10 @@ class Discovery:
         It waits for a call of `add` or `remove` that is under way, for up to 5 seconds.
         """
         self.end()
-        if threading.current_thread() is not self._owner and self._owner.is_alive():
-            self._owner.join(_PATIENCE)
-            for thread in self._threads:
-                thread.join(_PATIENCE)
+        until = time.monotonic() + _PATIENCE
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(until - time.monotonic(), 0.0))
 
     def end(self) -> None:
         """Stop following soon, without waiting for it."""
@@ -333,7 +343,8 @@ class Discovery:
 
     def _disown(self) -> None:
         """In a forked child: its threads are the parent's."""
-        self._changed = threading.Condition()
+        self._changed, self._ended = threading.Condition(), threading.Event()
+        self._inbox, self._threads, self.sources = SimpleQueue(), [], ()
         self._reason = f"closed: {_FORKED}"
         self._ended.set()
 

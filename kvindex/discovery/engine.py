@@ -29,6 +29,9 @@ ASK_TIMEOUT: Final = 5.0
 """Seconds in which an engine must have answered."""
 
 
+_MAX_NAMES = 16  # hosts that are looked up for one answer; further ones are used as told
+
+
 class EngineReport(msgspec.Struct, frozen=True):
     """What an engine said of itself.
 
@@ -168,7 +171,7 @@ def ask_engine(
     models, owner = asking.get("/v1/models", named_models) or ((), "")
     version = asking.version()
     asking.raise_if_silent()
-    ranks, notes = _reached(told, asking.web.host, resolve)
+    ranks, notes = _reached(told, asking.web.host, asking.bounded(resolve))
     topics = {source.topic for source in told}
     return EngineReport(
         asking.web.url,
@@ -263,6 +266,19 @@ class _Asking:
         info = self.answers.get("/get_server_info")
         size = info.get("kv_block_size") if isinstance(info, Mapping) else None
         return size if isinstance(size, int) and 0 < size < 1 << 31 else None
+
+    def bounded(self, resolve: Resolve) -> Resolve:
+        """Return what looks up a few names only, each once, and only while there is time."""
+        known: dict[str, frozenset[str]] = {}
+
+        def look_up(host: str) -> frozenset[str]:
+            if host not in known:
+                if len(known) >= _MAX_NAMES or time.monotonic() >= self._until:
+                    return frozenset()
+                known[host] = resolve(host)
+            return known[host]
+
+        return look_up
 
     def raise_if_silent(self) -> None:
         """Raise if no question was answered."""

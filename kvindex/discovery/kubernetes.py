@@ -83,7 +83,6 @@ class KubernetesSource:
         kube_url: str | None = None,
         token: str | os.PathLike[str] | None = None,
         certificate: str | os.PathLike[str] | None = None,
-        api: KubeApi | None = None,
     ) -> None:
         usual, rules = rules_of(preset) if preset else ("", PodRules())
         self.rules = msgspec.structs.replace(
@@ -102,7 +101,7 @@ class KubernetesSource:
             if not all(c.isascii() and (c.isalnum() or c in "-.") for c in name):
                 raise ConfigurationError(f"{name!r} is no name in Kubernetes")
         tuple(targets_of(Pod("any", address="127.0.0.1"), self.rules))  # refuses impossible ports
-        self._api = api or KubeApi(
+        self._api = KubeApi(
             kube_url, token=token, certificate=certificate, watch_seconds=60 if pool else 240
         )
         self.namespace = namespace or self._api.namespace or "default"

@@ -13,10 +13,18 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvindex.discovery.comparing import (
+    described,
+    is_other,
+    part_of,
+    place_of,
+    ranks_of,
+    with_ranks,
+)
 from kvindex.discovery.engine import EngineReport
 from kvindex.discovery.targets import Found, Target
 from kvindex.errors import DiscoveryError
-from kvindex.subscribe import PublisherAddress, Worker
+from kvindex.subscribe import Worker
 
 __all__ = ["MAX_ENGINES", "Step", "Tracker"]
 
@@ -166,8 +174,8 @@ class Tracker:
             logger.warning("%s could not be removed: %s", step.found.worker.name, reason)
             return
         added = {address.dp_rank for address in step.found.worker.publishers()}
-        kept = [a for a in _ranks(engine.found).values() if a.dp_rank not in added]
-        engine.found = _with(engine.found, kept) if engine.found and kept else None
+        kept = [a for a in ranks_of(engine.found).values() if a.dp_rank not in added]
+        engine.found = with_ranks(engine.found, kept) if engine.found and kept else None
         engine.is_added = engine.found is not None
         engine.reason = f"cannot be added: {reason}"
         engine.ask_at = now + self._interval
@@ -247,7 +255,7 @@ class Tracker:
             name: {
                 "source": engine.source,
                 "url": engine.target.url or None,
-                "ranks": len(_ranks(engine.found)),
+                "ranks": len(ranks_of(engine.found)),
                 "is_added": engine.is_added,
                 "model": engine.found.model if engine.found else engine.target.model,
                 "answered": None if engine.answered_at is None else now - engine.answered_at,
@@ -282,7 +290,7 @@ class Tracker:
     def _change(self, engine: _Engine, owner: str, target: Target, now: float) -> None:
         before, engine.target, engine.source = engine.target, target, owner
         engine.absent_since = None
-        if _place(before) != _place(target):
+        if place_of(before) != place_of(target):
             engine.ask_at, engine.is_asking = now, False
             engine.answered_at, engine.failures = None, 0
         if not target.url and before != target:
@@ -326,7 +334,7 @@ class Tracker:
     def _asked(self, target: Target) -> _Engine | None:
         """Return the engine that was asked, unless it has changed meanwhile."""
         engine = self._engines.get(target.name)
-        if engine is None or _place(engine.target) != _place(target):
+        if engine is None or place_of(engine.target) != place_of(target):
             return None
         engine.is_asking = False
         return engine
@@ -338,7 +346,7 @@ class Tracker:
         wait = min(self._interval, _FIRST_RETRY * 2 ** min(engine.failures, 16))
         engine.failures += 1
         engine.ask_at = now + wait * (0.9 + 0.2 * self._jitter())
-        is_known = engine.found is not None and engine.found_at == _place(target)
+        is_known = engine.found is not None and engine.found_at == place_of(target)
         if is_known:
             if error.reason != "unsaid":
                 self._say(engine, logging.WARNING, f"{error}; what is known of it is kept")
@@ -359,7 +367,7 @@ class Tracker:
             worker = msgspec.structs.replace(worker, name=target.name)
         if not target.url:
             engine.ask_at, engine.reason = math.inf, ""
-        was_here = engine.found is not None and engine.found_at == _place(target)
+        was_here = engine.found is not None and engine.found_at == place_of(target)
         found = Found(
             worker,
             target.model or model or (engine.found.model if engine.found and was_here else ""),
@@ -368,11 +376,11 @@ class Tracker:
             target.labels,
             engine.source,
         )
-        before, engine.found, engine.found_at = engine.found, found, _place(target)
+        before, engine.found, engine.found_at = engine.found, found, place_of(target)
         if before is None:
             self._steps.append(Step("add", found))
-            logger.info("adds %s", _described(found))
-        elif _is_other(before, found):
+            logger.info("adds %s", described(found))
+        elif is_other(before, found):
             self._move(engine, before, found)
         else:
             self._resize(engine, before, found, now)
@@ -381,28 +389,32 @@ class Tracker:
         self.counters["moved"] += 1
         engine.is_added = False
         self._steps += [Step("remove", before), Step("add", found)]
-        logger.info("removes %s and adds it anew: it has changed to %s", *_both(found))
+        logger.info(
+            "removes %s and adds it anew: it has changed to %s", found.worker.name, described(found)
+        )
 
     def _resize(self, engine: _Engine, before: Found, found: Found, now: float) -> None:
         """Add the ranks that have come, and remove those that two answers running lack."""
-        old, new = _ranks(before), _ranks(found)
+        old, new = ranks_of(before), ranks_of(found)
         gone = frozenset(old.keys() - new.keys())
         if gone and gone != engine.missing and engine.target.url:
             engine.missing = gone
             engine.ask_at = min(engine.ask_at, now + _FIRST_RETRY)
             new |= {rank: old[rank] for rank in gone}
-            engine.found = _with(found, new.values())
+            engine.found = with_ranks(found, new.values())
             gone = frozenset()
         else:
             engine.missing = frozenset()
         come = [new[rank] for rank in sorted(new.keys() - old.keys())]
         if come:
             self.counters["grown"] += 1
-            self._steps.append(Step("add", _part(found, come)))
+            self._steps.append(Step("add", part_of(found, come)))
             logger.info("adds dp_ranks %s of %s", [a.dp_rank for a in come], found.worker.name)
         if gone:
             self.counters["shrunk"] += 1
-            self._steps.append(Step("remove", _part(before, [old[rank] for rank in sorted(gone)])))
+            self._steps.append(
+                Step("remove", part_of(before, [old[rank] for rank in sorted(gone)]))
+            )
             logger.info("removes dp_ranks %s of %s", sorted(gone), found.worker.name)
 
     def _say(self, engine: _Engine, level: int, text: str) -> None:
@@ -410,56 +422,3 @@ class Tracker:
         if text != engine.said:
             engine.said = text
             logger.log(level, "%s: %s", engine.target.name, text)
-
-
-def _place(target: Target) -> str:
-    return f"{target.url} {target.version}"
-
-
-def _ranks(found: Found | None) -> dict[int, PublisherAddress]:
-    return {} if found is None else {a.dp_rank: a for a in found.worker.publishers()}
-
-
-def _is_other(before: Found, found: Found) -> bool:
-    """Whether this is more than ranks that have come or gone."""
-    old, new = _ranks(before), _ranks(found)
-    is_moved = any(old[rank] != new[rank] for rank in old.keys() & new.keys())
-    return (
-        is_moved
-        or not old.keys() & new.keys()
-        or _settings(before) != _settings(found)
-        or (before.model, before.routing_group) != (found.model, found.routing_group)
-    )
-
-
-def _settings(found: Found) -> tuple[object, ...]:
-    worker = found.worker
-    return worker.topic, worker.bind, worker.curve, worker.cache
-
-
-def _with(found: Found, addresses: Iterable[PublisherAddress]) -> Found:
-    """Return the same engine with these ranks."""
-    kept = sorted(addresses, key=lambda address: address.dp_rank)
-    replays = {a.dp_rank: a.replay for a in kept if a.replay is not None}
-    worker = msgspec.structs.replace(
-        found.worker,
-        endpoint={address.dp_rank: address.endpoint for address in kept},
-        replay=replays if len(replays) == len(kept) else None,
-        dp_size=None,
-    )
-    return msgspec.structs.replace(found, worker=worker)
-
-
-def _part(found: Found, addresses: list[PublisherAddress]) -> Found:
-    return msgspec.structs.replace(_with(found, addresses), is_part=True)
-
-
-def _described(found: Found) -> str:
-    addresses = found.worker.publishers()
-    more = f" and {len(addresses) - 1} more ranks" if len(addresses) > 1 else ""
-    replay = "" if addresses[0].replay else ", without replay"
-    return f"{found.worker.name} at {addresses[0].endpoint}{more}{replay} ({found.source})"
-
-
-def _both(found: Found) -> tuple[str, str]:
-    return found.worker.name, _described(found)

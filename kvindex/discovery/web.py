@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from kvindex.errors import ConfigurationError, DiscoveryError
+from kvindex.forks import close_in_children
 
 __all__ = ["MAX_ANSWER", "Answer", "Web", "split_url"]
 
@@ -160,6 +161,7 @@ class Web:
             if self._tls is not None:
                 sock.settimeout(deadline.left())
                 sock = self._tls.wrap_socket(sock, server_hostname=self.host)
+            close_in_children(sock)
             response = self._request(sock, method, path, deadline, body, named)
         except BaseException as error:
             if sock is not None:

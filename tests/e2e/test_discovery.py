@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 
-from kvindex import ClosedError, ConfigurationError, NotLiveError, Rank, Worker, connect
+from kvindex import (
+    ClosedError,
+    ConfigurationError,
+    NotLiveError,
+    Rank,
+    UnknownRankError,
+    Worker,
+    connect,
+)
 from kvindex.cli import main
 from kvindex.discovery import Discovery, DiscoveryOptions, EngineSource, Found, Target
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
@@ -155,9 +163,10 @@ def test_a_client_that_is_dropped_ends_its_discovery(engine: FakeEngine) -> None
             warnings.simplefilter("ignore", ResourceWarning)
             del client
             gc.collect()
-        discovery._owner.join(PATIENCE)
+        for thread in discovery._threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
         assert discovery.is_closed
-        assert not discovery._owner.is_alive()
 
 
 def test_closing_ends_every_thread_and_may_be_done_twice(engine: FakeEngine) -> None:
@@ -287,3 +296,17 @@ def test_commands_say_why_an_engine_does_not_answer(
     arguments = ["match", str(tmp_path / "tokens"), "--engine", url, "--wait", "0.1"]
     assert main([*arguments, "--json"]) == 1
     assert "nothing listens there" in json.loads(capsys.readouterr().out)["not_live"][url]
+
+
+def test_a_dead_engine_does_not_hold_up_whoever_waits_for_another(engine: FakeEngine) -> None:
+    with CannedServer() as gone:
+        dead = gone.url
+    with HttpEngine(engine) as server, connect([dead, server.url]) as client:
+        rank = Rank(name_of(server), 0)
+        client.wait_for(lambda statuses: rank in statuses, PATIENCE)
+        client.wait_live(PATIENCE, ranks=[rank])
+        asyncio.run(client.wait_live_async(PATIENCE, ranks=rank.worker))
+        assert client.discovery is not None
+        assert set(client.discovery.missing()) == {dead}
+        with pytest.raises(UnknownRankError):
+            client.wait_live(0.1, ranks=["nobody"])

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "routing": {"errors", "rank", "rank_lookup", "forks", "index", "wire", "backend", "_native"},
     "integrations": {"client", "subscribe", "routing", "errors", "rank", "rank_lookup", "log_rate"},
     "queries": {"_native", "backend", "errors", "index", "rank"},
-    "discovery": {"subscribe", "wire", "errors", "forks", "log_rate"},
+    "discovery": {"subscribe", "wire", "errors", "forks", "rank", "rank_lookup"},
     "audit": {"kvindex", "errors", "wire"},
     "doctor": {"kvindex", "errors", "discovery", "wire"},
     "metrics": {"kvindex", "routing"},

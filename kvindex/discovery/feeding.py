@@ -1,0 +1,75 @@
+"""What has a client follow the engines that it was given by URL or by a source."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
+from typing import Protocol
+
+from kvindex.discovery.discovery import Discovery
+from kvindex.discovery.options import DiscoveryOptions
+from kvindex.discovery.targets import Found, Source
+from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
+from kvindex.rank import Rank
+from kvindex.rank_lookup import RankName
+from kvindex.subscribe import Worker
+
+__all__ = ["follow_engines", "listed", "naming_missing"]
+
+
+class Fed(Protocol):
+    """A client, as far as discovery feeds it."""
+
+    def add(self, worker: Worker) -> None: ...
+
+    def remove(self, name: RankName) -> None: ...
+
+    def connected_ranks(self) -> Set[Rank]: ...
+
+
+def follow_engines(
+    client: Fed, sources: Iterable[Source], options: DiscoveryOptions | None
+) -> Discovery:
+    """Return what has a client follow engines, for as long as somebody holds the client."""
+    held = weakref.ref(client)
+
+    def living() -> Fed:
+        found = held()
+        if found is None:
+            raise ClosedError("the client was dropped")
+        return found
+
+    def remove(found: Found) -> None:
+        name = found.worker.name
+        ranks = [Rank(name, address.dp_rank) for address in found.worker.publishers()]
+        for rank in ranks if found.is_part else [name]:
+            try:
+                living().remove(rank)
+            except UnknownRankError:
+                pass  # somebody else removed it
+
+    def is_alive(worker: str) -> bool:
+        return any(rank.worker == worker for rank in living().connected_ranks())
+
+    discovery = Discovery(
+        sources, lambda found: living().add(found.worker), remove, options, is_alive=is_alive
+    )
+    weakref.finalize(client, discovery.end).atexit = False
+    return discovery
+
+
+def listed(ranks: Iterable[RankName] | str | None) -> list[RankName] | None:
+    """Return the ranks that are meant as a list, which may be looked at twice."""
+    return [ranks] if isinstance(ranks, str) else None if ranks is None else list(ranks)
+
+
+@contextmanager
+def naming_missing(timeout: float, missing: dict[str, str]) -> Iterator[None]:
+    """Have a `NotLiveError` name engines that are missing; if nothing else is wrong, raise it."""
+    try:
+        yield
+    except NotLiveError as error:
+        raise NotLiveError(timeout, error.reasons, missing) from None
+    if missing:
+        raise NotLiveError(timeout, {}, missing)
