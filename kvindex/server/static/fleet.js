@@ -146,14 +146,15 @@ function Group({ ranks, chosen, choose, named }) {
 function Tile({ rank, named, home, chosen, choose }) {
   const stands = standing(rank);
   const { glyph, label } = STANDINGS[stands];
-  const blocks = sum(Object.values(rank.blocks));
-  const words = `${rankName(rank)}: ${label}, ${counted(blocks, "block")}`;
+  const media = mediaOf(rank.blocks).map((medium) => `${compact(rank.blocks[medium])} ${medium}`);
+  const blocks = media.length ? `${media.join(", ")} blocks` : "no blocks";
+  const words = `${rankName(rank)}: ${label}, ${blocks}`;
   return html`<div class=${`tile ${stands}`} role="option" aria-selected=${chosen} aria-label=${words}
     title=${rank.reason ? `${words}. ${rank.reason}` : words} data-rank=${rankName(rank)}
     tabindex=${home ? 0 : -1} onClick=${() => choose(rankName(rank))}>
     <span class="glyph">${glyph}</span>
     ${named && html`<span class="name">${rankName(rank)}</span>
-      <span class="more">${compact(blocks)} blocks${stands === "live" ? "" : ` · ${label}`}</span>`}
+      <span class="more">${blocks}${stands === "live" ? "" : ` · ${label}`}</span>`}
   </div>`;
 }
 

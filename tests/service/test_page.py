@@ -1,0 +1,303 @@
+"""What the page asks for: its files, the fleet, prefixes, explanations and news."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.resources
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs kvindex[server]")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+
+import httpx
+from starlette.applications import Starlette
+
+from kvindex import State
+from kvindex.server import event_stream
+from kvindex.server.assets import read_assets
+from kvindex.server.event_stream import EventStreamResponse, StreamCounters
+from kvindex.server.page import Page
+from kvindex.server.timeline import Timeline
+from kvindex.testing import FakeEngine, HttpEngine
+from tests.live import PATIENCE, caught_up, wait_status
+from tests.service.asking import Asker
+from tests.service.page_server import MODEL, ManyRanks, paged
+from tests.unit.test_fleet_overview import A, status_of
+
+# What was vendored, byte for byte: a change of these files is one of the dependency.
+VENDORED = {
+    "htm-preact-3.1.1.js": "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7",
+    "LICENSE-htm.txt": "740725f7252e750af735d0028cc534970772f513331e9f68150fede8fb3ce00f",
+    "LICENSE-preact.txt": "1fe6958409c8c257a70c587a18b6f7f412b179b456630790d30b2ec9a8e4b7d4",
+}
+PROMPT = list(range(48))
+
+
+@pytest.fixture
+def asker() -> Iterator[Asker]:
+    page = Page(ManyRanks(16))
+    yield Asker(Starlette(routes=page.routes))
+    page.close()
+
+
+# Files
+
+
+def test_what_is_vendored_has_the_pinned_content() -> None:
+    folder = importlib.resources.files("kvindex.server") / "static" / "vendor"
+    for path, digest in VENDORED.items():
+        assert hashlib.sha256((folder / path).read_bytes()).hexdigest() == digest, path
+    served = {path for path in read_assets() if path.startswith("vendor/")}
+    assert served == {f"vendor/{path}" for path in VENDORED}
+
+
+def test_the_page_lets_nothing_in_from_elsewhere_and_nothing_inline(asker: Asker) -> None:
+    for path in ("/", "/static/app.js", "/static/style.css"):
+        answer = asker.send("GET", path)
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    text = asker.send("GET", "/").text
+    assert "<style" not in text
+    assert "<script>" not in text
+    assert "//" not in text.replace("<!doctype html>", "")
+
+
+def test_a_file_that_has_not_changed_is_not_sent_again(asker: Asker) -> None:
+    tag = asker.send("GET", "/static/app.js").headers["etag"]
+    again = asker.send("GET", "/static/app.js", headers={"If-None-Match": tag})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_only_files_of_the_page_are_served(asker: Asker) -> None:
+    for path in ("/static/../page.py", "/static/%2e%2e/page.py", "/static/", "/static/none.js"):
+        assert asker.send("GET", path).status_code == 404
+
+
+# The fleet and its prefixes
+
+
+def test_the_fleet_is_told_and_its_prefixes_with_who_holds_them() -> None:
+    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
+        one.serve(PROMPT)
+        two.serve(PROMPT[:16])
+        with paged(one, two) as (_, client, url):
+            caught_up(client, one, two)
+            fleet = httpx.get(f"{url}/api/fleet").json()
+            query = {"model": MODEL.model, "max_nodes": "10"}
+            prefixes = httpx.get(f"{url}/api/prefixes", params=query).json()
+            none = httpx.get(f"{url}/api/prefixes", params={"model": "other"}).json()
+    assert [(rank["worker"], rank["blocks"]) for rank in fleet["ranks"]] == [
+        ("a", {"GPU": 3}),
+        ("b", {"GPU": 1}),
+    ]
+    assert [(node["blocks"], node["ranks"]) for node in prefixes["nodes"]] == [(1, 2), (2, 1)]
+    assert prefixes["ranks"] == [["a", 0], ["b", 0]]
+    assert none["nodes"] == []
+
+
+@pytest.mark.parametrize("asked", ["max_nodes=0", "max_nodes=99999", "min_blocks=x"])
+def test_numbers_that_cannot_be_are_refused_in_words(asker: Asker, asked: str) -> None:
+    status, said = asker.get(f"/api/prefixes?{asked}")
+    assert status == 422
+    assert asked.partition("=")[0] in said["error"]
+
+
+# Explanations
+
+
+def test_a_prompt_is_explained_for_each_rank_longest_first() -> None:
+    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
+        one.serve(PROMPT[:16])
+        two.serve(PROMPT)
+        with paged(one, two) as (_, client, url):
+            caught_up(client, one, two)
+            asked = {"model": MODEL.model, "token_ids": PROMPT}
+            found = httpx.post(f"{url}/api/explain", json=asked).json()
+    assert [(r["worker"], r["match"]["tokens"], r["ending"]) for r in found["ranks"]] == [
+        ("b", 48, "whole"),
+        ("a", 16, "end"),
+    ]
+    assert found["tokens"] == 48
+    assert found["ranks"][1]["held"]["spans"] == [[0, 16]]
+
+
+def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> None:
+    with FakeEngine("a", block_size=4) as one, HttpEngine(one) as http:
+        said = {"model": MODEL.model, "prompt": "one two three four five six"}
+        tokens = httpx.post(f"{http.url}/tokenize", json=said).json()["tokens"]
+        one.serve(tokens)
+        with paged(one, engine=http.url) as (_, client, url):
+            caught_up(client, one)
+            asked = {"model": MODEL.model, "text": said["prompt"]}
+            found = httpx.post(f"{url}/api/explain", json=asked).json()
+            fleet = httpx.get(f"{url}/api/fleet").json()
+        assert found["tokens"] == len(tokens)
+        assert found["ranks"][0]["match"]["tokens"] == len(tokens) // 4 * 4
+        assert fleet["partitions"][0]["tokenizer"] is True
+        http.close()
+        with paged(one, engine=http.url) as (_, client, url):
+            gone = httpx.post(f"{url}/api/explain", json=asked)
+            assert gone.status_code == 502
+            assert http.url in gone.json()["error"]
+        # An engine that came over HTTP is not asked: who registers could name any address.
+        with paged(one, engine=http.url, source="zmq") as (_, client, url):
+            assert httpx.post(f"{url}/api/explain", json=asked).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"{}", 422),
+        (b'{"token_ids": [1], "text": "a"}', 422),
+        (b'{"token_ids": [-1]}', 422),
+        (b'{"token_ids": [1.5]}', 422),
+        (b'{"token_ids": [9223372036854775808]}', 422),
+        (b'{"token_ids": [1], "model": "nobody"}', 404),
+        (b'{"text": "a", "model": "llama"}', 409),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_refused_in_words(
+    asker: Asker, body: bytes, status: int
+) -> None:
+    answer = asker.send("POST", "/api/explain", content=body)
+    assert answer.status_code == status
+    assert answer.json()["error"]
+
+
+# News
+
+
+class Events:
+    """The events of a stream, one after the other."""
+
+    def __init__(self, response: Any) -> None:
+        self._lines = response.iter_lines()
+
+    def __next__(self) -> dict[str, Any]:
+        event: dict[str, Any] = {}
+        for line in self._lines:
+            name, _, value = line.partition(": ")
+            if not line and event:
+                return event
+            if name:
+                event[name] = json.loads(value) if name == "data" else value
+        raise AssertionError("the stream has ended")
+
+
+def test_the_stream_begins_with_the_states_and_tells_that_an_engine_went_away() -> None:
+    with FakeEngine("a") as one:
+        with paged(one) as (page, client, url):
+            caught_up(client, one)
+            with httpx.stream("GET", f"{url}/events", timeout=PATIENCE) as response:
+                events = Events(response)
+                first = next(events)
+                assert (first["event"], first["data"]["missed"]) == ("fleet", 0)
+                assert [rank["state"] for rank in first["data"]["ranks"]] == ["live"]
+                one.close()
+                lost = next(events)
+            assert (lost["event"], lost["data"]["state"]) == ("state", "connecting")
+            assert lost["data"]["model"] == MODEL.model
+            assert lost["id"] == f"{page.timeline.life}-{page.timeline.position}"
+
+
+def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() -> None:
+    with FakeEngine("a") as one, paged(one) as (page, client, url):
+        one.serve(PROMPT)
+        caught_up(client, one)
+        last = f"{page.timeline.life}-{page.timeline.position}"
+        one.restart()
+        wait_status(client, one.rank, restarts=1, state=State.LIVE)
+
+        def come_back(event_id: str) -> list[dict[str, Any]]:
+            headers = {"Last-Event-ID": event_id}
+            with httpx.stream("GET", f"{url}/events", headers=headers, timeout=PATIENCE) as found:
+                events = Events(found)
+                return [next(events), next(events)]
+
+        fleet, missed = come_back(last)
+        assert (fleet["data"]["missed"], fleet["id"]) == (0, last)
+        assert (missed["event"], missed["data"]["state"]) == ("state", "connecting")
+        for other in ("0badc0de-5", "nonsense"):
+            fleet, oldest = come_back(other)
+            assert fleet["data"]["missed"] is None
+            assert oldest["event"] == "added"
+
+
+def test_a_reader_that_takes_nothing_is_cut_off_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_stream, "SEND_WITHIN", 0.05)
+    counters = StreamCounters()
+
+    async def stuck() -> None:
+        never = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await never.wait()
+            return {}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await never.wait()
+
+        await EventStreamResponse(Timeline(), dict, counters)({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(stuck(), PATIENCE))
+    assert (counters.opened, counters.open_now, counters.cut_off) == (1, 0, 1)
+
+
+def test_a_reader_that_fell_behind_the_history_is_cut_off() -> None:
+    counters = StreamCounters()
+    timeline = Timeline(most=2)
+    sent: list[bytes] = []
+
+    async def slow() -> None:
+        async def receive() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            return {}
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if len(sent) == 2:  # while the first event is on its way, much happens
+                timeline.observe(status_of(A))
+                for losses in range(1, 9):
+                    timeline.sweep([status_of(A, losses=losses)])
+
+        await EventStreamResponse(timeline, dict, counters)({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(slow(), PATIENCE))
+    assert counters.cut_off == 1
+    assert b"event: loss" not in b"".join(sent)
+
+
+def test_a_silent_stream_says_now_and_then_that_it_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_stream, "HEARTBEAT", 0.01)
+    sent: list[bytes] = []
+
+    async def quiet() -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if len(sent) == 5:
+                gone.set()
+
+        await EventStreamResponse(Timeline(), dict, StreamCounters())({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(quiet(), PATIENCE))
+    assert sent.count(b": alive\n\n") >= 2

@@ -1,0 +1,61 @@
+"""`kvindex top` as text: what is first, what is left out, and that nothing steers a terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvindex import Rank, State
+from kvindex.cli.fleet_table import SORTS, fleet_text, sorted_ranks
+from kvindex.server.overview import Fleet, overview
+from tests.unit.index_events import apply, stored
+from tests.unit.test_fleet_overview import Source, status_of
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    source = Source(
+        status_of(Rank("a", 0), lag=1, last_event_age=90.0),
+        status_of(Rank("a", 1), State.CONNECTING, reason="nothing listens", last_event_age=None),
+        status_of(Rank("b", 0), complete=False, losses=2, gaps=1, restarts=3),
+    )
+    apply(source.index, Rank("a", 0), stored(0, 1))
+    return overview(source)
+
+
+def test_ranks_are_sorted_worst_most_or_longest_first(fleet: Fleet) -> None:
+    first = {sort: sorted_ranks(fleet.ranks, sort)[0] for sort in SORTS}
+    assert {sort: f"{rank.worker}/{rank.dp_rank}" for sort, rank in first.items()} == {
+        "state": "a/1",
+        "name": "a/0",
+        "lag": "a/0",
+        "age": "a/1",
+        "blocks": "a/0",
+        "gaps": "b/0",
+        "losses": "b/0",
+        "restarts": "b/0",
+    }
+    assert sorted_ranks(fleet.ranks, "name", reverse=True)[0].worker == "b"
+
+
+def test_the_text_has_sums_a_row_for_each_rank_and_the_reasons(fleet: Fleet) -> None:
+    lines = fleet_text(fleet).splitlines()
+    assert lines[0] == (
+        "3 ranks of 2 workers: 1 connecting, 2 live, 2 complete; 2 GPU blocks; lag 1; "
+        "1 gap, 2 losses, 3 restarts"
+    )
+    assert lines[2].split()[:3] == ["rank", "model", "state"]
+    assert [line.split()[0] for line in lines[3:6]] == ["a/1", "b/0", "a/0"]
+    assert lines[6] == "a/1: nothing listens"
+
+
+def test_a_number_limits_the_rows_and_says_what_is_left_out(fleet: Fleet) -> None:
+    text = fleet_text(fleet, sort="losses", most=1)
+    assert "and 2 more ranks" in text
+    assert "nothing listens" not in text
+
+
+def test_names_and_reasons_cannot_steer_the_terminal() -> None:
+    evil = status_of(Rank("a\x1b[2J", 0), State.STALE, reason="\x1b]0;owned\x07")
+    text = fleet_text(overview(Source(evil)))
+    assert "\x1b" not in text
+    assert "\\x1b[2J" in text
