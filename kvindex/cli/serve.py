@@ -16,7 +16,7 @@ from kvindex.cli.arguments import Commands, add_cache_arguments, cache_of, count
 from kvindex.cli.endpoints import WORKER_FORM, add_worker_arguments, parse_worker, workers_of
 from kvindex.cli.output import counted
 
-__all__ = ["add_parser", "options_of"]
+__all__ = ["add_parser", "options_of", "sources_of"]
 
 _OWN_KEYS = ("model", "routing_group", "block_size")
 _SETTINGS = (
@@ -73,14 +73,8 @@ def add_parser(commands: Commands) -> None:
     workers.add_argument(
         "--block-size", type=count, metavar="TOKENS", help="of their blocks; events tell it anyway"
     )
-    workers.add_argument(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="HTTP server of an engine, which is asked where it publishes; repeatable",
-    )
     parser.argument_default = None
+    _add_discovery(parser)
     add_worker_arguments(parser)
     add_cache_arguments(parser)
     parser.add_argument(
@@ -163,6 +157,67 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         group.add_argument(option, dest=name, type=count, metavar=unit, help=what)
 
 
+def _add_discovery(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "discovery",
+        "Engines that come, go, move and grow are followed. --config has more settings.",
+    )
+    group.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="HTTP server of an engine, which is asked where it publishes; repeatable",
+    )
+    group.add_argument(
+        "--dns",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="each address of the URL's name is an engine; repeatable",
+    )
+    group.add_argument(
+        "--workers-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a list of workers and engines, TOML or JSON, followed; repeatable",
+    )
+    group.add_argument(
+        "--k8s-preset",
+        choices=("llm-d", "aibrix", "vllm-production-stack"),
+        help="pods with the labels and ports of this system",
+    )
+    group.add_argument("--k8s-selector", metavar="LABELS", help="pods with these labels: app=vllm")
+    group.add_argument("--k8s-pool", metavar="NAME", help="pods of this InferencePool")
+    group.add_argument("--k8s-namespace", metavar="NAME", help="of the pods (default: our own)")
+    group.add_argument(
+        "--engine-token-file", metavar="FILE", help="the engines' API key, to ask them with"
+    )
+
+
+def sources_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the sources that the command line names, as [[discovery]] tables have them."""
+    found: list[dict[str, Any]] = []
+    if arguments.engine:
+        found.append({"kind": "engines", "urls": arguments.engine})
+    found += [{"kind": "dns", "url": url} for url in arguments.dns]
+    found += [{"kind": "file", "path": path} for path in arguments.workers_file]
+    pods = {
+        name: getattr(arguments, f"k8s_{name}")
+        for name in ("preset", "selector", "pool", "namespace")
+        if getattr(arguments, f"k8s_{name}") is not None
+    }
+    if pods.keys() - {"namespace"}:
+        found.append({"kind": "kubernetes", **pods})
+    elif pods:
+        raise ConfigurationError(
+            "--k8s-namespace says where, not which pods: give --k8s-preset, --k8s-selector or "
+            "--k8s-pool"
+        )
+    return found
+
+
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the command line names, as `ServeSettings` has them, but limits."""
     given = vars(arguments)
@@ -183,18 +238,20 @@ def run(arguments: argparse.Namespace) -> int:
             f"the package {error.name} is missing: pip install 'kvindex[server]'"
         ) from error
     from kvindex.server.serving import Serving
+    from kvindex.server.sources import token_reader
 
     serving = Serving(
         arguments.config, options_of(arguments), _limits_of(arguments), cache_of(arguments)
     )
     settings = serving.settings
     serving.add_workers(_workers(arguments))
-    serving.add_engines(arguments.engine)
+    serving.add_discovery(sources_of(arguments))
     running = Running(
         settings,
         serving.sources,
         tokens=settings.tokens(),
         max_blocks_per_rank=arguments.max_blocks_per_rank,
+        engine_token=arguments.engine_token_file and token_reader(arguments.engine_token_file),
     )
     try:
         serving.begin(running)

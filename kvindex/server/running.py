@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from kvindex import Client, KVIndexError, SnapshotError
-from kvindex.discovery import Discovery, Found, Source
+from kvindex.discovery import Discovery, DiscoveryOptions, Found, Source
 from kvindex.fanout import FanOut
 from kvindex.server.app import build_app
 from kvindex.server.catalog import Partition
@@ -55,6 +55,7 @@ class Running:
         sources: who tells of workers.
         tokens: any of them opens; none: no token is wanted.
         max_blocks_per_rank: as in `kvindex.connect`.
+        engine_token: returns the engines' API key.
 
     Attributes:
         service: what answers.
@@ -76,6 +77,7 @@ class Running:
         *,
         tokens: Sequence[str] = (),
         max_blocks_per_rank: int | None = None,
+        engine_token: Callable[[], str | None] | None = None,
     ) -> None:
         self.settings = settings
         self._tokens = tuple(tokens)
@@ -95,7 +97,11 @@ class Running:
             self._restore_registrations()
             self._saver = self._new_saver()
             self._discovery = Discovery(
-                list(sources), self._found, self._lost, is_alive=self._is_alive
+                list(sources),
+                self._found,
+                self._lost,
+                options=DiscoveryOptions(token=engine_token),
+                is_alive=self._is_alive,
             )
             opened.callback(self._discovery.close)
             self.missing = self._discovery.wait_found(_FIRST_LOOK)

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import msgspec
 
 from kvindex import CacheSettings, ConfigurationError, Worker
-from kvindex.discovery import EngineSource, Source, Target
+from kvindex.discovery import Source, Target
 from kvindex.server.guards import Limits
 from kvindex.server.settings import ConfigFile, ServeSettings, read_config
+from kvindex.server.sources import listed_sources, source_of
 from kvindex.server.workers import TABLES, ConfigSource, Defaults, read_targets, target_of
 
 __all__ = ["FixedSource", "Reconfigured", "Serving"]
@@ -83,27 +84,26 @@ class Serving:
             self.settings.model, self.settings.routing_group, self.settings.block_size, cache
         )
         if path is not None:
-            read_targets(config.tables, self.defaults)  # a mistake is told at once
+            try:
+                read_targets(config.tables, self.defaults)  # a mistake is told at once
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{path}: {error}") from None
             self._file = ConfigSource(path, self.defaults, self._changed)
             self.sources.append(self._file)
+            self.add_discovery(listed_sources(config))
 
     def add_workers(self, workers: Iterable[tuple[Worker, Mapping[str, Any]]]) -> None:
         """Add the workers of the command line, with what `target_of` takes of each."""
-        targets = [target_of(worker, self.defaults, **said) for worker, said in workers]
+        targets = [self.defaults.apply(target_of(worker, **said)) for worker, said in workers]
         if targets:
             self.sources.insert(0, FixedSource(targets))
 
-    def add_engines(self, urls: Iterable[str]) -> None:
-        """Add engines that are asked where they publish."""
-        given = list(urls)
-        if given:
-            self.sources.append(
-                EngineSource(
-                    given,
-                    routing_group=self.defaults.routing_group,
-                    cache=self.defaults.cache,
-                )
-            )
+    def add_discovery(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Add sources, as [[discovery]] tables of the file have them."""
+        self.sources += [
+            source_of(entry, self.defaults, f"discovery {number}")
+            for number, entry in enumerate(entries, 1)
+        ]
 
     def begin(self, running: Reconfigured) -> None:
         """Have the file's changes reach a server from now on."""

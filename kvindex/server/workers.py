@@ -1,8 +1,7 @@
-"""The workers and sources that the TOML file of `kvindex serve` names, followed as it changes."""
+"""The workers that the TOML file of `kvindex serve` names, followed as it changes."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -10,21 +9,21 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker
+from kvindex import CacheSettings, ConfigurationError, Worker
 from kvindex.discovery import Target
+from kvindex.discovery import read_targets as read_listed
 from kvindex.errors import DiscoveryError
 from kvindex.server.settings import ConfigFile, Table, read_config
 
-__all__ = ["TABLES", "ConfigSource", "Defaults", "WorkerEntry", "read_targets", "target_of"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["BLOCK_SIZE", "TABLES", "ConfigSource", "Defaults", "read_targets", "target_of"]
 
 TABLES: Final = ("workers", "engines", "discovery")
 """The tables of the file besides those of `settings.py`."""
 
-_LOOK: Final = 1.0  # seconds between looks at whether the file has changed
+BLOCK_SIZE: Final = "kvindex/block-size"
+"""The label that carries a worker's tokens per block through discovery."""
 
-BLOCK_SIZE: Final = "kvindex/block-size"  # the label that carries it through discovery
+_LOOK: Final = 1.0  # seconds between looks at whether the file has changed
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -35,66 +34,42 @@ class Defaults(msgspec.Struct, frozen=True):
     block_size: int | None = None
     cache: CacheSettings = CacheSettings()
 
-
-class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One [[workers]] table: endpoints as in `kvindex.Worker`, and whom it serves.
-
-    Attributes:
-        name: of the worker.
-        endpoint, replay, dp_size, topic, bind: as in `Worker`; a table of endpoints has the
-            dp_ranks as its keys.
-        model, routing_group, block_size: of its partition.
-        labels: shown beside it.
-        report_mode, eagle, hash_block_size, upper_bound, groups: what its events leave unsaid, as
-            in `CacheSettings`; `groups` has group indices as its keys.
-    """
-
-    name: str
-    endpoint: str | list[str] | dict[str, str]
-    replay: str | list[str] | dict[str, str] | None = None
-    dp_size: int | None = None
-    topic: str = ""
-    bind: bool = False
-    model: str | None = None
-    routing_group: str | None = None
-    block_size: int | None = None
-    labels: dict[str, str] = {}
-    report_mode: str | None = None
-    eagle: bool | None = None
-    hash_block_size: int | None = None
-    upper_bound: bool | None = None
-    groups: dict[str, GroupSpec] | None = None
-
-
-class EngineEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One [[engines]] table: an engine's HTTP server, which is asked where it publishes."""
-
-    url: str
-    name: str | None = None
-    model: str = ""
-    routing_group: str | None = None
-    labels: dict[str, str] = {}
+    def apply(self, target: Target) -> Target:
+        """Return a target with these where it says nothing; an engine itself tells its model."""
+        cache = self.cache if target.cache == CacheSettings() else target.cache
+        worker = target.worker
+        if worker is not None:
+            worker = msgspec.structs.replace(worker, cache=cache)
+        labels = dict(target.labels)
+        if self.block_size is not None and not target.url:
+            labels.setdefault(BLOCK_SIZE, str(self.block_size))
+        return msgspec.structs.replace(
+            target,
+            worker=worker,
+            model=target.model or ("" if target.url else self.model),
+            routing_group=self.routing_group
+            if target.routing_group == "default"
+            else target.routing_group,
+            labels=labels,
+            cache=cache,
+        )
 
 
 def target_of(
     worker: Worker,
-    defaults: Defaults,
     *,
-    model: str | None = None,
-    routing_group: str | None = None,
+    model: str = "",
+    routing_group: str = "default",
     block_size: int | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Target:
     """Return a worker that is known already as a discovery target."""
-    size = defaults.block_size if block_size is None else block_size
-    if size is not None and not 1 <= size < 1 << 32:
-        raise ConfigurationError(f"worker {worker.name!r}: block_size must be above 0, not {size}")
     return Target(
         worker.name,
         worker=worker,
-        model=defaults.model if model is None else model,
-        routing_group=defaults.routing_group if routing_group is None else routing_group,
-        labels={**(labels or {}), **({} if size is None else {BLOCK_SIZE: str(size)})},
+        model=model,
+        routing_group=routing_group,
+        labels={**(labels or {}), **_sized(worker.name, block_size)},
         cache=worker.cache,
     )
 
@@ -102,89 +77,50 @@ def target_of(
 def read_targets(tables: Table, defaults: Defaults) -> list[Target]:
     """Return the workers and engines that a file's tables name.
 
+    Args:
+        tables: [[workers]] and [[engines]], as `kvindex.discovery.read_targets` has them; each may
+            also have `block_size`.
+        defaults: for entries that do not say.
+
     Raises:
         ConfigurationError: an entry cannot work, or two have one name; says which entry.
     """
-    targets = [
-        _worker_target(_entry(table, WorkerEntry, f"workers[{place}]"), defaults)
-        for place, table in enumerate(_listed(tables, "workers"))
+    listed = {name: tables[name] for name in ("workers", "engines") if name in tables}
+    if not listed:
+        return []
+    sizes: dict[str, dict[str, str]] = {}
+    plain = {name: _without_sizes(entries, sizes) for name, entries in listed.items()}
+    return [
+        defaults.apply(
+            msgspec.structs.replace(target, labels={**target.labels, **sizes.get(target.name, {})})
+        )
+        for target in read_listed(plain)
     ]
-    for place, table in enumerate(_listed(tables, "engines")):
-        engine = _entry(table, EngineEntry, f"engines[{place}]")
-        targets.append(
-            Target(
-                engine.name or engine.url.split("://", 1)[-1].rstrip("/"),
-                engine.url,
-                model=engine.model,
-                routing_group=engine.routing_group or defaults.routing_group,
-                labels=engine.labels,
-                cache=defaults.cache,
-            )
-        )
-    names = [target.name for target in targets]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigurationError(f"two workers are called {name!r}: give each its own name")
-    return targets
 
 
-def _listed(tables: Table, name: str) -> list[Any]:
-    entries = tables.get(name, [])
+def _without_sizes(entries: Any, sizes: dict[str, dict[str, str]]) -> Any:
+    """Return entries without their block sizes, which go into `sizes` as labels, by name."""
     if not isinstance(entries, list):
-        raise ConfigurationError(f"{name} must be tables, each under its own [[{name}]]")
-    return entries
+        return entries
+    plain = []
+    for entry in entries:
+        if isinstance(entry, dict) and "block_size" in entry:
+            name = str(entry.get("name"))
+            sizes[name] = _sized(name, entry["block_size"])
+            entry = {key: value for key, value in entry.items() if key != "block_size"}
+        plain.append(entry)
+    return plain
 
 
-def _entry(table: Any, kind: type[Any], where: str) -> Any:
-    name = table.get("name") if isinstance(table, dict) else None
-    shown = f"{where}{f' ({name!r})' if isinstance(name, str) else ''}"
-    try:
-        return msgspec.convert(table, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{shown}: {error}") from None
-
-
-def _worker_target(entry: WorkerEntry, defaults: Defaults) -> Target:
-    try:
-        worker = Worker(
-            entry.name,
-            _by_rank(entry.endpoint),
-            replay=None if entry.replay is None else _by_rank(entry.replay),
-            dp_size=entry.dp_size,
-            topic=entry.topic,
-            bind=entry.bind,
-            cache=_cache(entry, defaults.cache),
+def _sized(name: str, block_size: object) -> dict[str, str]:
+    """Return the label of a block size."""
+    if block_size is None:
+        return {}
+    if not isinstance(block_size, int) or not 1 <= block_size < 1 << 32:
+        raise ConfigurationError(
+            f"worker {name!r}: block_size must be a number above 0, not {block_size!r}"
         )
-    except ConfigurationError as error:
-        raise ConfigurationError(f"worker {entry.name!r}: {error}") from None
-    return target_of(
-        worker,
-        defaults,
-        model=entry.model,
-        routing_group=entry.routing_group,
-        block_size=entry.block_size,
-        labels=entry.labels,
-    )
-
-
-def _cache(entry: WorkerEntry, default: CacheSettings) -> CacheSettings:
-    names = ("report_mode", "eagle", "hash_block_size", "upper_bound")
-    given = {name: getattr(entry, name) for name in names if getattr(entry, name) is not None}
-    if entry.groups is not None:
-        given["groups"] = {_index(key, "group"): kind for key, kind in entry.groups.items()}
-    return msgspec.structs.replace(default, **given)
-
-
-def _by_rank(endpoints: str | list[str] | dict[str, str]) -> str | list[str] | dict[int, str]:
-    if isinstance(endpoints, dict):
-        return {_index(key, "dp_rank"): endpoint for key, endpoint in endpoints.items()}
-    return endpoints
-
-
-def _index(key: str, what: str) -> int:
-    if not (key.isascii() and key.isdigit()):
-        raise ConfigurationError(f"{key!r} is no {what}")
-    return int(key)
+    return {BLOCK_SIZE: str(block_size)}
 
 
 class ConfigSource:
@@ -259,7 +195,10 @@ class ConfigSource:
             targets = read_targets(config.tables, self._defaults)
             self._on_config(config)
         except (ConfigurationError, OSError) as error:
-            raise DiscoveryError(str(error), url=self._path, reason="content") from None
+            text = str(error)
+            if not text.startswith(self._path):
+                text = f"{self._path}: {text}"
+            raise DiscoveryError(text, url=self._path, reason="content") from None
         return targets
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import CacheSettings, ConfigurationError, GroupSpec, PublisherAddress
+from kvindex import CacheSettings, ConfigurationError, PublisherAddress
 from kvindex.errors import DiscoveryError
 
 if sys.version_info < (3, 11):
@@ -21,6 +21,7 @@ if sys.version_info < (3, 11):
 
 from kvindex.discovery import Target
 from kvindex.server.settings import ConfigFile
+from kvindex.server.sources import source_of
 from kvindex.server.workers import BLOCK_SIZE, ConfigSource, Defaults, read_targets
 
 DEFAULTS = Defaults(model="llama", block_size=16)
@@ -39,8 +40,7 @@ def test_an_entry_says_where_its_ranks_are_and_whom_they_serve() -> None:
                     "routing_group": "night",
                     "block_size": 32,
                     "labels": {"role": "prefill"},
-                    "eagle": True,
-                    "groups": {"1": {"kind": "sliding_window", "sliding_window": 64}},
+                    "cache": {"eagle": True},
                 }
             ]
         },
@@ -50,9 +50,7 @@ def test_an_entry_says_where_its_ranks_are_and_whom_they_serve() -> None:
     assert target.worker.publishers()[1] == PublisherAddress(3, "tcp://h:4", "tcp://h:6")
     assert (target.model, target.routing_group) == ("qwen", "night")
     assert target.labels == {"role": "prefill", BLOCK_SIZE: "32"}
-    assert target.worker.cache == CacheSettings(
-        eagle=True, groups={1: GroupSpec("sliding_window", 64)}
-    )
+    assert target.worker.cache == CacheSettings(eagle=True)
 
 
 def test_what_an_entry_does_not_say_is_the_default() -> None:
@@ -65,35 +63,77 @@ def test_what_an_entry_does_not_say_is_the_default() -> None:
     )
     assert (known.model, known.routing_group) == ("llama", "default")
     assert known.labels == {BLOCK_SIZE: "16"}
-    assert (asked.name, asked.url, asked.model) == ("engine:8000", "http://engine:8000/", "")
+    assert (asked.name, asked.url, asked.model) == ("engine:8000", "http://engine:8000", "")
 
 
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({"workers": [{"name": "a"}]}, "workers[0] ('a'): Object missing required field"),
-        (
-            {"workers": [{"name": "a", "endpoint": "tcp://h:1"}, {"nam": 1}]},
-            "workers[1]: Object contains unknown field `nam`",
-        ),
-        (
-            {"workers": [{"name": "a", "endpoint": "tcp://h:1", "replya": "x"}]},
-            "workers[0] ('a'): Object contains unknown field `replya`",
-        ),
-        ({"workers": [{"name": "a", "endpoint": "h:1"}]}, "worker 'a': endpoint 'h:1'"),
-        ({"workers": {"name": "a"}}, "[[workers]]"),
-        ({"workers": [{"name": "a", "endpoint": {"x": "tcp://h:1"}}]}, "'x' is no dp_rank"),
+        ({"workers": [{"name": "a"}]}, "engine 1"),
+        ({"workers": [{"name": "a", "endpoint": "tcp://h:1", "replya": "x"}]}, "`replya`"),
+        ({"workers": {"name": "a"}}, "must be lists"),
         ({"workers": [{"name": "a", "endpoint": "tcp://h:1", "block_size": 0}]}, "block_size"),
-        ({"engines": [{"name": "a"}]}, "engines[0] ('a'): Object missing required field `url`"),
-        (
-            {"workers": [{"name": "a", "endpoint": "tcp://h:1"}] * 2},
-            "two workers are called 'a'",
-        ),
+        ({"workers": [{"name": "a", "endpoint": "tcp://h:1", "block_size": "x"}]}, "block_size"),
+        ({"workers": [{"name": "a", "endpoint": "tcp://h:1"}] * 2}, "called 'a'"),
     ],
 )
 def test_an_entry_that_cannot_work_is_named(tables: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         read_targets(tables, DEFAULTS)
+
+
+def test_the_defaults_of_the_server_hold_where_an_entry_says_nothing() -> None:
+    defaults = Defaults("llama", "night", 32, CacheSettings(eagle=True))
+    worker, engine = read_targets(
+        {
+            "workers": [{"name": "a", "endpoint": "tcp://h:1"}],
+            "engines": ["http://h:8000"],
+        },
+        defaults,
+    )
+    assert worker.worker is not None
+    assert worker.worker.cache == worker.cache == engine.cache == CacheSettings(eagle=True)
+    assert (worker.model, worker.routing_group, worker.labels) == (
+        "llama",
+        "night",
+        {BLOCK_SIZE: "32"},
+    )
+    assert (engine.model, engine.routing_group, engine.labels) == ("", "night", {})
+
+
+# Sources ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ({"kind": "engines", "urls": ["http://h:8000"]}, "engine http://h:8000"),
+        ({"kind": "dns", "url": "tcp://vllm:5557", "replay_port": 5657}, "name vllm"),
+        ({"kind": "file", "path": "w.json", "interval": 2}, "file w.json"),
+        (
+            {"kind": "kubernetes", "preset": "llm-d", "namespace": "n", "kube_url": "http://h:1"},
+            "pods llm-d.ai/inference-serving=true in n",
+        ),
+    ],
+)
+def test_a_table_describes_a_source(entry: dict[str, Any], name: str) -> None:
+    assert source_of(entry, DEFAULTS, "discovery 1").name == name
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"kind": "consul"}, "discovery 1: kind 'consul' is none of engines, dns"),
+        ({}, "kind None"),
+        ({"kind": "dns", "url": "http://h:1", "ulr": 1}, "discovery 1: dns knows no 'ulr'"),
+        ({"kind": "dns", "url": 3}, "discovery 1: url: Expected `str`"),
+        ({"kind": "dns"}, "discovery 1: "),
+        ({"kind": "kubernetes", "preset": "x", "kube_url": "http://h:1"}, "no preset 'x'"),
+    ],
+)
+def test_a_table_that_describes_none_is_named(entry: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        source_of(entry, DEFAULTS, "discovery 1")
 
 
 # The file followed ------------------------------------------------------------------------------
@@ -163,7 +203,7 @@ def test_a_file_that_is_broken_or_gone_is_an_error_once_and_then_read_again(
 ) -> None:
     assert watched.next() == ["a"]
     path.write_text("[[workers]]\nnam = 3\n")
-    assert "workers[0]" in watched.next()
+    assert "engine 1" in watched.next()
     path.unlink()
     assert "No such file" in watched.next()
     write(path, "c")
