@@ -218,10 +218,9 @@ def test_a_new_server_begins_with_the_snapshot_of_another(tmp_path: Path) -> Non
     with engine(buffer_steps=1) as one:
         name = f"1={one.endpoint},replay={one.replay_endpoint},model=m"
         with serving("--worker", name) as first:
-            one.serve(PROMPT)
-            one.serve([7] * len(PROMPT))
-            until(lambda: matched(first, PROMPT), lambda tokens: tokens == len(PROMPT))
-            until(lambda: matched(first, [7] * BLOCK), lambda tokens: tokens == BLOCK)
+            for tokens in ([6] * BLOCK, PROMPT, [7] * BLOCK):  # one after the other is heard live
+                one.serve(tokens)
+                until(lambda seen=tokens: matched(first, seen) == len(seen))  # type: ignore[misc]
             with serving("--worker", name, "--warm-from", f"http://127.0.0.1:{first.port}") as new:
                 # Its engine replays the last batch only: this can come from the snapshot alone.
                 until(lambda: matched(new, PROMPT), lambda tokens: tokens == len(PROMPT))
