@@ -19,12 +19,12 @@ import msgspec
 from kvindex.fanout import join
 from kvindex.server.asking import answer
 from kvindex.server.catalog import Catalog
-from kvindex.server.connections import GuardedProtocol
 from kvindex.server.counters import Counters
 from kvindex.server.gate import Gate, Message, Receive, Scope, Send
 from kvindex.server.guards import REASONS, Guard
 from kvindex.server.http import HttpServer
 from kvindex.server.orders import Registered, Start, Stop, read_order
+from kvindex.server.protocol import query_protocol
 from kvindex.server.proxy import Proxy
 from kvindex.server.replies import Reply
 from kvindex.server.service import Service
@@ -172,7 +172,7 @@ def _serve(start: Start, orders: Orders, service: Service, counters: Counters) -
     server = HttpServer(
         Gate(app, guard, service.traffic, start.routes),
         guard,
-        base=GuardedProtocol,
+        base=query_protocol(app.query, service.traffic),
         shutdown_within=start.shutdown_within,
         ssl_certfile=start.tls_cert,
         ssl_keyfile=start.tls_key,

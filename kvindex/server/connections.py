@@ -79,14 +79,22 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Measure its body from now on."""
-        self._head_since = None
-        self._body_since = self.loop.time()
+        self.begin_body()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """All of it is there."""
-        self._body_since = None
+        self.end_body()
         super().on_message_complete()
+
+    def begin_body(self) -> None:
+        """Measure a body from now on."""
+        self._head_since = None
+        self._body_since = self.loop.time()
+
+    def end_body(self) -> None:
+        """Measure it no longer."""
+        self._body_since = None
 
     def check_time(self, now: float) -> None:
         """Close the connection if the rest of a request is overdue."""

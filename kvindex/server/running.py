@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -20,9 +21,9 @@ from kvindex import Client, KVIndexError, SnapshotError
 from kvindex.discovery import Discovery, DiscoveryOptions, Found, Source
 from kvindex.fanout import FanOut
 from kvindex.server.app import build_app
+from kvindex.server.asking import answer
 from kvindex.server.catalog import Partition
 from kvindex.server.child import COUNTED
-from kvindex.server.connections import GuardedProtocol
 from kvindex.server.exposition import Exposition
 from kvindex.server.gate import Gate
 from kvindex.server.guards import REASONS, Guard
@@ -31,6 +32,7 @@ from kvindex.server.networks import Networks
 from kvindex.server.orders import Start
 from kvindex.server.page import Page
 from kvindex.server.processes import Children
+from kvindex.server.protocol import query_protocol
 from kvindex.server.registry import Registry
 from kvindex.server.service import Service
 from kvindex.server.settings import ConfigFile, ServeSettings, Table
@@ -211,7 +213,7 @@ class Running:
             return HttpServer(
                 self._gate,
                 self._guard,
-                base=GuardedProtocol,
+                base=query_protocol(partial(answer, self.service), self.service.traffic),
                 shutdown_within=within,
                 ssl_certfile=settings.tls_cert,
                 ssl_keyfile=settings.tls_key,
