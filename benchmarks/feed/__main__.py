@@ -97,7 +97,7 @@ def _publish_paced(spec: FeedSpec, fleet: Fleet) -> None:
             publisher.recv()  # the subscription
         _say(joined=True)
         if sys.stdin.readline():
-            _pace(sockets, fast, float("inf"))
+            _pace(sockets, fast, spec.fill_rate or float("inf"))
             _say(seconds=0.0, prompts=_plain(prompts))
         size = -(-len(paced) // spec.paced_parts)
         for first in range(0, len(paced), size):

@@ -23,6 +23,7 @@ class FeedSpec:
         paced_blocks: how many more they store after that, at `rate`.
         paced_parts: in how many parts, each of which is asked for.
         rate: blocks per second.
+        fill_rate: likewise of what comes before, if there is a paced part; 0: as fast as it goes.
     """
 
     source: Source
@@ -33,6 +34,7 @@ class FeedSpec:
     paced_blocks: int = 0
     paced_parts: int = 1
     rate: float = 0.0
+    fill_rate: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON-ready values."""

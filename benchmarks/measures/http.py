@@ -22,6 +22,7 @@ __all__ = ["run"]
 
 EVENT_BLOCKS = 8
 RATE = 32_000.0  # blocks per second that come in
+FILL_RATE = 200_000.0  # likewise before: a flood would leave its queues in the memory measured
 PAUSE = 0.001  # seconds between requests while events come in
 CONNECTIONS = (8, 64)
 TWO = "kvindex, 2 processes"
@@ -113,6 +114,7 @@ def _party(
         paced_blocks=int(bench.scale.busy_seconds * RATE) * bench.scale.rounds,
         paced_parts=bench.scale.rounds,
         rate=RATE,
+        fill_rate=FILL_RATE,
     )
     with feed(spec) as (feeder, said), closing(start()) as service:
         service.register(said["endpoints"])
