@@ -1,7 +1,7 @@
 // An answer's JSON for all instances at once, written from columns of what their ranks hold.
 //
-// What never changes (names, keys) is prepared once. A write copies it and puts numbers between, with
-// no object for a rank and no allocation. The Python twin is kvindex/queries/writing.py.
+// What never changes (names, keys) is prepared once. A write copies it and puts numbers between,
+// with no object for a rank and no allocation. The Python twin is kvindex/queries/writing.py.
 #pragma once
 
 #include <cstddef>
@@ -41,8 +41,8 @@ class AnswerWriter {
   // The most bytes that an answer takes, besides what trusts add; a write may use them all.
   size_t most() const { return most_; }
 
-  // Write the answer; return where it ends. `trusts`: for each instance what is to be written at the
-  // end of its object, a comma first; null: nothing.
+  // Write the answer; return where it ends. `trusts`: for each instance what is to be written at
+  // the end of its object, a comma first; null: nothing.
   char* write(const AnswerColumns& columns, const std::string_view* trusts, char* out) const;
 
  private:

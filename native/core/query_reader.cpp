@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <iterator>
 #include <string_view>
 
 #include "core/utf8.hpp"
@@ -22,6 +23,22 @@ uint64_t eight_digits(uint64_t digits) {
   digits = (digits * 10 + (digits >> 8)) & 0x00ff00ff00ff00ffu;
   digits = (digits * 100 + (digits >> 16)) & 0x0000ffff0000ffffu;
   return (digits * 10'000 + (digits >> 32)) & 0xffffffffu;
+}
+
+constexpr size_t kBlock = 64;
+
+// A bit for each byte of a block that is a comma.
+uint64_t commas_of(const uint8_t* block) {
+  uint64_t bits = 0;
+  for (size_t at = 0; at < kBlock; at += 8) {
+    uint64_t bytes;
+    std::memcpy(&bytes, block + at, sizeof bytes);
+    bytes ^= 0x2c2c2c2c2c2c2c2cu;  // a comma becomes zero
+    const uint64_t low = 0x7f7f7f7f7f7f7f7fu;
+    const uint64_t high = ~(((bytes & low) + low) | bytes | low);  // the high bit of each zero
+    bits |= (((high >> 7) * 0x0102040810204080u) >> 56) << at;     // the eight of them side by side
+  }
+  return bits;
 }
 
 class QueryReader {
@@ -172,26 +189,46 @@ class QueryReader {
     }
   }
 
-  // Tokens as they mostly are: seven digits at most, then a comma and no space or one. Ends before
-  // the first that is anything else.
+  // Tokens as they mostly are: eight digits at most, and a comma right behind them. Ends before the
+  // first that is anything else, and some bytes or tokens before the last that may come.
+  //
+  // Where the commas are is found for a block of bytes at once, so that the processor can be busy
+  // with several tokens: from one token to the next it need not wait for where that begins.
   void read_common() {
     if constexpr (std::endian::native != std::endian::little) return;
-    std::vector<uint32_t>& tokens = query_.tokens;
-    const uint8_t* at = at_;
-    for (size_t room = max_tokens_ - tokens.size(); room != 0 && end_ - at > 8; --room) {
-      uint64_t digits;
-      std::memcpy(&digits, at, sizeof digits);
-      digits ^= 0x3030303030303030u;  // a digit becomes its value
-      // The high bit of each byte that is no digit, up to the first such: carries come after it.
-      const uint64_t others = ((digits + 0x7676767676767676u) | digits) & 0x8080808080808080u;
-      const int count = std::countr_zero(others) / 8;
-      if (count == 0 || count == 8 || at[count] != ',') break;
-      if (count != 1 && *at == '0') break;
-      tokens.push_back(static_cast<uint32_t>(eight_digits(digits << (64 - 8 * count))));
-      at += count + 1;
-      at += *at == ' ';
+    uint32_t found[kBlock / 2 + 1];  // a token takes two bytes; one more comma ends the loop
+    const uint8_t* block = at_;
+    const uint8_t* first = at_;
+    bool is_common = true;
+    while (is_common && static_cast<size_t>(end_ - block) >= kBlock &&
+           max_tokens_ - query_.tokens.size() >= std::size(found)) {
+      size_t count = 0;
+      for (uint64_t commas = commas_of(block); commas != 0; commas &= commas - 1) {
+        const uint8_t* const comma = block + std::countr_zero(commas);
+        while (is_space(*first)) ++first;  // ends at the comma at the latest
+        is_common = read_digits(first, comma, found[count]);
+        if (!is_common) break;
+        ++count;
+        first = comma + 1;
+      }
+      query_.tokens.insert(query_.tokens.end(), found, found + count);
+      block += kBlock;
     }
-    at_ = at;
+    at_ = first;
+  }
+
+  // Read a number of eight digits at most; false if it is anything else.
+  static bool read_digits(const uint8_t* first, const uint8_t* end, uint32_t& value) {
+    const auto size = static_cast<size_t>(end - first);
+    if (size == 0 || size > 8) return false;
+    uint64_t digits;
+    std::memcpy(&digits, end - sizeof digits, sizeof digits);  // before the array there is its name
+    digits ^= 0x3030303030303030u;  // a digit becomes its value
+    const size_t others = 64 - 8 * size;
+    digits = digits >> others << others;  // what stands before it becomes zeros
+    if ((((digits + 0x7676767676767676u) | digits) & 0x8080808080808080u) != 0) return false;
+    value = static_cast<uint32_t>(eight_digits(digits));
+    return *first != '0' || size == 1;
   }
 
   bool read_token() {
@@ -201,8 +238,8 @@ class QueryReader {
     uint64_t value = 0;
     while (at_ != end_ && is_digit(*at_) && at_ - first < 11) value = value * 10 + (*at_++ - '0');
     if (at_ == end_) return fail(QueryFault::syntax);
-    const bool is_plain = at_ != first && value <= UINT32_MAX && (*first != '0' || at_ - first == 1);
-    if (!is_plain || !(is_space(*at_) || *at_ == ',' || *at_ == ']')) {
+    const bool is_whole = at_ != first && (*first != '0' || at_ - first == 1);
+    if (!is_whole || value > UINT32_MAX || !(is_space(*at_) || *at_ == ',' || *at_ == ']')) {
       return fail(QueryFault::bad_token, first);
     }
     query_.tokens.push_back(static_cast<uint32_t>(value));

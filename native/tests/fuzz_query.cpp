@@ -1,5 +1,5 @@
-// libFuzzer target: whatever a body is, `read_query` reads nothing outside it, and what it leaves out
-// is a member token_ids with as many numbers as there are tokens.
+// libFuzzer target: whatever a body is, `read_query` reads nothing outside it, and what it leaves
+// out is a member token_ids with as many numbers as there are tokens.
 //
 // Built with clang and -fsanitize=fuzzer,address,undefined; its corpus is any bodies of queries.
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Queries' JSON: what is read of it, what is left, and where it is refused. And the JSON of answers.
+// Queries' JSON: what is read, what is left, and where it is refused. And the JSON of answers.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -59,12 +59,30 @@ void test_faults_are_found_where_they_are() {
   expect_fault("{\"a\":\"\xff\"}", QueryFault::no_text, 9);
   expect_fault(R"({"token_ids":{}})", QueryFault::no_array, 13);
   expect_fault(R"({"token_ids":[1],"token_id\u0073":[2]})", QueryFault::repeated, 17, 1);
-  for (const char* const bad : {"-1", "1.0", "1e3", "4294967296", "99999999999999999999", "01", "null",
-                                "\"1\"", "-0", "+1", "]", ",", "NaN", "1x", "[1]"}) {
+  for (const char* const bad : {"-1", "1.0", "1e3", "4294967296", "99999999999999999999", "01",
+                                "null", "\"1\"", "-0", "+1", "]", ",", "NaN", "1x", "[1]"}) {
     const std::string text = std::string("{\"token_ids\":[7, ") + bad + " ,8,9,10,11,12,13,14]}";
     expect_fault(text, QueryFault::bad_token, 17, 1);
   }
   expect_fault(R"({"token_ids":[1 2]})", QueryFault::syntax, 16, 1);
+}
+
+// A wrong byte anywhere in a long row of tokens is found, where it is.
+void test_a_wrong_byte_among_many() {
+  std::string text = "{\"token_ids\":[";
+  for (uint32_t i = 0; i < 60; ++i) text += std::to_string(i * i * i) + ",";
+  text += "7]}";
+  EXPECT(read(text).tokens.size() == 61);
+  for (const char wrong : {'x', '.', '-', '/', ':', '\0', '\x80', '\xff', '"', '[', '}', '\v'}) {
+    for (size_t at = 14; at < text.size() - 2; ++at) {
+      std::string broken = text;
+      broken[at] = wrong;
+      const QueryBody query = read(broken);
+      EXPECT(query.fault == QueryFault::bad_token && query.at <= at && at <= query.at + 6);
+      const std::string before = text.substr(0, query.at);
+      EXPECT(query.index == static_cast<size_t>(std::count(before.begin(), before.end(), ',')));
+    }
+  }
 }
 
 void test_depth_is_bounded() {
@@ -84,12 +102,13 @@ std::string spaces(Choices& choices) {
 
 // Any numbers in any spacing are read as they are, and one more than allowed is refused.
 void test_tokens_are_read(Choices& choices) {
-  std::vector<uint32_t> tokens(choices.below(60));
+  std::vector<uint32_t> tokens(choices.below(200));
   const bool is_spaced = choices.once_in(2);
+  const uint32_t bits[] = {choices.below(32), choices.below(32)};
   std::string text = "{\"token_ids\":[";
   for (size_t i = 0; i < tokens.size(); ++i) {
-    tokens[i] = static_cast<uint32_t>(choices.word() >> (32 + choices.below(32)));
-    if (choices.once_in(20)) tokens[i] = UINT32_MAX;
+    tokens[i] = static_cast<uint32_t>(choices.word() >> (32 + bits[choices.below(2)]));
+    if (choices.once_in(50)) tokens[i] = UINT32_MAX;
     if (i != 0) text += ",";
     if (is_spaced) text += spaces(choices);
     text += std::to_string(tokens[i]);
@@ -102,7 +121,8 @@ void test_tokens_are_read(Choices& choices) {
     const QueryBody query = read(text, tokens.size() - 1);
     EXPECT(query.fault == QueryFault::too_many && query.index == tokens.size() - 1);
   }
-  for (size_t size = 0; size < text.size(); ++size) {  // however it is cut off
+  for (int i = 0; i < 20; ++i) {  // however it is cut off
+    const size_t size = choices.below(text.size());
     EXPECT(read(std::string_view(text).substr(0, size)).fault != QueryFault::none);
   }
 }
@@ -110,10 +130,12 @@ void test_tokens_are_read(Choices& choices) {
 // Whatever the bytes are, nothing outside them is read, and what is cut out lies within them.
 void test_any_bytes(Choices& choices) {
   static constexpr std::string_view kPieces[] = {
-      "{", "}", "[", "]", ",", ":", "\"", "\\", "\\u00", " ", "1", "0", "-", ".", "e", "\"token_ids\"",
-      "\"a\"", "\xff", "\xc3\xa9", "1234567,", "12345678,", "null", "{\"token_ids\":["};
+      "{", "}", "[", "]", ",", ":", "\"", "\\", "\\u00", " ", "1", "0", "-", ".", "e",
+      "\"token_ids\"", "\"a\"", "\xff", "\xc3\xa9", "1234567,", "12345678,", "null", "{\"token_ids\":["};
   std::string text = choices.once_in(2) ? "{\"token_ids\":[" : "{";
-  for (uint32_t n = choices.below(30); n != 0; --n) text += kPieces[choices.below(std::size(kPieces))];
+  for (uint32_t n = choices.below(30); n != 0; --n) {
+    text += kPieces[choices.below(std::size(kPieces))];
+  }
   const QueryBody query = read(text, choices.once_in(4) ? 2 : kAny);
   EXPECT(query.at <= text.size() && query.cut_begin <= query.cut_end);
   EXPECT(query.cut_end <= text.size() && query.tokens.size() <= text.size() / 2);
@@ -152,7 +174,8 @@ void test_answers_in_each_dialect() {
          R"("1":{"longest_matched":64,"gpu":32,"dp":{"0":32,"1":0},"cpu":48,"disk":64,"t":1},)"
          R"("3":{"longest_matched":16,"gpu":0,"dp":{"7":0},"cpu":0,"disk":16}}})");
   EXPECT(write(AnswerWriter(AnswerDialect::rfc, "\"x\"", instances), held, trusts) ==
-         R"({"x":{"1":{"longest_matched":64,"GPU":32,"DP":{"0":64,"1":48},"CPU":48,"DISK":64,"t":1},)"
+         R"({"x":{"1":{"longest_matched":64,"GPU":32,"DP":{"0":64,"1":48},)"
+         R"("CPU":48,"DISK":64,"t":1},)"
          R"("3":{"longest_matched":16,"GPU":0,"DP":{"7":16},"CPU":0,"DISK":16}}})");
   EXPECT(write(AnswerWriter(AnswerDialect::motor, "\"x\"", instances), held, trusts) ==
          R"({"x":{"1":{"longest_matched":64,"DP":{)"
@@ -195,6 +218,7 @@ int main() {
   test_answers_in_each_dialect();
   test_the_rest_is_the_object_without_its_tokens();
   test_faults_are_found_where_they_are();
+  test_a_wrong_byte_among_many();
   test_depth_is_bounded();
   for (int seed = 0; seed < rounds(1000); ++seed) {
     Choices choices(static_cast<uint64_t>(seed));

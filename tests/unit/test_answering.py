@@ -90,6 +90,17 @@ def test_only_ranks_whose_stream_is_live_are_live() -> None:
     assert asked.live_ranks() == frozenset()
 
 
+def test_trusts_are_one_mapping_until_something_in_it_changes() -> None:
+    asked = Asked()
+    trusts = asked.trusts()
+    assert trusts == {A: Trust(State.LIVE, True, 0)}
+    asked._board.show([status(A)])
+    assert asked.trusts() is trusts
+    asked._board.show([status(A, state=State.STALE)])
+    assert asked.trusts()[A].state == State.STALE
+    assert trusts[A].state == State.LIVE, "a snapshot never changes"
+
+
 def test_a_status_has_what_the_index_knows() -> None:
     asked = Asked()
     orphan = BlockStored(block_hashes=[9], parent_block_hash=8, token_ids=PROMPT[:4], block_size=4)

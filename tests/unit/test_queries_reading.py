@@ -111,6 +111,16 @@ def test_a_wrong_token_is_named_with_its_place(
     assert not error.malformed
 
 
+@pytest.mark.parametrize("place", [0, 1, 99, 198, 199])
+@pytest.mark.parametrize("found", ["-1", "1.5", "4294967296", '""', "01", "0x1", "", " "])
+def test_a_wrong_token_among_many_is_found(place: int, found: str) -> None:
+    row = [str(n * 997) for n in range(200)]
+    row[place] = found
+    error = refusal(f'{{"token_ids":[{",".join(row)}]}}'.encode())
+    assert error.malformed == (found in ("01", "0x1", "", " "))
+    assert error.malformed or error.position == place
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -184,6 +194,8 @@ def test_more_tokens_than_allowed_are_refused() -> None:
     error = refusal(body, max_tokens=11)
     assert str(error) == "token_ids is more than 11 tokens: send fewer"
     assert (error.malformed, error.reason, error.position) == (False, "too_many", 11)
+    long = json.dumps({"token_ids": [*range(1000)]}).encode()
+    assert [refusal(long, max_tokens=n).position for n in (1, 500, 999)] == [1, 500, 999]
     assert refusal(b'{"token_ids":[1]}', max_tokens=0).reason == "too_many"
     assert read_query(b'{"token_ids":[]}', max_tokens=0).token_ids is not None
     assert read_query(body, max_tokens=2**80).rest == b"{}"
