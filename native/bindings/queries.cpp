@@ -25,8 +25,9 @@ namespace {
 
 // Bytes of a body from which on it is worth a hand-over of the GIL: some 100 µs of work.
 constexpr size_t kLongBody = size_t{256} << 10;
-// Tokens of a thread's query that are kept between bodies, and bytes of its answer likewise.
-constexpr size_t kMostKept = size_t{1} << 20;
+// Tokens that a thread keeps room for between bodies, and bytes between answers.
+constexpr size_t kMostTokens = size_t{1} << 20;
+constexpr size_t kMostPage = size_t{8} << 20;
 
 nb::object new_bytes(size_t size) {
   PyObject* const made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
@@ -50,7 +51,20 @@ nb::object rest_of(const QueryBody& query, nb::handle body, const SimpleBuffer& 
   return rest;
 }
 
-// (tokens, rest) of a body, or (fault, at, index).
+// (tokens, rest) of a body, or (fault, at, index). A new tuple may start a collection of garbage,
+// and that code which reads another body: nothing of `query` is looked at from then on.
+nb::tuple told_of(const QueryBody& query, nb::handle body, const SimpleBuffer& buffer) {
+  if (query.fault == QueryFault::none) {
+    const nb::object tokens = tokens_of(query);
+    const nb::object rest = rest_of(query, body, buffer);
+    return nb::make_tuple(tokens, rest);
+  }
+  const auto fault = static_cast<int>(query.fault);
+  const size_t at = query.at;
+  const size_t index = query.index;
+  return nb::make_tuple(fault, at, index);
+}
+
 nb::tuple read_body(nb::handle body, size_t max_tokens) {
   const SimpleBuffer buffer(body);
   if (!buffer.open()) throw nb::type_error("a body is bytes, a bytearray or a memoryview");
@@ -61,10 +75,8 @@ nb::tuple read_body(nb::handle body, size_t max_tokens) {
     const GilReleased released;
     read_query(buffer.data(), buffer.size(), max_tokens, query);
   }
-  const nb::tuple told = query.fault == QueryFault::none
-                             ? nb::make_tuple(tokens_of(query), rest_of(query, body, buffer))
-                             : nb::make_tuple(static_cast<int>(query.fault), query.at, query.index);
-  if (query.tokens.capacity() > kMostKept) query.tokens = {};
+  const nb::tuple told = told_of(query, body, buffer);
+  if (query.tokens.capacity() > kMostTokens) query.tokens = {};
   return told;
 }
 
@@ -110,7 +122,7 @@ nb::bytes write_answer(const AnswerWriter& self, nb::handle device, nb::handle h
   const char* const end = self.write({devices.data(), hosts.data(), all.data(), sizes.data()},
                                      trusts.is_none() ? nullptr : added.data(), page.data());
   const nb::bytes written(page.data(), static_cast<size_t>(end - page.data()));
-  if (page.capacity() > kMostKept) page = {};
+  if (page.capacity() > kMostPage) page = {};
   return written;
 }
 
