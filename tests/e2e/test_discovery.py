@@ -304,9 +304,16 @@ def test_a_dead_engine_does_not_hold_up_whoever_waits_for_another(engine: FakeEn
     with HttpEngine(engine) as server, connect([dead, server.url]) as client:
         rank = Rank(name_of(server), 0)
         client.wait_for(lambda statuses: rank in statuses, PATIENCE)
-        client.wait_live(PATIENCE, ranks=[rank])
-        asyncio.run(client.wait_live_async(PATIENCE, ranks=rank.worker))
         assert client.discovery is not None
+
+        def wait() -> None:
+            client.wait_live(3600.0, ranks=[rank])
+            asyncio.run(client.wait_live_async(3600.0, ranks=rank.worker))
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(PATIENCE)
+        assert not waiting.is_alive()
         assert set(client.discovery.missing()) == {dead}
         with pytest.raises(UnknownRankError):
             client.wait_live(0.1, ranks=["nobody"])

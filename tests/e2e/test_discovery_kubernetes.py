@@ -115,6 +115,10 @@ def test_a_pod_that_comes_back_under_its_name_is_another_one(kube: KubeServer) -
         kube.delete("a")
         assert watched.next() == []
         kube.put(pod("a", 1, uid="second", ready=False))
+        kube.put(pod("a", 1, uid="second"))
+        assert watched.next() == ["1"]
+        kube.put(pod("a", 1, uid="second", ip="127.0.0.9", ready=False))  # not ready yet there
+        assert watched.next() == []
         kube.put(pod("a", 1, uid="second", ip="127.0.0.9"))
         found = watched.told.get(timeout=PATIENCE)
         assert isinstance(found, list)

@@ -136,11 +136,21 @@ def test_an_entry_that_cannot_be_understood_is_named(listed: Any, why: str) -> N
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    reads: queue.Queue[int] = queue.Queue()
+
+    class Noted(FileSource):
+        def read(self) -> tuple[Target, ...]:
+            found = super().read()
+            reads.put(len(found))
+            return found
+
     path = tmp_path / "engines.json"
     path.write_text('["http://a:1"]')
-    with Watching(FileSource(path, interval=0.01)) as watching:
+    with Watching(Noted(path, interval=0.01)) as watching:
         assert [target.name for target in watching.next()] == ["a:1"]
+        assert reads.get(timeout=PATIENCE) == 1
         replace(path, ' ["http://a:1"]')  # the same in other words is not told again
+        assert reads.get(timeout=PATIENCE) == 1
         replace(path, '["http://a:1", "http://b:2"]')
         assert [target.name for target in watching.next()] == ["a:1", "b:2"]
         replace(path, '["http://a:1", ')
