@@ -36,7 +36,7 @@ _SETTINGS = (
     "save_every",
     "warm_from",
     "shutdown_within",
-    "hash_queries",
+    "dialect",
     "tokenizer",
     "compat_metrics",
 )
@@ -96,7 +96,9 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         "--shutdown-within", type=seconds, metavar="S", help="for open requests (default: 10)"
     )
     group.add_argument(
-        "--hash-queries", choices=("xxh3",), help="answer /query_by_hash, by a second index"
+        "--dialect",
+        choices=("auto", "dynamo", "rfc", "motor", "conductor"),
+        help="of queries (default: auto, told by each query)",
     )
     group.add_argument(
         "--tokenizer", metavar="URL", help="engine that turns text into tokens, for /api/explain"

@@ -89,7 +89,7 @@ class Endpoints:
     async def query_by_hash(self, request: Request) -> Response:
         """Answer POST /query_by_hash."""
         return refused(
-            501, "this server keeps no hashes of blocks: start it with --hash-queries xxh3"
+            501, "this server keeps no hashes of blocks: ask /query, with the tokens"
         ).response()
 
     async def register(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ import msgspec
 
 from kvindex.fanout import join
 from kvindex.server.asking import answer
-from kvindex.server.catalog import Catalog
+from kvindex.server.catalog import Catalog, Partition
 from kvindex.server.counters import Counters
 from kvindex.server.gate import Gate, Message, Receive, Scope, Send
 from kvindex.server.guards import REASONS, Guard
@@ -27,7 +27,7 @@ from kvindex.server.orders import Registered, Start, Stop, read_order
 from kvindex.server.protocol import query_protocol
 from kvindex.server.proxy import Proxy
 from kvindex.server.replies import Reply
-from kvindex.server.service import Service
+from kvindex.server.service import Ranks, Service
 from kvindex.server.traffic import Traffic
 
 __all__ = ["COUNTED", "ChildApp", "main"]
@@ -39,6 +39,25 @@ COUNTED: Final = (*REASONS, "passed_on")
 
 _JOIN_SECONDS: Final = 60.0
 _ORPHAN_SECONDS: Final = 1  # for open requests, once the parent is gone
+
+
+class NotKnownHereError(Exception):
+    """A partition that the parent may know, since somebody registered a moment ago."""
+
+
+class ReplicaService(Service):
+    """A service that never says of itself that a partition is unknown."""
+
+    def ranks_of(self, partition: Partition) -> Ranks:
+        """Return the ranks to answer for.
+
+        Raises:
+            NotKnownHereError: nobody is registered for this partition, as far as is known here.
+        """
+        ranks = super().ranks_of(partition)
+        if ranks is None:
+            raise NotKnownHereError
+        return ranks
 
 
 class ChildApp:
@@ -81,8 +100,10 @@ class ChildApp:
 
         A partition that is not known here may have been registered a moment ago.
         """
-        reply = answer(self._service, body, content_type, query_string)
-        return None if reply.status == 404 else reply
+        try:
+            return answer(self._service, body, content_type, query_string)
+        except NotKnownHereError:
+            return None
 
 
 class Orders:
@@ -156,7 +177,10 @@ def main() -> int:
     traffic = Traffic(memory[Counters.size(COUNTED) :])
     with join(start.fanout, _JOIN_SECONDS) as replica:
         orders.told.wait()
-        _serve(start, orders, Service(replica, traffic=traffic), counters)
+        service = ReplicaService(
+            replica, traffic=traffic, dialect=start.dialect, max_tokens=start.limits.tokens
+        )
+        _serve(start, orders, service, counters)
     return 0
 
 

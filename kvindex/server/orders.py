@@ -22,6 +22,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         listen_fd: descriptor of the listening socket that all children share.
         counters_fd: descriptor of the memory for this child's counters.
         routes: paths that requests are counted under.
+        dialect: of queries.
         tokens, allowed_hosts, limits, tls_cert, tls_key, shutdown_within: as in `ServeSettings`.
         log_level: of the package's log, as a number.
     """
@@ -31,6 +32,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     listen_fd: int
     counters_fd: int
     routes: tuple[str, ...] = ()
+    dialect: str = "auto"
     tokens: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     limits: Limits = Limits()

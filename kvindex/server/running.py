@@ -161,7 +161,7 @@ class Running:
             max_ranks=limits.ranks,
             max_ranks_per_instance=limits.ranks_per_instance,
         )
-        return Service(source, registry)
+        return Service(source, registry, dialect=self.settings.dialect, max_tokens=limits.tokens)
 
     def _restore_registrations(self) -> None:
         if self.settings.state is None:
@@ -238,6 +238,7 @@ class Running:
             listen_fd=self._socket.fileno(),
             counters_fd=-1,
             routes=self._routes,
+            dialect=settings.dialect,
             tokens=self._tokens,
             allowed_hosts=settings.allowed_hosts,
             limits=settings.limits,
@@ -260,8 +261,9 @@ class Running:
         labels = dict(found.labels)
         block_size = int(labels.pop(BLOCK_SIZE, 0))
         details: Table = {"labels": labels} if labels else {}
-        if found.engine is not None:
-            details["engine"] = found.engine
+        engine = found.engine or self.settings.tokenizer
+        if engine is not None:
+            details["engine"] = engine
         self.service.registry.add(
             found.worker,
             Partition(found.model or self.settings.model, found.routing_group),

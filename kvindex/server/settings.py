@@ -28,6 +28,7 @@ TOKEN_VARIABLE: Final = "KVINDEX_TOKEN"
 
 _MAX_FILE_BYTES = 16 << 20
 _HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?")
+_DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")  # as `Service` has them
 _MINE = ("serve", "limits")  # the tables that are read here, each at most once
 
 Table = dict[str, Any]
@@ -54,7 +55,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         save_every: seconds between two savings.
         warm_from: URL of another server, whose snapshot this one begins with.
         shutdown_within: seconds for open requests to end in.
-        hash_queries: "xxh3" answers /query_by_hash, by a second index; None does not.
+        dialect: "auto" tells the dialect of a query by the query; or the only one that there is:
+            "dynamo", "rfc", "motor" or "conductor".
         tokenizer: URL of an engine whose /tokenize turns the text of /api/explain into tokens.
         compat_metrics: add series with the names of Dynamo's indexer to /metrics.
         limits: what is taken of the network, at most.
@@ -79,7 +81,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     save_every: float = 60.0
     warm_from: str | None = None
     shutdown_within: float = 10.0
-    hash_queries: str | None = None
+    dialect: str = "auto"
     tokenizer: str | None = None
     compat_metrics: bool = False
     limits: Limits = Limits()
@@ -96,10 +98,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigurationError(f"block_size must be at least 1, not {self.block_size}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigurationError("TLS needs both: --tls-cert FILE and --tls-key FILE")
-        if self.hash_queries not in (None, "xxh3"):
-            raise ConfigurationError(f'hash_queries must be "xxh3", not {self.hash_queries!r}')
-        if self.processes > 1 and self.hash_queries:
-            raise ConfigurationError("hash_queries works with one process only: processes = 1")
+        if self.dialect not in _DIALECTS:
+            raise ConfigurationError(
+                f"dialect must be one of {', '.join(_DIALECTS)}, not {self.dialect!r}"
+            )
         self.networks()
 
     @property

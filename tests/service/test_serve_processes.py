@@ -11,6 +11,14 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
+import msgspec
+
+from kvindex import Client, Worker
+from kvindex.server.catalog import Catalog, Partition, Registration
+from kvindex.server.child import COUNTED, ChildApp, ReplicaService
+from kvindex.server.counters import Counters
+from kvindex.server.guards import Guard
+from kvindex.server.proxy import Proxy
 from tests.native_ring import needs_ring
 from tests.service.served import BLOCK, Served, engine, matched, register, serving, until
 
@@ -91,3 +99,22 @@ def test_a_snapshot_streams_through_a_child() -> None:
         until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
         answer = until(lambda: served.get("/snapshot"), lambda got: got.status == 200)
         assert int(answer.headers["content-length"]) == len(answer.body) > 0
+
+
+def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_dialect() -> None:
+    with Client(Worker("1", "inproc://nobody-publishes-here")) as client:
+        service = ReplicaService(client)
+        counters = Counters(COUNTED)
+        app = ChildApp(service, Proxy("/nowhere", Guard(counters=counters)), counters)
+        tokens = {"token_ids": [1, 2, 3, 4]}
+        asked = [
+            (msgspec.json.encode({**tokens, "model_name": "m"}), b"application/json", b""),
+            (msgspec.json.encode({**tokens, "model": "m"}), b"application/json", b""),
+            (msgspec.msgpack.encode({**tokens, "model": "m"}), b"application/msgpack", b""),
+            (bytes(16), b"application/octet-stream", b"model_name=m"),
+        ]
+        assert [app.query(*one) for one in asked] == [None] * 4
+        one = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
+        service._registry = None  # as with a replica, whose registrations the parent tells
+        service.follow(Catalog([one]))
+        assert None not in [app.query(*question) for question in asked]

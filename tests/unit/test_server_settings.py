@@ -108,8 +108,7 @@ def test_registrations_reach_loopback_only_where_the_server_is_on_loopback() -> 
         {"processes": 65},
         {"save_every": 0.0},
         {"tls_cert": "x.pem"},
-        {"hash_queries": "md5"},
-        {"hash_queries": "xxh3", "processes": 2},
+        {"dialect": "klingon"},
         {"block_size": 0},
     ],
 )
