@@ -43,11 +43,13 @@ class Model:
         self.size = block_size
         self.ranks: dict[Rank, ModelRank] = {}
         self.tokens: dict[Rank, Counter[str]] = {}
-        self.distances: Counter[int] = Counter()
+        self.distances: dict[Rank, Counter[int]] = {}
+        self.peaks: Counter[Rank] = Counter()  # blocks on the device, copies included
 
     def add(self, rank: Rank) -> None:
         self.ranks[rank] = ModelRank()
         self.tokens[rank] = Counter()
+        self.distances[rank] = Counter()
 
     def apply(
         self, rank: Rank, events: Sequence[Event], elsewhere: Mapping[Rank, set[Path]]
@@ -75,6 +77,8 @@ class Model:
                     me.evicted.remove(path)
                 me.evicted.append(path)
         me.evicted = [path for path in me.evicted if path not in held]
+        on_device = sum(count for (_, medium), count in me.copies.items() if medium == "GPU")
+        self.peaks[rank] = max(self.peaks[rank], on_device)
 
     def _remove(self, me: ModelRank, event: BlockRemoved, evicted_now: list[Path]) -> None:
         for label in event.block_hashes:
@@ -123,7 +127,9 @@ class Model:
             if holders:
                 near = any(r.worker == rank.worker for r in holders)
                 counts["same_worker" if near else "other_worker"] += self.size
-            self._count_evicted(path, held, counts, bool(holders), frozen, evicted_now)
+            distance = self._count_evicted(path, held, counts, bool(holders), frozen, evicted_now)
+            if distance:
+                self.distances[rank][distance] += self.size
         for label, path in blocks:
             if label not in labels or me.paths[label] is None:
                 me.paths[label] = path
@@ -137,20 +143,21 @@ class Model:
         elsewhere: bool,
         frozen: list[Path],
         evicted_now: list[Path],
-    ) -> None:
+    ) -> int:
+        """Count a block that the rank could not use; return how many blocks too few it had."""
         if path in held:
             counts["unreachable"] += 0 if elsewhere else self.size
-            return
+            return 0
         if path in evicted_now:
             distance = len(evicted_now) - max(i for i, p in enumerate(evicted_now) if p == path)
         elif path in frozen:
             distance = len(frozen) - frozen.index(path)
         else:
             counts["first"] += 0 if elsewhere else self.size
-            return
+            return 0
         counts["evicted"] += self.size
         counts["evicted_elsewhere"] += self.size if elsewhere else 0
-        self.distances[distance] += self.size
+        return distance
 
     def _paths(self, me: ModelRank, run: Sequence[Event]) -> Iterator[tuple[object, Path | None]]:
         known = me.labels()

@@ -75,14 +75,19 @@ class Fleet:
             expected = self.model.tokens[Rank(worker, int(dp_rank))]
             got = {name: getattr(found.tokens, name) for name in NAMES}
             assert got == {name: expected[name] for name in NAMES}
-        distances = Histogram()
-        for distance, weight in self.model.distances.items():
-            distances.add(distance, weight)
-        ages = sum(bar.weight for bar in report.ages)
-        assert ages == distances.total == report.tokens.evicted
+        assert sum(bar.weight for bar in report.ages) == report.tokens.evicted
         for saving in report.savings:
-            assert saving.tokens <= report.tokens.evicted
+            assert saving.tokens == self.saved_by(saving.factor)
         return report.tokens
+
+    def saved_by(self, factor: float) -> int:
+        saved = 0
+        for rank, distances in self.model.distances.items():
+            histogram = Histogram()
+            for distance, tokens in distances.items():
+                histogram.add(distance, tokens)
+            saved += histogram.up_to((factor - 1) * self.model.peaks[rank])
+        return saved
 
 
 def engines(blocks: int, **options: Any) -> list[FakeEngine]:
@@ -131,8 +136,10 @@ def test_every_token_is_counted_as_brute_force_and_the_engines_say(
     computed: Counter[Rank] = Counter()
     for number, request in enumerate(workload(seed, loras=["x"], salts=["s"])):
         rank = choose.choice(RANKS)
-        computed[rank] += fleet.serve(rank, request)
-        assert fleet.model.ranks[rank].held() == contents(fleet.engines[rank])
+        computed[rank] += fleet.serve(rank, request, told_only=sglang)
+        told, held = fleet.model.ranks[rank].held(), contents(fleet.engines[rank])
+        # SGLang keeps one copy: a block may be stored after the one before it was removed.
+        assert told <= held if sglang else told == held
         if number % 13 == 12:
             fleet.restart(rank)
     tokens = fleet.check()
