@@ -186,6 +186,7 @@ class Auditor:
     def _apply(self, rank: Rank, batch: EventBatch, at: float, *, replayed: bool) -> None:
         seen = self._find(rank)
         audit = seen.audit
+        seen.heard = (seen.heard[0] if seen.heard else at, at)
         began = self._began
         counted = began is not None and (not replayed or batch.ts >= began)
         peers = self._counted & ~audit.blocks.bit

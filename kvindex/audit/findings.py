@@ -43,6 +43,7 @@ class Seen:
         state, complete: of its stream, as last told; "" and None if nobody told.
         away: seconds of the window in which its contents did not count, until `away_since`.
         away_since: when they last stopped to count; None while they do.
+        heard: when its first and its last batch came.
     """
 
     def __init__(self, audit: RankAudit, number: int) -> None:
@@ -53,6 +54,7 @@ class Seen:
         self.complete: bool | None = None
         self.away = 0.0
         self.away_since: float | None = None
+        self.heard: tuple[float, float] | None = None
 
     def stop_away(self, at: float, *, resume: bool = False) -> None:
         """Sum up the time until now in which the contents did not count."""
@@ -97,7 +99,17 @@ def report_of(
     untold = [str(seen.audit.rank) for seen in everybody if seen.audit.groups.kinds_untold]
     placeless = [str(seen.audit.rank) for seen in everybody if seen.audit.places_unknown]
     hybrid = [str(seen.audit.rank) for seen in everybody if seen.audit.groups.others_limit_hits]
-    return msgspec.structs.replace(report, trust=trust_lines(report, hybrid, untold, placeless))
+    lines = trust_lines(report, hybrid, untold, placeless)
+    if _recorded_apart(everybody):
+        lines.insert(
+            0, "Some recordings end before others begin: the audit takes what ended for still held."
+        )
+    return msgspec.structs.replace(report, trust=lines)
+
+
+def _recorded_apart(everybody: Sequence[Seen]) -> bool:
+    spans = [seen.heard for seen in everybody if seen.heard is not None and not seen.state]
+    return bool(spans) and max(first for first, _ in spans) > min(last for _, last in spans)
 
 
 def _rank_report(seen: Seen, counted: int) -> RankReport:

@@ -74,7 +74,7 @@ def add_parser(commands: Commands) -> None:
         type=count,
         default=1 << 17,
         metavar="BLOCKS",
-        help="evicted blocks remembered of each rank, at about 250 bytes (131072)",
+        help="evicted blocks remembered of each rank, at about 210 bytes (131072)",
     )
     parser.add_argument(
         "--no-tokens", action="store_true", help="do not show how shared prefixes begin"

@@ -21,6 +21,7 @@ MODULES += [
         "publish",
         "testing",
         "routing",
+        "audit",
         "discovery",
         "queries",
         "fanout",

@@ -348,6 +348,15 @@ def test_renamed_ranks_keep_what_they_hold_and_change_their_worker() -> None:
     assert scene.of(Rank("b", 1)).tokens.same_worker == 16
 
 
+def test_recordings_of_different_times_are_pointed_out() -> None:
+    scene = Scene()
+    scene.take(A, stored(0, 3))
+    scene.take(A, stored(4, 4))
+    assert not any("recordings" in line for line in scene.report().trust)
+    scene.take(B, stored(0, 3))
+    assert scene.report().trust[0].startswith("Some recordings end before others begin")
+
+
 def test_duplication_counts_each_prefix_by_its_ranks() -> None:
     scene = Scene()
     scene.take(A, stored(0, 3))
