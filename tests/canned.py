@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,9 @@ Reply: TypeAlias = "tuple[int, Any] | Callable[[BaseHTTPRequestHandler], None]"
 class CannedServer:
     """Serves `replies` by path (without the query); everything else is 404."""
 
-    def __init__(self, replies: dict[str, Reply] | None = None) -> None:
+    def __init__(
+        self, replies: dict[str, Reply] | None = None, *, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.replies: dict[str, Reply] = dict(replies or {})
         self.asked: list[tuple[str, str | None]] = []
         canned = self
@@ -45,7 +48,9 @@ class CannedServer:
                 pass  # clients hang up: that is what some tests are about
 
         self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -35,8 +36,10 @@ LLM = {"app": "vllm"}
 class KubeServer(CannedServer):
     """Keeps pods, and tells those who watch of every change."""
 
-    def __init__(self, *, token: str | None = None, page: int = 500) -> None:
-        super().__init__()
+    def __init__(
+        self, *, token: str | None = None, page: int = 500, tls: ssl.SSLContext | None = None
+    ) -> None:
+        super().__init__(tls=tls)
         self.token = token
         self.page = page
         self.pods: dict[str, Any] = {}

@@ -53,12 +53,13 @@ class KubeApi:
         *,
         token: str | os.PathLike[str] | None = None,
         certificate: str | os.PathLike[str] | None = None,
-        account: Path = SERVICE_ACCOUNT,
+        account: Path | None = None,
         watch_seconds: int = _WATCH,
     ) -> None:
         self.namespace: str | None = None
         if url is None:
             url = _in_cluster()
+            account = account or SERVICE_ACCOUNT
             token = token or account / "token"
             certificate = certificate or account / "ca.crt"
             self.namespace = _read(account / "namespace")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import queue
+import shutil
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +14,14 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError, NotLiveError, Rank, connect
-from kvindex.discovery import DiscoveryError, DiscoveryOptions, KubernetesSource, Target
+from kvindex.discovery import (
+    DiscoveryError,
+    DiscoveryOptions,
+    KubernetesSource,
+    Target,
+    ask_engine,
+    kube_api,
+)
 from kvindex.discovery.kube_api import KubeApi
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.kube import LLM, NAMESPACE, POOL, KubeServer, pod
@@ -219,6 +229,50 @@ def test_a_token_that_is_renewed_is_read_again(tmp_path: Path) -> None:
             while not isinstance(found := watched.told.get(timeout=PATIENCE), list):
                 assert found.reason == "unreachable"
             assert len(found) == 2
+
+
+CURVE = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+OPENSSL = ["openssl", "req", "-x509", *CURVE, "-nodes", "-days", "1"]
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> ssl.SSLContext:
+    """TLS of a server at 127.0.0.1, whose certificate is where a pod has its cluster's."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "ca.crt"
+    names = ["-subj", "/CN=kube", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        [*OPENSSL, "-keyout", key, "-out", certificate, *names], check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+def test_a_pod_watches_its_own_cluster_over_tls(
+    certified: ssl.SSLContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("of the account")
+    (tmp_path / "namespace").write_text(NAMESPACE)
+    monkeypatch.setattr(kube_api, "SERVICE_ACCOUNT", tmp_path)
+    with KubeServer(token="of the account", tls=certified) as kube:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", kube.url.rpartition(":")[2])
+        kube.put(pod("a", 1))
+        with Watched(KubernetesSource("app=vllm")) as watched:
+            assert watched.source.name == "pods app=vllm in llm"
+            assert watched.next() == ["1"]
+            kube.put(pod("b", 2))
+            assert watched.next() == ["1", "2"]
+        # A server that somebody else signed is not spoken to.
+        with Watched(KubernetesSource("app=vllm", kube_url=kube.url, token="/dev/null")) as watched:
+            assert watched.error().reason == "tls"
+        with pytest.raises(DiscoveryError, match="fails at TLS"):
+            ask_engine(kube.url)
+        trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+        with pytest.raises(DiscoveryError, match="answers 404"):
+            ask_engine(kube.url, context=trusting)
 
 
 def test_a_pod_finds_its_own_cluster(tmp_path: Path, monkeypatch: Any) -> None:
