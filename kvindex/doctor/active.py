@@ -36,14 +36,12 @@ OUTCOMES: Final = {
 """By whether stores were heard, the index found the prompt, and the engine hit it: the finding."""
 
 
-def probe_engine(
-    case: Case, client: Client | None, limits: Limits, *, model: str, seed: int
-) -> None:
+def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed: int) -> None:
     """Send the engine a prompt twice and note what came of it.
 
     Args:
         case: of an engine that is asked over HTTP.
-        client: subscribed to it, or None if nothing can be heard of it.
+        client: subscribed to it.
         limits: how long to wait.
         model: which model to ask; "" for the first that the engine serves.
         seed: of the prompt. Engines with one tokenizer get the same prompt.
@@ -124,11 +122,9 @@ def _prompt(
     return rng.choices(_COMMON_IDS, k=size)
 
 
-def _block_size(case: Case, client: Client | None) -> int:
+def _block_size(case: Case, client: Client) -> int:
     """Tokens of a block: the largest that anybody tells, so that the prompt has whole ones."""
-    told = [case.block_size or 0]
-    if client is not None:
-        told += heard_block_sizes(case, client.statistics())
+    told = [case.block_size or 0, *heard_block_sizes(case, client.statistics())]
     return max(told) or _USUAL_BLOCK
 
 
@@ -157,10 +153,8 @@ def _stored(case: Case, limits: Limits) -> int | None:
     return max((heard.tested for heard in every), default=0)
 
 
-def _predicted(case: Case, client: Client | None, tokens: Sequence[int], limits: Limits) -> int:
+def _predicted(case: Case, client: Client, tokens: Sequence[int], limits: Limits) -> int:
     """How many tokens the index says that the engine will hit, as soon as it says any."""
-    if client is None:
-        return 0
     asked = list(tokens)
 
     def best() -> int:

@@ -22,7 +22,13 @@ from kvindex.doctor.limits import MAX_TARGETS, Limits
 from kvindex.doctor.ports import check_rank, check_shape
 from kvindex.doctor.prompts import Prompt, check_prompt
 from kvindex.doctor.report import Examined, Report, ordered, rank_of
-from kvindex.doctor.streams import check_hashes, check_heard, check_serving, check_streams
+from kvindex.doctor.streams import (
+    check_hashes,
+    check_heard,
+    check_prefixes,
+    check_serving,
+    check_streams,
+)
 from kvindex.errors import ConfigurationError
 
 __all__ = ["examine"]
@@ -88,6 +94,7 @@ def examine(
             check_heard(case)
         check_hashes(cases)
         found, notes = ([], []) if prompt is None else check_prompt(prompt, cases, client, model)
+        found += [] if client is None else check_prefixes(client)
     return _report(cases, found, notes, time.monotonic() - started)
 
 
@@ -187,9 +194,10 @@ def _watch(
     case: Case, client: Client | None, limits: Limits, passive: bool, model: str, seed: int
 ) -> None:
     """Test an engine, or only listen to it."""
+    if case.worker is None or client is None:
+        return  # nobody would hear what a test prompt brings about
     if case.http is not None and not passive:
-        heard = client if case.worker is not None else None
-        probe_engine(case, heard, limits, model=model, seed=seed)
+        probe_engine(case, client, limits, model=model, seed=seed)
         return
     before = case.metrics.total("vllm:prompt_tokens", "sglang:prompt_tokens")
     if case.ear is not None:

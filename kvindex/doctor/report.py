@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.doctor.finding import CAUSES, Finding
+from kvindex.doctor.causes import CAUSES
+from kvindex.doctor.finding import Finding
 
 __all__ = ["Examined", "Report", "ordered"]
 

@@ -9,10 +9,12 @@ from typing import Any, Final
 from kvindex import BlockHash, Client, RankStatus, State
 from kvindex.doctor.active import heard_block_sizes
 from kvindex.doctor.case import Case
+from kvindex.doctor.finding import Finding, found
 
-__all__ = ["check_hashes", "check_heard", "check_serving", "check_streams"]
+__all__ = ["check_hashes", "check_heard", "check_prefixes", "check_serving", "check_streams"]
 
-_MANY: Final = 20  # stored blocks from which a share of them means something
+_MANY: Final = 20  # blocks, or prompts, from which a share of them means something
+_MAX_NODES: Final = 2_000
 
 
 def check_streams(case: Case, client: Client, assumed: int | None) -> None:
@@ -89,6 +91,21 @@ def check_hashes(cases: Iterable[Case]) -> None:
             case = next(case for case in known if ranks[0].startswith(f"{case.name}/"))
             case.add("hash-seeds-differ", ranks=", ".join(ranks[:8]))
             return  # once says it all
+
+
+def check_prefixes(client: Client) -> list[Finding]:
+    """Return where prompts part, if most of them part at one place."""
+    found_there = client.index.prefixes(max_nodes=_MAX_NODES)
+    leaves = sum(node.children == 0 for node in found_there.nodes) + found_there.left_out
+    leaves += sum(node.left_out for node in found_there.nodes)
+    parting, tokens = found_there.children, 0
+    for node in found_there.nodes:
+        if node.children > parting:
+            parting, tokens = node.children, (node.depth + node.blocks) * node.block_size
+    if parting < _MANY or parting * 5 < leaves * 4:
+        return []
+    evidence: dict[str, Any] = {"prompts": parting, "all": leaves, "tokens": tokens}
+    return [found("prompts-diverge", "prompts", **evidence)]
 
 
 def _check_status(case: Case, status: RankStatus) -> None:

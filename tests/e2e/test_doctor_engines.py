@@ -47,7 +47,7 @@ def test_events_that_are_off_are_found_with_the_flag_to_set(dialect: str, flag: 
 def test_an_engine_that_does_not_say_where_it_publishes() -> None:
     with FakeEngine() as engine:
         with HttpEngine(engine, options=HttpOptions(sources=None)) as server:
-            report = look_at(server.url, passive=True)
+            report = look_at(server.url)
             assert ids(report) == ["sources-unknown"]
             assert report.exit_code == 2
             told = Target(url=server.url, worker=worker_of(engine))

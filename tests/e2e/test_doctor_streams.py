@@ -302,3 +302,13 @@ def test_a_setting_that_events_leave_out_is_asked_for() -> None:
     with FakeEngine(dialect="vllm-0.20.0", options=hybrid) as engine:
         engine.serve(range(100))
         assert ids(look_at(worker_of(engine), limits=LIVE)) == ["setting-untold"]
+
+
+def test_prompts_that_part_at_one_place_are_counted() -> None:
+    with FakeEngine(block_size=4, num_blocks=2_000) as engine:
+        for number in range(30):
+            engine.serve([*range(100, 108), number, *range(200, 240)])
+        report = look_at(worker_of(engine), limits=LIVE)
+        seen = the(report, "prompts-diverge").evidence
+        assert seen == {"prompts": 30, "all": 30, "tokens": 8}
+        assert report.exit_code == 0
