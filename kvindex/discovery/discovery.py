@@ -179,9 +179,9 @@ class Discovery:
 
         return stop
 
-    def refresh(self) -> None:
-        """Have every engine asked again at once."""
-        self._inbox.put(self._tracker.refresh)
+    def refresh(self, worker: str | None = None) -> None:
+        """Have one engine asked again at once, by its worker's name, or every one."""
+        self._inbox.put(partial(self._tracker.refresh, worker))
 
     def statistics(self) -> dict[str, Any]:
         """Return plain JSON-ready values.

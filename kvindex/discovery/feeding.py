@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from kvindex.discovery.targets import Found, Source
 from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
-from kvindex.subscribe import Worker
+from kvindex.subscribe import RankStatus, State, Worker
 
 __all__ = ["follow_engines", "listed", "naming_missing"]
 
@@ -26,6 +26,8 @@ class Fed(Protocol):
     def remove(self, name: RankName) -> None: ...
 
     def connected_ranks(self) -> Set[Rank]: ...
+
+    def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]: ...
 
 
 def follow_engines(
@@ -55,8 +57,23 @@ def follow_engines(
     discovery = Discovery(
         sources, lambda found: living().add(found.worker), remove, options, is_alive=is_alive
     )
+    client.on_change(_asking_again(discovery))
     weakref.finalize(client, discovery.end).atexit = False
     return discovery
+
+
+def _asking_again(discovery: Discovery) -> Callable[[RankStatus], None]:
+    """Return what has an engine asked at once that hangs up: it may come back at other ports."""
+    met: set[Rank] = set()
+
+    def look(status: RankStatus) -> None:
+        if status.state is State.LIVE:
+            met.add(status.rank)
+        elif status.rank in met:
+            met.discard(status.rank)
+            discovery.refresh(status.rank.worker)
+
+    return look
 
 
 def listed(ranks: Iterable[RankName] | str | None) -> list[RankName] | None:

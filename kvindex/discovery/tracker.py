@@ -181,10 +181,11 @@ class Tracker:
         engine.ask_at = now + self._interval
         self._say(engine, logging.ERROR, engine.reason)
 
-    def refresh(self, now: float) -> None:
-        """Have every engine asked again at once."""
-        for engine in self._engines.values():
-            engine.ask_at = now
+    def refresh(self, worker: str | None, now: float) -> None:
+        """Have one engine asked again at once, or every one."""
+        for name, engine in self._engines.items():
+            if engine.target.url and worker in (None, name):
+                engine.ask_at = now
 
     # What to do -------------------------------------------------------------------------------
 

@@ -143,6 +143,19 @@ def test_an_engine_that_moves_and_grows_is_followed(engine: FakeEngine) -> None:
             assert client.match(PROMPT)[Rank(worker, 0)].tokens == moved.lookup(PROMPT).tokens
 
 
+def test_an_engine_that_hangs_up_is_asked_at_once_where_it_is_now(engine: FakeEngine) -> None:
+    seldom = DiscoveryOptions(interval=3600.0, timeout=PATIENCE)
+    with CannedServer({"/kv_event_sources": (200, sources_of(engine))}) as server:
+        with connect(server.url, discovery=seldom, replay_policy=QUICK) as client:
+            client.wait_live(PATIENCE)
+            with FakeEngine() as again:
+                again.serve(PROMPT[:32])
+                server.replies["/kv_event_sources"] = (200, sources_of(again))
+                engine.close()
+                rank = Rank(name_of(server), 0)
+                until(lambda: client.match(PROMPT)[rank].tokens == 32)
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what nobody announces; it comes with an answer of an engine."""
     tick = threading.Event()
