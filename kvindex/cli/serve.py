@@ -37,6 +37,7 @@ _SETTINGS = (
     "warm_from",
     "shutdown_within",
     "dialect",
+    "hash_queries",
     "tokenizer",
     "compat_metrics",
 )
@@ -99,6 +100,9 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         "--dialect",
         choices=("auto", "dynamo", "rfc", "motor", "conductor"),
         help="of queries (default: auto, told by each query)",
+    )
+    group.add_argument(
+        "--hash-queries", choices=("xxh3",), help="answer /query_by_hash, by a second index"
     )
     group.add_argument(
         "--tokenizer", metavar="URL", help="engine that turns text into tokens, for /api/explain"

@@ -14,12 +14,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from kvindex.server.asking import answer
+from kvindex.server.asking_by_hash import HashQueries, no_hashes
 from kvindex.server.dialects import dynamo, rfc
 from kvindex.server.dumping import MOST_BLOCKS, dump
 from kvindex.server.outcomes import take_outcome
 from kvindex.server.peers import peer_routes
 from kvindex.server.registering import register, unregister
-from kvindex.server.replies import Reply, json_reply, refused, text_reply
+from kvindex.server.replies import Reply, json_reply, text_reply
 from kvindex.server.service import Service
 
 __all__ = ["build_app"]
@@ -40,6 +41,7 @@ def build_app(
     *,
     routes: Sequence[BaseRoute] = (),
     metrics: Metrics | None = None,
+    by_hash: HashQueries | None = None,
 ) -> Starlette:
     """Return the ASGI app that answers for a service.
 
@@ -48,8 +50,9 @@ def build_app(
         routes: further ones (the page, `/api/…`, `/events`), which come after its own.
         metrics: returns the body of `GET /metrics` and its content type, for all workers or some;
             called in a thread.
+        by_hash: answers `/query_by_hash`; None: nobody does.
     """
-    endpoints = Endpoints(service, metrics)
+    endpoints = Endpoints(service, metrics, by_hash)
     own = [
         Route("/query", endpoints.query, methods=["POST"]),
         Route("/register", endpoints.register, methods=["POST"]),
@@ -75,9 +78,12 @@ def build_app(
 class Endpoints:
     """The handlers of the app's own routes. Owner: the event loop."""
 
-    def __init__(self, service: Service, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, service: Service, metrics: Metrics | None, by_hash: HashQueries | None
+    ) -> None:
         self._service = service
         self._metrics = metrics
+        self._by_hash = by_hash
 
     async def query(self, request: Request) -> Response:
         """Answer POST /query."""
@@ -88,9 +94,10 @@ class Endpoints:
 
     async def query_by_hash(self, request: Request) -> Response:
         """Answer POST /query_by_hash."""
-        return refused(
-            501, "this server keeps no hashes of blocks: ask /query, with the tokens"
-        ).response()
+        by_hash = self._by_hash
+        if by_hash is None:
+            return no_hashes().response()
+        return by_hash.answer(await request.body(), _content_type(request)).response()
 
     async def register(self, request: Request) -> Response:
         """Answer POST /register."""

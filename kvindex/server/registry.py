@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from kvindex import (
     Client,
     ConfigurationError,
     Rank,
+    RankName,
     RankStatus,
     UnknownRankError,
     Worker,
@@ -26,6 +27,23 @@ logger = logging.getLogger(__name__)
 Outcome: TypeAlias = Literal["new", "same", "moved"]
 Dial: TypeAlias = Callable[[str], str]
 """Returns the endpoint to dial for one that came over HTTP, or raises EndpointRefusedError."""
+
+
+class Subscribing(Protocol):
+    """What a client does with workers, and a follower of hashes too."""
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks subscribed to."""
+
+    def status(self, rank: RankName) -> RankStatus:
+        """Return how a rank's stream stands."""
+
+    def add(self, worker: Worker) -> None:
+        """Subscribe to a worker's ranks."""
+
+    def remove(self, name: RankName) -> None:
+        """Unsubscribe from a worker or a rank."""
 
 
 def as_it_is(endpoint: str) -> str:
@@ -44,6 +62,7 @@ class Registry:
         dial: what to dial for the endpoints of registrations.
         max_ranks: most DP ranks that are registered.
         max_ranks_per_instance: of them, those of one instance.
+        besides: subscribe to the same ranks as the client.
 
     Attributes:
         catalog: what is registered now; replaced as a whole.
@@ -59,9 +78,11 @@ class Registry:
         dial: Dial = as_it_is,
         max_ranks: int = 4096,
         max_ranks_per_instance: int = 1024,
+        besides: Iterable[Subscribing] = (),
     ) -> None:
         self.catalog = Catalog()
         self._client = client
+        self._all: tuple[Subscribing, ...] = (client, *besides)
         self._dial = dial
         self._max_ranks = max_ranks
         self._max_ranks_per_instance = max_ranks_per_instance
@@ -166,10 +187,11 @@ class Registry:
             return "new" if present is None else "moved" if moved else "same"
 
     def _subscribe(self, worker: Worker) -> None:
-        if self._find(worker) is not None:
-            return  # by a call that came too late for its caller, or when the client was made
         try:
-            self._client.add(worker)
+            for one in self._all:
+                # Or it is, by a call that came too late for its caller, or since it was made.
+                if _find(one, worker) is None:
+                    one.add(worker)
         except ConfigurationError as error:
             raise RegistrationError(str(error), reason="invalid") from error
 
@@ -245,26 +267,18 @@ class Registry:
         """Unsubscribe from ranks of one instance, and forget them."""
         catalog = self.catalog.without(gone)
         name = gone[0].worker
-        with suppress(UnknownRankError):  # a call that came too late for its caller has done it
-            if name not in catalog.instances:
-                self._client.remove(name)
-            else:
-                for one in gone:
-                    rank = self._find(self._dialled[one.worker, one.dp_rank])
+        workers = [self._dialled[one.worker, one.dp_rank] for one in gone]
+        for one in self._all:
+            with suppress(UnknownRankError):  # a call that came too late for its caller did it
+                if name not in catalog.instances:
+                    one.remove(name)
+                    continue
+                for rank in [_find(one, worker) for worker in workers]:
                     if rank is not None:
-                        self._client.remove(rank)
-        for one in gone:
-            del self._dialled[one.worker, one.dp_rank]
+                        one.remove(rank)
+        for left in gone:
+            del self._dialled[left.worker, left.dp_rank]
         self._replace(catalog)
-
-    def _find(self, worker: Worker) -> Rank | None:
-        """Return the rank of a worker that has one: its batches may have given it another name."""
-        endpoint = worker.publishers()[0].endpoint
-        with suppress(UnknownRankError):  # renamed just now: whoever asked asks again
-            for rank in self._client.ranks:
-                if rank.worker == worker.name and self._client.status(rank).endpoint == endpoint:
-                    return rank
-        return None
 
     def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
         """Return each registration with the status of its rank, None if it has none any more.
@@ -286,3 +300,13 @@ class Registry:
         self.catalog = catalog
         for listener in self._listeners:
             listener(catalog)
+
+
+def _find(client: Subscribing, worker: Worker) -> Rank | None:
+    """Return the rank of a worker that has one: its batches may have given it another name."""
+    endpoint = worker.publishers()[0].endpoint
+    with suppress(UnknownRankError):  # renamed just now: whoever asked asks again
+        for rank in client.ranks:
+            if rank.worker == worker.name and client.status(rank).endpoint == endpoint:
+                return rank
+    return None

@@ -22,11 +22,13 @@ from kvindex.discovery import Discovery, DiscoveryOptions, Found, Source
 from kvindex.fanout import FanOut
 from kvindex.server.app import build_app
 from kvindex.server.asking import answer
+from kvindex.server.asking_by_hash import HashQueries
 from kvindex.server.catalog import Partition
 from kvindex.server.child import COUNTED
 from kvindex.server.exposition import Exposition
 from kvindex.server.gate import Gate
 from kvindex.server.guards import REASONS, Guard
+from kvindex.server.hashing import HashFollower
 from kvindex.server.http import HttpServer
 from kvindex.server.networks import Networks
 from kvindex.server.orders import Start
@@ -95,6 +97,9 @@ class Running:
             source = self._subscriber(max_blocks_per_rank)
             opened.callback(source.close)
             self._client = source.client if isinstance(source, FanOut) else source
+            self._hashes = HashFollower() if settings.hash_queries else None
+            if self._hashes is not None:
+                opened.callback(self._hashes.close)
             self.service = self._service(source)
             self._restore_registrations()
             self._saver = self._new_saver()
@@ -160,6 +165,7 @@ class Running:
             dial=lambda endpoint: self._networks.check(endpoint),
             max_ranks=limits.ranks,
             max_ranks_per_instance=limits.ranks_per_instance,
+            besides=() if self._hashes is None else (self._hashes,),
         )
         return Service(source, registry, dialect=self.settings.dialect, max_tokens=limits.tokens)
 
@@ -195,10 +201,12 @@ class Running:
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )
+        hashes, registry = self._hashes, self.service.registry
         return build_app(
             self.service,
             routes=[snapshot_route(self._client), *shown],
             metrics=exposition.write,
+            by_hash=None if hashes is None else HashQueries(registry, hashes),
         )
 
     def _traffic(self) -> list[Traffic]:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
-from kvindex import Client, ConfigurationError, Hits, Rank, RankRows, RankStatus, State, Trust
+from kvindex import (
+    Client,
+    ConfigurationError,
+    Hits,
+    Index,
+    Rank,
+    RankRows,
+    RankStatus,
+    State,
+    Trust,
+)
 from kvindex.errors import RegistrationError
-from kvindex.fanout import FanOut, Replica
+from kvindex.fanout import FanOut
 from kvindex.queries import AnswerForm
 from kvindex.server.catalog import Catalog, Partition, Registration
 from kvindex.server.registry import Registry
@@ -18,6 +28,20 @@ __all__ = ["DIALECTS", "Ranks", "Service", "Standing"]
 
 DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
 _PATIENCE = 30.0  # seconds that a rank is waited for before a server without it is ready
+
+
+class Source(Protocol):
+    """What has an index of what is followed."""
+
+    @property
+    def index(self) -> Index:
+        """The index; perhaps another one later."""
+
+    def trusts(self) -> Mapping[Rank, Trust]:
+        """Return how far each rank can be trusted; the same object until that changes."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as plain values."""
 
 
 class Standing(NamedTuple):
@@ -95,7 +119,7 @@ class Service:
 
     def __init__(
         self,
-        source: Client | FanOut | Replica,
+        source: Source | FanOut,
         registry: Registry | None = None,
         *,
         dialect: str = "auto",
@@ -104,7 +128,7 @@ class Service:
         traffic: Traffic | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.source = source.client if isinstance(source, FanOut) else source
+        self.source: Source = source.client if isinstance(source, FanOut) else source
         if registry is None and isinstance(self.source, Client):
             registry = Registry(self.source)
         self._registry = registry

@@ -57,6 +57,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         shutdown_within: seconds for open requests to end in.
         dialect: "auto" tells the dialect of a query by the query; or the only one that there is:
             "dynamo", "rfc", "motor" or "conductor".
+        hash_queries: "xxh3" answers /query_by_hash, by a second index; None does not.
         tokenizer: URL of an engine whose /tokenize turns the text of /api/explain into tokens.
         compat_metrics: add series with the names of Dynamo's indexer to /metrics.
         limits: what is taken of the network, at most.
@@ -82,6 +83,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     warm_from: str | None = None
     shutdown_within: float = 10.0
     dialect: str = "auto"
+    hash_queries: str | None = None
     tokenizer: str | None = None
     compat_metrics: bool = False
     limits: Limits = Limits()
@@ -102,6 +104,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigurationError(
                 f"dialect must be one of {', '.join(_DIALECTS)}, not {self.dialect!r}"
             )
+        if self.hash_queries not in (None, "xxh3"):
+            raise ConfigurationError(f'hash_queries must be "xxh3", not {self.hash_queries!r}')
         self.networks()
 
     @property

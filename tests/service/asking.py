@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import msgspec
 
-__all__ = ["Asker"]
+from kvindex.testing import FakeEngine
+
+__all__ = ["Asker", "body_of"]
 
 
 class Asker:
@@ -40,3 +42,15 @@ def _told(response: httpx.Response) -> tuple[int, Any]:
     if response.headers.get("content-type") == "application/json":
         return response.status_code, msgspec.json.decode(response.content)
     return response.status_code, response.text
+
+
+def body_of(engine: FakeEngine, **fields: Any) -> dict[str, Any]:
+    """The body of a registration of an engine, in Dynamo's dialect."""
+    return {
+        "instance_id": 1,
+        "endpoint": engine.endpoint,
+        "replay_endpoint": engine.replay_endpoint,
+        "model_name": "m",
+        "block_size": 16,
+        **fields,
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from kvindex.server.app import build_app
 from kvindex.server.service import Service
 from kvindex.testing import FakeEngine
 from tests.live import caught_up, client_of, worker_of
-from tests.service.asking import Asker
+from tests.service.asking import Asker, body_of
 
 PROMPT = list(range(64))
 
@@ -29,17 +28,6 @@ def client() -> Iterator[Client]:
 @pytest.fixture
 def ask(client: Client) -> Asker:
     return Asker(build_app(Service(client)))
-
-
-def body_of(engine: FakeEngine, **fields: Any) -> dict[str, Any]:
-    return {
-        "instance_id": 1,
-        "endpoint": engine.endpoint,
-        "replay_endpoint": engine.replay_endpoint,
-        "model_name": "m",
-        "block_size": 16,
-        **fields,
-    }
 
 
 def test_what_is_registered_is_answered_for_until_it_is_unregistered(

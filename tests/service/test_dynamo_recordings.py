@@ -6,7 +6,7 @@ DEVIATIONS says where we differ on purpose, and why; docs/service-dialects.md ha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +24,16 @@ from kvindex import (
     Client,
     EventBatch,
     Rank,
+    RankStatus,
+    State,
     ZmqEventPublisher,
 )
 from kvindex.server.app import build_app
+from kvindex.server.asking_by_hash import HashQueries
 from kvindex.server.gate import Gate
 from kvindex.server.guards import Guard
+from kvindex.server.hashing import HashFollower
+from kvindex.server.registry import Registry
 from kvindex.server.service import Service
 from tests.live import PATIENCE, QUICK
 from tests.service.asking import Asker
@@ -124,13 +129,11 @@ DEVIATIONS = {
     "test_resume_unknown": Deviation(NO_PAUSE, 404, None),
     "workers_paused": Deviation(NO_PAUSE, 200, all_active),
     "reopen_logs": Deviation("logs go to stderr: there is no file to open again", 404, None),
-    **{
-        name: Deviation("without --hash-queries no hashes are kept", 501, None)
-        for name in (recorded["name"] for recorded in RECORDED)
-        if name.startswith("query_by_hash")
-    },
     "metrics": Deviation("our own names; theirs with --compat-metrics", 200, None),
 }
+
+
+Clients = tuple[Client, HashFollower]
 
 
 class Replayed(NamedTuple):
@@ -193,12 +196,13 @@ def stored(hashes: list[int | bytes], tokens: int, **fields: Any) -> BlockStored
     )
 
 
-def replay(client: Client, engines: Engines, asker: Asker) -> dict[str, Replayed]:
+def replay(clients: Clients, engines: Engines, asker: Asker) -> dict[str, Replayed]:
     answers = {}
     for recorded in RECORDED:
         name = recorded["name"]
         engines.before(name)
-        settle(client, engines)
+        for client in clients:
+            settle(client, engines)
         response = asker.send(
             recorded["method"],
             recorded["path"],
@@ -215,9 +219,13 @@ def replay(client: Client, engines: Engines, asker: Asker) -> dict[str, Replayed
     return answers
 
 
-def settle(client: Client, engines: Engines) -> None:
+def all_live(statuses: Mapping[Rank, RankStatus]) -> bool:
+    return all(status.state is State.LIVE for status in statuses.values())
+
+
+def settle(client: Client | HashFollower, engines: Engines) -> None:
     """Wait until every rank is live, and those of instance 1 have applied what was published."""
-    client.wait_live(PATIENCE)
+    assert client.wait_for(all_live, PATIENCE)
     assert client.wait_for(
         lambda statuses: all(
             statuses[rank].seq == last
@@ -255,8 +263,12 @@ def replayed() -> Iterator[dict[str, Replayed]]:
     with ExitStack() as stack:
         engines = Engines(stack)
         client = stack.enter_context(Client(replay_policy=QUICK, probe_interval=0.3))
-        app = build_app(Service(client), metrics=no_metrics)
-        yield replay(client, engines, Asker(Gate(app, Guard())))
+        hashes = HashFollower()
+        stack.callback(hashes.close)
+        registry = Registry(client, besides=[hashes])
+        by_hash = HashQueries(registry, hashes)
+        app = build_app(Service(client, registry), metrics=no_metrics, by_hash=by_hash)
+        yield replay((client, hashes), engines, Asker(Gate(app, Guard())))
 
 
 def stripped(value: Any) -> Any:

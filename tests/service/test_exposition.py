@@ -22,8 +22,7 @@ from kvindex.server.service import Service
 from kvindex.server.traffic import Totals
 from kvindex.testing import FakeEngine
 from tests.live import caught_up, client_of
-from tests.service.asking import Asker
-from tests.service.test_app import body_of
+from tests.service.asking import Asker, body_of
 from tests.service.test_metrics import Samples
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "kvindex.json"

@@ -1,0 +1,95 @@
+"""POST /query_by_hash: a body in, an answer out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from kvindex.server.asking import media_type
+from kvindex.server.catalog import DEFAULT_GROUP, Partition
+from kvindex.server.hashing import HashFollower, packed_hashes
+from kvindex.server.registry import Registry
+from kvindex.server.replies import JSON, Reply, refused, text_reply
+from kvindex.server.service import Service
+
+__all__ = ["HashQueries", "no_hashes"]
+
+_I64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class _Query(msgspec.Struct, frozen=True):
+    block_hashes: list[_I64]
+    model_name: str
+    routing_group: str = DEFAULT_GROUP
+    lora_name: str | None = None
+    cache_salt: object = None
+
+
+_decoder = msgspec.json.Decoder(_Query)
+
+
+def no_hashes() -> Reply:
+    """Return the answer of a server that keeps no hashes."""
+    return refused(
+        501,
+        "this server keeps no hashes of blocks: ask /query with token_ids, or start it with "
+        "--hash-queries xxh3",
+    )
+
+
+class HashQueries:
+    """Answers queries by hash, for what is registered.
+
+    Args:
+        registry: whose registrations are followed.
+        follower: what has the hashes.
+
+    Thread safety: `answer` on the event loop.
+    """
+
+    def __init__(self, registry: Registry, follower: HashFollower) -> None:
+        self._follower = follower
+        self._service = Service(follower, registry)
+
+    def answer(self, body: bytes, content_type: bytes | None) -> Reply:
+        """Return the answer to a query by hash."""
+        if media_type(content_type) != JSON:
+            return text_reply(415, "send the query with content-type: application/json")
+        query = _read(body)
+        if isinstance(query, Reply):
+            return query
+        if query.cache_salt is not None:
+            return refused(
+                400,
+                "cache_salt is not accepted by /query_by_hash; block_hashes must already include "
+                "the intended cache salt",
+            )
+        partition = Partition(query.model_name, query.routing_group)
+        ranks = self._service.ranks_of(partition)
+        if ranks is None:
+            return refused(404, f"no indexer for {partition}")
+        hits, trusts = self._service.match(
+            ranks, packed_hashes(query.block_hashes), lora=query.lora_name or None, salt=None
+        )
+        found = self._follower.in_tokens(hits, iter(ranks.rows))
+        return Reply(200, ranks.form("dynamo").write(found, trusts))
+
+
+def _read(body: bytes) -> _Query | Reply:
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        said = f"the query has not the right form: {error}"
+        if _has_rolling(body):
+            return refused(501, "rolling hashes are not kept: ask with local `block_hashes`")
+        return text_reply(422, said)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return text_reply(400, f"the body is no JSON: {error}")
+
+
+def _has_rolling(body: bytes) -> bool:
+    """Return whether a query is RFC #1403's, by rolling hashes."""
+    fields = msgspec.json.decode(body)
+    return isinstance(fields, Mapping) and "seq_hashes" in fields

@@ -1,0 +1,184 @@
+"""POST /query_by_hash: a second index, of blocks by the hash of their tokens.
+
+kvindex keeps no tokens, and its own keys are under a secret. So whoever wants to ask by Dynamo's
+hashes (XXH3-64, seed 1337, of a block's tokens as little-endian u32) has each block's tokens
+replaced by the two halves of that hash, in an index of its own: a block of any size is one of two
+tokens there, and a row of hashes is a prompt.
+
+A subscriber of its own feeds it, so that its ranks prove themselves by their own replay: a warm
+start of the other index says nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+import xxhash
+
+from kvindex import (
+    BlockStored,
+    Event,
+    EventBatch,
+    Hits,
+    Index,
+    Rank,
+    RankAdded,
+    RankLost,
+    RankName,
+    RankRemoved,
+    RankRestarted,
+    RanksRenamed,
+    RankStatus,
+    StreamItem,
+    Subscriber,
+    Trust,
+    Worker,
+)
+
+__all__ = ["HashFollower", "hashed", "packed_hashes"]
+
+_SEED: Final = 1337
+_UNIT: Final = 2  # tokens that stand for a block: the halves of its hash
+
+
+def packed_hashes(hashes: list[int]) -> memoryview:
+    """Return hashes, signed or not, as the tokens that stand for their blocks."""
+    numbers = array("Q", (number % 2**64 for number in hashes))
+    if sys.byteorder != "little":
+        numbers.byteswap()
+    return memoryview(numbers).cast("B").cast("I")
+
+
+def hashed(event: BlockStored) -> BlockStored | None:
+    """Return an event with each block's tokens replaced by their hash, None if that cannot be.
+
+    An event without tokens, of blocks that are known, stays as it is.
+    """
+    size, blocks = event.block_size, len(event.block_hashes)
+    tokens: list[int] = []
+    window = event.kv_cache_spec_sliding_window
+    if event.token_ids:
+        if size < 1 or len(event.token_ids) != blocks * size:
+            return None
+        try:
+            numbers = array("I", event.token_ids)
+        except (TypeError, OverflowError):  # text, or no u32
+            return None
+        if sys.byteorder != "little":
+            numbers.byteswap()
+        data = memoryview(numbers).cast("B")
+        width = 4 * size
+        digests = [
+            xxhash.xxh3_64_intdigest(data[at : at + width], seed=_SEED)
+            for at in range(0, len(data), width)
+        ]
+        tokens = packed_hashes(digests).tolist()
+    return msgspec.structs.replace(
+        event,
+        token_ids=tokens,
+        block_size=_UNIT,
+        kv_cache_spec_sliding_window=None if window is None else -(-window * _UNIT // size),
+        lookahead_token_ids=None,
+    )
+
+
+class HashFollower:
+    """An index of hashes, and the subscriber that feeds it.
+
+    Attributes:
+        index: its blocks have two tokens.
+        counters: `unhashed`: events left out, because their tokens are text or do not fill blocks.
+
+    Thread safety: every method from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.index = Index()
+        self.counters: Counter[str] = Counter()
+        self._sizes: dict[Rank, int] = {}
+        self._subscriber = Subscriber(sink=self._follow, on_batch=self._apply)
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks subscribed to."""
+        return self._subscriber.ranks
+
+    def status(self, rank: RankName) -> RankStatus:
+        """Return how a rank's stream stands; as `Client.status`."""
+        return self._subscriber.status(rank)
+
+    def wait_for(
+        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
+    ) -> bool:
+        """Wait until the ranks' statuses meet a condition; as `Client.wait_for`."""
+        return self._subscriber.wait_for(condition, timeout)
+
+    def trusts(self) -> Mapping[Rank, Trust]:
+        """Return how far each rank can be trusted; as `Client.trusts`."""
+        return self._subscriber.trusts()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as plain values: of the ranks' streams, the index, and `counters`."""
+        return {
+            **self._subscriber.statistics(),
+            "index": self.index.statistics(),
+            "unhashed": self.counters["unhashed"],
+        }
+
+    def add(self, worker: Worker) -> None:
+        """Subscribe to a worker's ranks; as `Client.add`."""
+        self._subscriber.add(worker)
+
+    def remove(self, name: RankName) -> None:
+        """Unsubscribe from a worker or a rank; as `Client.remove`."""
+        self._subscriber.remove(name)
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        self._subscriber.close()
+
+    def in_tokens(self, hits: Hits, ranks: Iterator[Rank]) -> Hits:
+        """Return what was found in the tokens of the ranks' own blocks."""
+        sizes = array("q", (self._sizes.get(rank, 0) for rank in ranks))
+
+        def scaled(column: array[int]) -> array[int]:
+            both = zip(column, sizes, strict=True)
+            return array("q", (tokens // _UNIT * size for tokens, size in both))
+
+        return Hits(scaled(hits.device), scaled(hits.host), scaled(hits.tokens), sizes)
+
+    # On the subscriber's thread -----------------------------------------------------------------
+
+    def _apply(self, rank: Rank, batch: EventBatch) -> None:
+        events = list(self._translated(rank, batch.events))
+        self.index.apply(rank, msgspec.structs.replace(batch, events=events))
+
+    def _translated(self, rank: Rank, events: list[Event]) -> Iterator[Event]:
+        for event in events:
+            if not isinstance(event, BlockStored):
+                yield event
+                continue
+            translated = hashed(event)
+            if translated is None:
+                self.counters["unhashed"] += 1
+                continue
+            self._sizes[rank] = event.block_size
+            yield translated
+
+    def _follow(self, item: StreamItem) -> None:
+        if isinstance(item, RankAdded):
+            self.index.add(item.rank)
+        elif isinstance(item, RankRemoved):
+            self.index.remove(item.rank)
+            self._sizes.pop(item.rank, None)
+        elif isinstance(item, RanksRenamed):
+            names = dict(item.names)
+            self.index.rename(names)
+            self._sizes = {names.get(rank, rank): size for rank, size in self._sizes.items()}
+        elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
+            self.index.tree(item.rank).clear()
