@@ -30,6 +30,7 @@ FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
 """Sizes of caches whose savings are reported, in times of the cache as it was seen."""
 
 _SHARED = 10  # prefixes
+_CANDIDATES = 200  # for them
 _NAMES = 64  # of ranks that hold one
 
 
@@ -188,7 +189,7 @@ def _shared(tree: PrefixTree, counted: int, everybody: Sequence[Seen]) -> list[S
         if (ranks := holders(prefix)) > 1
         and all(holders(child) < ranks for child in prefix.children())
     )
-    largest = heapq.nlargest(_SHARED, ends, key=lambda p: (p.end * holders(p), p.end))
+    largest = heapq.nlargest(_CANDIDATES, ends, key=lambda p: (p.end * holders(p), p.end))
     names = {seen.audit.blocks.bit: str(seen.audit.rank) for seen in everybody}
     return [
         SharedPrefix(
@@ -197,5 +198,23 @@ def _shared(tree: PrefixTree, counted: int, everybody: Sequence[Seen]) -> list[S
             names=[n for bit, n in names.items() if bit & prefix.whole & counted][:_NAMES],
             first_tokens=list(tree.beginning(prefix)),
         )
-        for prefix in largest
+        for prefix in _different(largest)
     ]
+
+
+def _different(prefixes: Sequence[Prefix]) -> list[Prefix]:
+    """Return the first few of which none has half of its tokens in common with one before it."""
+    chosen: list[Prefix] = []
+    seen: set[Prefix] = set()
+    for prefix in prefixes:
+        path: list[Prefix] = []
+        above: Prefix | None = prefix
+        while above is not None and above not in seen:
+            path.append(above)
+            above = above.parent
+        if above is None or above.end * 2 <= prefix.end:
+            chosen.append(prefix)
+            seen.update(path)
+        if len(chosen) == _SHARED:
+            break
+    return chosen

@@ -132,7 +132,7 @@ def _duplication(report: Report, plots: Plots) -> Iterator[str]:
             (number(one.tokens), one.ranks, _words(one.first_tokens)) for one in report.shared
         ]
         yield _table(("tokens", "ranks", "begins with the tokens"), shared)
-        yield "<p>Prefixes that several ranks hold, by tokens × ranks. They may overlap.</p>"
+        yield "<p>By tokens × ranks; of prefixes that begin alike the first.</p>"
     else:
         yield "<p>No two ranks hold the same prefix.</p>"
     yield "</div></section>"

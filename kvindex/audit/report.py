@@ -176,7 +176,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         ages: tokens of `evicted` by the seconds since they were evicted.
         lifetimes: blocks that left in the window, by the seconds for which they were held.
         duplication: who holds the same at the end.
-        shared: the most shared prefixes, by tokens × ranks, the largest first. They may overlap.
+        shared: the most shared prefixes, by tokens × ranks, the largest first. None has half of its
+            tokens in common with one before it.
         bucket_seconds: how long each of `series` is.
         series: what was computed over time.
         trust: what the figures do not cover, in words.

@@ -370,6 +370,15 @@ def test_duplication_counts_each_prefix_by_its_ranks() -> None:
     assert report.without_tokens().shared[0].first_tokens == []
 
 
+def test_of_shared_prefixes_that_begin_alike_the_largest_is_shown() -> None:
+    scene = Scene()
+    branch = stored(4, 4, block_hashes=[7], token_ids=[1, 2, 3, 4])
+    other = stored(1, 3, prompt=1, parent_block_hash=1000)
+    for rank in (A, B):
+        scene.take(rank, stored(0, 4), branch, other)
+    assert [one.tokens for one in scene.report().shared] == [20, 16]
+
+
 def test_a_report_needs_a_window_and_bounds_make_sense() -> None:
     with pytest.raises(ConfigurationError, match="call begin"):
         Auditor().report(0.0)
