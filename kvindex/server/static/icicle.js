@@ -2,7 +2,7 @@
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact-3.1.1.js";
 import { counted, number } from "./format.js";
-import { layOut, shadeOf } from "./tree.js";
+import { layOut, ranksOf, shadeOf } from "./tree.js";
 import { nameOf } from "./prefixes.js";
 
 const LINE = 34; // px
@@ -19,7 +19,7 @@ export function Icicle({ found, grown, chosen, choose }) {
     setTop(-1);
     setAt(-1);
   }, [found]);
-  const cell = (row) => grown.nodes[row] || grown.root;
+  const cell = (row) => grown.runs[row] || grown.root;
   const zoomed = cell(top);
   const cells = layOut(zoomed, LEVELS + zoomed.level, NARROWEST / Math.max(1, width));
   const drawn = new Set(cells.filter((some) => some.some).map((some) => some.some.row));
@@ -67,7 +67,7 @@ export function Icicle({ found, grown, chosen, choose }) {
     ${width > 0 && cells.map((some) => some.some
       ? html`<${Cell} key=${some.some.row} cell=${some} width=${width} home=${home} chosen=${chosen}
           found=${found} zoom=${zoom} top=${top} />`
-      : html`<${Rest} key=${`rest ${some.rest.row}`} cell=${some} />`)}
+      : html`<${Rest} key=${`rest ${some.rest.row}`} cell=${some} roomy=${some.width * width > 110} />`)}
   </div>`;
 }
 
@@ -80,27 +80,31 @@ const placed = (cell) => ({
 function Cell({ cell, width, home, chosen, found, zoom, top }) {
   const { some } = cell;
   const { node, row } = some;
-  const words = node ? nameOf(node) : `All prompts, ${counted(found.unique_blocks, "different block")}`;
+  const words = node ? nameOf(some) : `All prompts, ${counted(found.unique_blocks, "different block")}`;
   const roomy = cell.width * width > WORDS;
   const shade = node ? shadeOf(node.ranks) : "root";
   return html`<div class=${`cell ${shade} ${row === chosen && node ? "chosen" : ""} ${roomy ? "roomy" : ""}`} style=${placed(cell)}
     role="treeitem" aria-level=${some.level + 1} aria-label=${words} title=${words}
     aria-selected=${row === chosen} aria-expanded=${some.children.length ? true : null}
     data-row=${row} tabindex=${row === home ? 0 : -1} onClick=${() => zoom(row === top && some.parent ? some.parent.row : row)}>
-    ${roomy && (node ? html`<b>${number(node.blocks)}</b> ${marks(node)}` : words)}
+    ${roomy && (node ? html`<b>${number(some.blocks)}</b> ${marks(some)}` : words)}
   </div>`;
 }
 
 // As many words as are wanted; the cell cuts off what has no room.
-function marks(node) {
-  const words = [`× ${counted(node.ranks, "rank")}`];
+function marks(some) {
+  const { node } = some;
+  const words = [`× ${ranksOf(some)}`];
   if (node.lora !== null) words.push(`LoRA ${node.lora}`);
   if (node.salted) words.push("salted");
   return words.join(" · ");
 }
 
-const Rest = ({ cell }) => html`<div class="cell rest" style=${placed(cell)} role="presentation"
-  title=${`${counted(cell.count, "more prefix", "more prefixes")}: zoom in, or ask for more`}></div>`;
+function Rest({ cell, roomy }) {
+  const words = counted(cell.count, "more prefix", "more prefixes");
+  return html`<div class=${`cell rest ${roomy ? "roomy" : ""}`} style=${placed(cell)} role="presentation"
+    title=${`${words}: zoom in, or ask for more`}>${roomy && html`<span>${words}</span>`}</div>`;
+}
 
 function useWidth() {
   const box = useRef(null);

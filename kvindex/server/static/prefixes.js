@@ -4,7 +4,7 @@ import { html, useEffect, useMemo, useState } from "./vendor/htm-preact-3.1.1.js
 import { compact, counted, mediaOf, number, partitionKey, partitionName } from "./format.js";
 import { askJson } from "./live.js";
 import { Icicle } from "./icicle.js";
-import { growTree, holders, legendOf } from "./tree.js";
+import { growTree, holders, legendOf, ranksOf } from "./tree.js";
 
 const MOST_RANKS = 60;
 const ROWS = 200;
@@ -26,8 +26,8 @@ export function PrefixesView({ live }) {
         ${partitions.map((some, row) => html`<option value=${row}>${partitionName(some)}</option>`)}
       </select></label>
       <label>Width <select value=${measure} onChange=${(event) => setMeasure(event.target.value)}>
-        <option value="copies">blocks × ranks that hold them</option>
-        <option value="blocks">blocks, each once</option></select></label>
+        <option value="copies">copies on all ranks</option>
+        <option value="blocks">different blocks</option></select></label>
       <label>At least <select value=${asked.least} onChange=${set("least")}>
         ${[1, 2, 4, 16, 64].map((least) => html`<option value=${least}>${counted(least, "block")}</option>`)}</select></label>
       <label>At most <select value=${asked.nodes} onChange=${set("nodes")}>
@@ -87,15 +87,16 @@ const Legend = ({ most }) => html`<p class="legend">Held by
   ${legendOf(most).map(({ shade, words }) => html`<span key=${shade}><i class=${`cell ${shade}`}></i> ${words}</span>`)}
   ranks <span><i class="cell hole"></i> a hole</span></p>`;
 
-export function nameOf(node) {
-  const parts = [counted(node.blocks, "block"), counted(node.ranks, "rank")];
+export function nameOf(some) {
+  const { node } = some;
+  const parts = [counted(some.blocks, "block"), ranksOf(some)];
   if (node.lora !== null) parts.push(`LoRA ${node.lora}`);
   if (node.salted) parts.push("salted");
   return parts.join(", ");
 }
 
 function Details({ found, grown, chosen }) {
-  const some = grown.nodes[chosen];
+  const some = grown.runs[chosen];
   if (!some) {
     return html`<aside class="panel" aria-label="The chosen prefix">
       <h3>No prefix chosen</h3>
@@ -103,19 +104,21 @@ function Details({ found, grown, chosen }) {
         in and to see who holds it. In the picture the arrow keys move, Enter zooms in, Escape out.</p>
     </aside>`;
   }
-  const { node } = some;
-  const tokens = node.blocks * node.block_size;
+  const { node, blocks } = some;
+  const last = some.nodes.at(-1);
+  const tokens = blocks * node.block_size;
   return html`<aside class="panel" aria-label="The chosen prefix">
     <h3>${counted(tokens, "token")}</h3>
-    <p>Tokens ${number(node.depth * node.block_size)} to ${number((node.depth + node.blocks) * node.block_size - 1)} of
+    <p>Tokens ${number(node.depth * node.block_size)} to ${number((node.depth + blocks) * node.block_size - 1)} of
       their prompts.</p>
     <dl>
-      <div><dt>Blocks</dt><dd>${number(node.blocks)} of ${counted(node.block_size, "token")}</dd></div>
-      <div><dt>Held by</dt><dd>${node.ranks ? `${number(node.ranks)} of ${counted(found.ranks.length, "rank")}` : "no rank: a hole, what follows is resident"}</dd></div>
+      <div><dt>Blocks</dt><dd>${number(blocks)} of ${counted(node.block_size, "token")}</dd></div>
+      <div><dt>Held by</dt><dd>${node.ranks ? `${ranksOf(some)}, of ${number(found.ranks.length)}` : "no rank: a hole, what follows is resident"}</dd></div>
       <div><dt>LoRA</dt><dd>${node.lora ?? "none"}</dd></div>
       <div><dt>Salted</dt><dd>${node.salted ? "yes: under a salt, or other first extra keys" : "no"}</dd></div>
-      <div><dt>Followed by</dt><dd>${counted(node.children, "prefix", "prefixes")}${node.left_out ? `, ${number(node.left_out)} of them not shown` : ""}</dd></div>
+      <div><dt>Followed by</dt><dd>${counted(last.children, "prefix", "prefixes")}${last.left_out ? `, ${number(last.left_out)} of them not shown` : ""}</dd></div>
     </dl>
+    ${some.nodes.length > 1 && html`<p class="faint">Who holds its first ${node.blocks === 1 ? "block" : `${number(node.blocks)} blocks`}; what comes later, fewer hold:</p>`}
     ${mediaOf(node.by_medium).map((medium) => html`<${Holders} key=${medium} medium=${medium}
       ranks=${holders(found, node, medium)} />`)}
   </aside>`;
@@ -142,12 +145,12 @@ function PrefixTable({ found, grown, chosen, choose }) {
     <caption class="unseen">Prefixes, each followed by what comes after it</caption>
     <thead><tr><th scope="col">After</th><th scope="col" class="number">Blocks</th><th scope="col" class="number">Ranks</th>
       <th scope="col">On</th><th scope="col">LoRA</th><th scope="col">Salted</th></tr></thead>
-    <tbody>${rows.map(({ row, node, level }) => html`<tr key=${row} class=${row === chosen ? "chosen" : ""}>
+    <tbody>${rows.map(({ row, node, level, blocks, ...run }) => html`<tr key=${row} class=${row === chosen ? "chosen" : ""}>
       <th scope="row"><button class="link" style=${{ paddingLeft: `${Math.min(level - 1, 20) * 14}px` }}
         onClick=${() => choose(row)}>${node.depth ? `${counted(node.depth, "block")}` : "the start"}</button></th>
-      <td class="number">${number(node.blocks)}</td><td class="number">${number(node.ranks)}</td>
+      <td class="number">${number(blocks)}</td><td class="number">${ranksOf(run)}</td>
       <td>${mediaOf(node.by_medium).map((medium) => `${number(node.by_medium[medium])} ${medium}`).join(", ") || "–"}</td>
       <td>${node.lora ?? "–"}</td><td>${node.salted ? "yes" : "–"}</td></tr>`)}</tbody></table>
-    ${found.nodes.length > rows.length && html`<p class="faint">The first ${number(rows.length)} of ${number(found.nodes.length)}.</p>`}
+    ${grown.all.length > rows.length && html`<p class="faint">The first ${number(rows.length)} of ${number(grown.all.length)}.</p>`}
   </div>`;
 }

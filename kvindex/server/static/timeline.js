@@ -10,7 +10,8 @@ const SHORTEST = 60; // s: a history that is shorter than the window fills the p
 const LANES = 24;
 const ROWS = 100;
 const MARKED = ["gap", "loss", "restart", "added", "removed"];
-const GRAVE = { loss: 8, gap: 4, restart: 4, replay: 1, state: 1, added: 0, removed: 2 };
+const GRAVE = { loss: 8, gap: 4, restart: 4, replay: 0, state: 0, added: 0, removed: 2 };
+const AWAY = { connecting: 3, stale: 2, repairing: 1 };
 
 export function TimelineView({ live }) {
   const [window_, setWindow] = useState(900);
@@ -66,7 +67,7 @@ function Lanes({ happenings, now, seconds, ranks }) {
     if (!lanes.has(name)) lanes.set(name, { name, marks: [], gravity: 0 });
     const lane = lanes.get(name);
     lane.marks.push(some);
-    if (some.at >= from) lane.gravity += GRAVE[some.kind];
+    if (some.at >= from) lane.gravity += GRAVE[some.kind] + (some.kind === "state" ? AWAY[some.state] || 0 : 0);
   }
   const drawn = [...lanes.values()].filter((lane) => lane.gravity > 0)
     .sort((a, b) => b.gravity - a.gravity || a.name.localeCompare(b.name, "en", { numeric: true }));

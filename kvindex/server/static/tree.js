@@ -17,23 +17,46 @@ export function legendOf(most) {
   });
 }
 
-// Returns the root: {row: -1, children, weight, level}; a node has its own fields under `node`.
+// Returns the root and what grows from it: {row, node, nodes, parent, children, level, weight}.
+// A run of only children that about as many ranks hold is one of them: `nodes`, from `node` on.
 export function growTree(found, measure) {
-  const root = { row: -1, node: null, parent: null, children: [], level: 0, own: 0 };
-  const grown = found.nodes.map((node, row) => ({
-    row, node, parent: null, children: [], level: 0, own: measureOf(node, measure),
-  }));
-  for (const some of grown) {
-    some.parent = some.node.parent < 0 ? root : grown[some.node.parent];
-    some.level = some.parent.level + 1;
-    some.parent.children.push(some);
-  }
-  const left = (some, source) => (source.left_out ? (some.out = source) : null);
-  left(root, found);
-  for (const some of grown) left(some, some.node);
+  const root = { row: -1, node: null, nodes: [], parent: null, children: [], level: 0, own: 0 };
+  const grown = [];
+  const runs = []; // by row: the run that a node is part of
+  const alone = countChildren(found);
+  if (found.left_out) root.out = found;
+  found.nodes.forEach((node, row) => {
+    const before = node.parent < 0 ? root : runs[node.parent];
+    let run = before;
+    if (before === root || !alone[node.parent] || !isLike(before.nodes.at(-1), node)) {
+      run = { row, node, nodes: [], parent: before, children: [], level: before.level + 1, own: 0, blocks: 0 };
+      before.children.push(run);
+      grown.push(run);
+    }
+    runs[row] = run;
+    run.nodes.push(node);
+    run.own += measureOf(node, measure);
+    run.blocks += node.blocks;
+    if (node.left_out) run.out = node;
+  });
   for (const some of [...grown].reverse()) weigh(some);
   weigh(root);
-  return { root, nodes: grown, most: Math.max(0, ...found.nodes.map((node) => node.ranks)) };
+  return { root, runs, all: grown, most: Math.max(0, ...found.nodes.map((node) => node.ranks)) };
+}
+
+// By row: whether exactly one node follows it.
+function countChildren(found) {
+  return found.nodes.map((node) => node.children === 1 && !node.left_out);
+}
+
+const isLike = (node, next) =>
+  shadeOf(node.ranks) === shadeOf(next.ranks) && node.salted === next.salted && node.lora === next.lora;
+
+// How many ranks hold a run: "97–98 ranks".
+export function ranksOf(some) {
+  const counts = some.nodes.map((node) => node.ranks);
+  const [least, most] = [Math.min(...counts), Math.max(...counts)];
+  return least === most ? `${most} ${most === 1 ? "rank" : "ranks"}` : `${least}–${most} ranks`;
 }
 
 const measureOf = (node, measure) => node.blocks * (measure === "copies" ? Math.max(1, node.ranks) : 1);
