@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
-from kvindex import ConfigurationError, connect
+from kvindex import ConfigurationError, State, connect
 from kvindex.cli.arguments import Commands, count, seconds
-from kvindex.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.cli.endpoints import add_engine_arguments, engines_of
 from kvindex.cli.fleet_table import SORTS, fleet_text
 from kvindex.cli.service_fleet import ServiceFleet
 from kvindex.server.overview import Fleet, overview
@@ -65,15 +65,17 @@ def add_parser(commands: Commands) -> None:
         metavar="S",
         help="seconds to wait for engines to be live before the fleet is printed once (default: 3)",
     )
-    add_worker_arguments(parser)
+    add_engine_arguments(parser)
     parser.set_defaults(run=run, log_from=logging.ERROR)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the fleet until it is enough."""
-    named = arguments.worker or arguments.endpoint
-    if arguments.url and named:
-        raise ConfigurationError("name either a service by its URL or engines, not both")
+    named = bool(arguments.worker or arguments.endpoint or arguments.engine)
+    if named == bool(arguments.url):
+        raise ConfigurationError(
+            "name either a running service by its URL, or engines (--worker, --endpoint, --engine)"
+        )
     live = sys.stdout.isatty()
     with ExitStack() as opened:
         if arguments.url:
@@ -100,10 +102,10 @@ def _service(url: str, opened: ExitStack) -> tuple[_Read, _Watch]:
 def _engines(
     arguments: argparse.Namespace, opened: ExitStack, *, wait: bool
 ) -> tuple[_Read, _Watch]:
-    client = opened.enter_context(connect(workers_of(arguments)))
+    client = opened.enter_context(connect(engines_of(arguments)))
     if wait:
         client.wait_for(
-            lambda statuses: all(status.state.value == "live" for status in statuses.values()),
+            lambda statuses: all(status.state is State.LIVE for status in statuses.values()),
             arguments.wait,
         )
 

@@ -57,10 +57,17 @@ def fleet(opened: ExitStack) -> list[list[FakeEngine]]:
     """Start the engines of each worker; those of two workers have no replay."""
     workers = []
     for number in range(RANKS // EACH):
-        options = {"num_blocks": 500, "cpu_blocks": 250, "replay": number not in (11, 40)}
+        has_replay = number not in (11, 40)
         engines = [
             opened.enter_context(
-                FakeEngine(f"vllm-{number}", dp_rank=rank, block_size=BLOCK, **options)
+                FakeEngine(
+                    f"vllm-{number}",
+                    dp_rank=rank,
+                    block_size=BLOCK,
+                    num_blocks=500,
+                    cpu_blocks=250,
+                    replay=has_replay,
+                )
             )
             for rank in range(EACH)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvindex import Rank, State
+from kvindex.cli import main
 from kvindex.cli.fleet_table import SORTS, fleet_text, sorted_ranks
 from kvindex.server.overview import Fleet, overview
 from tests.unit.index_events import apply, stored
@@ -59,3 +60,11 @@ def test_names_and_reasons_cannot_steer_the_terminal() -> None:
     text = fleet_text(overview(Source(evil)))
     assert "\x1b" not in text
     assert "\\x1b[2J" in text
+
+
+@pytest.mark.parametrize("argv", [[], ["http://h:1", "--worker", "a=tcp://h:1"]])
+def test_either_a_service_or_engines_are_named(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", *argv]) == 2
+    assert "by its URL, or engines" in capsys.readouterr().err
