@@ -10,10 +10,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvindex import EventBatch, Rank, RankBatch, RankLost, RankRestarted
+from kvindex import EventBatch, Index, Rank, RankBatch, RankLost, RankRestarted
 from kvindex.audit import Auditor, Report, Tokens
 from kvindex.audit.histogram import Histogram
 from kvindex.audit.prefixes import Prefix, PrefixTree
+from kvindex.routing import Router
 from kvindex.testing import CacheOptions, FakeEngine, Group, Request, Workload
 from tests.property.audit_model import Model, contents
 
@@ -267,3 +268,29 @@ def test_what_larger_caches_would_have_held_is_what_larger_caches_save() -> None
         saved = small.tokens.computed - audited(int(160 * saving.factor)).tokens.computed
         assert abs(saved - saving.tokens) <= 0.02 * small.tokens.computed
     assert small.savings[-1].tokens > 0.2 * small.tokens.computed
+
+
+def routed(policy: str) -> Tokens:
+    """Serve the same requests on four engines, as a router of this policy sends them."""
+    fleet = {Rank(f"vllm-{n}"): FakeEngine(f"vllm-{n}", publish=False) for n in range(4)}
+    index, auditor = Index(), Auditor()
+    for rank in fleet:
+        index.add(rank)
+    router = Router(index, policy=policy, seed=1)
+    auditor.begin(0.0)
+    for second, request in enumerate(Workload(150, seed=1, system_tokens=160, max_tokens=600)):
+        with router.reserve(request.token_ids) as booking:
+            engine = fleet[booking.rank]
+            engine.serve(request.token_ids, new_tokens=request.new_tokens, flush=False)
+        batch = engine.flush()
+        if batch is not None:
+            index.apply(booking.rank, batch)
+            auditor.take(RankBatch(booking.rank, 0, second, batch, False), float(second))
+    return auditor.report(1000.0).tokens
+
+
+def test_a_kv_aware_router_saves_most_of_what_the_audit_says_at_most() -> None:
+    in_turn, by_prefix = routed("round-robin"), routed("kvindex")
+    saved = in_turn.computed - by_prefix.computed
+    assert 0.7 * in_turn.elsewhere < saved <= in_turn.elsewhere
+    assert by_prefix.elsewhere < 0.2 * in_turn.elsewhere
