@@ -11,8 +11,10 @@ from typing import Any
 from kvindex import Worker
 from kvindex.doctor import Finding, Limits, Report, Target, examine
 
-QUICK = Limits(http=10.0, handshake=0.3, live=0.5, listen=0.3, completion=10.0)
-LIVE = Limits(http=10.0, handshake=5.0, live=15.0, listen=0.5, completion=10.0)
+# For faults: nobody waits long for what will not come. For what comes, all have patience.
+QUICK = Limits(http=10.0, handshake=0.3, live=0.3, listen=0.02, completion=10.0)
+LIVE = Limits(http=10.0, handshake=5.0, live=15.0, listen=0.02, completion=10.0)
+HEARING = Limits(http=10.0, handshake=5.0, live=15.0, listen=0.5, completion=10.0)
 PATIENT = Limits(http=10.0, handshake=5.0, live=15.0, listen=15.0, completion=15.0)
 
 

@@ -26,7 +26,7 @@ def server(engine: FakeEngine) -> Iterator[HttpEngine]:
 
 
 def examined(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
-    code = main(["doctor", "--json", "--seconds", "0.2", *argv])
+    code = main(["doctor", "--json", "--seconds", "0.05", *argv])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -44,11 +44,11 @@ def test_targets_are_engines_in_every_form(
     assert [one["id"] for one in report["findings"]] == ["replay-missing"]
     assert report["targets"][0]["name"] == engine.endpoint.removeprefix("tcp://")
 
-    code, report = examined(capsys, worker, "--engine", server.url)
+    code, report = examined(capsys, worker, "--engine", server.url, "--seconds", "10")
     assert code == 0
     assert [target["name"] for target in report["targets"]] == ["a"]
     assert report["targets"][0]["test"]["outcome"] == "all-well"
-    assert examined(capsys, "--engine", server.url)[0] == 0
+    assert examined(capsys, "--engine", server.url, "--seconds", "10")[0] == 0
 
 
 def test_findings_are_printed_with_what_was_seen_and_what_to_do(
@@ -74,9 +74,9 @@ def test_an_api_key_comes_from_the_environment(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with HttpEngine(engine, options=HttpOptions(api_key="k")) as server:
-        assert main(["doctor", "--passive", "--seconds", "0.1", server.url]) == 2
+        assert main(["doctor", "--passive", "--seconds", "0.05", server.url]) == 2
         monkeypatch.setenv("KVINDEX_API_KEY", "k")
-        assert main(["doctor", "--passive", "--seconds", "0.1", server.url]) == 0
+        assert main(["doctor", "--passive", "--seconds", "0.05", server.url]) == 0
 
 
 @pytest.mark.parametrize("form", ["text", "tokens", "request"])

@@ -9,7 +9,7 @@ import pytest
 from kvindex import Worker
 from kvindex.doctor import Target
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
-from tests.e2e.doctored import LIVE, PATIENT, ids, look_at, the
+from tests.e2e.doctored import HEARING, LIVE, PATIENT, ids, look_at, the
 from tests.live import worker_of
 
 
@@ -140,7 +140,7 @@ def test_a_topic_that_names_another_model_is_pointed_out() -> None:
 def test_many_targets_are_examined_at_once_and_named_apart() -> None:
     with FakeEngine() as engine, HttpEngine(engine) as server:
         worker = Worker("a", engine.endpoint, replay=engine.replay_endpoint)
-        report = look_at(server.url, worker, worker, "http://127.0.0.1:1", limits=PATIENT)
+        report = look_at(server.url, worker, worker, "http://127.0.0.1:1", limits=HEARING)
         names = [target.name for target in report.targets]
         assert names == [server.url[7:], "a", "a#2", "127.0.0.1:1"]
         assert sorted(ids(report)) == ["all-well", "engine-unreachable"]

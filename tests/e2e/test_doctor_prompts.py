@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvindex.discovery.web import Web
@@ -37,8 +36,7 @@ def post(server: HttpEngine, path: str, body: dict[str, Any]) -> Any:
 
 
 def asked(server: HttpEngine, **prompt: Any) -> Report:
-    limits = msgspec.structs.replace(LIVE, listen=0.02)
-    return look_at(server.url, passive=True, limits=limits, prompt=Prompt(**prompt))
+    return look_at(server.url, passive=True, limits=LIVE, prompt=Prompt(**prompt))
 
 
 def test_a_prompt_that_is_held_as_a_chat_differs_as_plain_text(server: HttpEngine) -> None:

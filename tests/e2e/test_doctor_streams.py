@@ -16,7 +16,7 @@ import zmq
 
 from kvindex import BlockStored, EventBatch, Worker, ZmqEventPublisher
 from kvindex.discovery.web import Web
-from kvindex.doctor import Target
+from kvindex.doctor import Limits, Target
 from kvindex.errors import EncodeError
 from kvindex.testing import (
     CacheOptions,
@@ -29,10 +29,10 @@ from kvindex.testing import (
     LaneFaults,
 )
 from kvindex.wire import live_frames
-from tests.e2e.doctored import LIVE, PATIENT, ids, look_at, the
+from tests.e2e.doctored import HEARING, LIVE, PATIENT, ids, look_at, the
 from tests.live import worker_of
 
-PROBED = msgspec.structs.replace(PATIENT, listen=1.0)
+PROBED = msgspec.structs.replace(PATIENT, listen=1.0)  # replay brings what is not heard
 
 
 @contextmanager
@@ -67,18 +67,24 @@ def stored(block_hash: int | bytes, parent: int | None = None) -> BlockStored:
 # The eight outcomes ------------------------------------------------------------------------------
 
 
-def outcome_of(engine: FakeEngine, *, via: FaultyLink | None = None, **options: Any) -> Any:
+def outcome_of(
+    engine: FakeEngine,
+    *,
+    via: FaultyLink | None = None,
+    limits: Limits = HEARING,
+    **options: Any,
+) -> Any:
     """The report of an active test of this engine, its worker perhaps behind a faulty link."""
     with engine, HttpEngine(engine, options=HttpOptions(**options)) as server:
         worker = worker_of(engine, via) if via is not None else None
-        return look_at(Target(url=server.url, worker=worker), limits=PROBED)
+        return look_at(Target(url=server.url, worker=worker), limits=limits)
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33.0", "vllm-0.9.1", "sglang-0.5.23"])
 @pytest.mark.parametrize("reports", [True, False])
 def test_a_prompt_that_is_stored_predicted_and_hit_is_well(dialect: str, reports: bool) -> None:
     engine = FakeEngine(dialect=dialect)
-    report = outcome_of(engine, cached_tokens=reports, version="9")
+    report = outcome_of(engine, limits=PATIENT, cached_tokens=reports, version="9")
     assert ids(report) == ["cached-tokens-unreported"] * (not reports) + ["all-well"]
     assert report.exit_code == 0
     test = report.targets[0].test
@@ -93,7 +99,7 @@ def test_a_prompt_that_is_stored_predicted_and_hit_is_well(dialect: str, reports
 
 
 def test_an_engine_that_stores_and_never_hits_is_found() -> None:
-    report = outcome_of(FakeEngine(), reads_cache=False)
+    report = outcome_of(FakeEngine(), limits=PATIENT, reads_cache=False)
     assert ids(report) == ["engine-never-hits"]
     assert the(report, "engine-never-hits").evidence["predicted"] == 64
 
@@ -116,26 +122,32 @@ def test_live_messages_that_never_come_are_found_though_replay_brings_them(
     with FakeEngine() as engine:
         faults = Faults(live=LaneFaults(drop=1.0))
         with FaultyLink(engine.endpoint, engine.replay_endpoint, faults=faults) as link:
-            report = outcome_of(engine, via=link, reads_cache=reads_cache)
+            report = outcome_of(engine, via=link, limits=PROBED, reads_cache=reads_cache)
             assert ids(report) == [found]
 
 
 def test_an_engine_that_hits_and_publishes_nothing_is_found() -> None:
-    assert ids(outcome_of(FakeEngine(), silent=True)) == ["caches-unpublished"]
+    assert ids(outcome_of(FakeEngine(), limits=LIVE, silent=True)) == ["caches-unpublished"]
 
 
 def test_an_engine_that_caches_nothing_is_found_without_its_metrics() -> None:
-    report = outcome_of(FakeEngine(), prefix_caching=False, metrics=False)
+    report = outcome_of(FakeEngine(), limits=LIVE, prefix_caching=False, metrics=False)
     assert ids(report) == ["nothing-cached"]
 
 
 def test_a_hit_that_is_a_block_short_is_no_fault_but_more_is() -> None:
-    assert ids(outcome_of(FakeEngine(), drops_blocks=1)) == ["all-well", "hit-one-block-less"]
-    assert ids(outcome_of(FakeEngine(), drops_blocks=2)) == ["hit-differs", "all-well"]
+    assert ids(outcome_of(FakeEngine(), limits=PATIENT, drops_blocks=1)) == [
+        "all-well",
+        "hit-one-block-less",
+    ]
+    assert ids(outcome_of(FakeEngine(), limits=PATIENT, drops_blocks=2)) == [
+        "hit-differs",
+        "all-well",
+    ]
 
 
 def test_an_engine_that_sees_more_tokens_than_were_sent_is_found() -> None:
-    report = outcome_of(FakeEngine(), prepends=True)
+    report = outcome_of(FakeEngine(), limits=LIVE, prepends=True)
     assert ids(report) == ["token-count-differs"]
     assert the(report, "token-count-differs").evidence == {"counted": 66, "sent": 65}
 
@@ -168,7 +180,7 @@ def test_a_topic_filter_that_lets_nothing_through_names_what_was_heard() -> None
     with FakeEngine(topic="kv@pod@m", replay=False) as engine:
         with meanwhile(lambda number: engine.serve([number, *range(20)])):
             worker = worker_of(engine, topic="kv-events")
-            report = look_at(worker, limits=msgspec.structs.replace(LIVE, live=0.5, listen=2.0))
+            report = look_at(worker, limits=msgspec.structs.replace(HEARING, live=0.3))
     assert ids(report) == ["topic-filtered", "replay-missing"]
     assert the(report, "topic-filtered").evidence["topics"] == ["kv@pod@m"]
 
@@ -179,7 +191,7 @@ def test_an_engine_that_serves_and_says_nothing_is_found_without_a_test() -> Non
             web = Web(server.url)
             body = msgspec.json.encode({"prompt": list(range(1, 40)), "max_tokens": 1})
             with meanwhile(lambda _: web.post("/v1/completions", body, 10.0)):
-                report = look_at(server.url, passive=True, limits=LIVE)
+                report = look_at(server.url, passive=True, limits=HEARING)
     assert ids(report) == ["silent-while-serving"]
 
 
@@ -194,7 +206,7 @@ def test_numbers_without_messages_are_found() -> None:
                 publisher.publish(EventBatch(0.0, [event], 0))
 
         with meanwhile(publish):
-            report = look_at(Worker("a", publisher.endpoint), limits=LIVE)
+            report = look_at(Worker("a", publisher.endpoint), limits=HEARING)
     assert "numbers-jump" in ids(report)
 
 
@@ -202,7 +214,7 @@ def test_a_cache_that_evicts_what_comes_again_is_found() -> None:
     with FakeEngine(num_blocks=8, block_size=4) as engine:
         prompts = [[number] * 25 for number in range(1, 4)]
         with meanwhile(lambda number: engine.serve(prompts[number % 3])):
-            report = look_at(worker_of(engine), limits=LIVE)
+            report = look_at(worker_of(engine), limits=HEARING)
     assert ids(report) == ["evicted-before-reuse"]
 
 
@@ -216,7 +228,7 @@ def test_messages_that_cannot_be_decoded_are_found() -> None:
             sock.send_multipart(live_frames(b"", number, b"not msgpack"))
 
         with meanwhile(send):
-            report = look_at(Worker("a", endpoint), limits=LIVE)
+            report = look_at(Worker("a", endpoint), limits=HEARING)
     assert "undecodable" in ids(report)
 
 
@@ -274,7 +286,7 @@ def test_an_address_that_balances_over_engines_is_found() -> None:
     with FakeEngine(seed=1) as one, FakeEngine(seed=2) as other:
         with balanced(one.endpoint, other.endpoint) as endpoint, HttpEngine(one) as server:
             worker = Worker("a", endpoint, replay=one.replay_endpoint)
-            report = look_at(Target(url=server.url, worker=worker), limits=PROBED)
+            report = look_at(Target(url=server.url, worker=worker), limits=HEARING)
     assert "several-publishers" in ids(report)
 
 
