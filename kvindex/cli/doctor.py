@@ -45,7 +45,8 @@ def add_parser(commands: Commands) -> None:
         "targets",
         nargs="*",
         metavar="TARGET",
-        help=f"an engine: http://HOST:PORT, tcp://HOST:PORT (where it publishes), or {WORKER_FORM}",
+        help="an engine: http://HOST:PORT, tcp://HOST:PORT (where it publishes), or "
+        f"{WORKER_FORM}; or a running kvindex serve: http://HOST:PORT",
     )
     parser.add_argument("--engine", metavar="URL", help="HTTP server of the one TARGET's engine")
     parser.add_argument(
@@ -63,10 +64,9 @@ def add_parser(commands: Commands) -> None:
         "--block-size", type=count, metavar="N", help="tokens of a block that your router assumes"
     )
     parser.add_argument(
-        "--api-key",
-        default=os.environ.get("KVINDEX_API_KEY", ""),
-        metavar="KEY",
-        help="the engines' API key (default: KVINDEX_API_KEY)",
+        "--api-key-file",
+        metavar="FILE",
+        help="the engines' API key, in a file (default: what KVINDEX_API_KEY holds)",
     )
     parser.add_argument(
         "--seconds",
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         _targets(arguments),
         passive=arguments.passive,
         prompt=_prompt(arguments),
-        token=arguments.api_key,
+        token=_api_key(arguments),
         model=arguments.model,
         block_size=arguments.block_size,
         limits=Limits(listen=arguments.seconds),
@@ -117,6 +117,17 @@ def _target(text: str) -> Target:
         first = text.partition(",")[0]
         text = f"{first.split('://', 1)[1]}={text}"
     return Target(worker=parse_worker(text))
+
+
+def _api_key(arguments: argparse.Namespace) -> str:
+    """Return the engines' key; never from an argument, which any user of the machine can read."""
+    name = arguments.api_key_file
+    if name is None:
+        return os.environ.get("KVINDEX_API_KEY", "")
+    try:
+        return Path(name).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--api-key-file {name}: {error}") from error
 
 
 def _prompt(arguments: argparse.Namespace) -> Prompt | None:

@@ -53,7 +53,7 @@ CAUSES: Final[dict[str, Cause]] = {
     "engine-denied": Cause(
         "error",
         "the engine refuses to answer without its API key",
-        "give the key as --api-key, or in KVINDEX_API_KEY",
+        "give the key in KVINDEX_API_KEY, or as --api-key-file",
         blind=True,
     ),
     "endpoint-unreachable": Cause(
@@ -69,6 +69,19 @@ CAUSES: Final[dict[str, Cause]] = {
         "{url}",
         blind=True,
     ),
+    # A kvindex service.
+    "service-without-workers": Cause(
+        "error",
+        "this kvindex service knows no workers",
+        "have them registered (POST /register), named (--worker), or found (--engine, --dns, "
+        "--k8s-preset)",
+    ),
+    "service-rank-not-live": Cause(
+        "error",
+        "the service cannot vouch for {rank}: {reason}",
+        "do as the reason says, and examine that engine itself",
+    ),
+    # What the engine says of itself.
     "events-off": Cause(
         "error",
         "the engine publishes no KV events",
@@ -379,6 +392,7 @@ CAUSES: Final[dict[str, Cause]] = {
 
 _FIRST: Final = {
     "engine-unreachable": "could-not-look",
+    "service-without-workers": "a-kvindex-service",
     "events-off": "what-the-engine-says-of-itself",
     "ports-collide": "ports",
     "topic-filtered": "streams",

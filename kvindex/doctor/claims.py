@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from kvindex.discovery import DiscoveryError, ask_engine
+from kvindex.discovery.web import Web
 from kvindex.doctor.case import Case
 from kvindex.doctor.engine_http import EngineHttp
 from kvindex.doctor.limits import Limits
@@ -14,6 +15,7 @@ from kvindex.doctor.limits import Limits
 __all__ = ["ask_and_check", "version_of"]
 
 _LARGE_BLOCK: Final = 256  # tokens
+_MAX_RANKS: Final = 64  # of a service that are told one by one
 
 # Engine, first version with it, first version without it, what it is.
 _BUGS: Final = (
@@ -51,6 +53,8 @@ def ask_and_check(case: Case, token: str, limits: Limits) -> None:
     try:
         case.report = ask_engine(url, limits.http, token=token or None)
     except DiscoveryError as error:
+        if error.reason in ("status", "content") and _check_service(case, token, limits):
+            return
         denied = error.reason == "denied"
         case.add("engine-denied" if denied else "engine-unreachable", url=url, error=str(error))
         return
@@ -60,6 +64,26 @@ def ask_and_check(case: Case, token: str, limits: Limits) -> None:
     _check_cache(case)
     _check_model(case)
     _check_version(case)
+
+
+def _check_service(case: Case, token: str, limits: Limits) -> bool:
+    """Note what a `kvindex serve` says of its ranks; return whether it is one."""
+    web = Web(case.target.url, token=token or None)
+    try:
+        ready = web.get("/ready", limits.http).json()
+        workers = web.get("/workers", limits.http).json()
+    except (DiscoveryError, ValueError):
+        return False
+    if not isinstance(ready, Mapping) or "ready" not in ready or not isinstance(workers, list):
+        return False
+    if not workers:
+        case.add("service-without-workers", url=case.target.url)
+    for standing in ("waiting", "given_up", "behind"):
+        ranks = ready.get(standing)
+        for rank, why in list(ranks.items())[:_MAX_RANKS] if isinstance(ranks, Mapping) else ():
+            reason = str(why)[:400]
+            case.add("service-rank-not-live", rank=rank, reason=reason, standing=standing)
+    return True
 
 
 def version_of(text: str) -> tuple[int, ...]:

@@ -70,11 +70,15 @@ def test_an_engine_that_is_away_ends_with_2(capsys: pytest.CaptureFixture[str]) 
     assert code == report["exit_code"] == 2
 
 
-def test_an_api_key_comes_from_the_environment(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_api_key_comes_from_the_environment_or_a_file(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with HttpEngine(engine, options=HttpOptions(api_key="k")) as server:
         assert main(["doctor", "--passive", "--seconds", "0.05", server.url]) == 2
+        (tmp_path / "key").write_text("k\n")
+        argv = ["doctor", "--passive", "--seconds", "0.05", server.url]
+        assert main([*argv, "--api-key-file", str(tmp_path / "key")]) == 0
+        assert main([*argv, "--api-key-file", str(tmp_path / "nothing")]) == 2
         monkeypatch.setenv("KVINDEX_API_KEY", "k")
         assert main(["doctor", "--passive", "--seconds", "0.05", server.url]) == 0
 

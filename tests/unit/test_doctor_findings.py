@@ -15,7 +15,11 @@ from kvindex.doctor.report import ordered
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "doctor.md").read_text()
-TESTS = "".join(path.read_text() for path in (ROOT / "tests" / "e2e").glob("test_doctor_*.py"))
+TESTS = "".join(
+    path.read_text()
+    for folder in ("e2e", "service")
+    for path in (ROOT / "tests" / folder).glob("test_doctor_*.py")
+)
 SECTION = re.compile(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
