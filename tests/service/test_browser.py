@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from kvindex.server.page import Page
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, caught_up
 from tests.service.page_server import ManyRanks, at_a_port, paged
+from tests.service.served import BLOCK, register, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -216,6 +218,30 @@ def test_names_from_the_network_are_text(browser: Browser) -> None:
             expect(tab.get_by_role("complementary")).to_contain_text(evil)
             assert tab.title() == "Fleet · kvindex"
             assert tab.locator("img[src=x]").count() == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_service_that_wants_a_token_shows_its_page_to_who_has_it(
+    browser: Browser, tmp_path: Path, processes: int
+) -> None:
+    token = "a-token-for-the-browser"
+    file = tmp_path / "token"
+    file.write_text(f"{token}\n")
+    with (
+        serving("--token-file", file, "--processes", processes) as served,
+        FakeEngine("7", block_size=BLOCK) as one,
+    ):
+        headers = {"authorization": f"Bearer {token}"}
+        assert register(served, one, headers=headers).status == 201
+        url = f"http://127.0.0.1:{served.port}"
+        assert served.get("/").status == 401
+        credentials: Any = {"username": "", "password": token, "send": "always"}
+        with tab_of(browser, url, http_credentials=credentials) as tab:
+            expect(tab.locator(".pulse.live")).to_be_visible()
+            expect(tab.get_by_role("option", name="7/0: live")).to_be_visible()
+            one.close()
+            expect(tab.get_by_role("option", name="7/0: connecting")).to_be_visible()
+        assert served.end() == 0
 
 
 @pytest.fixture(scope="module")
