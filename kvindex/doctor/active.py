@@ -19,6 +19,7 @@ from kvindex.doctor.limits import Limits
 __all__ = ["OUTCOMES", "probe_engine"]
 
 _BLOCKS: Final = 4
+_MAX_PROMPT: Final = 1 << 18  # tokens
 _USUAL_BLOCK: Final = 16  # tokens, where nobody tells
 _COMMON_IDS: Final = range(300, 1000)  # in any tokenizer's vocabulary
 _HITS: Final = ("vllm:prefix_cache_hits", "sglang:cached_tokens")
@@ -59,6 +60,8 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
         "temperature": 0.0,
     }
     pinned = case.addresses[0].dp_rank if len(case.addresses) > 1 else None
+    if pinned is not None and case.engine == "sglang":
+        body["data_parallel_rank"] = pinned
     if case.ear is not None:
         case.ear.want(tokens)
     try:
@@ -73,6 +76,9 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
     if usage.cached_tokens is None:
         case.add("cached-tokens-unreported")
     cached = _cached(usage, before, case.http)
+    if not cached and _other_rank_stored(case, limits):
+        case.add("rank-not-kept", asked_for=pinned, ranks=len(case.addresses))
+        return
     if stored is None:
         stored = predicted  # bound or encrypted: only the client hears it
     _judge(case, tokens, block, usage, (stored, predicted, cached))
@@ -110,7 +116,8 @@ def _prompt(
     http: EngineHttp, model: str, block: int, longest: int | None, seed: int
 ) -> list[int] | None:
     """A prompt of some blocks and one token, of ids that the engine knows; None if none fits."""
-    blocks = _BLOCKS if longest is None else min(_BLOCKS, (longest - 2) // block)
+    longest = _MAX_PROMPT if longest is None else min(longest, _MAX_PROMPT)
+    blocks = min(_BLOCKS, (longest - 2) // block)
     if blocks < 1:
         return None
     size = blocks * block + 1
@@ -151,6 +158,18 @@ def _stored(case: Case, limits: Limits) -> int | None:
 
     ear.listen(one_rank_has_all, limits.listen)
     return max((heard.tested for heard in every), default=0)
+
+
+def _other_rank_stored(case: Case, limits: Limits) -> bool:
+    """Whether the prompt, asked of one rank twice, was computed by two."""
+    ear = case.ear
+    if ear is None or len(ear.heard) < 2:
+        return False
+
+    def two_have_it() -> bool:
+        return sum(any(heard.tested for heard in ranks) for ranks in ear.heard.values()) > 1
+
+    return ear.listen(two_have_it, limits.listen)
 
 
 def _predicted(case: Case, client: Client, tokens: Sequence[int], limits: Limits) -> int:

@@ -302,6 +302,13 @@ CAUSES: Final[dict[str, Cause]] = {
         "hybrid or Mamba models: --mamba-cache-mode, or another version; otherwise do not route "
         "this model by prefix",
     ),
+    "rank-not-kept": Cause(
+        "error",
+        "the prompt came again and another of {ranks} ranks computed it, though rank {asked_for} "
+        "was asked for",
+        "give each rank an HTTP port of its own (vLLM: --data-parallel-external-lb), or a version "
+        "that honours X-data-parallel-rank",
+    ),
     "index-misses": Cause(
         "error",
         "the engine stored the prompt and hit it, but the index does not find it",

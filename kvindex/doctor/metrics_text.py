@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -52,5 +53,5 @@ class EngineMetrics:
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
     for line in text.splitlines()[:_MAX_SAMPLES]:
         sample = _SAMPLE.match(line)
-        if sample is not None:
-            yield sample[1], dict(_LABEL.findall(sample[2] or "")), float(sample[3])
+        if sample is not None and math.isfinite(value := float(sample[3])):
+            yield sample[1], dict(_LABEL.findall(sample[2] or "")), value

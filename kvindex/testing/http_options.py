@@ -30,6 +30,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         metrics: whether there is `/metrics`.
         drops_blocks: hit so many blocks less than are cached; EAGLE makes vLLM drop one.
         prepends: True puts a token before prompts that are token ids already.
+        keeps_rank: False has the ranks take turns whatever rank a request asks for.
         salt: cache salt of requests that have none, as a gateway may add it.
         external_hits: tokens hit, as metrics say, in a cache elsewhere that publishes nothing.
         role: SGLang's `disaggregation_mode`: "null", "prefill" or "decode".
@@ -49,6 +50,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     metrics: bool = True
     drops_blocks: int = 0
     prepends: bool = False
+    keeps_rank: bool = True
     salt: str = ""
     external_hits: int = 0
     role: str = "null"

@@ -57,7 +57,8 @@ class EngineService:
                 400, f"{length} tokens are more than max_model_len, {self.options.max_model_len}"
             )
         with self._lock:
-            rank = next(self._turns) if prompt.dp_rank is None else prompt.dp_rank
+            asked = prompt.dp_rank if self.options.keeps_rank else None
+            rank = next(self._turns) if asked is None else asked
             if rank not in self.ranks:
                 raise RequestError(400, f"there is no data-parallel rank {rank}")
             tokens = new_tokens(prompt)

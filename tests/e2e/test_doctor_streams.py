@@ -152,6 +152,23 @@ def test_an_engine_that_sees_more_tokens_than_were_sent_is_found() -> None:
     assert the(report, "token-count-differs").evidence == {"counted": 66, "sent": 65}
 
 
+@pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.23"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_engine_that_gives_the_prompt_to_another_rank_is_found(
+    dialect: str, keeps: bool
+) -> None:
+    # SGLang's ranks are found at following ports, so each is named here.
+    with FakeEngine("a", dp_rank=0, dialect=dialect) as zero:
+        with FakeEngine("a", dp_rank=1, dialect=dialect) as one:
+            endpoints = {0: zero.endpoint, 1: one.endpoint}
+            replays = {0: str(zero.replay_endpoint), 1: str(one.replay_endpoint)}
+            worker = Worker("a", endpoints, replay=replays)
+            options = HttpOptions(keeps_rank=keeps)
+            with HttpEngine([zero, one], options=options) as server:
+                report = look_at(Target(url=server.url, worker=worker), limits=PATIENT)
+    assert ids(report) == ["all-well" if keeps else "rank-not-kept"]
+
+
 def test_a_model_that_is_not_served_is_told() -> None:
     with FakeEngine() as engine, HttpEngine(engine) as server:
         report = look_at(server.url, model="nope", limits=PATIENT)
