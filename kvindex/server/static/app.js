@@ -73,12 +73,11 @@ function Trouble({ live }) {
   if (live.connection !== "lost") return null;
   const lost = ago((Date.now() - live.lostAt) / 1000);
   const left = Math.max(0, Math.ceil((live.retryAt - Date.now()) / 1000));
-  const from = live.fleetAt
-    ? `What you see is from ${clock(live.fleetAt / 1000)} (${ago((Date.now() - live.fleetAt) / 1000)}).`
-    : "";
-  return html`<div class="notice bad" role="alert">
-    <strong>Connection lost ${lost}</strong>: ${live.trouble}. ${from}
-    <span aria-hidden="true"> ${left ? `Trying again in ${left} s.` : "Trying now."}</span>
+  const from = live.fleetAt ? `What you see is from ${clock(live.fleetAt / 1000)}.` : "";
+  // What counts seconds stands outside the alert, which would be read aloud again and again.
+  return html`<div class="notice bad">
+    <span role="alert"><strong>Connection lost</strong>: ${live.trouble}. ${from}</span>
+    ${" "}That was ${lost}. ${left ? `Trying again in ${left} s.` : "Trying now."}
   </div>`;
 }
 

@@ -49,7 +49,8 @@ function NoRanks() {
     <p>Nothing is followed, so there is nothing to show. Name an engine when the service starts:</p>
     <pre>kvindex serve --worker vllm-0=tcp://HOST:5557,replay=tcp://HOST:5657</pre>
     <p>or register one while it runs:</p>
-    <pre>${`curl -X POST ${location.origin}/register -H 'Content-Type: application/json' -d '
+    <pre>${`curl -X POST ${location.origin}/register \\
+  -H 'Content-Type: application/json' -d '
   {"instance_id": 1, "model_name": "MODEL", "block_size": 16,
    "endpoint": "tcp://HOST:5557", "replay_endpoint": "tcp://HOST:5657"}'`}</pre>
     <p>This page shows it as soon as it is there.</p>
@@ -154,7 +155,7 @@ function Tile({ rank, named, home, chosen, choose }) {
     tabindex=${home ? 0 : -1} onClick=${() => choose(rankName(rank))}>
     <span class="glyph">${glyph}</span>
     ${named && html`<span class="name">${rankName(rank)}</span>
-      <span class="more">${blocks}${stands === "live" ? "" : ` · ${label}`}</span>`}
+      <span class="more">${stands === "live" ? "" : `${label} · `}${blocks}</span>`}
   </div>`;
 }
 
