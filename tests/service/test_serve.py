@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -152,6 +156,36 @@ def test_a_slow_head_and_a_slow_body_are_cut_off(tmp_path: Path) -> None:
                 assert slow.recv(4096).startswith(b"HTTP/1.1 408")
 
 
+def test_more_connections_than_allowed_are_refused() -> None:
+    with serving("--max-connections", 1) as served:
+        kept = served.connection()
+        assert served.ask("GET", "/health", via=kept).status == 200
+        assert served.get("/health").status == 503
+        assert served.ask("GET", "/health", via=kept).status == 200
+        kept.close()
+        until(lambda: served.get("/health").status, lambda status: status == 200)
+
+
+@BOTH
+def test_it_speaks_tls_with_the_certificate_that_is_named(processes: int, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl makes the certificate")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject]
+    subprocess.run([openssl, *made, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    with serving("--processes", processes, "--tls-cert", cert, "--tls-key", key) as served:
+        context = ssl.create_default_context(cafile=str(cert))
+        kept = http.client.HTTPSConnection(
+            "127.0.0.1", served.port, timeout=PATIENCE, context=context
+        )
+        query = {"token_ids": PROMPT, "model_name": "m"}
+        assert served.ask("POST", "/query", query, via=kept).status == 404
+        assert served.ask("GET", "/workers", via=kept).json == []
+        kept.close()
+
+
 # The end, and what comes after ------------------------------------------------------------------
 
 
@@ -169,6 +203,19 @@ def test_open_requests_are_answered_before_it_ends(processes: int, number: signa
             until(lambda: "".join(served.said), lambda said: "ending" in said)
             half.sendall(body)
             assert half.recv(4096).startswith(b"HTTP/1.1 422")
+        assert served.process.wait(PATIENCE) == 0
+
+
+@BOTH
+def test_event_streams_end_whole_and_hold_up_no_end(processes: int) -> None:
+    with serving("--processes", processes, "--shutdown-within", 300) as served:
+        stream = served.connection()
+        stream.request("GET", "/events")
+        response = stream.getresponse()
+        assert b"event: fleet" in response.readline() + response.readline()
+        served.process.send_signal(signal.SIGTERM)
+        response.read()  # raises if the last chunk is missing
+        stream.close()
         assert served.process.wait(PATIENCE) == 0
 
 
