@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -48,6 +49,7 @@ __all__ = ["Running"]
 logger = logging.getLogger(__name__)
 
 _FIRST_LOOK: Final = 1.0  # seconds for sources to tell of workers before requests are answered
+_DESCRIPTORS: Final = 65_536
 _FOR_EVER: Final = 10**8  # seconds that a child may keep a connection to its parent
 
 
@@ -83,6 +85,7 @@ class Running:
         max_blocks_per_rank: int | None = None,
         engine_token: Callable[[], str | None] | None = None,
     ) -> None:
+        _allow_descriptors()
         self.settings = settings
         self._tokens = tuple(tokens)
         self._networks = Networks(settings.networks())
@@ -375,6 +378,14 @@ class Running:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _allow_descriptors() -> None:
+    """Raise the limit of open files as far as allowed: each rank and each connection takes some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -281,6 +282,14 @@ def test_a_state_file_that_is_none_is_an_error_that_says_what_to_do(tmp_path: Pa
         serving("--state", state),
     ):
         pass
+
+
+def test_it_opens_as_many_files_as_the_system_allows() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving() as served:
+        assert served.get("/health").status == 200
+        soft, _ = resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE)
+        assert soft >= min(hard, 65_536) or hard == resource.RLIM_INFINITY
 
 
 def test_a_port_in_use_is_an_error_that_names_it(at_loopback: Served) -> None:
