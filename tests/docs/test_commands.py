@@ -32,7 +32,9 @@ UNTIL_INTERRUPTED = {
     "fake-engine": "events at",
     "fanout": "listening at",
     "audit --minutes": "the window is open",
+    "serve": "the page: ",
 }
+SERVED = "http://127.0.0.1:8090"  # where `kvindex serve` listens by default
 ENGINE = r"vllm-0=tcp://127\.0\.0\.1:5557,replay=tcp://127\.0\.0\.1:5657"
 
 
@@ -51,7 +53,7 @@ def one_by_one(fence: Fence) -> list[str]:
 
 
 RUN_HERE = {
-    page: [line for line in commands(page) if line.startswith(("kvindex ", "echo "))]
+    page: [line for line in commands(page) if line.startswith(("kvindex ", "echo ", "curl "))]
     for page in PAGES
 }
 
@@ -63,6 +65,7 @@ class Shell:
         self.folder = folder
         self.engines = engines
         self.http = HttpEngine(engines)
+        self.served = SERVED
         self.running: list[subprocess.Popen[str]] = []
         shim = folder / "bin" / "kvindex"
         shim.parent.mkdir()
@@ -105,9 +108,12 @@ class Shell:
         line = line.replace("tcp://127.0.0.1:5557", first.endpoint)
         line = line.replace("tcp://127.0.0.1:5657", str(first.replay_endpoint))
         line = line.replace("http://127.0.0.1:8000", self.http.url)
-        line = line.replace("/run/router/", f"{self.folder}/")
+        line = line.replace("/run/router/", f"{self.folder}/").replace(SERVED, self.served)
+        line = line.replace("curl -s ", "curl -s --fail-with-body ")
         if line == "kvindex fake-engine":  # no fixed ports in tests
             line += " --endpoint tcp://127.0.0.1:0 --replay-endpoint tcp://127.0.0.1:0"
+        if line.startswith("kvindex serve "):
+            line += " --port 0"
         return line
 
     def _start(self, line: str, shows: str, *, live: bool) -> None:
@@ -123,6 +129,8 @@ class Shell:
         assert process.stdout is not None
         wanted = [shows, *([f"vllm-0/{rank}: live" for rank in range(2)] if live else [])]
         for printed in process.stdout:
+            if " the page: " in printed:
+                self.served = printed.split()[-1].rstrip("/")
             wanted = [text for text in wanted if text not in printed]
             if not wanted:
                 return
@@ -159,6 +167,8 @@ def shell() -> Iterator[Shell]:
 def test_the_commands_of_a_page_run(page: Path, shell: Shell) -> None:
     if any(line.startswith("kvindex fanout ") for line in RUN_HERE[page]) and MISSING:
         pytest.skip(MISSING)
+    if any(line.startswith("kvindex serve ") for line in RUN_HERE[page]):
+        pytest.importorskip("uvicorn", reason="needs kvindex[server]")
     for line in RUN_HERE[page]:
         shell.run(line)
     shell.interrupt()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -29,6 +30,8 @@ MODULES += [
         "ring",
     )
 ]
+PROMETHEUS = importlib.util.find_spec("prometheus_client") is not None
+MODULES += ["kvindex.metrics"] * PROMETHEUS
 DOCUMENTED = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
 LOADED = re.compile(
     r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']((?:https?:)?//[^"']+)"""
@@ -40,6 +43,7 @@ def documented() -> list[str]:
         name
         for page in sorted((DOCS / "reference").glob("*.md"))
         for name in DOCUMENTED.findall(page.read_text())
+        if PROMETHEUS or not name.startswith("kvindex.metrics.")
     ]
 
 
