@@ -8,7 +8,7 @@ series go when it goes.
 """
 
 from kvindex.metrics.funnel import FunnelCollector, Outcomes
-from kvindex.metrics.ranks import Labels, RankCollector
+from kvindex.metrics.ranks import RankCollector, SeriesLabels
 from kvindex.metrics.requests import (
     BUCKETS,
     DynamoCollector,
@@ -21,10 +21,10 @@ __all__ = [
     "BUCKETS",
     "DynamoCollector",
     "FunnelCollector",
-    "Labels",
     "Outcomes",
     "Queries",
     "RankCollector",
     "RequestCollector",
     "Requests",
+    "SeriesLabels",
 ]

@@ -15,14 +15,14 @@ from prometheus_client.registry import Collector
 
 from kvindex import BACKEND, State, __version__
 
-__all__ = ["Labels", "RankCollector", "Statistics"]
+__all__ = ["RankCollector", "SeriesLabels", "Statistics"]
 
 _Rank: TypeAlias = Mapping[str, Any]  # an entry of `statistics()["ranks"]`
 _Read: TypeAlias = Callable[[_Rank], float | None]
 _ReadSome: TypeAlias = Callable[[_Rank], Mapping[str, float]]
 
 
-class Labels(NamedTuple):
+class SeriesLabels(NamedTuple):
     """What a worker's series are told apart by, besides its name.
 
     Attributes:
@@ -123,7 +123,7 @@ class RankCollector(Collector):
         self,
         source: Statistics,
         *,
-        labels_of: Callable[[str], Labels] = lambda worker: Labels(),
+        labels_of: Callable[[str], SeriesLabels] = lambda worker: SeriesLabels(),
         workers: Collection[str] | None = None,
         per_rank: bool = True,
     ) -> None:
@@ -156,7 +156,7 @@ class RankCollector(Collector):
         return [*self._labels_of(worker), worker, dp_rank]
 
 
-_RANK: Final = (*Labels._fields, "worker", "dp_rank")
+_RANK: Final = (*SeriesLabels._fields, "worker", "dp_rank")
 
 
 def _index(index: Mapping[str, Any]) -> Iterator[Metric]:

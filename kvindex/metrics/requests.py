@@ -15,7 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvindex.metrics.ranks import Labels
+from kvindex.metrics.ranks import SeriesLabels
 
 __all__ = ["BUCKETS", "DynamoCollector", "Queries", "RequestCollector", "Requests"]
 
@@ -38,7 +38,7 @@ class Queries(NamedTuple):
             before; at the end those that took longer.
     """
 
-    labels: Labels
+    labels: SeriesLabels
     tokens: int
     best_match_tokens: int
     seconds: float
@@ -74,7 +74,7 @@ class RequestCollector(Collector):
             "kvindex_http_requests", "Answered requests", ("route", "code"), by_route.items()
         )
         queries = list(self._queries())
-        labels = Labels._fields
+        labels = SeriesLabels._fields
         yield _counter(
             "kvindex_query_tokens",
             "Tokens of the prompts that queries asked for",

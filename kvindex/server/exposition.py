@@ -19,9 +19,9 @@ from prometheus_client.registry import Collector
 from kvindex.metrics import (
     DynamoCollector,
     FunnelCollector,
-    Labels,
     RankCollector,
     RequestCollector,
+    SeriesLabels,
 )
 from kvindex.server.dialects import dynamo
 from kvindex.server.service import Service
@@ -78,12 +78,12 @@ class Exposition:
         PlatformCollector(registry=registry)
         return generate_latest(registry), CONTENT_TYPE_LATEST
 
-    def _labels_of(self) -> Callable[[str], Labels]:
+    def _labels_of(self) -> Callable[[str], SeriesLabels]:
         instances = self._service.catalog.instances
 
-        def labels_of(worker: str) -> Labels:
+        def labels_of(worker: str) -> SeriesLabels:
             ranks = instances.get(worker)
-            return Labels(*next(iter(ranks.values())).partition) if ranks else Labels()
+            return SeriesLabels(*next(iter(ranks.values())).partition) if ranks else SeriesLabels()
 
         return labels_of
 

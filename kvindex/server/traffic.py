@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from kvindex.metrics import BUCKETS, Labels, Outcomes, Queries, Requests
+from kvindex.metrics import BUCKETS, Outcomes, Queries, Requests, SeriesLabels
 from kvindex.server.catalog import Partition
 
 __all__ = ["METHODS", "OTHER", "Rows", "Totals", "Traffic"]
@@ -167,10 +167,10 @@ class Traffic:
             found[method, route, int(code)] = count
         return found
 
-    def partitions(self) -> dict[Labels, list[int]]:
+    def partitions(self) -> dict[SeriesLabels, list[int]]:
         """Return the numbers of each partition, for `Totals`."""
         return {
-            Labels(*name.split("\0", 1)): numbers
+            SeriesLabels(*name.split("\0", 1)): numbers
             for name, numbers in self._partitions.rows().items()
         }
 
@@ -213,8 +213,8 @@ class Totals:
             if numbers[_QUERY]
         ]
 
-    def _partitions(self) -> dict[Labels, list[int]]:
-        found: dict[Labels, list[int]] = {}
+    def _partitions(self) -> dict[SeriesLabels, list[int]]:
+        found: dict[SeriesLabels, list[int]] = {}
         for part in self._parts():
             for labels, numbers in part.partitions().items():
                 before = found.get(labels, [0] * len(numbers))

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvindex import Rank
-from kvindex.metrics import FunnelCollector, Labels, RankCollector
+from kvindex.metrics import FunnelCollector, RankCollector, SeriesLabels
 from kvindex.routing import Router
 from kvindex.testing import FakeEngine
 from tests.live import caught_up, client_of, link_to, worker_of
@@ -34,8 +34,8 @@ def scraped(*collectors: Any) -> Samples:
     return samples
 
 
-def labels_of(worker: str) -> Labels:
-    return Labels("llama")
+def labels_of(worker: str) -> SeriesLabels:
+    return SeriesLabels("llama")
 
 
 def test_a_rank_has_series_of_its_stream_and_its_blocks() -> None:

@@ -9,8 +9,8 @@ pytest.importorskip("prometheus_client")
 from kvindex.metrics import (
     DynamoCollector,
     FunnelCollector,
-    Labels,
     RequestCollector,
+    SeriesLabels,
 )
 from kvindex.server.catalog import Partition
 from kvindex.server.traffic import Rows, Totals, Traffic
@@ -54,7 +54,10 @@ def test_a_process_that_is_started_again_goes_on_counting_where_the_dead_one_end
     after.query(A, 4, 4, 1)
     after.request("GET", "/workers", 200)
     totals = Totals(lambda: [after])
-    assert {one.labels: one.tokens for one in totals.queries()} == {Labels(*A): 5, Labels(*B): 2}
+    assert {one.labels: one.tokens for one in totals.queries()} == {
+        SeriesLabels(*A): 5,
+        SeriesLabels(*B): 2,
+    }
     assert totals.requests() == {("GET", "/workers", 200): 2}
 
 
