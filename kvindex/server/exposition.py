@@ -121,6 +121,15 @@ class _ServerCollector(Collector):
         for reason, count in statistics["refused"].items():
             refused.add_metric([reason], count)
         yield refused
+        streams = statistics["streams"]
+        yield GaugeMetricFamily(
+            "kvindex_http_streams", "Event streams that are open", streams["open_now"]
+        )
+        yield CounterMetricFamily(
+            "kvindex_http_streams_cut_off",
+            "Event streams whose reader did not take what was sent",
+            streams["cut_off"],
+        )
         processes = statistics["processes"]
         if processes is not None:
             yield GaugeMetricFamily(

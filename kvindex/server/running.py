@@ -116,9 +116,9 @@ class Running:
             opened.callback(self._discovery.close)
             self.missing = self._discovery.wait_found(_FIRST_LOOK)
             self._guard = self._new_guard()
-            page = Page(self.service)
-            opened.callback(page.close)
-            app = self._new_app(page.routes)
+            self._page = Page(self.service)
+            opened.callback(self._page.close)
+            app = self._new_app(self._page.routes)
             self._routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))
             # With several processes each counts its own, those that it passes on to this one too.
             traffic = self.service.traffic if settings.processes == 1 else None
@@ -351,8 +351,9 @@ class Running:
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain JSON-ready values.
 
-        `refused`: requests that were not let in, by reason, of all processes. `discovery`, `state`
-        and `processes`: as their parts say; None where there is no such part.
+        `refused`: requests that were not let in, by reason, of all processes. `streams`: event
+        streams `opened`, `open_now`, `resumed` and `cut_off`. `discovery`, `state` and `processes`:
+        as their parts say; None where there is no such part.
         """
         refused = self._guard.counters.values()
         if self._children is not None:
@@ -360,6 +361,7 @@ class Running:
             refused = {name: refused[name] + counted[name] for name in REASONS}
         return {
             "refused": refused,
+            "streams": msgspec.to_builtins(self._page.streams),
             "discovery": self._discovery.statistics(),
             "state": None if self._saver is None else self._saver.statistics(),
             "processes": None if self._children is None else self._children.statistics(),

@@ -39,7 +39,12 @@ def samples() -> Samples:
 
         def statistics() -> dict[str, Any]:
             exits = {"running": 2, "wanted": 2, "exits": {"signal 9": 1}}
-            return {"refused": guard.counters.values(), "processes": exits}
+            streams = {"open_now": 2, "cut_off": 1}
+            return {
+                "refused": guard.counters.values(),
+                "streams": streams,
+                "processes": exits,
+            }
 
         metrics = Exposition(service, totals, statistics, dynamo_names=True).write
         app = build_app(service, metrics=metrics)
@@ -73,6 +78,7 @@ def test_queries_requests_and_refusals_are_counted(samples: Samples) -> None:
     assert requests["/query", "200"] == requests["/query", "404"] == 1
     assert requests["(other)", "421"] == 1
     assert ({"reason": "host"}, 1) in samples["kvindex_http_refused_total"]
+    assert samples["kvindex_http_streams_cut_off_total"] == [({}, 1)]
     assert samples["kvindex_routed_delivered_tokens_total"] == [({"model": "m"}, 48)]
 
 
