@@ -17,6 +17,7 @@ from kvindex.server.asking import answer
 from kvindex.server.asking_by_hash import HashQueries, no_hashes
 from kvindex.server.dialects import dynamo, rfc
 from kvindex.server.dumping import MOST_BLOCKS, dump
+from kvindex.server.openapi import description
 from kvindex.server.outcomes import take_outcome
 from kvindex.server.peers import peer_routes
 from kvindex.server.registering import register, unregister
@@ -67,8 +68,15 @@ def build_app(
     ]
     if metrics is not None:
         own.append(Route("/metrics", endpoints.metrics, methods=["GET"]))
+    whole = [*own, *peer_routes(), *routes]
+    paths = [getattr(route, "path", "") for route in whole]
+    described = json_reply(200, description([*paths, "/openapi.json"]))
+
+    async def openapi(request: Request) -> Response:
+        return described.response()
+
     app = Starlette(
-        routes=[*own, *peer_routes(), *routes],
+        routes=[*whole, Route("/openapi.json", openapi, methods=["GET"])],
         exception_handlers={HTTPException: _bare, ClientDisconnect: _gone},
     )
     app.router.redirect_slashes = False

@@ -181,6 +181,8 @@ def _answer(service: Service, fields: _Fields, tokens: memoryview) -> Reply:
     group = fields.routing_group if is_dynamo else fields.tenant_id or DEFAULT_GROUP
     if not isinstance(group, str):
         return text_reply(422, f"tenant_id must be a string, not {group!r:.40}")
+    if not is_dynamo and not isinstance(fields.instance_id, (str, type(None))):
+        return text_reply(422, f"instance_id must be a string, not {fields.instance_id!r:.40}")
     partition = Partition(model, group)
     ranks = service.ranks_of(partition)
     if ranks is None:
@@ -188,7 +190,7 @@ def _answer(service: Service, fields: _Fields, tokens: memoryview) -> Reply:
             return refused(404, f"no indexer for {partition}")
         return json_reply(200, {group: {}})
     if not is_dynamo and fields.instance_id is not None:
-        ranks = ranks.only(str(fields.instance_id))
+        ranks = ranks.only(fields.instance_id)
     hits, trusts = service.match(
         ranks, tokens, lora=fields.lora_name or None, salt=fields.cache_salt or None
     )

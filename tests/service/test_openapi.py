@@ -1,0 +1,97 @@
+"""What /openapi.json says is what the server does, whatever is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs kvindex[server]")
+pytest.importorskip("schemathesis")
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    positive_data_acceptance,
+    unsupported_method,
+)
+
+from kvindex import Client
+from kvindex.errors import EndpointRefusedError
+from kvindex.server.app import build_app
+from kvindex.server.asking_by_hash import HashQueries
+from kvindex.server.gate import Gate
+from kvindex.server.guards import Guard
+from kvindex.server.hashing import HashFollower
+from kvindex.server.registry import Registry
+from kvindex.server.service import Service
+
+QUICK = settings(
+    max_examples=10,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)
+
+
+def dial(endpoint: str) -> str:
+    """Let nothing be dialled but what nobody can reach."""
+    if endpoint.endswith(("1", "3", "5", "7", "9")):
+        raise EndpointRefusedError(f"{endpoint} is not allowed", reason="network")
+    return "tcp://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Any]:
+    with Client() as client:
+        hashes = HashFollower()
+        registry = Registry(client, dial=dial, besides=[hashes])
+        app = build_app(Service(client, registry), by_hash=HashQueries(registry, hashes))
+        yield schemathesis.openapi.from_asgi(
+            "/openapi.json", Gate(app, Guard(allowed_hosts=["testserver"]))
+        )
+        hashes.close()
+
+
+# A 501 or 503 is no fault here; what is well-formed may still be refused.
+UNCHECKED = [not_a_server_error, positive_data_acceptance, unsupported_method]
+
+OPERATIONS = [
+    ("POST", path) for path in ("/query", "/query_by_hash", "/register", "/unregister", "/outcomes")
+] + [
+    ("POST", "/register_peer"),
+    ("POST", "/deregister_peer"),
+    *(("GET", path) for path in ("/peers", "/workers", "/services", "/health", "/ready", "/dump")),
+]
+
+
+def test_every_route_is_described(api: Any) -> None:
+    described = {
+        (result.ok().method.upper(), result.ok().path) for result in api.get_all_operations()
+    }
+    assert described - {("GET", "/openapi.json")} == set(OPERATIONS)
+
+
+WITHOUT_INPUT = {"/peers", "/services", "/health"}
+RUNS = [(*operation, GenerationMode.POSITIVE) for operation in OPERATIONS]
+RUNS += [(*one, GenerationMode.NEGATIVE) for one in OPERATIONS if one[1] not in WITHOUT_INPUT]
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), RUNS)
+def test_every_answer_is_as_described(
+    api: Any, method: str, path: str, mode: GenerationMode
+) -> None:
+    cases = api[path][method].as_strategy(generation_mode=mode)
+
+    @QUICK
+    @given(case=cases)
+    def check(case: Any) -> None:
+        response = case.call_and_validate(excluded_checks=UNCHECKED)
+        assert response.status_code not in (500, 503) or path == "/ready"
+
+    check()
