@@ -73,6 +73,8 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
     except DiscoveryError as error:
         case.add("completion-failed", error=str(error)[:400])
         return
+    if case.ear is not None:
+        case.ear.listen(case.ear.agrees, limits.listen)
     if usage.cached_tokens is None:
         case.add("cached-tokens-unreported")
     cached = _cached(usage, before, case.http)
@@ -167,7 +169,7 @@ def _other_rank_stored(case: Case, limits: Limits) -> bool:
         return False
 
     def two_have_it() -> bool:
-        return sum(any(heard.tested for heard in ranks) for ranks in ear.heard.values()) > 1
+        return sum(all(heard.tested for heard in ranks) for ranks in ear.heard.values()) > 1
 
     return ear.listen(two_have_it, limits.listen)
 

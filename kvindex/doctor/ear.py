@@ -144,6 +144,10 @@ class Ear:
         """Return the ranks whose two connections heard different batches of one number."""
         return [rank for rank, heard in self.heard.items() if _differ(heard)]
 
+    def agrees(self) -> bool:
+        """Return whether the connections to each rank all heard what is wanted, or none did."""
+        return all(len({bool(h.tested) for h in heard}) == 1 for heard in self.heard.values())
+
     def close(self) -> None:
         """Hang up. Idempotent."""
         for sock in self._sockets:
