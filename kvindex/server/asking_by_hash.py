@@ -91,5 +91,8 @@ def _read(body: bytes) -> _Query | Reply:
 
 def _has_rolling(body: bytes) -> bool:
     """Return whether a query is RFC #1403's, by rolling hashes."""
-    fields = msgspec.json.decode(body)
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
     return isinstance(fields, Mapping) and "seq_hashes" in fields

@@ -45,6 +45,10 @@ _GUARD: Final = (400, 401, 403, 421, 503)  # what the front door answers
 def description(paths: Iterable[str]) -> dict[str, Any]:
     """Return the OpenAPI document of a server that has these routes."""
     known = _paths()
+    for path, item in known.items():
+        for method, operation in item.items():
+            name = path[1:].replace(".", "_")
+            operation["operationId"] = f"{method}_{name}"
     return {
         "openapi": "3.1.0",
         "info": {
@@ -95,7 +99,7 @@ def _paths() -> dict[str, Any]:
         "/register": _post(
             "Subscribe to one DP rank of an instance",
             _in_json(_either("DynamoRegister", "RfcRegister")),
-            {"200": done, "201": done},
+            {"200": {**done, "links": _links()}, "201": {**done, "links": _links()}},
             409,
             413,
         ),
@@ -148,6 +152,25 @@ def _paths() -> dict[str, Any]:
             ],
         ),
         "/openapi.json": _get("This description", _json({"type": "object"})),
+    }
+
+
+def _links() -> dict[str, Any]:
+    """Return what can be done with an instance once it is registered."""
+    model = "$request.body#/model_name"
+    same = {name: f"$request.body#/{name}" for name in ("instance_id", "model_name")}
+    again = ("instance_id", "model_name", "endpoint", "block_size")
+    return {
+        "query": {
+            "operationId": "post_query",
+            "requestBody": {"model_name": model, "token_ids": [1, 2, 3, 4]},
+        },
+        "unregister": {"operationId": "post_unregister", "requestBody": same},
+        "register": {
+            "operationId": "post_register",
+            "requestBody": {name: f"$request.body#/{name}" for name in again},
+        },
+        "workers": {"operationId": "get_workers", "parameters": {"model_name": model}},
     }
 
 

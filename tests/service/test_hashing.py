@@ -72,6 +72,26 @@ def test_a_server_without_hashes_says_how_to_get_them() -> None:
         assert "--hash-queries xxh3" in body["error"]
 
 
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"model": "m", "seq_hashes": [1]}', 501),  # rolling hashes
+        (b'{"model_name": "m", "block_hashes": [9223372036854775808]}', 422),
+        (b"[1, what", 422),
+        (b"what", 400),
+        (b'{"model_name": "m", "block_hashes": [1], "cache_salt": "s"}', 400),
+        (b'{"model_name": "nope", "block_hashes": [1]}', 404),
+    ],
+)
+def test_a_query_by_hash_that_cannot_be_answered_says_why(body: bytes, status: int) -> None:
+    follower = HashFollower()
+    with client_of() as client:
+        by_hash = HashQueries(Registry(client), follower)
+        assert by_hash.answer(body, b"application/json").status == status
+        assert by_hash.answer(body, None).status == 415
+        follower.close()
+
+
 def stored(tokens: list[Any], size: int = 4, **fields: Any) -> BlockStored:
     blocks = max(1, len(tokens) // size)
     labels: list[int | bytes] = list(range(blocks))

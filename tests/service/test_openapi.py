@@ -15,8 +15,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
+    ensure_resource_availability,
     positive_data_acceptance,
     unsupported_method,
+    use_after_free,
 )
 
 from kvindex import Client
@@ -61,6 +63,9 @@ def api() -> Iterator[Any]:
 # A 501 or 503 is no fault here; what is well-formed may still be refused.
 UNCHECKED = [not_a_server_error, positive_data_acceptance, unsupported_method]
 
+# These compare with what an earlier request of the run did; ours are idempotent on purpose.
+STATEFUL = [*UNCHECKED, ensure_resource_availability, use_after_free]
+
 OPERATIONS = [
     ("POST", path) for path in ("/query", "/query_by_hash", "/register", "/unregister", "/outcomes")
 ] + [
@@ -95,3 +100,14 @@ def test_every_answer_is_as_described(
         assert response.status_code not in (500, 503) or path == "/ready"
 
     check()
+
+
+def test_no_order_of_registering_asking_and_leaving_breaks_anything(api: Any) -> None:
+    machine = api.as_state_machine()
+
+    class Checked(machine):  # type: ignore[misc, valid-type]
+        def validate_response(self, response: Any, case: Any, **options: Any) -> None:
+            case.validate_response(response, excluded_checks=STATEFUL)
+            assert response.status_code not in (500, 503) or case.path == "/ready"
+
+    Checked.run(settings=settings(QUICK, max_examples=5, stateful_step_count=8))
