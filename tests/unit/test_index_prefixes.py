@@ -74,6 +74,18 @@ def test_the_oldest_of_equal_siblings_comes_first() -> None:
     assert index.prefixes(2).nodes[1] == found.nodes[1]
 
 
+def test_who_comes_back_is_the_youngest() -> None:
+    index = Index()
+    store(index, A, "pabc")
+    store(index, B, "pdef")
+    assert index.prefixes(2).nodes[1].rows == {"GPU": b"\x01"}
+    gone = [1 + hash_of("pabc"[:stop]) for stop in (4, 3, 2)]
+    apply(index, A, removed(*gone, base=0))
+    store(index, A, "pabc")
+    index.check()
+    assert index.prefixes(2).nodes[1].rows == {"GPU": b"\x02"}
+
+
 def test_a_hole_keeps_the_place_of_what_comes_after_it() -> None:
     index = index_of(stored(0, 1, 2, 3), removed(1, 2))
     found = index.prefixes()
