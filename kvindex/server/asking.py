@@ -30,12 +30,15 @@ from kvindex.server.replies import (
 )
 from kvindex.server.service import Ranks, Service
 
-__all__ = ["MSGPACK_TYPES", "answer", "media_type"]
+__all__ = ["MSGPACK_TYPES", "UNREADABLE", "answer", "media_type"]
 
 MSGPACK_TYPES: Final = frozenset(
     {b"application/msgpack", b"application/x-msgpack", b"application/vnd.msgpack"}
 )
 _OCTETS: Final = b"application/octet-stream"
+
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for a body that it cannot read, too deep a nesting included."""
 
 
 class _Fields(msgspec.Struct, frozen=True, gc=False):
@@ -97,7 +100,7 @@ def _answer_json(service: Service, body: bytes) -> Reply:
         return text_reply(_STATUS.get(error.reason, 422), str(error))
     except msgspec.ValidationError as error:
         return text_reply(422, f"the query has not the right form: {error}")
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         return text_reply(400, f"the body is no JSON: {error}")
     if query.token_ids is None:
         return text_reply(422, "the query has no field `token_ids`")
@@ -120,7 +123,7 @@ def _answer_octets(service: Service, body: bytes, query_string: bytes) -> Reply:
 def _answer_msgpack(service: Service, body: bytes) -> Reply:
     try:
         fields = msgspec.msgpack.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         return packed(refused(400, f"the body is no msgpack: {error}"))
     if not isinstance(fields, dict):
         return packed(refused(400, "the body is no map"))
@@ -135,8 +138,10 @@ def _is_conductor(service: Service, fields: Mapping[str, Any]) -> bool:
         return service.dialect == "conductor"
     if "model_name" in fields or "hit_detail" in fields:
         return False
-    tenant = fields.get("tenant_id") or DEFAULT_GROUP
-    ranks = service.ranks_of(Partition(fields.get("model", ""), tenant))
+    model, tenant = fields.get("model"), fields.get("tenant_id") or DEFAULT_GROUP
+    if not (isinstance(model, str) and isinstance(tenant, str)):
+        return True  # which says what is wrong with them
+    ranks = service.ranks_of(Partition(model, tenant))
     return ranks is None or not ranks.of_mindie
 
 

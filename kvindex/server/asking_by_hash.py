@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvindex.server.asking import media_type
+from kvindex.server.asking import UNREADABLE, media_type
 from kvindex.server.catalog import DEFAULT_GROUP, Partition
 from kvindex.server.hashing import HashFollower, packed_hashes
 from kvindex.server.registry import Registry
@@ -85,7 +85,7 @@ def _read(body: bytes) -> _Query | Reply:
         if _has_rolling(body):
             return refused(501, "rolling hashes are not kept: ask with local `block_hashes`")
         return text_reply(422, said)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         return text_reply(400, f"the body is no JSON: {error}")
 
 
@@ -93,6 +93,6 @@ def _has_rolling(body: bytes) -> bool:
     """Return whether a query is RFC #1403's, by rolling hashes."""
     try:
         fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
+    except UNREADABLE:
+        return False  # it is wrong in more than one place
     return isinstance(fields, Mapping) and "seq_hashes" in fields

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 
 from kvindex import ConfigurationError, Explanation, Rank, TokenError, UnknownRankError
+from kvindex.server.asking import UNREADABLE
 from kvindex.server.tokenizing import TokenizerError, tokenize
 
 __all__ = ["Explained", "Question", "RefusedError", "answer", "read_question"]
@@ -56,7 +57,7 @@ def read_question(body: bytes) -> Question:
         question = msgspec.json.decode(body, type=Question)
     except msgspec.ValidationError as error:
         raise RefusedError(422, f"the question cannot be read: {error}") from None
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise RefusedError(400, f"the body is no JSON: {error}") from None
     if (question.token_ids is None) == (question.text is None):
         raise RefusedError(422, "give either token_ids or text")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvindex.server.asking import media_type
+from kvindex.server.asking import UNREADABLE, media_type
 from kvindex.server.catalog import DEFAULT_GROUP, Partition
 from kvindex.server.replies import JSON, Reply, json_reply, refused, text_reply
 from kvindex.server.service import Service
@@ -53,7 +53,7 @@ def take_outcome(service: Service, body: bytes, content_type: bytes | None) -> R
         one = msgspec.json.decode(body, type=Outcome)
     except msgspec.ValidationError as error:
         return text_reply(422, f"the body has not the right form: {error}")
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         return text_reply(400, f"the body is no JSON: {error}")
     if one.partition not in service.catalog.partitions:
         return refused(404, f"no indexer for {one.partition}")

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvindex.server.asking import media_type
+from kvindex.server.asking import UNREADABLE, media_type
 from kvindex.server.replies import JSON, Reply, json_reply, refused, text_reply
 
 __all__ = ["peer_routes"]
@@ -51,6 +51,6 @@ async def _refusal(request: Request) -> Reply | None:
         msgspec.json.decode(await request.body(), type=_Peer)
     except msgspec.ValidationError as error:
         return text_reply(422, f"the body has not the right form: {error}")
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         return text_reply(400, f"the body is no JSON: {error}")
     return None

@@ -13,12 +13,15 @@ import msgspec
 
 from kvindex import BusyError, ClosedError
 from kvindex.errors import EndpointRefusedError, RegistrationError
-from kvindex.server.asking import MSGPACK_TYPES, media_type
+from kvindex.server.asking import MSGPACK_TYPES, UNREADABLE, media_type
 from kvindex.server.dialects import conductor, dynamo, rfc
 from kvindex.server.replies import JSON, Reply, packed, refused, text_reply
 from kvindex.server.service import Service
 
 __all__ = ["register", "unregister"]
+
+_MOST_BYTES: Final = 16 << 10
+"""Of a body: what is registered is kept, told to other processes and saved."""
 
 _STATUS: Final = {"conflict": 409, "unknown": 404, "invalid": 400, "room": 503}
 
@@ -43,9 +46,11 @@ def _carried_out(
     is_packed = kind in MSGPACK_TYPES
     if kind != JSON and not is_packed:
         return text_reply(415, "send the body with content-type application/json or .../msgpack")
+    if len(body) > _MOST_BYTES:
+        return text_reply(413, f"the body has {len(body)} bytes, more than {_MOST_BYTES}")
     try:
         fields = msgspec.msgpack.decode(body) if is_packed else msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         return text_reply(400, f"the body cannot be read: {error}")
     if not isinstance(fields, dict):
         return text_reply(422, "the body has not the right form: it is no object")

@@ -51,7 +51,7 @@ def read_registrations(state: str | os.PathLike[str]) -> list[Registration]:
         return msgspec.json.decode(data, type=list[Registration])
     except FileNotFoundError:
         return []
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(
             f"--state {path}: it holds no registrations ({error}); to start without them, delete "
             "it or move it away"

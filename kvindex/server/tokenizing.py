@@ -82,7 +82,7 @@ def tokenize(
         with error:
             said = error.read(_WORDS_OF_ERROR).decode(errors="replace")
         raise TokenizerError(url, f"it answers {error.code}: {said}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TokenizerError(url, f"its answer is no list of tokens ({error})") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise TokenizerError(url, str(error) or type(error).__name__) from None

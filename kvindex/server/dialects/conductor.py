@@ -53,7 +53,13 @@ def _group(value: Any) -> Fault | None:
 
 
 def _profile(value: Any) -> Fault | None:
-    return None if isinstance(value, dict) else ("invalid_type", "must be a map")
+    """Check what is kept only to be shown again: in JSON, to other processes and in a file."""
+    if not isinstance(value, dict):
+        return "invalid_type", "must be a map"
+    plain = (str, int, float, type(None))
+    if all(isinstance(key, str) and isinstance(of, plain) for key, of in value.items()):
+        return None
+    return "invalid_type", "must be a map of strings to strings and numbers"
 
 
 def _tokens(value: Any) -> Fault | None:
