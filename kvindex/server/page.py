@@ -74,6 +74,8 @@ class Page:
 
     Args:
         service: what is shown.
+        tokenizer: URL of an engine whose `/tokenize` is asked for tokens of text where neither
+            the operator nor a discovery named one of the partition.
         timeline: a new one by default.
 
     Attributes:
@@ -84,9 +86,12 @@ class Page:
     Owner: the server's event loop; `close` may be called from any thread.
     """
 
-    def __init__(self, service: Shown, *, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self, service: Shown, *, tokenizer: str | None = None, timeline: Timeline | None = None
+    ) -> None:
         self._service = service
         self._source: Source = service.source
+        self._configured = tokenizer
         self.timeline = timeline or Timeline(self._partition)
         self.streams = StreamCounters()
         self._stop = self._source.on_change(self.timeline.observe)
@@ -183,7 +188,7 @@ class Page:
             engine = one.details.get("engine")
             if isinstance(engine, str) and one.source != BY_CLIENTS:
                 return engine
-        return None
+        return self._configured
 
     async def _events(self, request: Request) -> EventStreamResponse:
         asked = request.headers.get("last-event-id", "")

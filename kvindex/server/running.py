@@ -116,7 +116,7 @@ class Running:
             opened.callback(self._discovery.close)
             self.missing = self._discovery.wait_found(_FIRST_LOOK)
             self._guard = self._new_guard()
-            self._page = Page(self.service)
+            self._page = Page(self.service, tokenizer=settings.tokenizer)
             opened.callback(self._page.close)
             app = self._new_app(self._page.routes)
             self._routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))

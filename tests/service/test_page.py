@@ -147,6 +147,10 @@ def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> N
             gone = httpx.post(f"{url}/api/explain", json=asked)
             assert gone.status_code == 502
             assert http.url in gone.json()["error"]
+        configured = Page(ManyRanks(1), tokenizer=http.url)
+        gone = Asker(Starlette(routes=configured.routes)).send("POST", "/api/explain", json=asked)
+        configured.close()
+        assert gone.status_code == 502  # it was asked, though no registration names it
         # An engine that came over HTTP is not asked: who registers could name any address.
         with paged(one, engine=http.url, source="zmq") as (_, client, url):
             assert httpx.post(f"{url}/api/explain", json=asked).status_code == 409
