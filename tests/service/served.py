@@ -47,6 +47,7 @@ class Served:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.said: list[str] = []  # on stderr
+        self._seen: set[int] = set()
         self.errors = threading.Thread(target=self._read_errors, daemon=True)
         self.errors.start()
 
@@ -109,7 +110,17 @@ class Served:
         found = []
         for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
             found += [int(pid) for pid in path.read_text().split()]
+        self._seen.update(found)
         return sorted(set(found))
+
+    def kill_orphans(self) -> None:
+        """Kill processes that it started, and that should have ended with it."""
+        for pid in self._seen:
+            try:
+                if b"kvindex.server.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+            except (FileNotFoundError, ProcessLookupError):
+                pass
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
@@ -135,7 +146,9 @@ def serving(*argv: object, env: Mapping[str, str] | None = None) -> Iterator[Ser
     finally:
         process.kill()
         process.wait()
+        served.kill_orphans()
         served.errors.join(PATIENCE)
+        assert not served.errors.is_alive(), "a process that it started has not ended"
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()

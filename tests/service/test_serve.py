@@ -215,9 +215,9 @@ def test_event_streams_end_whole_and_hold_up_no_end(processes: int) -> None:
         response = stream.getresponse()
         assert b"event: fleet" in response.readline() + response.readline()
         served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(PATIENCE) == 0
         response.read()  # raises if the last chunk is missing
         stream.close()
-        assert served.process.wait(PATIENCE) == 0
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
