@@ -1,7 +1,7 @@
 """Connections that are bounded: in number, in the size of a head, and in time.
 
-uvicorn itself waits for ever for the rest of a request. Here one sweep each second closes what
-took too long, so an ordinary request costs two assignments and no timer.
+uvicorn itself waits for ever for the rest of a request, and for readers. Here one sweep each second
+closes what took too long, so an ordinary request costs two assignments and no timer.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
+import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from kvindex.server.guards import Guard, Refusal
@@ -45,7 +46,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._head_since: float | None = None
         self._body_since: float | None = None
-        self._head_bytes = 0
+        self._unused = 0  # bytes that came and were no body
+        self._running: RequestResponseCycle | None = None  # the request that the app answers
+        self._unread = 0  # bytes that wait for the client to read,
+        self._unread_since = 0.0  # and since when none of them was read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or refuse it if there are too many."""
@@ -57,33 +61,71 @@ class GuardedProtocol(HttpToolsProtocol):
                 Refusal(503, "connections", f"{limit} connections are open, the most served")
             )
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell whoever answers here that nobody reads."""
+        self._abandon()
+        super().connection_lost(exc)
+
     def data_received(self, data: bytes) -> None:
-        """Take bytes; refuse a head that grows too long."""
-        in_head = self._head_since is not None
-        super().data_received(data)
-        if not in_head or self._head_since is None:
+        """Take bytes; refuse a head, or what stands behind a body, that grows too long."""
+        self._unused += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            if not self.transport.is_closing():
+                self.refuse(Refusal(400, "malformed", "this is not HTTP/1.1"))
             return
-        self._head_bytes += len(data)
         limit = self.guard.limits.head_bytes
-        if self._head_bytes > limit and not self.transport.is_closing():
+        is_within = self._head_since is not None or self._body_since is not None
+        if is_within and self._unused > limit and not self.transport.is_closing():
             self.refuse(
                 Refusal(431, "head", f"the request line and its headers exceed {limit} bytes")
             )
+
+    def _feed(self, data: bytes) -> None:
+        """Parse bytes, deaf to offers to speak another protocol: Java and curl make them.
+
+        The parser would take what follows such a request for that protocol, so it is given the head
+        once more without the offer.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                rest = data[offer.args[0] :]
+            method, version = self.parser.get_method(), self.parser.get_http_version()
+            if method == b"CONNECT":
+                raise httptools.HttpParserError("there is no way through here")
+            head = [b"%b %b HTTP/%b\r\n" % (method, self.url, version.encode())]
+            head += [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            data = b"".join([*head, b"\r\n", rest])
 
     def on_message_begin(self) -> None:
         """Begin to measure a request."""
         super().on_message_begin()
         if self._head_since is None:
             self._head_since = self.loop.time()
-            self._head_bytes = 0
+            self._unused = 0
 
     def on_headers_complete(self) -> None:
         """Measure its body from now on."""
-        self.begin_body()
+        if self.parser.should_upgrade():
+            return  # the head comes once more
         super().on_headers_complete()
+        self.begin_body()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body."""
+        self._unused = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """All of it is there."""
+        if self.parser.should_upgrade():
+            return
         self.end_body()
         super().on_message_complete()
 
@@ -91,6 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Measure a body from now on."""
         self._head_since = None
         self._body_since = self.loop.time()
+        self.headers = []  # what follows a body in chunks counts for nothing
 
     def end_body(self) -> None:
         """Measure it no longer."""
@@ -99,10 +142,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def check_time(self, now: float) -> None:
         """Close the connection if the rest of a request is overdue."""
         limits = self.guard.limits
+        if self._reads_nothing(now):
+            self.guard.counters.add("slow_reader")
+            self.transport.abort()
         if self.transport.is_closing():
             return
         if self._head_since is not None and now - self._head_since > limits.head_seconds:
-            if self._head_bytes:
+            if self._unused:
                 self.refuse(
                     Refusal(408, "slow_head", f"no whole head within {limits.head_seconds:g} s")
                 )
@@ -110,23 +156,52 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.guard.counters.add("slow_head")
                 self.transport.close()
         elif self._body_since is not None and now - self._body_since > limits.body_seconds:
-            if self.cycle is not None and self.cycle.response_started:
-                self.guard.counters.add("slow_body")
-                self.transport.close()
-            else:
-                self.refuse(
-                    Refusal(408, "slow_body", f"no whole body within {limits.body_seconds:g} s")
-                )
+            self.refuse(
+                Refusal(408, "slow_body", f"no whole body within {limits.body_seconds:g} s")
+            )
+
+    def _reads_nothing(self, now: float) -> bool:
+        """Return whether the client has not read any of a response for too long."""
+        unread = self.transport.get_write_buffer_size()
+        if not unread or unread != self._unread:
+            self._unread, self._unread_since = unread, now
+            return False
+        return now - self._unread_since > self.guard.limits.body_seconds
 
     def refuse(self, refusal: Refusal) -> None:
-        """Answer, and close."""
+        """Answer, unless other answers are on their way, and close."""
         self.guard.refuse(refusal)
+        if self._may_answer():
+            self._write(refusal)
+        self._abandon()
+        self.transport.close()
+
+    def _may_answer(self) -> bool:
+        """Return whether what is written now is the answer to the request that is received."""
+        running = self._running
+        if running is None:
+            return True
+        if running is self.cycle and self._body_since is not None:
+            return not running.response_started
+        return running.response_complete
+
+    def _write(self, refusal: Refusal) -> None:
         head = [b"HTTP/1.1 %d %b\r\n" % (refusal.status, _REASONS[refusal.status])]
         head += [b"%b: %b\r\n" % field for field in refusal.headers]
         if not any(name == b"connection" for name, _ in refusal.headers):
             head.append(b"connection: close\r\n")
         self.transport.write(b"".join([*head, b"\r\n", refusal.body]))
-        self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _abandon(self) -> None:
+        """Have the app that answers a request know that the client is gone."""
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
 
 
 def protocol_of(guard: Guard, base: type[GuardedProtocol]) -> type[GuardedProtocol]:

@@ -86,6 +86,10 @@ class EventStreamResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the reader is gone or cut off."""
+        if scope.get("method") == "HEAD":
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send(_END)
+            return
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
         gone = asyncio.ensure_future(_disconnected(receive))

@@ -30,9 +30,11 @@ REASONS: Final = (
     "head",  # 431: longer than Limits.head_bytes
     "host",  # 421: a Host header that names another host: DNS rebinding
     "host_form",  # 400: none, several, or no host name
+    "malformed",  # 400: no HTTP/1.1
     "origin",  # 403: a page of another origin asks
     "slow_body",  # 408: not all there within Limits.body_seconds
     "slow_head",  # 408: not all there within Limits.head_seconds
+    "slow_reader",  # nothing of a response was read for Limits.body_seconds
     "streams",  # 503: more than Limits.streams event streams
     "token",  # 401: another token
     "token_missing",  # 401: none
@@ -62,7 +64,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         connections: open connections, for each process.
         head_bytes: of a request line with its headers.
         head_seconds: from the first byte of a connection or request to the end of its headers.
-        body_seconds: from there to the end of the body.
+        body_seconds: from there to the end of the body; and the longest time for which a client
+            may read nothing of a response.
         idle_seconds: between two requests of a kept connection.
 
     Raises:
@@ -117,7 +120,7 @@ class Refusal(msgspec.Struct, frozen=True):
             found += _CHALLENGES
         if self.status == 503:
             found.append((b"retry-after", b"1"))
-        if self.status in (408, 413, 431):
+        if self.status in (408, 413, 431) or self.reason == "malformed":
             found.append((b"connection", b"close"))
         return found
 

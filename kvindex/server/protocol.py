@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from io import BytesIO
 from typing import Any, Final, TypeAlias
 
 from uvicorn.config import Config
@@ -50,7 +51,7 @@ class QueryProtocol(GuardedProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._parts: list[bytes] | None = None  # of the body of a query that is answered here
+        self._body: BytesIO | None = None  # the body of a query that is answered here
         self._size = 0
         self._content_type: bytes | None = None
         self._refusal: Refusal | None = None
@@ -61,11 +62,11 @@ class QueryProtocol(GuardedProtocol):
         if not self._takes():
             super().on_headers_complete()
             return
-        self.begin_body()
         self.cycle = None  # type: ignore[assignment]  # the last one of the app's is over
-        self._parts = []
+        self._body = BytesIO()
         self._size = 0
         self._refusal = self.guard.admit(self.headers)
+        self.begin_body()
         version = self.parser.get_http_version()
         self._is_last = version == "1.0" or not self.parser.should_keep_alive()
         if self.expect_100_continue:
@@ -95,24 +96,24 @@ class QueryProtocol(GuardedProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Take a part of a body."""
-        if self._parts is None:
+        if self._body is None:
             super().on_body(body)
             return
+        self._unused = 0
         self._size += len(body)
         limit = self.guard.limits.body_bytes
         if self._size <= limit:
-            self._parts.append(body)
-        elif self._size <= _DRAINED * limit:
-            self._parts.clear()
-        elif not self.transport.is_closing():
-            self._parts.clear()
+            self._body.write(body)
+            return
+        self._body = BytesIO()
+        if self._size > _DRAINED * limit and not self.transport.is_closing():
             self._is_last = True
             self._reply_refusal(self.guard.refuse(_too_long(limit)))
 
     def on_message_complete(self) -> None:
         """Answer a query."""
-        parts, self._parts = self._parts, None
-        if parts is None:
+        taken, self._body = self._body, None
+        if taken is None:
             super().on_message_complete()
             return
         self.end_body()
@@ -124,7 +125,7 @@ class QueryProtocol(GuardedProtocol):
         if self._refusal is not None:
             self._reply_refusal(self._refusal)
             return
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        body = taken.getvalue()
         reply = self._asked(body)
         if reply is None:
             self._leave_to_app(body)
@@ -141,6 +142,7 @@ class QueryProtocol(GuardedProtocol):
 
     def _leave_to_app(self, body: bytes) -> None:
         """Have the app answer a query whose body has come."""
+        self.expect_100_continue = False  # it was told to go on already
         super().on_headers_complete()
         super().on_body(body)
         super().on_message_complete()
@@ -168,7 +170,7 @@ class QueryProtocol(GuardedProtocol):
 
     def shutdown(self) -> None:
         """Close the connection, after the query that is being received."""
-        if self._parts is None:
+        if self._body is None:
             super().shutdown()
         else:
             self._is_last = True
