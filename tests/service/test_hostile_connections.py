@@ -144,8 +144,11 @@ def test_the_head_of_the_event_stream_has_an_end() -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
         response = EventStreamResponse(Timeline(), dict, StreamCounters())
-        await asyncio.wait_for(response({"method": "HEAD"}, asyncio.Event().wait, send), PATIENCE)
+        await asyncio.wait_for(response({"method": "HEAD"}, receive, send), PATIENCE)
         return sent
 
     start, end = asyncio.run(head())
