@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -12,7 +13,8 @@ from kvindex.server.catalog import DEFAULT_GROUP, Partition
 from kvindex.server.hashing import HashFollower, packed_hashes
 from kvindex.server.registry import Registry
 from kvindex.server.replies import JSON, Reply, refused, text_reply
-from kvindex.server.service import Service
+from kvindex.server.service import Ranks, Service
+from kvindex.server.traffic import Traffic
 
 __all__ = ["HashQueries", "no_hashes"]
 
@@ -45,13 +47,17 @@ class HashQueries:
     Args:
         registry: whose registrations are followed.
         follower: what has the hashes.
+        traffic: counts the queries, in tokens; one of its own by default.
 
     Thread safety: `answer` on the event loop.
     """
 
-    def __init__(self, registry: Registry, follower: HashFollower) -> None:
+    def __init__(
+        self, registry: Registry, follower: HashFollower, traffic: Traffic | None = None
+    ) -> None:
         self._follower = follower
         self._service = Service(follower, registry)
+        self._traffic = Traffic() if traffic is None else traffic
 
     def answer(self, body: bytes, content_type: bytes | None) -> Reply:
         """Return the answer to a query by hash."""
@@ -70,10 +76,20 @@ class HashQueries:
         ranks = self._service.ranks_of(partition)
         if ranks is None:
             return refused(404, f"no indexer for {partition}")
-        hits, trusts = self._service.match(
-            ranks, packed_hashes(query.block_hashes), lora=query.lora_name or None, salt=None
+        return self._match(ranks, query)
+
+    def _match(self, ranks: Ranks, query: _Query) -> Reply:
+        """Answer for these ranks, and count it as a query of whole blocks."""
+        began = time.perf_counter_ns()
+        trusts = self._follower.trusts()
+        match = self._follower.index.match(
+            packed_hashes(query.block_hashes), lora=query.lora_name or None
         )
-        found = self._follower.in_tokens(hits, iter(ranks.rows))
+        found = self._follower.in_tokens(match.hits(ranks.rows), iter(ranks.rows))
+        asked = len(query.block_hashes) * max(found.block_size, default=0)
+        best = max(found.tokens, default=0)
+        took = time.perf_counter_ns() - began
+        self._traffic.query(ranks.partition, asked, best, took)
         return Reply(200, ranks.form("dynamo").write(found, trusts))
 
 

@@ -204,12 +204,12 @@ class Running:
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )
-        hashes, registry = self._hashes, self.service.registry
+        hashes, registry, traffic = self._hashes, self.service.registry, self.service.traffic
         return build_app(
             self.service,
             routes=[snapshot_route(self._client), *shown],
             metrics=exposition.write,
-            by_hash=None if hashes is None else HashQueries(registry, hashes),
+            by_hash=None if hashes is None else HashQueries(registry, hashes, traffic),
         )
 
     def _traffic(self) -> list[Traffic]:

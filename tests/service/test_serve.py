@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import resource
 import shutil
 import signal
@@ -16,6 +17,9 @@ import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
+pytest.importorskip("xxhash")
+
+import xxhash
 
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
@@ -335,3 +339,30 @@ def test_a_mistake_in_the_file_is_told_at_the_start(tmp_path: Path) -> None:
     config.write_text("[serve]\nprot = 1\n")
     with pytest.raises(AssertionError, match="line 2"), serving("--config", config):
         pass
+
+
+@BOTH
+def test_a_query_by_hash_counts_in_the_metrics_as_one_by_tokens(processes: int) -> None:
+    hashes = []
+    for at in range(0, len(PROMPT), BLOCK):
+        data = b"".join(token.to_bytes(4, "little") for token in PROMPT[at : at + BLOCK])
+        hashes.append(int.from_bytes(xxhash.xxh3_64_digest(data, seed=1337), "big", signed=True))
+    query = {"model_name": "m", "block_hashes": hashes}
+
+    def by_hash(served: Served) -> int:
+        instances = served.post("/query_by_hash", query).json["instances"]
+        return int(instances["1"]["longest_matched"]) if instances else 0
+
+    def counted(served: Served, name: str) -> float:
+        found = re.search(rf"^{name}{{.*}} (.*)$", served.get("/metrics").body.decode(), re.M)
+        return float(found[1]) if found else 0.0
+
+    names = ("kvindex_query_tokens_total", "kvindex_query_best_match_tokens_total")
+    with serving("--processes", processes, "--hash-queries", "xxh3") as served, engine() as one:
+        register(served, one)
+        one.serve(PROMPT)
+        until(lambda: by_hash(served), lambda tokens: tokens == len(PROMPT))
+        before = [counted(served, name) for name in names]
+        assert by_hash(served) == len(PROMPT)
+        after = [counted(served, name) for name in names]
+        assert [new - old for old, new in zip(before, after, strict=True)] == [len(PROMPT)] * 2
