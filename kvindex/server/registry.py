@@ -179,11 +179,17 @@ class Registry:
             elif moved:
                 logger.info("%s/%d has moved to %s", *key, registration.endpoint)
                 self._leave([present])
-            if present is None or moved:
-                self._subscribe(worker)
-                self._dialled[key] = worker
+            before = self.catalog
+            # First, so that whoever hears of the rank finds whose it is.
             if moved or present is None or present.source == registration.source:
-                self._replace(self.catalog.with_(registration))
+                self._replace(before.with_(registration))
+            if present is None or moved:
+                try:
+                    self._subscribe(worker)
+                except BaseException:
+                    self._replace(before)
+                    raise
+                self._dialled[key] = worker
             return "new" if present is None else "moved" if moved else "same"
 
     def _subscribe(self, worker: Worker) -> None:

@@ -9,8 +9,10 @@ import pytest
 pytest.importorskip("starlette", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
-from kvindex import Client, Rank
+from kvindex import BusyError, Client, Rank, Worker
 from kvindex.server.app import build_app
+from kvindex.server.catalog import Partition
+from kvindex.server.registry import Registry
 from kvindex.server.service import Service
 from kvindex.testing import FakeEngine
 from tests.live import caught_up, client_of, worker_of
@@ -48,6 +50,19 @@ def test_what_is_registered_is_answered_for_until_it_is_unregistered(
         assert ask.post("/unregister", gone) == (200, {"status": "ok"})
         assert ask.post("/query", query)[0] == 404
         assert not client.ranks
+
+
+def test_what_cannot_be_subscribed_to_is_not_registered(client: Client) -> None:
+    class Full:
+        ranks = ()
+
+        def add(self, worker: Worker) -> None:
+            raise BusyError(1.0)
+
+    registry = Registry(client, besides=[Full()])  # type: ignore[list-item]
+    with FakeEngine("1") as engine, pytest.raises(BusyError):
+        registry.add(worker_of(engine), Partition("m"))
+    assert not registry.catalog.registrations
 
 
 def test_a_worker_that_nobody_registered_is_never_answered_for(client: Client, ask: Asker) -> None:

@@ -25,7 +25,7 @@ from kvindex.server.event_stream import EventStreamResponse, StreamCounters
 from kvindex.server.page import Page
 from kvindex.server.timeline import Timeline
 from kvindex.testing import FakeEngine, HttpEngine
-from tests.live import PATIENCE, caught_up, wait_status
+from tests.live import PATIENCE, caught_up, wait_status, worker_of
 from tests.service.asking import Asker
 from tests.service.page_server import MODEL, ManyRanks, paged
 from tests.unit.test_fleet_overview import A, status_of
@@ -211,6 +211,15 @@ def test_the_stream_begins_with_the_states_and_tells_that_an_engine_went_away() 
             assert (lost["event"], lost["data"]["state"]) == ("state", "connecting")
             assert lost["data"]["model"] == MODEL.model
             assert lost["id"] == f"{page.timeline.life}-{page.timeline.position}"
+
+
+def test_a_rank_that_is_added_is_told_with_its_model_from_the_first() -> None:
+    with paged() as (page, client, _), FakeEngine("a") as one:
+        page._service.registry.add(worker_of(one), MODEL)  # type: ignore[attr-defined]
+        caught_up(client, one)
+        happenings = page.timeline.since(0).happenings
+        assert happenings[0].kind == "added"
+        assert {happening.model for happening in happenings} == {MODEL.model}
 
 
 def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() -> None:
