@@ -194,7 +194,7 @@ def _serve(start: Start, orders: Orders, service: Service, counters: Counters) -
     proxy = Proxy(start.upstream, guard)
     app = ChildApp(service, proxy, counters)
     server = HttpServer(
-        Gate(app, guard, service.traffic, start.routes),
+        Gate(app, guard, service.traffic.request, start.routes),
         guard,
         base=query_protocol(app.query, service.traffic),
         shutdown_within=start.shutdown_within,

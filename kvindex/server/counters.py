@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-__all__ = ["Counters"]
+__all__ = ["OTHER", "Counters"]
+
+OTHER: Final = "(other)"
+"""Stands for methods and paths that nobody has a route for, and for names without room."""
 
 
 class Counters:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final, TypeAlias
 
+from kvindex.server.counters import OTHER
 from kvindex.server.guards import Guard, Refusal
-from kvindex.server.traffic import METHODS, OTHER, Traffic
 
 __all__ = ["ASGIApp", "Gate", "Message", "Receive", "Scope", "Send", "answer"]
 
@@ -15,8 +15,10 @@ Scope: TypeAlias = "MutableMapping[str, Any]"
 Message: TypeAlias = "MutableMapping[str, Any]"
 Receive: TypeAlias = "Callable[[], Awaitable[Message]]"
 Send: TypeAlias = "Callable[[Message], Awaitable[None]]"
+Count: TypeAlias = "Callable[[str, str, int], None]"
 ASGIApp: TypeAlias = "Callable[[Scope, Receive, Send], Awaitable[None]]"
 
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _STREAM: Final = "/events"
 _ALIVE: Final = "/health"  # says nothing, so anybody may ask
 _READY: Final = "/ready"  # anybody learns the status code; the reasons are for those let in
@@ -31,8 +33,8 @@ class Gate:
     Args:
         app: whose requests are guarded.
         guard: decides.
-        traffic: counts requests, refused ones too; none does by default.
-        routes: the paths that it counts by name.
+        count: called with method, route and status code of each request, refused ones too.
+        routes: the paths that it is told by name; others are OTHER.
 
     Owner: the server's event loop.
     """
@@ -41,12 +43,12 @@ class Gate:
         self,
         app: ASGIApp,
         guard: Guard,
-        traffic: Traffic | None = None,
+        count: Count | None = None,
         routes: Iterable[str] = (),
     ) -> None:
         self._app = app
         self._guard = guard
-        self._traffic = traffic
+        self._count = count
         self._routes = frozenset(routes)
         self._streams: set[asyncio.Task[None]] = set()
 
@@ -56,9 +58,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
-        if self._traffic is not None:
+        if self._count is not None:
             route = path if path in self._routes else OTHER
-            send = _counted(send, self._traffic, scope["method"], route)
+            send = _counted(send, self._count, scope["method"], route)
         if path != _ALIVE:
             refusal = self._guard.admit(scope["headers"])
             if refusal is not None:
@@ -178,12 +180,12 @@ async def answer(send: Send, refusal: Refusal) -> None:
     await send({"type": "http.response.body", "body": refusal.body})
 
 
-def _counted(send: Send, traffic: Traffic, method: str, route: str) -> Send:
+def _counted(send: Send, count: Count, method: str, route: str) -> Send:
     """Count a request when its response begins."""
 
     async def counting(message: Message) -> None:
         if message["type"] == "http.response.start":
-            traffic.request(method if method in METHODS else OTHER, route, message["status"])
+            count(method if method in _METHODS else OTHER, route, message["status"])
         await send(message)
 
     return counting

@@ -121,8 +121,8 @@ class Running:
             app = self._new_app(self._page.routes)
             self._routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))
             # With several processes each counts its own, those that it passes on to this one too.
-            traffic = self.service.traffic if settings.processes == 1 else None
-            self._gate = Gate(app, self._guard, traffic, self._routes)
+            count = self.service.traffic.request if settings.processes == 1 else None
+            self._gate = Gate(app, self._guard, count, self._routes)
             self._server = self._new_server()
             self._opened = opened.pop_all()
 

@@ -13,12 +13,10 @@ from typing import Final
 
 from kvindex.metrics import BUCKETS, Outcomes, Queries, Requests, SeriesLabels
 from kvindex.server.catalog import Partition
+from kvindex.server.counters import OTHER
 
-__all__ = ["METHODS", "OTHER", "Rows", "Totals", "Traffic"]
+__all__ = ["Rows", "Totals", "Traffic"]
 
-METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-OTHER: Final = "(other)"
-"""Stands for methods and paths that nobody has a route for, and for names without room."""
 
 _OUTCOMES: Final = ("requests", "asked", "attainable", "chosen")  # see `Traffic.outcome`
 _REPORTED: Final = (*_OUTCOMES, "delivered")
@@ -118,7 +116,7 @@ class Traffic:
         """Count an answered request.
 
         Args:
-            method: one of METHODS, or OTHER.
+            method: that of a route that there is, or OTHER.
             route: the path of a route that there is, or OTHER, so that there are not many.
             code: the HTTP status code.
         """

@@ -48,7 +48,7 @@ def samples() -> Samples:
 
         metrics = Exposition(service, totals, statistics, dynamo_names=True).write
         app = build_app(service, metrics=metrics)
-        ask = Asker(Gate(app, guard, service.traffic, {"/query", "/register"}))
+        ask = Asker(Gate(app, guard, service.traffic.request, {"/query", "/register"}))
         ask.post("/register", body_of(engine))
         engine.serve(PROMPT)
         caught_up(client, engine)
