@@ -125,7 +125,8 @@ class Endpoints:
 
     async def services(self, request: Request) -> Response:
         """Answer GET /services."""
-        return json_reply(200, rfc.services(self._service.catalog.registrations)).response()
+        shown = await asyncio.to_thread(self._service.shown)
+        return json_reply(200, rfc.services(one for one, _ in shown)).response()
 
     async def outcomes(self, request: Request) -> Response:
         """Answer POST /outcomes: a router reports what became of a finished request."""
@@ -138,7 +139,7 @@ class Endpoints:
         group = request.query_params.get("routing_group")
         statuses = [
             (one, status)
-            for one, status in await asyncio.to_thread(self._service.statuses)
+            for one, status in await asyncio.to_thread(self._service.shown)
             if model in (None, one.partition.model) and group in (None, one.partition.routing_group)
         ]
         return json_reply(200, dynamo.workers(statuses)).response()

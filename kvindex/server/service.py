@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
+import msgspec
+
 from kvindex import (
     Client,
     ConfigurationError,
@@ -209,6 +211,22 @@ class Service:
         Complexity: O(ranks).
         """
         return self.registry.statuses()
+
+    def shown(self) -> list[tuple[Registration, RankStatus | None]]:
+        """Return the same to be shown: where none told the tokens per block, those of the events.
+
+        Complexity: O(ranks).
+        """
+        statuses = self.statuses()
+        rows = RankRows({status.rank for _, status in statuses if status is not None})
+        found = self.source.index.match([]).hits(rows).block_size
+        sizes = dict(zip(rows, found, strict=True))
+        return [
+            (one, status)
+            if one.block_size or status is None
+            else (msgspec.structs.replace(one, block_size=sizes[status.rank]), status)
+            for one, status in statuses
+        ]
 
     def standing(self) -> Standing:
         """Return how the registered ranks stand, and note who was live. O(ranks)."""

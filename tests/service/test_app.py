@@ -65,6 +65,18 @@ def test_what_cannot_be_subscribed_to_is_not_registered(client: Client) -> None:
     assert not registry.catalog.registrations
 
 
+def test_blocks_have_the_size_that_the_events_tell_where_nobody_told_it(client: Client) -> None:
+    service = Service(client)
+    ask = Asker(build_app(service))
+    with FakeEngine("1", dp_rank=3) as engine:
+        service.registry.add(worker_of(engine), Partition("m"))
+        assert [one["block_size"] for one in ask.get("/workers")[1]] == [0]
+        engine.serve(PROMPT)
+        caught_up(client, engine)
+        assert [one["block_size"] for one in ask.get("/workers")[1]] == [16]
+        assert [one["BlockSize"] for one in ask.get("/services")[1]["services"]] == [16]
+
+
 def test_a_worker_that_nobody_registered_is_never_answered_for(client: Client, ask: Asker) -> None:
     with FakeEngine("1") as engine, FakeEngine("2") as other:
         for one in (engine, other):

@@ -136,10 +136,11 @@ def workers(statuses: Iterable[tuple[Registration, RankStatus | None]]) -> list[
                 "status": "active",
                 "model_name": one.partition.model,
                 "routing_group": one.partition.routing_group,
-                "block_size": one.block_size,
+                "block_size": 0,
                 "endpoints": {},
                 "listeners": {},
             }
+        instance["block_size"] = max(instance["block_size"], one.block_size)
         listener = _listener(one, status)
         instance["endpoints"][str(one.dp_rank)] = one.endpoint
         instance["listeners"][str(one.dp_rank)] = listener

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -96,7 +97,7 @@ def unregistered(gone: list[Registration]) -> Reply:
     return json_reply(200, {"status": "unregistered successfully", "removed_instances": removed})
 
 
-def services(registrations: tuple[Registration, ...]) -> dict[str, Any]:
+def services(registrations: Iterable[Registration]) -> dict[str, Any]:
     """Return the answer to GET /services."""
     found = [
         {
