@@ -6,7 +6,10 @@ import asyncio
 import hashlib
 import importlib.resources
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from kvindex.server.assets import read_assets
 from kvindex.server.event_stream import EventStreamResponse, StreamCounters
 from kvindex.server.page import Page
 from kvindex.server.timeline import Timeline
+from kvindex.server.tokenizing import TokenizerError, tokenize
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.live import PATIENCE, caught_up, wait_status, worker_of
 from tests.service.asking import Asker
@@ -314,3 +318,48 @@ def test_a_silent_stream_says_now_and_then_that_it_is_alive(
 
     asyncio.run(asyncio.wait_for(quiet(), PATIENCE))
     assert sent.count(b": alive\n\n") >= 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "why"),
+    [
+        (b'{"tokens": "no"}', 200, "no list of tokens"),
+        (b"\xff", 200, "no list of tokens"),
+        (b"nothing here", 404, "it answers 404: nothing here"),
+    ],
+)
+def test_an_engine_that_gives_no_tokens_is_told_with_what_it_said(
+    body: bytes, status: int, why: str
+) -> None:
+    with answering(body, status) as url, pytest.raises(TokenizerError, match=why):
+        tokenize(url, "m", "text")
+
+
+def test_an_engine_that_nobody_reaches_is_told() -> None:
+    with pytest.raises(TokenizerError, match="refuses the connection"):
+        tokenize("http://127.0.0.1:1", "m", "text")
+
+
+@contextmanager
+def answering(body: bytes, status: int) -> Iterator[str]:
+    """The URL of an HTTP server that answers every POST alike."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:  # noqa: N802  # the library's name
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
