@@ -345,7 +345,7 @@ def answering(body: bytes, status: int) -> Iterator[str]:
     """The URL of an HTTP server that answers every POST alike."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802  # the library's name
+        def do_POST(self) -> None:  # the library's name
             self.rfile.read(int(self.headers["content-length"]))
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
