@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["DEFAULT_GROUP", "Catalog", "Partition", "Registration"]
+__all__ = ["BY_CLIENTS", "DEFAULT_GROUP", "Catalog", "Partition", "Registration"]
 
 DEFAULT_GROUP = "default"
+
+BY_CLIENTS = "zmq"
+"""The `source` of what was registered over HTTP; all else was named by the operator."""
 
 
 class Partition(NamedTuple):
@@ -49,7 +52,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     replay_endpoint: str | None = None
     block_size: int = 0
-    source: str = "zmq"
+    source: str = BY_CLIENTS
     details: dict[str, Any] = {}
 
     @property

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from kvindex import ConfigurationError, Index, KVIndexError, Rank, RankStatus
 from kvindex.server.assets import asset_routes
-from kvindex.server.catalog import Catalog, Partition
+from kvindex.server.catalog import BY_CLIENTS, Catalog, Partition
 from kvindex.server.event_stream import EventStreamResponse, StreamCounters
 from kvindex.server.explaining import Explained, RefusedError, answer, read_question
 from kvindex.server.overview import Counted, overview
@@ -34,9 +34,6 @@ FLEET_FOR: Final = 0.5
 
 MOST_NODES: Final = 5_000
 """Nodes of the radix tree in one answer: about 1 MB."""
-
-BY_CLIENTS: Final = "zmq"
-"""The source of registrations that came over HTTP; their details are not to be trusted."""
 
 _MOST_EXPLAINING = 4
 _MOST_TEXT = 1_000  # characters of a name in a query string

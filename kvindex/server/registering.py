@@ -83,7 +83,9 @@ def _register(service: Service, fields: Mapping[str, Any], is_packed: bool) -> R
 
 def _unregister(service: Service, fields: Mapping[str, Any], is_packed: bool) -> Reply:
     if "model_name" in fields:
-        service.registry.unregister(**msgspec.convert(fields, dynamo.Unregister).which())
+        service.registry.unregister(
+            **msgspec.convert(fields, dynamo.Unregister).which(), by_client=True
+        )
         return dynamo.unregistered()
     if is_packed and "modelname" not in fields:
         which = conductor.which(fields)
@@ -93,4 +95,4 @@ def _unregister(service: Service, fields: Mapping[str, Any], is_packed: bool) ->
         which = msgspec.convert(fields, rfc.Unregister).which()
     else:  # it says what is missing
         which = msgspec.convert(fields, dynamo.Unregister).which()
-    return rfc.unregistered(service.registry.unregister(**which))
+    return rfc.unregistered(service.registry.unregister(**which, by_client=True))

@@ -18,7 +18,7 @@ from kvindex import (
     Worker,
 )
 from kvindex.errors import RegistrationError
-from kvindex.server.catalog import Catalog, Partition, Registration
+from kvindex.server.catalog import BY_CLIENTS, Catalog, Partition, Registration
 
 __all__ = ["Dial", "Outcome", "Registry", "as_it_is"]
 
@@ -177,6 +177,8 @@ class Registry:
             if present is None:
                 self._check_room(registration)
             elif moved:
+                if registration.source == BY_CLIENTS:
+                    self._check_clients([present])
                 logger.info("%s/%d has moved to %s", *key, registration.endpoint)
                 self._leave([present])
             before = self.catalog
@@ -208,6 +210,7 @@ class Registry:
         model: str | None = None,
         routing_group: str | None = None,
         dp_rank: int | None = None,
+        by_client: bool = False,
     ) -> list[Registration]:
         """Unsubscribe from an instance, or from one rank of it; return what is gone.
 
@@ -216,9 +219,11 @@ class Registry:
             model: what it must be registered for, if given.
             routing_group: likewise.
             dp_rank: one rank, as it was registered; None: all of them.
+            by_client: whether somebody asks over HTTP: what the operator named stays.
 
         Raises:
-            RegistrationError: there is no such instance or rank, or it is registered for others.
+            RegistrationError: there is no such instance or rank, it is registered for others, or
+                it is the operator's.
             ClosedError, BusyError: as `Client.remove`.
         """
         with self._lock:
@@ -238,8 +243,20 @@ class Registry:
                     f"instance {worker} dp_rank {dp_rank} not found", reason="unknown"
                 )
             gone = list(ranks.values()) if dp_rank is None else [ranks[dp_rank]]
+            if by_client:
+                self._check_clients(gone)
             self._leave(gone)
             return gone
+
+    def _check_clients(self, present: list[Registration]) -> None:
+        """Refuse to let a client change what the operator has named."""
+        for one in present:
+            if one.source != BY_CLIENTS:
+                raise RegistrationError(
+                    f"instance {one.worker} dp_rank {one.dp_rank} at {one.endpoint} is this "
+                    f"server's own ({one.source}): change it there, or register another instance",
+                    reason="conflict",
+                )
 
     def _check_conflicts(self, new: Registration, present: Registration | None) -> None:
         ranks = self.catalog.instances.get(new.worker, {})

@@ -18,14 +18,11 @@ import msgspec
 
 from kvindex import BusyError, Client, ClosedError, ConfigurationError
 from kvindex.log_rate import LogRate
-from kvindex.server.catalog import Catalog, Registration
+from kvindex.server.catalog import BY_CLIENTS, Catalog, Registration
 
-__all__ = ["HTTP_SOURCE", "Saver", "fetch_snapshot", "read_registrations", "registrations_path"]
+__all__ = ["Saver", "fetch_snapshot", "read_registrations", "registrations_path"]
 
 logger = logging.getLogger(__name__)
-
-HTTP_SOURCE: Final = "zmq"
-"""The `source` of what was registered over HTTP; the rest is told again by whoever told it."""
 
 _MAX_REGISTRATIONS_BYTES = 64 << 20
 _MAX_SNAPSHOT_BYTES = 64 << 30
@@ -86,7 +83,7 @@ class Saver:
 
     def note(self, catalog: Catalog) -> None:
         """Have the registrations saved soon: a listener of `Registry.on_change`."""
-        self._registered = tuple(one for one in catalog.registrations if one.source == HTTP_SOURCE)
+        self._registered = tuple(one for one in catalog.registrations if one.source == BY_CLIENTS)
         self._wake.set()
 
     def save(self) -> bool:

@@ -1,0 +1,77 @@
+"""Registrations that nobody means well with: they change nothing that the operator has named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs kvindex[server]")
+pytest.importorskip("httpx")
+
+from kvindex import Client, Worker
+from kvindex.server.app import build_app
+from kvindex.server.catalog import Partition
+from kvindex.server.service import Service
+from tests.live import client_of
+from tests.service.asking import Asker
+
+OURS = "tcp://127.0.0.1:1"
+EVIL = "tcp://127.0.0.1:2"
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with client_of() as client:
+        yield client
+
+
+@pytest.fixture
+def service(client: Client) -> Service:
+    service = Service(client)
+    service.registry.add(Worker("7", OURS), Partition("m"), source="file workers.toml")
+    return service
+
+
+def body(endpoint: str, **fields: Any) -> dict[str, Any]:
+    return {"instance_id": 7, "model_name": "m", "endpoint": endpoint, "block_size": 4, **fields}
+
+
+def test_a_client_cannot_move_what_the_operator_named(service: Service) -> None:
+    ask = Asker(build_app(service))
+    status, said = ask.post("/register", body(EVIL))
+    assert (status, "file workers.toml" in said["error"]) == (409, True)
+    as_text = {"instance_id": "7", "modelname": "m", "endpoint": EVIL, "block_size": 4}
+    assert ask.post("/register", as_text)[0] == 409
+    assert [one.endpoint for one in service.catalog.registrations] == [OURS]
+
+
+def test_a_client_may_register_what_the_operator_named_as_it_is(service: Service) -> None:
+    ask = Asker(build_app(service))
+    assert ask.post("/register", body(OURS))[0] == 200
+    assert [one.source for one in service.catalog.registrations] == ["file workers.toml"]
+
+
+def test_a_client_cannot_unregister_what_the_operator_named(
+    service: Service, client: Client
+) -> None:
+    ask = Asker(build_app(service))
+    assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
+    assert ask.post("/unregister", {"instance_id": 7, "model_name": "m"})[0] == 409
+    for dp_rank, status in ((0, 409), (1, 200)):
+        one = {"instance_id": 7, "model_name": "m", "routing_group": "default", "dp_rank": dp_rank}
+        assert ask.post("/unregister", one)[0] == status
+    assert ask.post("/unregister", {"instance_id": "7"})[0] == 409
+    assert [one.endpoint for one in service.catalog.registrations] == [OURS]
+    assert len(client.ranks) == 1
+    service.registry.unregister("7")  # the operator takes it away
+    assert not client.ranks
+
+
+def test_the_operator_moves_what_a_client_named(service: Service) -> None:
+    ask = Asker(build_app(service))
+    assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
+    service.registry.add(Worker("7", {1: "tcp://127.0.0.1:3"}), Partition("m"), source="file x")
+    endpoints = {one.dp_rank: one.endpoint for one in service.catalog.registrations}
+    assert endpoints == {0: OURS, 1: "tcp://127.0.0.1:3"}
