@@ -16,7 +16,10 @@ from uvicorn.server import ServerState
 
 from kvindex.server.guards import Guard, Refusal
 
-__all__ = ["GuardedProtocol", "protocol_of", "sweep", "sweep_always"]
+__all__ = ["ABORT", "GuardedProtocol", "protocol_of", "sweep", "sweep_always"]
+
+ABORT: Final = "kvindex.abort"
+"""What a request's scope has under this name ends its connection, what is not sent yet included."""
 
 _SWEEP: Final = 1.0  # seconds between looks at what takes too long
 _REASONS: Final = {
@@ -106,6 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to measure a request."""
         super().on_message_begin()
+        self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         if self._head_since is None:
             self._head_since = self.loop.time()
             self._unused = 0

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from kvindex.server.connections import ABORT
 from kvindex.server.timeline import Happening, Timeline, parse_id
 
 __all__ = ["HEARTBEAT", "SEND_WITHIN", "EventStreamResponse", "StreamCounters", "sse"]
@@ -106,7 +107,10 @@ class EventStreamResponse:
                 piece = await self._next(news, gone)
             await asyncio.wait_for(send(_END), SEND_WITHIN)
         except asyncio.TimeoutError:
-            self._counters.cut_off += 1  # the server closes the connection of a response half sent
+            self._counters.cut_off += 1
+            if ABORT in scope:  # to close it would wait for what the reader does not take
+                scope[ABORT]()
+                await gone
         finally:
             self._counters.open_now -= 1
             stop()

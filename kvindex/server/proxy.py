@@ -12,6 +12,7 @@ from typing import Final
 
 import httptools
 
+from kvindex.server.connections import ABORT
 from kvindex.server.gate import Message, Receive, Scope, Send, answer
 from kvindex.server.guards import Guard, Refusal
 
@@ -59,7 +60,8 @@ class Proxy:
             await self._exchange(upstream, scope, receive, send)
         except (OSError, httptools.HttpParserError) as error:
             if upstream.response.started:
-                raise  # the server closes the connection
+                await _end(scope, receive)
+                return
             await self._gone(send, error)
         finally:
             if upstream.reusable() and len(self._idle) < _IDLE:
@@ -101,6 +103,13 @@ class Proxy:
     async def _gone(self, send: Send, error: BaseException) -> None:
         message = f"the process that subscribes does not answer ({error or type(error).__name__})"
         await answer(send, self._guard.refuse(Refusal(503, "parent", message)))
+
+
+async def _end(scope: Scope, receive: Receive) -> None:
+    """End the connection of a response half sent."""
+    scope[ABORT]()
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class _Response:

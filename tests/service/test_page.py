@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import importlib.resources
 import json
+import logging
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,9 @@ from kvindex import State
 from kvindex.server import event_stream
 from kvindex.server.assets import read_assets
 from kvindex.server.event_stream import EventStreamResponse, StreamCounters
+from kvindex.server.gate import Gate
+from kvindex.server.guards import Guard
+from kvindex.server.http import HttpServer
 from kvindex.server.page import Page
 from kvindex.server.timeline import Timeline
 from kvindex.server.tokenizing import TokenizerError, tokenize
@@ -270,6 +275,35 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_counted(
 
     asyncio.run(asyncio.wait_for(stuck(), PATIENCE))
     assert (counters.opened, counters.open_now, counters.cut_off) == (1, 0, 1)
+
+
+def test_the_server_ends_the_connection_of_a_slow_reader_without_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_stream, "SEND_WITHIN", 0.05)
+    timeline, counters = Timeline(), StreamCounters()
+    for number in range(1000):
+        timeline.observe(status_of(A, (State.LIVE, State.STALE)[number % 2]))
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await EventStreamResponse(timeline, dict, counters, "unknown-0")(scope, receive, send)
+        done.set()
+
+    done = threading.Event()
+    guard = Guard()
+    server = HttpServer(Gate(stream, guard), guard)
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        client.connect(listening.getsockname())
+        client.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert done.wait(PATIENCE)
+        server.stop()
+        thread.join(PATIENCE)
+    assert (counters.cut_off, counters.open_now) == (1, 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_reader_that_fell_behind_the_history_is_cut_off() -> None:
