@@ -19,7 +19,7 @@ import msgspec
 from kvindex import KVIndexError
 from kvindex.queries import QueryError, read_query
 from kvindex.server.catalog import DEFAULT_GROUP, Partition
-from kvindex.server.dialects import conductor
+from kvindex.server.dialects import conductor, dynamo
 from kvindex.server.replies import (
     JSON,
     Reply,
@@ -192,7 +192,7 @@ def _answer(service: Service, fields: _Fields, tokens: memoryview) -> Reply:
     ranks = service.ranks_of(partition)
     if ranks is None:
         if is_dynamo:
-            return refused(404, f"no indexer for {partition}")
+            return dynamo.nobody(service.catalog, partition)
         return json_reply(200, {group: {}})
     if not is_dynamo and fields.instance_id is not None:
         ranks = ranks.only(fields.instance_id)

@@ -10,6 +10,7 @@ import msgspec
 
 from kvindex.server.asking import UNREADABLE, media_type
 from kvindex.server.catalog import DEFAULT_GROUP, Partition
+from kvindex.server.dialects import dynamo
 from kvindex.server.hashing import HashFollower, packed_hashes
 from kvindex.server.registry import Registry
 from kvindex.server.replies import JSON, Reply, refused, text_reply
@@ -75,7 +76,7 @@ class HashQueries:
         partition = Partition(query.model_name, query.routing_group)
         ranks = self._service.ranks_of(partition)
         if ranks is None:
-            return refused(404, f"no indexer for {partition}")
+            return dynamo.nobody(self._service.catalog, partition)
         return self._match(ranks, query)
 
     def _match(self, ranks: Ranks, query: _Query) -> Reply:

@@ -99,6 +99,11 @@ class Catalog:
             found.setdefault(one.partition, {})[one.worker] = one.instance_id
         return MappingProxyType(found)
 
+    @cached_property
+    def models(self) -> tuple[str, ...]:
+        """The names of the models that somebody is registered for, sorted."""
+        return tuple(sorted({partition.model for partition in self.partitions}))
+
     def of(self, partition: Partition) -> list[Registration]:
         """Return the registrations of a partition. O(registrations)."""
         return [one for one in self.registrations if one.partition == partition]

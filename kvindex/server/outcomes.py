@@ -8,7 +8,8 @@ import msgspec
 
 from kvindex.server.asking import UNREADABLE, media_type
 from kvindex.server.catalog import DEFAULT_GROUP, Partition
-from kvindex.server.replies import JSON, Reply, json_reply, refused, text_reply
+from kvindex.server.dialects import dynamo
+from kvindex.server.replies import JSON, Reply, json_reply, text_reply
 from kvindex.server.service import Service
 
 __all__ = ["Outcome", "take_outcome"]
@@ -56,6 +57,6 @@ def take_outcome(service: Service, body: bytes, content_type: bytes | None) -> R
     except UNREADABLE as error:
         return text_reply(400, f"the body is no JSON: {error}")
     if one.partition not in service.catalog.partitions:
-        return refused(404, f"no indexer for {one.partition}")
+        return dynamo.nobody(service.catalog, one.partition)
     service.traffic.outcome(one.partition, one.asked, one.attainable, one.chosen, one.delivered)
     return json_reply(200, {"status": "ok"})

@@ -77,6 +77,17 @@ def test_blocks_have_the_size_that_the_events_tell_where_nobody_told_it(client: 
         assert [one["BlockSize"] for one in ask.get("/services")[1]["services"]] == [16]
 
 
+def test_who_asks_for_an_unknown_model_learns_some_that_are_known(client: Client) -> None:
+    service = Service(client)
+    ask = Asker(build_app(service))
+    for number in range(25):
+        worker = Worker(f"w{number}", f"inproc://nobody-publishes-at-{number}")
+        service.registry.add(worker, Partition(f"m{number:02}"))
+    status, answer = ask.post("/query", {"token_ids": [1], "model_name": "M00"})
+    assert (status, answer["error"]) == (404, "no indexer for model=M00 routing_group=default")
+    assert answer["models"] == [f"m{number:02}" for number in range(20)]
+
+
 def test_a_worker_that_nobody_registered_is_never_answered_for(client: Client, ask: Asker) -> None:
     with FakeEngine("1") as engine, FakeEngine("2") as other:
         for one in (engine, other):

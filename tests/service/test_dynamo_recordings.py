@@ -73,14 +73,23 @@ def answer(**instance: Any) -> Callable[[Any], Any]:
     return always({"scores": scores, "frequencies": [], "instances": {"1": instance}})
 
 
+def with_models(*models: str) -> Callable[[Any], Any]:
+    return lambda theirs: {**theirs, "models": list(models)}
+
+
 OK = always({"status": "ok"})
 NO_SIZE = "a block has tokens: block_size 0 is refused"
 NO_PEERS = (
     "nothing is recovered from peers: a new replica starts from GET /snapshot, then by replay"
 )
+NAMES = "a 404 for a model also names models that somebody is registered for"
 NO_PAUSE = "there is no switch for tests: nobody may stop a listener over HTTP"
 
 DEVIATIONS = {
+    "query_unknown_model": Deviation(NAMES, 404, with_models()),
+    "query_by_hash_unknown_model": Deviation(NAMES, 404, with_models()),
+    "query_routing_group_unknown": Deviation(NAMES, 404, with_models("m", "m9")),
+    "query_model_gone": Deviation(NAMES, 404, with_models("m", "m9")),
     "register_duplicate_same": Deviation(
         "registering the same again is no conflict: a client that repeats it would loop", 200, OK
     ),

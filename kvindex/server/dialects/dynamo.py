@@ -10,15 +10,16 @@ import msgspec
 
 from kvindex import RankStatus, State
 from kvindex.errors import RegistrationError
-from kvindex.server.catalog import DEFAULT_GROUP, Partition, Registration
+from kvindex.server.catalog import DEFAULT_GROUP, Catalog, Partition, Registration
 from kvindex.server.registry import Outcome
 from kvindex.server.replies import Reply, json_reply
 
-__all__ = ["Register", "Unregister", "registered", "unregistered", "workers"]
+__all__ = ["Register", "Unregister", "nobody", "registered", "unregistered", "workers"]
 
 _U64 = Annotated[int, msgspec.Meta(ge=0)]  # the rest: _check_u64, since msgspec has no such bound
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
+_MOST_MODELS = 20  # that a 404 names
 _ENDPOINT = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*)://)?(.*)", re.DOTALL)
 
 STATUS = {
@@ -117,6 +118,12 @@ def check_endpoint(endpoint: str) -> None:
 def registered(outcome: Outcome) -> Reply:
     """Return the answer to a registration: 201 for a new one, 200 for one that was there."""
     return json_reply(201 if outcome == "new" else 200, {"status": "ok"})
+
+
+def nobody(catalog: Catalog, partition: Partition) -> Reply:
+    """Return the answer for a partition that nobody is registered for, with models that are."""
+    models = catalog.models[:_MOST_MODELS]
+    return json_reply(404, {"error": f"no indexer for {partition}", "models": models})
 
 
 def unregistered() -> Reply:
