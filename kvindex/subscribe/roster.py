@@ -120,14 +120,19 @@ class Roster:
                 endpoint,
             )
         endpoints = {address.endpoint for address in worker.publishers()}
-        for feed in self.feeds.values():
-            if feed.address.endpoint in endpoints and feed.worker.topic == worker.topic:
-                logger.warning(
-                    "workers %r and %r are both at %s: is one engine added under two names?",
-                    feed.worker.name,
-                    worker.name,
-                    feed.address.endpoint,
-                )
+        others = [
+            feed
+            for feed in self.feeds.values()
+            if feed.address.endpoint in endpoints and feed.worker.topic == worker.topic
+        ]
+        if others:  # one line, however many there are
+            logger.warning(
+                "workers %r and %r are both at %s%s: is one engine added under two names?",
+                others[0].worker.name,
+                worker.name,
+                others[0].address.endpoint,
+                f" (and {len(others) - 1} more ranks)" if len(others) > 1 else "",
+            )
 
     def _start(self, feeds: list[Feed], plan: list[Resumption], now: float) -> None:
         """Begin with the publishers of one worker, each as planned."""

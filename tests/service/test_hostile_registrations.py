@@ -75,3 +75,14 @@ def test_the_operator_moves_what_a_client_named(service: Service) -> None:
     service.registry.add(Worker("7", {1: "tcp://127.0.0.1:3"}), Partition("m"), source="file x")
     endpoints = {one.dp_rank: one.endpoint for one in service.catalog.registrations}
     assert endpoints == {0: OURS, 1: "tcp://127.0.0.1:3"}
+
+
+def test_many_instances_at_one_endpoint_cost_a_line_each(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask = Asker(build_app(service))
+    for number in range(10, 20):
+        assert ask.post("/register", body(EVIL, instance_id=number))[0] == 201
+    lines = [line for line in caplog.messages if "are both at" in line]
+    assert len(lines) == 9
+    assert "(and 8 more ranks)" in lines[-1]
