@@ -107,6 +107,7 @@ class Registry:
             EndpointRefusedError: its endpoints must not be dialled.
             ClosedError, BusyError: as `Client.add`.
         """
+        _check_names(registration)
         dial = as_it_is if trusted else self._dial
         replay = registration.replay_endpoint
         dp_rank = registration.dp_rank
@@ -333,3 +334,13 @@ def _find(client: Subscribing, worker: Worker) -> Rank | None:
             if rank.worker == worker.name and client.status(rank).endpoint == endpoint:
                 return rank
     return None
+
+
+def _check_names(one: Registration) -> None:
+    """Refuse names that would be more than one word of a log: line breaks, control characters."""
+    names = {"instance_id": one.worker, **one.partition._asdict()}
+    for what, name in names.items():
+        if not name.isprintable():
+            raise RegistrationError(
+                f"{what} is {name[:100]!r}: a name has printable characters only", reason="invalid"
+            )

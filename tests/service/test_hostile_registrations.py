@@ -77,6 +77,17 @@ def test_the_operator_moves_what_a_client_named(service: Service) -> None:
     assert endpoints == {0: OURS, 1: "tcp://127.0.0.1:3"}
 
 
+@pytest.mark.parametrize("name", ["a\nERROR kvindex: all is lost", "a\0b", "\x1b[2J", "\u202e"])
+@pytest.mark.parametrize("what", ["instance_id", "modelname", "tenant_id"])
+def test_a_name_that_would_forge_lines_of_a_log_is_refused(
+    service: Service, what: str, name: str
+) -> None:
+    ask = Asker(build_app(service))
+    fields = {"instance_id": "x", "modelname": "x", "endpoint": EVIL, "block_size": 4}
+    assert ask.post("/register", {**fields, what: name})[0] == 400
+    assert len(service.catalog.registrations) == 1
+
+
 def test_many_instances_at_one_endpoint_cost_a_line_each(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
