@@ -5,49 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-import msgspec
-
 import kvindex
-from kvindex.server.dialects import dynamo, rfc
-from kvindex.server.outcomes import Outcome
+from kvindex.server.openapi_operations import (
+    COUNT,
+    NAME,
+    either,
+    get,
+    in_json,
+    json,
+    media,
+    objects,
+    packed,
+    parameter,
+    post,
+    schema,
+)
+from kvindex.server.openapi_schemas import schemas
 
 __all__ = ["description"]
 
-_TOKENS: Final = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
-}
-_NAME: Final = {"type": "string"}
-_MAYBE: Final = {"type": ["string", "null"]}
-_TCP: Final = r"^tcp://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:([1-9][0-9]{0,3}|[1-5][0-9]{4})$"
-_COUNT: Final = {"type": "integer", "minimum": 0}
-_ERROR: Final = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {"error": {"type": "string"}, "reason": {"type": "string"}},
-}
-_WHY: Final = {
-    400: "The body is malformed, or names what cannot be.",
-    401: "The server wants a token.",
-    403: "A registration names an endpoint that may not be dialled, or another origin asks.",
-    404: "Nobody is registered so.",
-    409: "It conflicts with another registration.",
-    413: "The body is too long.",
-    415: "The body has a content type that is not read.",
-    421: "The Host header names another host.",
-    422: "The body has not the right form.",
-    501: "This server does not do that.",
-    503: "Not now.",
-}
-_GUARD: Final = (400, 401, 403, 421, 503)  # what the front door answers
+_BINARY: Final = {"type": "string", "format": "binary"}
+_GROUP: Final = [parameter("routing_group", "whose: `default` unless told")]
+_QUERY_FIELDS: Final = (
+    *("model_name", "model", "routing_group", "tenant_id"),
+    *("lora_name", "cache_salt"),
+)
 
 
 def description(paths: Iterable[str]) -> dict[str, Any]:
-    """Return the OpenAPI document of a server that has these routes."""
-    known = _paths()
+    """Return the OpenAPI document of a server that has these routes.
+
+    The files of the page under `/static/` are left out: they change with it, and nobody else
+    needs them.
+    """
+    known = {**_queries(), **_registrations(), **_views(), **_page()}
     for path, item in known.items():
         for method, operation in item.items():
-            name = path[1:].replace(".", "_")
+            name = path[1:].replace(".", "_").replace("/", "_") or "page"
             operation["operationId"] = f"{method}_{name}"
     return {
         "openapi": "3.1.0",
@@ -55,104 +49,182 @@ def description(paths: Iterable[str]) -> dict[str, Any]:
             "title": "kvindex",
             "version": kvindex.__version__,
             "description": "Which engine already has the beginning of this prompt, and how far "
-            "the answer can be trusted. Queries and registrations come in four dialects.",
+            "the answer can be trusted. Queries and registrations come in four dialects. A server "
+            "with a token wants it with every request but those to /health and /ready.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": {path: known[path] for path in sorted(set(paths)) if path in known},
         "components": {
-            "schemas": _schemas(),
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "schemas": schemas(),
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer"},
+                "password": {
+                    "type": "http",
+                    "scheme": "basic",
+                    "description": "Any user name, and the token as the password: for browsers.",
+                },
+            },
         },
-        "security": [{}, {"token": []}],
+        "security": [{}, {"token": []}, {"password": []}],
     }
 
 
-def _paths() -> dict[str, Any]:
-    done = _json(_object(status=_NAME))
+def _queries() -> dict[str, Any]:
+    said = (
+        "A map with the fields of RfcQuery or DynamoQuery, or of a query of Mooncake's conductor "
+        "(`model`, `block_size`, `token_ids`); `token_ids` is an array, or bin with 32-bit "
+        "little-endian integers. The answer is msgpack, too."
+    )
+    octets = {**_BINARY, "description": "Tokens as 32-bit little-endian integers, nothing else."}
+    answer = {**json(schema("Answer"), "What each instance holds.")}
+    answer["content"] = {**answer["content"], "application/msgpack": {}}
     return {
-        "/query": _post(
+        "/query": post(
             "What each instance holds of a prompt",
-            _query_body(),
-            _json({"$ref": "#/components/schemas/Answer"}),
-            404,
-            413,
+            {
+                **in_json(either("DynamoQuery", "RfcQuery")),
+                **packed(said),
+                "application/octet-stream": {"schema": octets},
+            },
+            answer,
+            *(404, 415),
             parameters=[
-                _parameter(name)
-                for name in (
-                    "model_name",
-                    "model",
-                    "routing_group",
-                    "tenant_id",
-                    "lora_name",
-                    "cache_salt",
-                )
+                parameter(name, "with a body of application/octet-stream") for name in _QUERY_FIELDS
             ],
         ),
-        "/query_by_hash": _post(
+        "/query_by_hash": post(
             "The same, by the hashes of blocks",
-            _in_json({"$ref": "#/components/schemas/HashQuery"}),
-            _json({"$ref": "#/components/schemas/Answer"}),
-            404,
-            413,
-            501,
+            in_json(schema("HashQuery")),
+            json(schema("Answer"), "What each instance holds."),
+            *(404, 415, 501),
         ),
-        "/register": _post(
-            "Subscribe to one DP rank of an instance",
-            _in_json(_either("DynamoRegister", "RfcRegister")),
-            {"200": {**done, "links": _links()}, "201": {**done, "links": _links()}},
-            409,
-            413,
-        ),
-        "/unregister": _post(
-            "Unsubscribe from an instance or a rank",
-            _in_json(_either("DynamoUnregister", "RfcUnregister")),
-            done,
-            404,
-            413,
-        ),
-        "/outcomes": _post(
+        "/outcomes": post(
             "Report what became of a request",
-            _in_json({"$ref": "#/components/schemas/Outcome"}),
+            in_json(schema("Outcome")),
+            json(objects(status=NAME)),
+            *(404, 415),
+        ),
+    }
+
+
+def _registrations() -> dict[str, Any]:
+    done = json(objects(status=NAME))
+    done["content"] = {**done["content"], "application/msgpack": {}}
+    linked = {**done, "links": _links()}
+    url = in_json(objects("url", url=NAME))
+    return {
+        "/register": post(
+            "Subscribe to one DP rank of an instance",
+            {
+                **in_json(either("DynamoRegister", "RfcRegister")),
+                **packed("A map with the same fields, or a service of Mooncake's conductor."),
+            },
+            {"200": linked, "201": linked},
+            *(409, 415),
+        ),
+        "/unregister": post(
+            "Unsubscribe from an instance or a rank",
+            {
+                **in_json(either("DynamoUnregister", "RfcUnregister")),
+                **packed("A map with the same fields; the conductor's has no `modelname`."),
+            },
             done,
-            404,
-            413,
+            *(404, 409, 415),
         ),
-        "/register_peer": _peer("Refused: there are no peers", 501),
-        "/deregister_peer": _peer("Refused: there are no peers", 404),
-        "/peers": _get("No peers", _json({"type": "array", "maxItems": 0})),
-        "/workers": _get(
+        "/register_peer": post("Refused: there are no peers", url, {}, 415, 501),
+        "/deregister_peer": post("Refused: there are no peers", url, {}, 404, 415),
+        "/peers": get("No peers", json({"type": "array", "maxItems": 0})),
+        "/workers": get(
             "The instances and their listeners",
-            _json({"type": "array", "items": {"$ref": "#/components/schemas/Worker"}}),
-            parameters=[_parameter("model_name"), _parameter("routing_group")],
+            json({"type": "array", "items": schema("Worker")}),
+            parameters=[parameter("model_name"), *_GROUP],
         ),
-        "/services": _get(
+        "/services": get(
             "The registrations",
-            _json(_object(count=_COUNT, services={"type": "array", "items": {"type": "object"}})),
+            json(objects(count=COUNT, services={"type": "array", "items": {"type": "object"}})),
         ),
-        "/health": _get("Whether the process runs", {"description": "It does."}),
-        "/ready": _get(
-            "Whether queries are to be sent here",
+    }
+
+
+def _views() -> dict[str, Any]:
+    return {
+        "/health": get("Whether the process runs", {"description": "It does."}, probe=True),
+        "/ready": get(
+            "Whether queries are to be sent here; without the token, the code alone",
             {"200": _ready("They are."), "503": _ready("They are not.")},
-            parameters=[_parameter("strict", "1: only while every rank is live")],
+            403,
+            probe=True,
+            parameters=[parameter("strict", "1: only while every rank is live")],
         ),
-        "/dump": _get(
+        "/dump": get(
             "Ranks and blocks, as lines of JSON",
-            _media("application/x-ndjson", "One line for each rank and block.", _NAME),
+            media("application/x-ndjson", "One line for each rank and block."),
             422,
             parameters=[
-                _parameter("blocks", "most blocks of each rank", _COUNT | {"maximum": 10**9 - 1})
+                parameter("blocks", "most blocks of each rank", COUNT | {"maximum": 10**9 - 1})
             ],
         ),
-        "/metrics": _get(
+        "/metrics": get(
             "Metrics for Prometheus",
-            _media("text/plain", "As Prometheus reads them.", _NAME),
+            media("text/plain", "As Prometheus reads them."),
             parameters=[
-                _parameter("worker", "only this one; repeatable"),
-                _parameter("ranks", "0: no series of ranks"),
+                parameter("worker", "only these; repeatable", {"type": "array", "items": {**NAME}}),
+                parameter("ranks", "0: no series of single ranks"),
             ],
         ),
-        "/openapi.json": _get("This description", _json({"type": "object"})),
+        "/snapshot": get(
+            "All that is known, for `kvindex serve --warm-from URL`, the secret seed included",
+            media("application/octet-stream", "What `Client.save` writes.", _BINARY),
+        ),
+        "/openapi.json": get("This description", json({"type": "object"})),
     }
+
+
+def _page() -> dict[str, Any]:
+    return {
+        "/": get(
+            "The page",
+            {
+                "200": media("text/html", "For a browser."),
+                "304": {"description": "It has not changed."},
+            },
+            parameters=[parameter("If-None-Match", "the ETag of what is there", where="header")],
+        ),
+        "/api/fleet": get(
+            "How every rank stands, and sums", json(schema("Fleet"), "At most 0.5 s old.")
+        ),
+        "/api/timeline": get("What has happened, oldest first", json(schema("Timeline"))),
+        "/api/prefixes": get(
+            "Which prefixes are held by whom, the most widely held first",
+            json(schema("Prefixes")),
+            422,
+            parameters=[
+                parameter("model", "of whose ranks; all by default"),
+                *_GROUP,
+                parameter("max_nodes", "1000 by default", _from_1(5_000)),
+                parameter("min_blocks", "1 by default", _from_1(2**31)),
+            ],
+        ),
+        "/api/explain": post(
+            "How far a prompt matches on each rank, and where and why that ends",
+            in_json(schema("Question")),
+            json(schema("Explained"), "Longest matches first."),
+            *(404, 409, 502),
+        ),
+        "/events": get(
+            "What happens, as server-sent events, until either side ends it",
+            media(
+                "text/event-stream",
+                "First `fleet` with the present states, then `state`, `gap`, `replay`, `loss`, "
+                "`restart`, `added` and `removed`, each with a Happening as its data.",
+            ),
+            parameters=[parameter("Last-Event-ID", "the last that was received", where="header")],
+        ),
+    }
+
+
+def _from_1(most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 1, "maximum": most}
 
 
 def _links() -> dict[str, Any]:
@@ -174,98 +246,9 @@ def _links() -> dict[str, Any]:
     }
 
 
-def _query_body() -> dict[str, Any]:
-    tokens = {"type": "string", "format": "binary"}
-    return {
-        **_in_json(_either("DynamoQuery", "RfcQuery"))["content"],
-        "application/msgpack": {"schema": tokens},
-        "application/octet-stream": {"schema": tokens},
-    }
-
-
-def _schemas() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for prefix, kinds in (
-        ("Dynamo", (dynamo.Register, dynamo.Unregister)),
-        ("Rfc", (rfc.Register, rfc.Unregister)),
-        ("", (Outcome,)),
-    ):
-        _, schemas = msgspec.json.schema_components(kinds)
-        found.update({f"{prefix}{name}": schema for name, schema in schemas.items()})
-    for name in ("DynamoRegister", "DynamoUnregister"):
-        found[name]["properties"]["instance_id"]["maximum"] = 2**64 - 1
-    for name in ("DynamoRegister", "RfcRegister"):
-        found[name]["properties"]["endpoint"] = {"type": "string", "pattern": _TCP}
-        found[name]["properties"]["replay_endpoint"] = {
-            "anyOf": [{"type": "string", "pattern": _TCP}, {"type": "null"}]
-        }
-        found[name]["properties"]["block_size"]["minimum"] = 1
-    found["RfcRegister"]["required"].append("endpoint")
-    asked = {"lora_name": _MAYBE, "cache_salt": _MAYBE}
-    found["DynamoQuery"] = _object(
-        "token_ids", "model_name", token_ids=_TOKENS, model_name=_NAME, routing_group=_NAME, **asked
-    )
-    found["RfcQuery"] = _object(
-        "token_ids",
-        "model",
-        token_ids=_TOKENS,
-        model=_NAME,
-        tenant_id=_MAYBE,
-        instance_id=_MAYBE,
-        **asked,
-    )
-    found["RfcQuery"]["properties"]["hit_detail"] = {}
-    hashes = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
-    found["HashQuery"] = _object(
-        "block_hashes",
-        "model_name",
-        block_hashes={"type": "array", "items": hashes},
-        model_name=_NAME,
-        routing_group=_NAME,
-        lora_name=_MAYBE,
-        cache_salt={"type": "null"},
-    )
-    found["Answer"] = {"type": "object"}
-    found["Worker"] = _object(
-        "instance_id",
-        "status",
-        "model_name",
-        "routing_group",
-        instance_id={"type": ["integer", "string"]},
-        status={"enum": ["active", "pending", "failed"]},
-        model_name=_NAME,
-        routing_group=_NAME,
-        block_size=_COUNT,
-        endpoints={"type": "object", "additionalProperties": _NAME},
-        listeners={"type": "object", "additionalProperties": {"type": "object"}},
-    )
-    return found
-
-
-def _object(*required: str, **properties: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "object", "properties": properties}
-    return {**found, "required": list(required)} if required else found
-
-
-def _either(*names: str) -> dict[str, Any]:
-    return {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in names]}
-
-
-def _in_json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": schema}}}
-
-
-def _json(schema: dict[str, Any], said: str = "Done.") -> dict[str, Any]:
-    return {"description": said, **_in_json(schema)}
-
-
-def _media(kind: str, said: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": said, "content": {kind: {"schema": schema}}}
-
-
 def _ready(said: str) -> dict[str, Any]:
-    reasons = {"type": "object", "additionalProperties": _NAME}
-    told = _object(
+    reasons = {"type": "object", "additionalProperties": NAME}
+    told = objects(
         "ready",
         "live",
         ready={"type": "boolean"},
@@ -274,45 +257,4 @@ def _ready(said: str) -> dict[str, Any]:
         given_up=reasons,
         behind=reasons,
     )
-    return _json(told, said)
-
-
-def _parameter(name: str, said: str = "", schema: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"name": name, "in": "query", "description": said, "schema": schema or _NAME}
-
-
-def _operation(
-    summary: str, answers: dict[str, Any], codes: Iterable[int], **rest: Any
-) -> dict[str, Any]:
-    by_code = answers if "description" not in answers else {"200": answers}
-    errors = {
-        str(code): {
-            "description": _WHY[code],
-            "content": {
-                "application/json": {"schema": _ERROR},
-                "text/plain": {"schema": _NAME},
-                "application/msgpack": {"schema": {}},
-            },
-        }
-        for code in sorted({*codes, *_GUARD})
-    }
-    return {"summary": summary, "responses": {**errors, **by_code}, **rest}
-
-
-def _get(summary: str, answers: dict[str, Any], *codes: int, **rest: Any) -> dict[str, Any]:
-    return {"get": _operation(summary, answers, codes, **rest)}
-
-
-def _post(
-    summary: str, body: dict[str, Any], answers: dict[str, Any], *codes: int, **rest: Any
-) -> dict[str, Any]:
-    content = body.get("content", body)
-    required = {"required": True, "content": content}
-    codes = (*codes, 415, 422)
-    return {"post": _operation(summary, answers, codes, requestBody=required, **rest)}
-
-
-def _peer(summary: str, code: int) -> dict[str, Any]:
-    url = _in_json(_object("url", url=_NAME))
-    refused = {str(code): {"description": _WHY[code], **_in_json(_ERROR)}}
-    return _post(summary, url, refused, 413)
+    return json(told, said)

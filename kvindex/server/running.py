@@ -66,6 +66,8 @@ class Running:
     Attributes:
         service: what answers.
         port: where it listens.
+        app: what answers HTTP, behind its guard.
+        routes: the paths that it answers.
         missing: which sources and engines did not say where to subscribe at first, and why.
 
     Raises:
@@ -119,10 +121,10 @@ class Running:
             self._page = Page(self.service, tokenizer=settings.tokenizer)
             opened.callback(self._page.close)
             app = self._new_app(self._page.routes)
-            self._routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))
+            self.routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))
             # With several processes each counts its own, those that it passes on to this one too.
             count = self.service.traffic.request if settings.processes == 1 else None
-            self._gate = Gate(app, self._guard, count, self._routes)
+            self.app = Gate(app, self._guard, count, self.routes)
             self._server = self._new_server()
             self._opened = opened.pop_all()
 
@@ -222,7 +224,7 @@ class Running:
         within = settings.shutdown_within
         if settings.processes == 1:
             return HttpServer(
-                self._gate,
+                self.app,
                 self._guard,
                 base=query_protocol(partial(answer, self.service), self.service.traffic),
                 shutdown_within=within,
@@ -233,7 +235,7 @@ class Running:
         self.service.registry.on_change(self._tell_children)
         self._tell_children(self.service.catalog)
         return HttpServer(
-            self._gate,
+            self.app,
             self._guard,
             shutdown_within=within,
             idle_seconds=_FOR_EVER,
@@ -248,7 +250,7 @@ class Running:
             upstream=self._path("http"),
             listen_fd=self._socket.fileno(),
             counters_fd=-1,
-            routes=self._routes,
+            routes=self.routes,
             dialect=settings.dialect,
             tokens=self._tokens,
             allowed_hosts=settings.allowed_hosts,
