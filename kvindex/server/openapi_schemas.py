@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.index import Prefixes
+from kvindex import Prefixes
 from kvindex.server.dialects import dynamo, rfc
 from kvindex.server.explaining import Question
 from kvindex.server.openapi_operations import COUNT, NAME, objects, schema
