@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
+import logging
 import os
 import signal
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,8 +21,11 @@ from kvindex import Client, Worker
 from kvindex.server.catalog import Catalog, Partition, Registration
 from kvindex.server.child import COUNTED, ChildApp, ReplicaService
 from kvindex.server.counters import Counters
+from kvindex.server.gate import Gate
 from kvindex.server.guards import Guard
+from kvindex.server.http import HttpServer
 from kvindex.server.proxy import Proxy
+from tests.live import PATIENCE
 from tests.native_ring import needs_ring
 from tests.service.served import BLOCK, Served, engine, matched, register, serving, until
 
@@ -118,3 +125,36 @@ def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_d
         service._registry = None  # as with a replica, whose registrations the parent tells
         service.follow(Catalog([one]))
         assert None not in [app.query(*question) for question in asked]
+
+
+def test_a_response_that_breaks_off_behind_a_child_ends_the_connection_without_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_off(upstream: socket.socket) -> None:
+        taken, _ = upstream.accept()
+        with taken:
+            taken.recv(4096)
+            taken.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n")
+
+    path = str(tmp_path / "http")
+    guard = Guard()
+    proxy = Proxy(path, guard)
+    server = HttpServer(Gate(proxy, guard), guard)
+    with socket.socket(socket.AF_UNIX) as upstream, socket.create_server(("127.0.0.1", 0)) as front:
+        upstream.bind(path)
+        upstream.listen()
+        threads = [
+            threading.Thread(target=break_off, args=(upstream,), daemon=True),
+            threading.Thread(target=server.run, kwargs={"sockets": [front]}, daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        client = http.client.HTTPConnection(*front.getsockname(), timeout=PATIENCE)
+        client.request("GET", "/events")
+        with pytest.raises((http.client.HTTPException, OSError)):
+            client.getresponse().read()
+        client.close()
+        server.stop()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
