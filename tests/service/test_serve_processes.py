@@ -149,7 +149,7 @@ def test_a_response_that_breaks_off_behind_a_child_ends_the_connection_without_a
         ]
         for thread in threads:
             thread.start()
-        client = http.client.HTTPConnection(*front.getsockname(), timeout=PATIENCE)
+        client = http.client.HTTPConnection("127.0.0.1", front.getsockname()[1], timeout=PATIENCE)
         client.request("GET", "/events")
         with pytest.raises((http.client.HTTPException, OSError)):
             client.getresponse().read()
