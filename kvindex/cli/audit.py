@@ -239,14 +239,14 @@ class Listening:
         self._changes = StateChanges(stream.subscriber.statuses)
 
     def settle(self, limit: float) -> None:
-        """Take the past, until every rank is live and nothing waits."""
+        """Take the past, until every rank is live and all that waited was taken."""
         until = time.monotonic() + limit
         progress = Progress()
         while time.monotonic() < until:
             states = self._look()
             live = sum(state is State.LIVE for state in states)
             progress.show(f"{live} of {counted(len(states), 'rank')} live")
-            if not self._take(until) and live == len(states):
+            if self._take(until) and live == len(states):
                 break
         progress.clear()
 
@@ -282,14 +282,14 @@ class Listening:
         return [status.state for status in statuses.values()]
 
     def _take(self, until: float) -> bool:
-        """Take items until it is time to look again; say whether any came."""
+        """Take items until it is time to look again; say whether all that waited was taken."""
         look_at = min(until, time.monotonic() + _LOOK)
-        any_came = False
+        all_taken = False
         while (left := look_at - time.monotonic()) > 0:
             try:
-                item = self._stream.get(left)
+                item = self._stream.get(left if all_taken else 0.0)
             except TimeoutError:
-                break
+                all_taken = True
+                continue
             self._auditor.take(item, time.time())
-            any_came = True
-        return any_came
+        return all_taken

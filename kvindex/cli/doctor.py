@@ -116,6 +116,10 @@ def _target(text: str) -> Target:
     if text.startswith(("tcp://", "ipc://")):
         first = text.partition(",")[0]
         text = f"{first.split('://', 1)[1]}={text}"
+    if "=" not in text:
+        raise ConfigurationError(
+            f"target {text!r}: expected http://HOST:PORT, tcp://HOST:PORT, or {WORKER_FORM}"
+        )
     return Target(worker=parse_worker(text))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -310,10 +311,14 @@ def _say(running: Any) -> None:
     ranks = len(running.service.catalog.registrations)
     print(f"kvindex serves {counted(ranks, 'rank')} at {running.url}", flush=True)
     token = ' -H "Authorization: Bearer $KVINDEX_TOKEN"' if settings.tokens() else ""
+    if settings.token_file is not None:
+        token = token.replace("$KVINDEX_TOKEN", f"$(head -n 1 {shlex.quote(settings.token_file)})")
     lines = [f"the page: {running.url}/", f"how the ranks stand: curl{token} {running.url}/ready"]
     lines += [f"not found yet: {name}: {why}" for name, why in running.missing.items()]
     if not ranks and not running.missing:
-        lines.append(f"workers come by: --worker {WORKER_FORM}, --config FILE, POST /register")
+        lines.append(
+            f"workers come by: --worker {WORKER_FORM}, --engine URL, --config FILE, POST /register"
+        )
     if settings.insecure and not settings.tokens():
         lines.append("warning: anybody who reaches this address may ask and register (--insecure)")
     elif settings.tokens() and settings.scheme == "http":

@@ -204,7 +204,7 @@ CAUSES: Final[dict[str, Cause]] = {
     "publisher-wrong-socket": Cause(
         "error",
         "{endpoint} is a {socket_type} socket, not a publisher's",
-        "exchange the two endpoints: this looks like the replay port",
+        "give the events' port; a ROUTER is a replay socket: exchange the two if you gave both",
     ),
     "replay-wrong-socket": Cause(
         "error",

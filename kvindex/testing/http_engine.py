@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -138,6 +139,8 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Connection)
 
     def server_bind(self) -> None:  # that of the base asks the DNS for this machine's name
+        if os.name != "nt":  # an engine that was killed can start again at its port at once
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 

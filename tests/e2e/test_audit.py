@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import time
+from typing import cast
 
 import pytest
 
-from kvindex import EventStream
+from kvindex import EventStream, Rank, RankStatus
 from kvindex.audit import Auditor
 from kvindex.cli import main
 from kvindex.cli.audit import Listening
@@ -43,6 +44,33 @@ def test_what_live_engines_computed_and_held_is_what_the_audit_says() -> None:
     assert (tokens["b/0"].computed, tokens["b/0"].other_worker) == (160, 160)
     assert (tokens["a/0"].computed, tokens["a/0"].first) == (32, 32)
     assert all(one.state == "live" and one.complete for one in report.ranks)
+
+
+class BusyStream:
+    """A live rank whose next batch comes before anybody has waited long."""
+
+    def __init__(self, live: RankStatus) -> None:
+        self.subscriber = self
+        self.live = live
+        self.looks = 0
+
+    def statuses(self) -> dict[Rank, RankStatus]:
+        self.looks += 1
+        assert self.looks < 20, "it goes on settling"
+        return {self.live.rank: self.live}
+
+    def get(self, timeout: float) -> RankStatus:
+        if not timeout:
+            raise TimeoutError
+        threading.Event().wait(min(timeout, 0.01))
+        return self.live
+
+
+def test_the_window_opens_while_the_engines_are_busy() -> None:
+    with FakeEngine("a") as engine, EventStream([worker_of(engine)]) as stream:
+        stream.wait_live(PATIENCE)
+        live = stream.status(engine.rank)
+    Listening(cast("EventStream", BusyStream(live)), Auditor()).settle(PATIENCE)
 
 
 def test_ctrl_c_ends_the_window_of_engines_asked_over_http_and_still_reports() -> None:

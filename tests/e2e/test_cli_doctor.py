@@ -117,7 +117,7 @@ def test_tokens_of_the_router_are_compared_with_the_engines(
     ("argv", "said"),
     [
         ([], "name an engine"),
-        (["vllm-0"], "expected NAME=ENDPOINT"),
+        (["vllm-0"], "target 'vllm-0': expected http://HOST:PORT, tcp://HOST:PORT, or NAME="),
         (["http://"], "names no host"),
         (["http://h:1", "--engine", "http://h:2"], "--engine belongs to one TARGET"),
         (["http://h:1", "--prompt", "@/nowhere"], "cannot read a prompt"),

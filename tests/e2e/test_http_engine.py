@@ -40,6 +40,18 @@ def cached(server: HttpEngine, body: dict[str, Any], **headers: str) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
+def test_an_engine_listens_at_its_port_again_at_once() -> None:
+    with FakeEngine() as engine:
+        with HttpEngine(engine) as server:
+            port = int(server.url.rpartition(":")[2])
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+            client.request("GET", "/health")
+            client.getresponse().read()
+        client.close()  # after the server: the address is kept for a while
+        with HttpEngine(engine, port=port) as again:
+            assert ask(again.url + "/version")
+
+
 def test_a_prompt_sent_twice_is_cached_counted_and_indexed() -> None:
     with FakeEngine(block_size=4) as engine, HttpEngine(engine) as server:
         worker = Worker("w", engine.endpoint, replay=engine.replay_endpoint)

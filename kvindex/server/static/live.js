@@ -18,7 +18,8 @@ export class AskError extends Error {
 export async function ask(path, options = {}) {
   let answer;
   try {
-    answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...options });
+    const url = new URL(path, location.origin); // without the token that the page's URL may have
+    answer = await fetch(url, { credentials: "same-origin", cache: "no-store", ...options });
   } catch {
     throw new AskError(0, "the server does not answer");
   }
