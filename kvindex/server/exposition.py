@@ -130,6 +130,15 @@ class _ServerCollector(Collector):
             "Event streams whose reader did not take what was sent",
             streams["cut_off"],
         )
+        yield from _state(statistics["state"])
+        failures = CounterMetricFamily(
+            "kvindex_discovery_failures",
+            "Times that a source of workers could not be read or asked",
+            labels=["source"],
+        )
+        for source, told in statistics["discovery"]["sources"].items():
+            failures.add_metric([source], told["failures"])
+        yield failures
         processes = statistics["processes"]
         if processes is not None:
             yield GaugeMetricFamily(
@@ -143,3 +152,21 @@ class _ServerCollector(Collector):
             for cause, count in processes["exits"].items():
                 exits.add_metric([cause], count)
             yield exits
+
+
+def _state(state: Mapping[str, Any] | None) -> Iterator[Metric]:
+    """Yield how the state file fares, if there is one."""
+    if state is None:
+        return
+    saves = CounterMetricFamily(
+        "kvindex_state_saves", "Times that the state was to be saved", labels=["outcome"]
+    )
+    for outcome in ("saved", "failed"):
+        saves.add_metric([outcome], state[outcome])
+    yield saves
+    if state["saved_at"] is not None:
+        yield GaugeMetricFamily(
+            "kvindex_state_saved_timestamp_seconds",
+            "When the state was saved last, in seconds since 1970",
+            state["saved_at"],
+        )

@@ -44,6 +44,8 @@ def samples() -> Samples:
                 "refused": guard.counters.values(),
                 "streams": streams,
                 "processes": exits,
+                "state": {"saved": 3, "failed": 1, "saved_at": 12.5, "error": None},
+                "discovery": {"sources": {"file x": {"failures": 2}}},
             }
 
         metrics = Exposition(service, totals, statistics, dynamo_names=True).write
@@ -78,6 +80,10 @@ def test_queries_requests_and_refusals_are_counted(samples: Samples) -> None:
     assert requests["/query", "200"] == requests["/query", "404"] == 1
     assert requests["(other)", "421"] == 1
     assert ({"reason": "host"}, 1) in samples["kvindex_http_refused_total"]
+    saves = samples["kvindex_state_saves_total"]
+    assert saves == [({"outcome": "saved"}, 3), ({"outcome": "failed"}, 1)]
+    assert samples["kvindex_state_saved_timestamp_seconds"] == [({}, 12.5)]
+    assert samples["kvindex_discovery_failures_total"] == [({"source": "file x"}, 2)]
     assert samples["kvindex_http_streams_cut_off_total"] == [({}, 1)]
     assert samples["kvindex_routed_delivered_tokens_total"] == [({"model": "m"}, 48)]
 
