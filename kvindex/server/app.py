@@ -157,7 +157,12 @@ class Endpoints:
             name: {str(rank): why for rank, why in getattr(standing, name).items()}
             for name in ("waiting", "given_up", "behind")
         }
-        told = {"ready": is_ready, "live": standing.live, **reasons}
+        told = {
+            "ready": is_ready,
+            "live": standing.live,
+            **reasons,
+            "missing": dict(standing.missing),
+        }
         return json_reply(200 if is_ready else 503, told).response()
 
     async def dump(self, request: Request) -> Response:

@@ -255,6 +255,7 @@ def _ready(said: str) -> dict[str, Any]:
         live={"type": "boolean"},
         waiting=reasons,
         given_up=reasons,
+        missing=reasons,
         behind=reasons,
     )
     return json(told, said)

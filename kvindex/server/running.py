@@ -18,7 +18,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
-from kvindex import Client, KVIndexError, SnapshotError
+from kvindex import Client, ConfigurationError, KVIndexError, SnapshotError
 from kvindex.discovery import Discovery, DiscoveryOptions, Found, Source
 from kvindex.fanout import FanOut
 from kvindex.server.app import build_app
@@ -116,6 +116,7 @@ class Running:
                 is_alive=self._is_alive,
             )
             opened.callback(self._discovery.close)
+            self.service.missing = self._discovery.missing
             self.missing = self._discovery.wait_found(_FIRST_LOOK)
             self._guard = self._new_guard()
             self._page = Page(self.service, tokenizer=settings.tokenizer)
@@ -186,6 +187,9 @@ class Running:
     def _new_saver(self) -> Saver | None:
         if self.settings.state is None:
             return None
+        folder = os.path.dirname(os.path.abspath(self.settings.state))
+        if not os.access(folder, os.W_OK):
+            raise ConfigurationError(f"--state: nothing can be written in {folder}")
         saver = Saver(self._client, self.settings.state, self.settings.save_every)
         self.service.registry.on_change(saver.note)
         return saver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -55,6 +56,7 @@ class Standing(NamedTuple):
         waiting: ranks that have not been live yet, and why.
         given_up: those that have not been live for so long that the others answer without them.
         behind: those that were live and are not now.
+        missing: engines and sources that have not said where to subscribe, and why.
     """
 
     ready: bool
@@ -62,6 +64,7 @@ class Standing(NamedTuple):
     waiting: Mapping[Rank, str]
     given_up: Mapping[Rank, str]
     behind: Mapping[Rank, str]
+    missing: Mapping[str, str]
 
 
 class Ranks:
@@ -144,6 +147,11 @@ class Service:
         self._settled: dict[
             tuple[str, int], float | None
         ] = {}  # since when awaited; None: was live
+        self._began = clock()
+        self._was_live: set[Rank] = set()
+        if isinstance(self.source, Client):  # whether or not anybody asks how they stand
+            self.source.on_change(partial(_note_live, self._was_live))
+        self.missing: Callable[[], Mapping[str, str]] = dict
         # Of which catalog and which ranks of the index it was made, and what.
         self._made: tuple[object, object, dict[Partition, Ranks]] = (None, None, {})
         self.traffic = Traffic() if traffic is None else traffic
@@ -238,6 +246,8 @@ class Service:
         for one, status in self.statuses():
             key = one.worker, one.dp_rank
             since = settled.get(key, now)
+            if status is not None and status.rank in self._was_live:
+                since = None
             if status is not None and status.state is State.LIVE:
                 self._settled[key] = None
                 continue
@@ -248,8 +258,17 @@ class Service:
             else:
                 found = given_up if now - since >= self._patience else waiting
             found[rank] = _why(status)
-        live = not (waiting or given_up or behind)
-        return Standing(not waiting, live, waiting, given_up, behind)
+        if len(self._was_live) > 2 * len(self._settled) + 64:  # others have gone
+            self._was_live.intersection_update(self.source.ranks)
+        missing = self.missing()
+        live = not (waiting or given_up or behind or missing)
+        is_ready = not waiting and (not missing or now - self._began >= self._patience)
+        return Standing(is_ready, live, waiting, given_up, behind, missing)
+
+
+def _note_live(was_live: set[Rank], status: RankStatus) -> None:
+    if status.state is State.LIVE:
+        was_live.add(status.rank)
 
 
 def _why(status: RankStatus | None) -> str:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
-from kvindex import Client
+from kvindex import Client, State
 from kvindex.server.app import build_app
 from kvindex.server.service import Service
 from kvindex.testing import FakeEngine
@@ -289,6 +289,31 @@ def test_a_server_is_ready_once_each_rank_was_live_and_strict_asks_for_now() -> 
         status, told = ask.get("/ready")
         assert (status, list(told["given_up"])) == (200, ["dead/0"])
         assert told["given_up"]["dead/0"]
+        assert ask.get("/ready?strict=1")[0] == 503
+
+
+def test_a_rank_that_was_live_is_behind_later_even_if_nobody_asked_before(fleet: Fleet) -> None:
+    engine = fleet.engines[0]
+    fleet.asker.post("/register", fleet.register(engine))
+    caught_up(fleet.client, engine)
+    engine.close()
+    assert fleet.client.wait_for(
+        lambda now: all(status.state is not State.LIVE for status in now.values()), PATIENCE
+    )
+    status, told = fleet.asker.get("/ready")
+    assert (status, told["live"], len(told["behind"])) == (200, False, 1)
+
+
+def test_an_engine_that_is_not_found_is_waited_for_and_named() -> None:
+    now = [0.0]
+    with client_of() as client:
+        service = Service(client, patience=30.0, clock=lambda: now[0])
+        service.missing = lambda: {"http://127.0.0.1:1": "refuses the connection"}
+        ask = Asker(build_app(service))
+        status, told = ask.get("/ready")
+        assert (status, told["missing"]) == (503, {"http://127.0.0.1:1": "refuses the connection"})
+        now[0] = 31.0
+        assert ask.get("/ready")[0] == 200
         assert ask.get("/ready?strict=1")[0] == 503
 
 

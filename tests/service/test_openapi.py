@@ -67,7 +67,13 @@ def api() -> Iterator[Any]:
 
         def statistics() -> dict[str, Any]:
             streams = {"open_now": 0, "cut_off": 0}
-            return {"refused": guard.counters.values(), "streams": streams, "processes": None}
+            return {
+                "refused": guard.counters.values(),
+                "streams": streams,
+                "processes": None,
+                "state": None,
+                "discovery": {"sources": {}},
+            }
 
         app = build_app(
             service,
