@@ -259,7 +259,7 @@ class Service:
                 found = given_up if now - since >= self._patience else waiting
             found[rank] = _why(status)
         if len(self._was_live) > 2 * len(self._settled) + 64:  # others have gone
-            self._was_live.intersection_update(self.source.ranks)
+            self._was_live.intersection_update(self.source.index.ranks)
         missing = self.missing()
         live = not (waiting or given_up or behind or missing)
         is_ready = not waiting and (not missing or now - self._began >= self._patience)
