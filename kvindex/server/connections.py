@@ -38,6 +38,8 @@ class GuardedProtocol(HttpToolsProtocol):
     """
 
     guard: Guard
+    parser: Any
+    headers: list[tuple[bytes, bytes]]
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return True
         if running is self.cycle and self._body_since is not None:
             return not running.response_started
-        return running.response_complete
+        return bool(running.response_complete)
 
     def _write(self, refusal: Refusal) -> None:
         head = [b"HTTP/1.1 %d %b\r\n" % (refusal.status, _REASONS[refusal.status])]
