@@ -119,6 +119,10 @@ class Service:
         traffic: counts what is asked; one of its own by default.
         clock: monotonic seconds.
 
+    Attributes:
+        missing: returns the engines and sources that have not said where to subscribe, and why;
+            nobody is missing until whoever discovers engines says so.
+
     Thread safety: `match` on one thread (the event loop's); the rest from any.
     """
 
@@ -144,9 +148,8 @@ class Service:
         self._catalog = Catalog()
         self._clock = clock
         self._patience = patience
-        self._settled: dict[
-            tuple[str, int], float | None
-        ] = {}  # since when awaited; None: was live
+        # Since when each is awaited; None: it was live.
+        self._settled: dict[tuple[str, int], float | None] = {}
         self._began = clock()
         self._was_live: set[Rank] = set()
         if isinstance(self.source, Client):  # whether or not anybody asks how they stand
