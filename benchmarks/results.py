@@ -45,6 +45,7 @@ class Result:
             by default.
         bar: what must be reached, if anything.
         marks: what is written after a side's value; the notes say what it means.
+        bar_only: whether the table of bars says all of it.
     """
 
     group: str
@@ -56,6 +57,7 @@ class Result:
     bar: Bar | None = None
     marks: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    bar_only: bool = False
 
     @property
     def peer(self) -> str | None:
@@ -100,8 +102,9 @@ def as_dict(result: Result) -> dict[str, Any]:
 
 def details(results: Sequence[Result]) -> str:
     """Return one Markdown table for each group, with a column for each side."""
+    shown = (result for result in results if result.met is None or not result.bar_only)
     return "\n\n".join(
-        _group(name, list(members)) for name, members in groupby(results, lambda r: r.group)
+        _group(name, list(members)) for name, members in groupby(shown, lambda r: r.group)
     )
 
 

@@ -5,9 +5,16 @@ Connect to the engines, then ask which rank holds a prompt:
     client = kvindex.connect([kvindex.Worker("vllm-0", "tcp://127.0.0.1:5557")])
     client.match(token_ids).best
 
-The parts are `kvindex.wire`, `kvindex.subscribe`, `kvindex.index` and `kvindex.publish`.
-`kvindex.testing` has a fake engine and faulty links for tests. `kvindex.fanout` feeds all processes
-of a router from one subscriber, through the queue of `kvindex.shm`; import these three by name.
+This module has what most programs need. Import the other parts by name:
+
+- `kvindex.routing` chooses a rank for each request; `kvindex.integrations` does so in Ray, LiteLLM
+  and verl;
+- `kvindex.discovery` finds engines; `kvindex.doctor` says why nothing matches;
+- `kvindex.fanout` gives every process of a router a replica of one index, through a ring in shared
+  memory; `kvindex.shm` is a queue for your own objects on such a ring;
+- `kvindex.server` is the HTTP service, with `kvindex.queries` and `kvindex.metrics`;
+- `kvindex.audit` says what routing costs, from recorded or live events;
+- `kvindex.testing` has a fake engine and faulty links for tests.
 """
 
 from kvindex.backend import BACKEND

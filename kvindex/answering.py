@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from kvindex.errors import UnknownRankError
+from kvindex.errors import ClosedError, UnknownRankError
 from kvindex.index import (
     Explanation,
     ExtraKeys,
@@ -36,6 +36,21 @@ class Answering(Following):
     Thread safety: every method may be called from any thread.
     """
 
+    _closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called. Statuses and statistics can still be read then."""
+        return self._closed
+
+    def check_open(self) -> None:
+        """Raise ClosedError once `close` was called."""
+        if self._closed:
+            raise ClosedError(
+                f"this {type(self).__name__} is closed, so its answers would be out of date; its"
+                " `index` can still be asked what the ranks held"
+            )
+
     @property
     @abstractmethod
     def index(self) -> Index:
@@ -60,8 +75,12 @@ class Answering(Following):
         It takes microseconds (docs/benchmarks.md has figures) and waits for nothing but the index's
         lock, so async code calls it directly.
 
-        Args and Raises: as `Index.match`.
+        Args: as `Index.match`.
+
+        Raises: as `Index.match`, and
+            ClosedError: this was closed.
         """
+        self.check_open()
         return self.index.match(
             token_ids,
             lora=lora,
@@ -77,7 +96,11 @@ class Answering(Following):
     def match_many(
         self, prompts: Iterable[TokenIds], **options: Unpack[MatchOptions]
     ) -> list[Match]:
-        """Return one `Match` for each prompt; options are those of `match`, for all of them."""
+        """Return one `Match` for each prompt; options are those of `match`, for all of them.
+
+        Raises: as `match`.
+        """
+        self.check_open()
         return [self.match(token_ids, **options) for token_ids in prompts]
 
     def explain(self, token_ids: TokenIds, **options: Unpack[MatchOptions]) -> Explanation:
@@ -85,8 +108,12 @@ class Answering(Following):
 
         For people, and slow: `print` it.
 
-        Args and Raises: as `Index.explain`.
+        Args: as `Index.explain`.
+
+        Raises: as `Index.explain`, and
+            ClosedError: this was closed.
         """
+        self.check_open()
         return self.index.explain(
             token_ids, trust=self._trust(), notes=self._stream_notes, **options
         )

@@ -16,7 +16,6 @@ import os
 import warnings
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final, Literal
 
@@ -112,6 +111,9 @@ def explain_fallback(wanted: str | None) -> str:
 
 def hidden_native_build() -> Path | None:
     """Return where an installed native build lies that this copy of the package hides, if any."""
+    # Here: it takes as long to load as the index, and only a missing native module needs it.
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         installed = distribution("kvindex")
     except PackageNotFoundError:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 
 import msgspec
 import zmq
 
 from kvindex.answering import Answering
-from kvindex.discovery import DiscoveryOptions, Engines, split_engines
-from kvindex.discovery.feeding import follow_engines, listed, naming_missing
-from kvindex.errors import ConfigurationError, UnknownRankError
+from kvindex.errors import ConfigurationError, NotLiveError, UnknownRankError
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
 from kvindex.rank import Rank
@@ -35,6 +35,9 @@ from kvindex.subscribe import (
     Worker,
 )
 
+if TYPE_CHECKING:  # see `_split`
+    from kvindex.discovery import Discovery, DiscoveryOptions, Engines, Source
+
 __all__ = ["MAX_BLOCKS_PER_RANK", "RESUME_WITHIN", "Client", "connect", "follow_item"]
 
 RESUME_WITHIN: Final = 600.0
@@ -46,6 +49,11 @@ MAX_BLOCKS_PER_RANK: Final = 10_000_000
 No engine has as many: with blocks of 16 tokens that is a cache of 160 million tokens, and with
 pages of one token still that of a node of eight GPUs. A hostile rank needs some GB for it at worst.
 """
+
+
+_SAVE_ATTEMPTS = 5  # each begins when ranks were renamed in the one before
+
+logger = logging.getLogger(__name__)
 
 
 def connect(
@@ -172,7 +180,7 @@ class Client(Answering):
                 "max_blocks_per_rank is for the index that a client makes: with index=, give it to"
                 " that one, Index(max_blocks_per_rank=...)"
             )
-        known, sources = split_engines(workers)
+        known, sources = _split(workers)
         limit = MAX_BLOCKS_PER_RANK if max_blocks_per_rank is None else max_blocks_per_rank
         records: list[SnapshotRecord] = []
         if resume is not None:
@@ -200,7 +208,15 @@ class Client(Answering):
             on_stop=on_stop,
         )
         self._board = self.subscriber.board
-        self.discovery = follow_engines(self, sources, discovery) if sources else None
+        self.discovery: Discovery | None = None
+        if sources:
+            from kvindex.discovery.feeding import follow_engines
+
+            try:
+                self.discovery = follow_engines(self, sources, discovery)
+            except BaseException:
+                self.subscriber.close()
+                raise
 
     @property
     def index(self) -> Index:
@@ -249,9 +265,9 @@ class Client(Answering):
             super().wait_live(timeout, ranks=ranks, complete=complete)
             return
         until = time.monotonic() + timeout
-        ranks = listed(ranks)
+        ranks = _listed(ranks)
         missing = self.discovery.wait_found(timeout, partial(self._knows, ranks))
-        with naming_missing(timeout, missing if ranks is None else {}):
+        with _naming_missing(timeout, missing if ranks is None else {}):
             left = max(until - time.monotonic(), 0.0)
             super().wait_live(left, ranks=ranks, complete=complete)
 
@@ -270,9 +286,9 @@ class Client(Answering):
             await super().wait_live_async(timeout, ranks=ranks, complete=complete)
             return
         until = time.monotonic() + timeout
-        ranks = listed(ranks)
+        ranks = _listed(ranks)
         missing = await self.discovery.wait_found_async(timeout, partial(self._knows, ranks))
-        with naming_missing(timeout, missing if ranks is None else {}):
+        with _naming_missing(timeout, missing if ranks is None else {}):
             left = max(until - time.monotonic(), 0.0)
             await super().wait_live_async(left, ranks=ranks, complete=complete)
 
@@ -300,28 +316,48 @@ class Client(Answering):
         60 to 200 ms for a million blocks of that rank. A rank is left out if nothing can continue
         from it: nothing was applied yet, or its publisher has no replay to prove itself by. Ranks
         that are set aside are written as they were read, so that a router that is restarted before
-        it knows all its workers loses none. The file replaces an existing one only when all of it
-        is written. Only its owner can read it, since it contains the index's seed.
+        it knows all its workers loses none. When ranks are renamed meanwhile, it begins anew. The
+        file replaces an existing one only when all of it is written. Only its owner can read it,
+        since it contains the index's seed.
 
         Raises:
             OSError: it cannot be written; an existing file is unchanged.
             ClosedError: the client is closed.
             BusyError: the subscriber's thread was blocked for too long.
         """
-        written = []
         with replaced_file(path) as file:
-            writer = SnapshotWriter(file, backend=self.index.backend, seed=self.index.seed)
-            # At once: a rank whose worker is being added is in one of the two.
-            ranks, aside = self.subscriber.call(lambda: (self.ranks, self._saved.records()))
-            for rank in ranks:
-                taken = self.subscriber.call(partial(self._take, rank))
-                if taken is not None:
-                    writer.add(rank, *taken)
-                    written.append(rank)
-            for record in aside:
-                writer.add(*record)
-                written.append(record.rank)
-            writer.finish()
+            for _ in range(_SAVE_ATTEMPTS):
+                file.seek(0)
+                file.truncate()
+                names = self._names()
+                written = self._write(file)
+                now = self._names()
+                if all(now.get(publisher, rank) == rank for publisher, rank in names.items()):
+                    break
+            else:
+                logger.warning("%s may lack ranks: they were renamed again and again", path)
+        return written
+
+    def _names(self) -> dict[tuple[str, str], Rank]:
+        """Return the name of each rank, by worker and endpoint, which stay the same."""
+        statuses = self._board.all().values()
+        return {(status.rank.worker, status.endpoint): status.rank for status in statuses}
+
+    def _write(self, file: BinaryIO) -> tuple[Rank, ...]:
+        """Write a snapshot; return its ranks."""
+        written = []
+        writer = SnapshotWriter(file, backend=self.index.backend, seed=self.index.seed)
+        # At once: a rank whose worker is being added is in one of the two.
+        ranks, aside = self.subscriber.call(lambda: (self.ranks, self._saved.records()))
+        for rank in ranks:
+            taken = self.subscriber.call(partial(self._take, rank))
+            if taken is not None:
+                writer.add(rank, *taken)
+                written.append(rank)
+        for record in aside:
+            writer.add(*record)
+            written.append(record.rank)
+        writer.finish()
         return tuple(sorted(written))
 
     def _take(self, rank: Rank) -> tuple[bytes, bytes] | None:
@@ -329,18 +365,49 @@ class Client(Answering):
         try:
             cursor = self.subscriber.cursor(rank)
             return None if cursor is None else (self.index.dump(rank), cursor)
-        except UnknownRankError:  # removed or renamed just now
+        except UnknownRankError:  # removed just now; or renamed, and then all is written anew
             return None
 
     def close(self) -> None:
-        """Stop receiving; the index stays as it is and still answers. Idempotent."""
+        """Stop receiving, and refuse further questions. Idempotent.
+
+        `index` stays as it is and can still be asked what the ranks held.
+        """
+        self._closed = True
         if self.discovery is not None:
             self.discovery.close()
         self.subscriber.close()
 
 
+def _split(engines: Engines) -> tuple[Iterable[Worker] | Worker, Sequence[Source]]:
+    """Return the workers that are given, and the sources of all other engines."""
+    given = [engines] if isinstance(engines, Worker) else engines
+    if isinstance(given, (list, tuple)) and all(isinstance(one, Worker) for one in given):
+        return given, ()
+    # Here: discovery loads asyncio, HTTP and TLS, which nobody needs who names the endpoints.
+    from kvindex.discovery import split_engines
+
+    return split_engines(engines)
+
+
+def _listed(ranks: Iterable[RankName] | str | None) -> list[RankName] | None:
+    """Return the ranks that are meant as a list, which may be looked at twice."""
+    return [ranks] if isinstance(ranks, str) else None if ranks is None else list(ranks)
+
+
+@contextmanager
+def _naming_missing(timeout: float, missing: dict[str, str]) -> Iterator[None]:
+    """Have a `NotLiveError` name engines that are missing; if nothing else is wrong, raise it."""
+    try:
+        yield
+    except NotLiveError as error:
+        raise NotLiveError(timeout, error.reasons, missing) from None
+    if missing:
+        raise NotLiveError(timeout, {}, missing)
+
+
 def follow_item(index: Index, item: StreamItem) -> None:
-    """Have an index take what is not a batch."""
+    """Apply an item that is not a batch to an index: a rank that came, went, lost or restarted."""
     if isinstance(item, RankAdded):
         index.add(item.rank)
         index.configure(item.rank, item.cache)

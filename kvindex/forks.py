@@ -1,8 +1,11 @@
 """What a forked child inherits: sockets that it closes, and objects whose threads it lacks.
 
-Only so can the end of a process be seen, and is a child told that nobody keeps what it has. What
-feeds an index gets ready before the indexes do, and hears of the fork after them: so an index is
-held after all that its feeders hold, and can be used again before they are told.
+A child closes its copies of the sockets, or the peers would not notice that the parent has ended.
+And its objects learn that they follow no stream any more.
+
+Before a fork, clients and replicas (`prepare_forks`) get ready first, then the indexes that they
+fill (`guard_forks`). After it the order is the reverse: first the indexes can be used again, then
+clients and replicas may use them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 __all__ = ["in_child"]
 
-_LIMIT = 30  # seconds after which a child that hangs is ended by SIGALRM
+_LIMIT = 120  # seconds after which a child that hangs is ended by SIGALRM
 
 
 def in_child(check: Callable[[], object]) -> int:

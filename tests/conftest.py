@@ -16,6 +16,7 @@ import kvindex
 from kvindex.backend import hidden_native_build
 
 collect_ignore = ["typing"]  # for type checkers, which is why it is never imported
+_LONG = [Path(__file__).parent / name for name in ("engines", "service", "docs/test_site.py")]
 
 # LiteLLM fetches its prices from the internet when it is imported, unless it is told not to.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
@@ -49,6 +50,17 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what takes minutes, unless it is asked for by its path, as `.ci/run` does."""
+    if collection_path not in _LONG:
+        return None
+    asked = [
+        Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args
+    ]
+    named = any(path == collection_path or collection_path in path.parents for path in asked)
+    return None if named else True
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from kvindex import Client, Match, Rank, RankStatus, ReplayPolicy, State, Worker
 from kvindex.testing import FakeEngine, FaultyLink, Workload
 
-PATIENCE = 20.0  # seconds: far more than anything takes, so that a slow machine is no failure
-QUICK = ReplayPolicy(timeout=0.5, attempts=3, backoff=0.02, max_backoff=0.1)
+PATIENCE = 120.0  # seconds: far more than anything takes, so that a slow machine is no failure
+REPLAYS = ReplayPolicy(timeout=5.0, attempts=3, backoff=0.02, max_backoff=0.1)
+QUICK = msgspec.structs.replace(REPLAYS, timeout=0.3)  # where no reply will come
 
 # Of warm restarts: before the save, until the next process, and under it.
 BEFORE = Workload(40, seed=1)
 MEANWHILE = Workload(10, seed=2)
 LATER = Workload(10, seed=3)
 PROMPTS = [request.token_ids for workload in (BEFORE, MEANWHILE) for request in workload][::4]
+
+_T = TypeVar("_T")
+
+
+def until(look: Callable[[], _T], done: Callable[[_T], object] = bool) -> _T:
+    """Look until something is as it should be, where nothing announces it; return it."""
+    deadline = time.monotonic() + PATIENCE
+    pause = threading.Event()  # never set
+    while not done(found := look()):
+        assert time.monotonic() < deadline, found
+        pause.wait(0.005)
+    return found
 
 
 def worker_of(engine: FakeEngine, via: FaultyLink | None = None, **options: Any) -> Worker:
@@ -38,7 +55,7 @@ def link_to(engine: FakeEngine, **options: Any) -> FaultyLink:
 
 
 def client_of(*workers: Worker, **options: Any) -> Client:
-    return Client(workers, **{"replay_policy": QUICK, "probe_interval": 0.3, **options})
+    return Client(workers, **{"replay_policy": REPLAYS, "probe_interval": 0.3, **options})
 
 
 def caught_up(client: Client, *engines: FakeEngine, timeout: float = PATIENCE) -> None:

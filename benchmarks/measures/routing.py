@@ -188,12 +188,12 @@ def _bars(study: _Study, fleet: Fleet, group: Sequence[Traffic]) -> list[Result]
             noise = study.difference(traffic, DEFAULT, best, fleet, name).noise
             results.append(
                 Result(
-                    group="the default policy beside the best of all others",
+                    group="beside the best other policy",
                     measure=f"{traffic}, {_named(fleet)}: TTFT {name} (best: {best})",
                     unit="ms",
                     values={OURS: means[DEFAULT], "best other": means[best]},
                     bar=Bar(times=1.0 - noise / means[DEFAULT]) if len(study.seeds) > 1 else None,
-                    notes=[f"A bar below 1 allows for noise, and for no more. {NOISE}"],
+                    bar_only=True,
                 )
             )
     return results

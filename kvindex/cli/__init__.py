@@ -13,42 +13,29 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 
 from kvindex import ConfigurationError, KVIndexError, TokenError
-from kvindex.cli import (
-    audit,
-    demo,
-    doctor,
-    fake_engine,
-    fanout,
-    match,
-    record,
-    replay,
-    serve,
-    status,
-    tail,
-    top,
-)
 from kvindex.cli.output import in_options, version_text
 
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_COMMANDS = (
-    demo,
-    fake_engine,
-    tail,
-    match,
-    record,
-    replay,
-    audit,
-    fanout,
-    serve,
-    status,
-    top,
-    doctor,
-)
+_COMMANDS = {
+    "demo": "see it work: faults, live repair, and what a router gains",
+    "fake-engine": "publish the events of an engine without a model or a GPU",
+    "tail": "print every rank's events in order, as they come",
+    "match": "ask running engines which rank holds a prompt",
+    "record": "write the frames that publishers send to files",
+    "replay": "apply recorded frames and print what is resident",
+    "audit": "say what routing costs a fleet today, from its events alone",
+    "fanout": "subscribe once, for many router processes",
+    "serve": "answer routers over HTTP, and show a page",
+    "status": "show how the ranks of a running fanout stand",
+    "top": "show how a fleet stands, and keep that up to date",
+    "doctor": "say why the hit rate is zero: look at engines, their ports and their streams",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; those of the process by default.
     """
     _open_outputs()
-    arguments = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser(argv).parse_args(argv)
     with _logging_to_stderr(arguments.log_from, arguments.verbose + arguments.verbose_too):
         try:
             code: int = arguments.run(arguments)
@@ -78,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvindex",
         description="Subscribe to LLM engines' KV-cache events and ask which rank holds a prompt.",
@@ -90,8 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True
     )
-    for command in _COMMANDS:
-        command.add_parser(commands)
+    for name, text in _COMMANDS.items():
+        if name in argv:  # only this one is loaded, and what it needs
+            import_module(f"kvindex.cli.{name.replace('-', '_')}").add_parser(commands, text)
+        else:
+            commands.add_parser(name, help=text)
     for command_parser in commands.choices.values():
         _add_verbose(command_parser, "verbose_too")
     return parser

@@ -95,6 +95,11 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="flag answers as upper bounds (SGLang's hybrid caches, requests with extra_key)",
     )
+    cache.add_argument(
+        "--resets-connector",
+        action="store_true",
+        help="vLLM resets its connector together with its prefix cache",
+    )
 
 
 def cache_of(arguments: argparse.Namespace) -> CacheSettings:
@@ -105,6 +110,7 @@ def cache_of(arguments: argparse.Namespace) -> CacheSettings:
         eagle=arguments.eagle,
         hash_block_size=arguments.hash_block_size,
         upper_bound=arguments.upper_bound,
+        resets_connector=arguments.resets_connector,
     )
 
 

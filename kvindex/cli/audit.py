@@ -38,11 +38,11 @@ __all__ = ["Listening", "add_parser"]
 _LOOK = 0.25  # seconds between looks at how the ranks stand
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "audit",
-        help="say what routing costs a fleet today, from its events alone",
+        help=text,
         description=(
             "Listen to engines for a while, or read recordings (one publisher's each), and say how "
             "many computed tokens another rank held at that moment, how many larger caches would "

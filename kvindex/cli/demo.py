@@ -53,11 +53,11 @@ Next: start `kvindex fake-engine` and connect to it with the first lines of the
 README, or ask engines of your own: `kvindex match --help`."""
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "demo",
-        help="see it work: faults, live repair, and what a router gains",
+        help=text,
         description=(
             "Run two fake engines (a vLLM, an SGLang) of two DP ranks each in this process, behind "
             "links that drop, duplicate and reorder messages. Restart one rank, disconnect "

@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from kvindex import ConfigurationError
@@ -20,7 +21,7 @@ from kvindex.cli.arguments import (
 )
 from kvindex.cli.endpoints import WORKER_FORM, parse_worker
 from kvindex.cli.output import Colour, counted, in_options, painted, plain, printable
-from kvindex.doctor import Finding, Limits, Prompt, Report, Target, examine
+from kvindex.doctor import CAUSES, Finding, Limits, Prompt, Report, Target, examine
 
 __all__ = ["add_parser"]
 
@@ -28,11 +29,11 @@ _COLOURS: dict[str, Colour] = {"error": "red", "warning": "yellow", "info": "gre
 _SHOWN_EVIDENCE = 300  # characters
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "doctor",
-        help="say why the hit rate is zero: look at engines, their ports and their streams",
+        help=text,
         description=(
             "Look for reasons why hits are missing. An engine with a URL is asked what it is and "
             "where it publishes; then it is sent one test prompt twice (not with --passive), to "
@@ -180,7 +181,16 @@ def _print_finding(finding: Finding) -> None:
     print(head, printable(f"{finding.subject}: {finding.what} [{finding.id}]"))
     if finding.id == "all-well":
         return
-    seen = ", ".join(f"{name}={value}" for name, value in finding.evidence.items())
+    said = {name for _, name, _, _ in Formatter().parse(CAUSES[finding.id].what) if name}
+    said = {name.partition("[")[0] for name in said}
+    rest = {
+        name: str(value)
+        for name, value in finding.evidence.items()
+        if name not in said
+        and str(value)
+        and not (len(str(value)) > 8 and str(value) in finding.what)
+    }
+    seen = ", ".join(f"{name}={value}" for name, value in rest.items())
     if seen:
         print(printable(f"    seen: {seen[:_SHOWN_EVIDENCE]}"))
     print(printable(f"    do:   {in_options(finding.remedy)}"))

@@ -24,16 +24,17 @@ _PROMPT_EVERY = 10  # requests: often enough to stay in a cache that evicts what
 _WORKLOAD = 1_000  # requests until the workload starts again
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "fake-engine",
-        help="publish the events of an engine without a model or a GPU",
+        help=text,
         description=(
             "Run an engine without a model: a real prefix cache that serves random requests and "
             "publishes every change as an engine does, with replay. DP rank r listens at port + r "
             "on both endpoints. One request in ten is the prompt 0, 1, ... 99 (on rank r only its "
-            "first 100 / (r + 1) tokens), so that there is something to match. Runs until Ctrl-C, "
+            "first 100 / (r + 1) tokens), so that there is something to match. With --rate 0 it "
+            "serves only what you send over HTTP. Runs until Ctrl-C, "
             "SIGTERM or --seconds, its normal ends (exit 0). Exit 2: an endpoint cannot be used."
         ),
     )
@@ -72,10 +73,10 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--rate",
-        type=seconds,
+        type=_rate,
         default=5.0,
         metavar="N",
-        help="requests per second, over all ranks (default: 5)",
+        help="requests per second, over all ranks (default: 5); 0: only those that come over HTTP",
     )
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N", help="seed for the requests (default: 1)"
@@ -86,6 +87,13 @@ def add_parser(commands: Commands) -> None:
         metavar="PORT",
         help="also answer completions over HTTP at this port of 127.0.0.1, as the engine of the "
         "dialect would; 0 has the system choose",
+    )
+    parser.add_argument(
+        "--model",
+        default="fake-model",
+        metavar="NAME",
+        help="model that is served over HTTP; engines with one name serve one (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--seconds", type=seconds, metavar="S", help="end after S seconds (default: never)"
@@ -99,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         ending = stack.enter_context(_Ending())
         engines = [stack.enter_context(_engine(arguments, r)) for r in range(arguments.dp_size)]
         traffic = _Traffic(engines, arguments.seed)
+        if arguments.rate:
+            traffic.begin()
         try:
             for engine in engines:
                 print(
@@ -106,14 +116,25 @@ def run(arguments: argparse.Namespace) -> int:
                     f"{engine.replay_endpoint}"
                 )
             if arguments.http is not None:
-                server = HttpEngine(engines, model=arguments.name, port=arguments.http)
+                server = HttpEngine(engines, model=arguments.model, port=arguments.http)
                 print(f"HTTP at {stack.enter_context(server).url}")
-            print(f"about {arguments.rate:g} requests per second; Ctrl-C ends it", flush=True)
+            rate = f"about {arguments.rate:g}" if arguments.rate else "no"
+            print(f"{rate} requests per second of its own; Ctrl-C ends it", flush=True)
             _serve(traffic, ending, arguments)
         except KeyboardInterrupt:
             pass  # the normal end of an engine
         print(traffic.summary())
     return 0
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests per second, from 0")
+    return value
 
 
 def _port(text: str) -> int:
@@ -140,16 +161,19 @@ def _serve(traffic: _Traffic, ending: _Ending, arguments: argparse.Namespace) ->
     """Serve at the rate asked for; say once a second what has been done."""
     started = told = time.monotonic()
     until = started + (arguments.seconds or math.inf)
-    due = started
+    due, said = started if arguments.rate else math.inf, ""
     while not ending.asked and (now := time.monotonic()) < until:
         if now >= told + 1.0:
             told = now
-            print(traffic.summary(), flush=True)
+            summary = traffic.summary()
+            if summary != said:
+                print(summary, flush=True)
+            said = summary
         if now >= due:
             traffic.serve_next()
             due += 1 / arguments.rate
         else:
-            ending.wait(min(due, until) - now)
+            ending.wait(min(due, until, told + 1.0) - now)
 
 
 class _Traffic:
@@ -159,7 +183,10 @@ class _Traffic:
         self._engines = engines
         self._requests = _endless(seed)
         self._served = self._tokens = self._hit = 0
-        for engine in engines:  # at once, so that whoever connects finds it
+
+    def begin(self) -> None:
+        """Serve the known prompt on each rank at once, so that whoever connects finds it."""
+        for engine in self._engines:
             self._serve_prompt(engine)
 
     def serve_next(self) -> None:
@@ -174,10 +201,11 @@ class _Traffic:
 
     def summary(self) -> str:
         """Return how much was served, and what the caches hold."""
-        return (
-            f"{self._served} requests, {self._hit / self._tokens:.0%} of their tokens cached; "
-            f"blocks held: {', '.join(str(len(engine.truth())) for engine in self._engines)}"
-        )
+        held = f"blocks held: {', '.join(str(len(engine.truth())) for engine in self._engines)}"
+        if not self._served:
+            return held
+        cached = f"{self._hit / self._tokens:.0%} of their tokens cached"
+        return f"{self._served} requests, {cached}; {held}"
 
     def _serve_prompt(self, engine: FakeEngine) -> None:
         self._count(engine.serve(_PROMPT[: len(_PROMPT) // (engine.rank.dp_rank + 1)]))

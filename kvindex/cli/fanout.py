@@ -30,11 +30,11 @@ __all__ = ["add_parser"]
 _LOOK = 0.5  # seconds between looks at the ranks' states
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "fanout",
-        help="subscribe once, for many router processes",
+        help=text,
         description=(
             "Subscribe, and let processes on this machine join with kvindex.fanout.join(PATH). "
             "Says on stderr which ranks become live or stop being live, and why; at SIGUSR1 it "

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from kvindex import State
 from kvindex.cli.output import counted, in_options, printable, table
 from kvindex.server.overview import Fleet, RankView, Totals
 
-__all__ = ["HEADER", "SORTS", "fleet_text", "row", "sorted_ranks", "totals_line"]
+__all__ = ["HEADER", "SORTS", "fleet_text", "reasons", "row", "sorted_ranks", "totals_line"]
+
+_MOST_MISSING: Final = 5
 
 SORTS: Final[Mapping[str, str]] = {
     "state": "s",
@@ -37,7 +40,7 @@ _KEYS: Final[Mapping[str, _Key]] = {
 
 HEADER: Final = (
     *("rank", "model", "state", "complete", "lag", "idle s"),
-    *("blocks", "on", "gaps", "losses", "restarts"),
+    *("blocks", "gaps", "losses", "restarts"),
 )
 
 
@@ -88,7 +91,6 @@ def row(rank: RankView) -> tuple[str, ...]:
         "yes" if rank.complete else "no",
         rank.lag,
         "-" if rank.last_event_age is None else f"{rank.last_event_age:.0f}",
-        sum(rank.blocks.values()),
         media or "-",
         rank.gaps,
         rank.losses,
@@ -98,7 +100,7 @@ def row(rank: RankView) -> tuple[str, ...]:
 
 
 def fleet_text(fleet: Fleet, *, sort: str = "state", most: int | None = None) -> str:
-    """Return a fleet as plain text: sums, a table, and why ranks are not live."""
+    """Return a fleet as plain text: sums, a table, and what is wrong, each reason once."""
     ranks = sorted_ranks(fleet.ranks, sort)
     shown = ranks[:most]
     lines = [totals_line(fleet.totals)]
@@ -106,9 +108,26 @@ def fleet_text(fleet: Fleet, *, sort: str = "state", most: int | None = None) ->
         lines += ["", table(HEADER, map(row, shown))]
     if len(ranks) > len(shown):
         lines.append(f"and {counted(len(ranks) - len(shown), 'more rank')}")
-    lines += [
-        printable(f"{rank.worker}/{rank.dp_rank}: {in_options(rank.reason)}")
-        for rank in shown
-        if rank.reason
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *reasons(fleet, shown)])
+
+
+def reasons(fleet: Fleet, ranks: Iterable[RankView]) -> list[str]:
+    """Return a line for each engine that was not found, and for each reason of some ranks.
+
+    Reasons that differ in numbers and in the rank's own addresses only count as the same.
+    """
+    missing = [f"not found: {name}: {why}" for name, why in fleet.missing.items()]
+    lines = missing[:_MOST_MISSING]
+    if len(missing) > len(lines):
+        lines.append(f"not found: {len(missing) - len(lines)} more")
+    groups: dict[str, list[RankView]] = {}
+    for rank in ranks:
+        if rank.reason:
+            common = rank.reason.replace(rank.endpoint, "").replace(
+                rank.replay_endpoint or "\0", ""
+            )
+            groups.setdefault(re.sub(r"\d+", "#", common), []).append(rank)
+    for first, *others in groups.values():
+        more = f" and {counted(len(others), 'more rank')}" if others else ""
+        lines.append(f"{first.worker}/{first.dp_rank}{more}: {in_options(first.reason)}")
+    return [printable(line) for line in lines]

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvindex import KVIndexError
-from kvindex.cli.fleet_table import HEADER, SORTS, row, sorted_ranks, totals_line
-from kvindex.cli.output import counted, in_options, printable
-from kvindex.server.overview import Fleet
+from kvindex.cli.fleet_table import HEADER, SORTS, reasons, row, sorted_ranks, totals_line
+from kvindex.cli.output import printable
+from kvindex.server.overview import Fleet, RankView
 
 __all__ = ["View", "drawn", "show"]
 
@@ -30,9 +30,17 @@ _COLOURS: Final = {
     "connecting": "red",
     "closed": "bright_black",
 }
-_NUMBERS = ("lag", "idle s", "blocks", "gaps", "losses", "restarts")
+_NUMBERS = ("lag", "idle s", "gaps", "losses", "restarts")
 _FRAME = 8  # lines around the ranks and their reasons
 _REASONS = 3
+_SEQUENCES: Final = {
+    "\x1b[A": "up",
+    "\x1b[B": "down",
+    "\x1b[5~": "page up",
+    "\x1b[6~": "page down",
+}
+_STEPS: Final = {"up": -1, "down": 1}
+_PAGES: Final = {"page up": -1, "page down": 1, " ": 1}
 
 
 class View:
@@ -41,6 +49,11 @@ class View:
     Attributes:
         sort: one of SORTS.
         reverse: the other way round.
+        first: which rank stands first; the drawing keeps it within what there is.
+        page: how many were drawn.
+        find: only ranks with this in their name, model or reason.
+        finding: whether keys are part of what is to be found.
+        why: whether reasons are shown in full, instead of the table.
         ended: whether q was pressed.
 
     Owner: the thread that draws.
@@ -49,17 +62,41 @@ class View:
     def __init__(self, sort: str) -> None:
         self.sort = sort
         self.reverse = False
+        self.first = 0
+        self.page = 1
+        self.find = ""
+        self.finding = False
+        self.why = False
         self.ended = False
 
     def press(self, key: str) -> None:
         """Do what a key stands for; others do nothing."""
-        if key == "q":
+        if self.finding:
+            self._type(key)
+        elif key == "/":
+            self.finding, self.find, self.first = True, "", 0
+        elif key == "q":
             self.ended = True
         elif key == "r":
             self.reverse = not self.reverse
+        elif key == "w":
+            self.why = not self.why
+        elif key == "\x1b":
+            self.find = ""
+        else:
+            self.first += _STEPS.get(key, 0) + _PAGES.get(key, 0) * self.page
         for sort, its_key in SORTS.items():
-            if key == its_key:
-                self.sort, self.reverse = sort, False
+            if key == its_key and not self.finding:
+                self.sort, self.reverse, self.first = sort, False, 0
+
+    def _type(self, key: str) -> None:
+        if key in ("\r", "\n", "\x1b"):
+            self.finding = False
+            self.find = "" if key == "\x1b" else self.find
+        elif key in ("\x7f", "\b"):
+            self.find = self.find[:-1]
+        elif len(key) == 1 and key.isprintable():
+            self.find += key
 
 
 def drawn(fleet: Fleet | None, view: View, *, most: int, trouble: str = "") -> Group:
@@ -77,27 +114,50 @@ def drawn(fleet: Fleet | None, view: View, *, most: int, trouble: str = "") -> G
     if fleet is None:
         return Group(*parts)
     parts.append(Text(totals_line(fleet.totals), style="bold"))
-    ranks = sorted_ranks(fleet.ranks, view.sort, reverse=view.reverse)
+    ranks = [
+        rank
+        for rank in sorted_ranks(fleet.ranks, view.sort, reverse=view.reverse)
+        if view.find.lower() in f"{rank.worker}/{rank.dp_rank} {rank.model} {rank.reason}".lower()
+    ]
+    why = reasons(fleet, ranks)
+    if view.why:
+        parts += [Text(line) for line in why[:most]] or [Text("nothing is wrong")]
+    else:
+        view.first, view.page = max(0, min(view.first, len(ranks) - most)), most
+        shown = ranks[view.first : view.first + most]
+        parts.append(_grid(shown))
+        if len(ranks) > len(shown):
+            place = f"ranks {view.first + 1}-{view.first + len(shown)} of {len(ranks)}"
+            parts.append(Text(place, "bright_black"))
+        for line in why[:_REASONS]:
+            parts.append(Text(line, "bright_black", no_wrap=True, overflow="ellipsis"))
+    parts.append(_help(view))
+    return Group(*parts)
+
+
+def _grid(ranks: list[RankView]) -> Table:
     grid = Table(box=None, header_style="bright_black", pad_edge=False)
     for name in HEADER:
         grid.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
-    for rank in ranks[:most]:
+    for rank in ranks:
         # Text, never markup: names come from the network.
         cells = [Text(cell) for cell in row(rank)]
         cells[2].stylize(_COLOURS.get(rank.state, ""))
         cells[3].stylize("" if rank.complete else "yellow")
         grid.add_row(*cells)
-    parts.append(grid)
-    if len(ranks) > most:
-        parts.append(Text(f"and {counted(len(ranks) - most, 'more rank')}", "bright_black"))
-    reasons = [rank for rank in ranks[:most] if rank.reason][:_REASONS]
-    for rank in reasons:
-        text = printable(f"{rank.worker}/{rank.dp_rank}: {in_options(rank.reason)}")
-        parts.append(Text(text, "bright_black", no_wrap=True, overflow="ellipsis"))
+    return grid
+
+
+def _help(view: View) -> Text:
+    if view.finding:
+        return Text(printable(f"find: {view.find}_   Enter keeps it, Escape clears it"))
     keys = "  ".join(f"{key} {sort}" for sort, key in SORTS.items())
     order = " reversed" if view.reverse else ""
-    parts.append(Text(f"sorted by {view.sort}{order}   {keys}  r reverse  q quit", "bright_black"))
-    return Group(*parts)
+    found = f", with {view.find!r}" if view.find else ""
+    said = (
+        f"sorted by {view.sort}{order}{found}   {keys}  r reverse  ↑↓ scroll  / find  w why  q quit"
+    )
+    return Text(printable(said), "bright_black")
 
 
 def show(
@@ -162,7 +222,7 @@ def _keys(changed: threading.Event) -> Iterator[list[str]]:
             typed = os.read(descriptor, 64)
             if not typed:
                 return
-            pressed.extend(typed.decode(errors="ignore"))
+            pressed.extend(_pressed(typed.decode(errors="ignore")))
             changed.set()
 
     thread = threading.Thread(target=listen, name="kvindex-top-keys", daemon=True)
@@ -176,3 +236,8 @@ def _keys(changed: threading.Event) -> Iterator[list[str]]:
         os.close(end_read)
         os.close(end_write)
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _pressed(typed: str) -> list[str]:
+    """Return the keys behind what a terminal sends at once."""
+    return [_SEQUENCES[typed]] if typed in _SEQUENCES else list(typed)

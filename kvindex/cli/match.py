@@ -1,4 +1,4 @@
-"""`kvindex match`: which rank of live engines holds a prompt."""
+"""`kvindex match`: which rank of running engines holds a prompt."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NOTHING_MATCHED = 1
 _NOT_LIVE = 3
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "match",
-        help="ask live engines which rank holds a prompt",
+        help=text,
         description=(
             "Connect, catch up by replay, and print how many leading tokens of a prompt each rank "
             "holds. Exit 0: some rank holds a block of it; 1: none does; 3: --require-live was "
@@ -109,7 +109,10 @@ def match_table(match: Match, prompt_tokens: int) -> str:
         verdict = f"no {live}rank holds a block of {counted(prompt_tokens, 'token')}"
     else:
         verdict = f"best: {best.rank} holds {best.tokens} of {counted(prompt_tokens, 'token')}"
-    bounds = [str(found.rank) for found in match if found.tokens and found.upper_bound]
-    if bounds:
-        verdict += f"\nupper bounds, the engine's own hit may be shorter: {', '.join(bounds)}"
+    most = [str(found.rank) for found in match if found.tokens and found.upper_bound]
+    if most:
+        verdict += f"\nupper bounds, the engine's own hit may be shorter: {', '.join(most)}"
+    least = [str(found.rank) for found in match if found.lower_bound]
+    if least:
+        verdict += f"\nlower bounds, the engine's own hit may be longer: {', '.join(least)}"
     return f"{table(header, rows)}\n{verdict}"

@@ -29,11 +29,11 @@ _SUFFIX = ".frames"
 _TELL_INTERVAL = 10.0  # seconds between two words on what a rank misses
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "record",
-        help="write the frames that publishers send to files",
+        help=text,
         description=(
             "Write the frames that publishers send to files, untouched: one file for each rank, "
             "NAME.frames, or NAME-WORKER-DP.frames if there are several. Runs until Ctrl-C, which "

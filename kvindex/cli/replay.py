@@ -32,11 +32,11 @@ from kvindex.cli.recorded import Recorded
 __all__ = ["add_parser", "check_names"]
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "replay",
-        help="apply recorded frames and print what is resident",
+        help=text,
         description=(
             "Apply recorded frames in order and print what each rank holds then. A file is one "
             "publisher's; its name without suffix is the worker's name. What a live subscription "

@@ -42,14 +42,15 @@ _SETTINGS = (
     "tokenizer",
     "compat_metrics",
 )
+_MOST_MISSING = 5  # engines that the first lines name
 _LIMITS = ("body_bytes", "tokens", "ranks", "ranks_per_instance", "streams", "connections")
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "serve",
-        help="answer routers over HTTP, and show a page",
+        help=text,
         description=(
             "Subscribe, and answer over HTTP: /query as Dynamo's indexer, Mooncake and MindIE "
             "clients ask, /register, /workers, /ready, /metrics, /events, and a page at /. Workers "
@@ -314,7 +315,12 @@ def _say(running: Any) -> None:
     if settings.token_file is not None:
         token = token.replace("$KVINDEX_TOKEN", f"$(head -n 1 {shlex.quote(settings.token_file)})")
     lines = [f"the page: {running.url}/", f"how the ranks stand: curl{token} {running.url}/ready"]
-    lines += [f"not found yet: {name}: {why}" for name, why in running.missing.items()]
+    missing = [f"not found yet: {name}: {why}" for name, why in running.missing.items()]
+    lines += missing[:_MOST_MISSING]
+    if len(missing) > _MOST_MISSING:
+        lines.append(f"and {len(missing) - _MOST_MISSING} more that are not found yet")
+    if settings.host in ("0.0.0.0", "::"):
+        lines.append(f"it listens at all addresses of this machine, port {running.port}")
     if not ranks and not running.missing:
         lines.append(
             f"workers come by: --worker {WORKER_FORM}, --engine URL, --config FILE, POST /register"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import ssl
 import threading
 import urllib.error
 import urllib.request
@@ -42,14 +43,15 @@ class ServiceFleet:
 
     Args:
         url: where it listens. A token is taken from the environment, KVINDEX_TOKEN.
+        cacert: file of the authorities to trust; the system's by default.
 
     Raises:
-        ConfigurationError: the URL cannot work.
+        ConfigurationError: the URL cannot work, or the file cannot be read.
 
     Thread safety: `read` on one thread.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, cacert: str | None = None) -> None:
         if "//" not in url:
             url = f"http://{url}"
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
@@ -58,7 +60,9 @@ class ServiceFleet:
         token = os.environ.get("KVINDEX_TOKEN")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         # No proxy of the environment: services are asked directly.
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        direct = urllib.request.ProxyHandler({})
+        trusted = urllib.request.HTTPSHandler(context=_trusting(cacert))
+        self._open = urllib.request.build_opener(direct, trusted).open
         self._closed = threading.Event()
 
     def read(self) -> Fleet:
@@ -76,9 +80,10 @@ class ServiceFleet:
         except msgspec.DecodeError as error:
             why = f"it answers something else than kvindex serve of this version ({error})"
             raise ServiceError(self.url, why) from None
+        except urllib.error.URLError as error:
+            raise ServiceError(self.url, _unreached(error.reason)) from None
         except (OSError, http.client.HTTPException) as error:
-            why = f"it does not answer: {error}; is kvindex serve running there?"
-            raise ServiceError(self.url, why) from None
+            raise ServiceError(self.url, _unreached(error)) from None
 
     def watch(self, changed: threading.Event) -> None:
         """Set an event whenever something happens to the fleet, until `close`."""
@@ -106,6 +111,23 @@ class ServiceFleet:
     def _ask(self, path: str, timeout: float) -> Any:
         request = urllib.request.Request(self.url + path, headers=self._headers)
         return self._open(request, timeout=timeout)
+
+
+def _trusting(cacert: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(f"--cacert {cacert}: {error}") from None
+
+
+def _unreached(error: BaseException | str) -> str:
+    """Say why a service was not reached; what failed in TLS does run there."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = f"its certificate is not trusted: {error.verify_message}"
+        return f"{why}; name the file of its authority with --cacert"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS fails: {error}; does it listen for https there?"
+    return f"it does not answer: {error}; is kvindex serve running there?"
 
 
 def _said(error: urllib.error.HTTPError) -> str:

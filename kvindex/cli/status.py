@@ -15,11 +15,11 @@ __all__ = ["add_parser"]
 _NOT_LIVE = 3
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "status",
-        help="show how the ranks of a running fanout stand",
+        help=text,
         description=(
             "Ask the `kvindex fanout` (or kvindex.fanout.FanOut) that listens at PATH how its "
             "ranks stand. Exit 0: it answered; 1: nothing answers at PATH; 3: --require-live was "

@@ -21,11 +21,11 @@ __all__ = ["add_parser", "describe", "time_of"]
 _LOOK = 0.5  # seconds between looks at which ranks are not live
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "tail",
-        help="print every rank's events in order, live",
+        help=text,
         description=(
             "Print every rank's event batches in order, one line each, with losses and restarts "
             "between them; first what the publisher still holds for replay. Runs until Ctrl-C, "

@@ -1,4 +1,4 @@
-"""`kvindex top`: the fleet at a terminal, live; through a pipe, once."""
+"""`kvindex top`: the fleet at a terminal, kept up to date; through a pipe, once."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _MISSING: Final = (
 )
 
 
-def add_parser(commands: Commands) -> None:
-    """Add this command to the command line."""
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
     parser = commands.add_parser(
         "top",
-        help="show how a fleet stands, live",
+        help=text,
         description=(
             "Show totals and a table of the ranks: of a running `kvindex serve`, named by its URL, "
             "or of engines that this command subscribes to by itself. At a terminal it goes on "
             "until q or Ctrl-C; else it prints the fleet once. Keys: "
             + ", ".join(f"{key} {sort}" for sort, key in SORTS.items())
-            + ", r reverses, q ends."
+            + ", r reverses, arrows and Page Down scroll, / finds, w says why ranks are not well, "
+            "q ends."
         ),
     )
     parser.add_argument(
@@ -43,6 +44,11 @@ def add_parser(commands: Commands) -> None:
         nargs="?",
         metavar="URL",
         help="of a service, e.g. http://127.0.0.1:8090 (its token: KVINDEX_TOKEN)",
+    )
+    parser.add_argument(
+        "--cacert",
+        metavar="FILE",
+        help="authorities to trust for https, as PEM (default: the system's, or SSL_CERT_FILE)",
     )
     parser.add_argument(
         "--sort",
@@ -79,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     live = sys.stdout.isatty()
     with ExitStack() as opened:
         if arguments.url:
-            read, watch = _service(arguments.url, opened)
+            read, watch = _service(arguments.url, arguments.cacert, opened)
         else:
             read, watch = _engines(arguments, opened, wait=not live)
         if not live:
@@ -93,8 +99,8 @@ _Read = Callable[[], Fleet]
 _Watch = Callable[[threading.Event], None]
 
 
-def _service(url: str, opened: ExitStack) -> tuple[_Read, _Watch]:
-    service = ServiceFleet(url)
+def _service(url: str, cacert: str | None, opened: ExitStack) -> tuple[_Read, _Watch]:
+    service = ServiceFleet(url, cacert)
     opened.callback(service.close)
     return service.read, service.watch
 
@@ -112,7 +118,11 @@ def _engines(
     def watch(changed: threading.Event) -> None:
         opened.callback(client.on_change(lambda _: changed.set()))
 
-    return lambda: overview(client), watch
+    def read() -> Fleet:
+        found = client.discovery
+        return overview(client, missing=None if found is None else found.missing())
+
+    return read, watch
 
 
 def _show(read: _Read, watch: _Watch, arguments: argparse.Namespace) -> None:

@@ -307,6 +307,10 @@ class Discovery:
                 else DiscoveryError(str(error), url=target.url, reason="content")
             )
             event = partial(self._tracker.unanswered, target, failure)
+        except Exception as error:  # else nobody would ask it again
+            logger.exception("%s could not be asked", target.url)
+            failure = DiscoveryError(repr(error)[:400], url=target.url, reason="content")
+            event = partial(self._tracker.unanswered, target, failure)
         self._inbox.put(event)
 
     def _watch(self, source: Source) -> None:

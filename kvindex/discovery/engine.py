@@ -234,11 +234,11 @@ class _Asking:
         try:
             found = answer.json()
             result = read(found)
+            self.answers[path] = without_secrets(found)
         except (ValueError, TypeError, RecursionError) as error:
             text = f"answers what cannot be used: {str(error)[:200]}"
             self._note(path, text, self._error(path, "content", text))
             return None
-        self.answers[path] = without_secrets(found)
         return result
 
     def server_info(self) -> tuple[list[Told], int | None] | None:

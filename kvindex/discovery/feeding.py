@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
 from kvindex.discovery.discovery import Discovery
 from kvindex.discovery.options import DiscoveryOptions
 from kvindex.discovery.targets import Found, Source
-from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
+from kvindex.errors import ClosedError, UnknownRankError
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
 from kvindex.subscribe import RankStatus, State, Worker
 
-__all__ = ["follow_engines", "listed", "naming_missing"]
+__all__ = ["follow_engines"]
 
 
 class Fed(Protocol):
@@ -74,19 +73,3 @@ def _asking_again(discovery: Discovery) -> Callable[[RankStatus], None]:
             discovery.refresh(status.rank.worker)
 
     return look
-
-
-def listed(ranks: Iterable[RankName] | str | None) -> list[RankName] | None:
-    """Return the ranks that are meant as a list, which may be looked at twice."""
-    return [ranks] if isinstance(ranks, str) else None if ranks is None else list(ranks)
-
-
-@contextmanager
-def naming_missing(timeout: float, missing: dict[str, str]) -> Iterator[None]:
-    """Have a `NotLiveError` name engines that are missing; if nothing else is wrong, raise it."""
-    try:
-        yield
-    except NotLiveError as error:
-        raise NotLiveError(timeout, error.reasons, missing) from None
-    if missing:
-        raise NotLiveError(timeout, {}, missing)

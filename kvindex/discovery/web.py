@@ -36,9 +36,12 @@ class Answer(msgspec.Struct, frozen=True):
         """Return the body's JSON.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is none, or nested too deeply.
         """
-        return msgspec.json.decode(self.body)
+        try:
+            return msgspec.json.decode(self.body)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
 
 
 def split_url(url: str) -> SplitResult:
@@ -211,14 +214,22 @@ class Stream:
         deadline: _Deadline,
     ) -> None:
         self.status = response.status
+        self.length = response.length  # bytes of the body; None if it does not say
         self._web = web
         self._path = path
         self._sock = sock
         self._response = response
         self._deadline = deadline
 
-    def read(self, limit: int) -> bytes:
-        """Return the body, or its first `limit` bytes."""
+    def read(self, limit: int, timeout: float | None = None) -> bytes:
+        """Return the next `limit` bytes of the body, or what is left of it.
+
+        Raises:
+            DiscoveryError: they did not come in what is left of the time of `Web.open`, or within
+                `timeout` seconds from now.
+        """
+        if timeout is not None:
+            self._deadline.restart(timeout)
         return self._reading(lambda: self._response.read(limit), self._deadline.seconds)
 
     def read_line(self, limit: int, timeout: float) -> bytes:

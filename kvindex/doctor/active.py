@@ -59,7 +59,7 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
         "max_tokens": 1,
         "temperature": 0.0,
     }
-    pinned = case.addresses[0].dp_rank if len(case.addresses) > 1 else None
+    pinned = _rank_to_ask(case)
     if pinned is not None and case.engine == "sglang":
         body["data_parallel_rank"] = pinned
     if case.ear is not None:
@@ -84,6 +84,15 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
     if stored is None:
         stored = predicted  # bound or encrypted: only the client hears it
     _judge(case, tokens, block, usage, (stored, predicted, cached))
+
+
+def _rank_to_ask(case: Case) -> int | None:
+    """The rank that gets the prompt, where the engine has several: one that is listened to."""
+    listened = [address.dp_rank for address in case.addresses]
+    known = [a.dp_rank for a in case.report.ranks] if case.report else []
+    if len(known or listened) < 2:
+        return None
+    return next((rank for rank in listened if not known or rank in known), None)
 
 
 def _judge(

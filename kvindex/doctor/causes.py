@@ -79,13 +79,31 @@ CAUSES: Final[dict[str, Cause]] = {
     "service-rank-not-live": Cause(
         "error",
         "the service cannot vouch for {rank}: {reason}",
-        "do as the reason says, and examine that engine itself",
+        "examine that engine itself: kvindex doctor http://ENGINE:8000",
     ),
     # What the engine says of itself.
     "events-off": Cause(
         "error",
         "the engine publishes no KV events",
         "start it with {flag}",
+    ),
+    "ranks-differ": Cause(
+        "error",
+        "the engine has the ranks {said}, you gave {given}",
+        "give every rank that the engine has, and no other: what is at the other ports belongs to "
+        "somebody else",
+    ),
+    "endpoints-differ": Cause(
+        "error",
+        "the engine publishes at port {said[port]} and replays at {said[replay]}; you gave "
+        "{given[port]} and {given[replay]}",
+        "give the ports that the engine says; where a proxy maps ports, check what it maps them to",
+    ),
+    "endpoints-mapped": Cause(
+        "info",
+        "the engine publishes at port {said[port]} and replays at {said[replay]}; you gave "
+        "{given[port]} and {given[replay]}, which lead there",
+        "nothing",
     ),
     "publisher-not-zmq": Cause(
         "error",
@@ -174,6 +192,12 @@ CAUSES: Final[dict[str, Cause]] = {
         'set "endpoint": "tcp://*:PORT" in the engine, or subscribe with bind '
         "(Worker(bind=True), NAME=ENDPOINT,bind)",
     ),
+    "subscriber-dials": Cause(
+        "error",
+        "nothing listens at {endpoint}: a subscriber of this machine dials it ({socket_type}), no "
+        "engine does",
+        "check that events are on ({flag}), and the port (+ the rank's number)",
+    ),
     "publisher-refused": Cause(
         "error",
         "nothing listens at {endpoint}",
@@ -221,6 +245,17 @@ CAUSES: Final[dict[str, Cause]] = {
         "the replay endpoint {endpoint} does not answer",
         "restart the engine; behind a proxy, connect to the pod itself",
     ),
+    "replay-of-another": Cause(
+        "error",
+        "{endpoint} replays another publisher's batches: batch {seq}, heard live, {there}",
+        "give the replay endpoint of this rank's own publisher",
+    ),
+    "replay-not-given": Cause(
+        "warning",
+        "the engine replays at port {port}, and you gave no replay endpoint: what was published "
+        "before, and each gap, stays unknown",
+        "give it to the router too: NAME=ENDPOINT,replay=tcp://HOST:{port}",
+    ),
     "replay-missing": Cause(
         "warning",
         "there is no replay endpoint: what was published before, and each gap, stays unknown",
@@ -243,10 +278,15 @@ CAUSES: Final[dict[str, Cause]] = {
         "check that the publisher is zmq, and the model: hybrid models publish nothing on some "
         "versions",
     ),
+    "replay-running": Cause(
+        "info",
+        "its replay is still running: {done} of at least {known} batches came so far",
+        "examine it again later, or give it more time (Limits.replay)",
+    ),
     "stream-not-live": Cause(
         "error",
         "the stream is {state}: {reason}",
-        "do as the reason says; docs/guarantees.md explains the states",
+        "look at the engine's log and what stands between; docs/guarantees.md explains the states",
     ),
     "stream-incomplete": Cause(
         "warning",
@@ -268,6 +308,13 @@ CAUSES: Final[dict[str, Cause]] = {
         "warning",
         "{count} blocks have no place in the index: {reasons}",
         "see docs/faq.md: most often batches before them were lost, or a limit is too low",
+    ),
+    "windows-only": Cause(
+        "warning",
+        "no group of this model has full attention ({kinds}): its events leave out where most "
+        "blocks belong, and the index holds {blocks}",
+        "run vLLM 0.29 or later with its default hash and no PYTHONHASHSEED, or route this model "
+        "by load: docs/guarantees.md, exact or a bound",
     ),
     "several-publishers": Cause(
         "error",
@@ -352,7 +399,7 @@ CAUSES: Final[dict[str, Cause]] = {
     "token-count-differs": Cause(
         "error",
         "the engine counts {counted} tokens in a prompt of {sent}",
-        "give routers the tokens that the engine sees: render or tokenize with the engine",
+        "give routers the tokens that the engine sees: /tokenize",
     ),
     "completion-failed": Cause(
         "warning",
@@ -367,7 +414,7 @@ CAUSES: Final[dict[str, Cause]] = {
     "chat-template": Cause(
         "error",
         "the engine holds the prompt as a chat; as plain text it differs from token {position} on",
-        "tokenize as the engine does: /v1/chat/completions/render, or /tokenize with messages",
+        "tokenize as the engine does: /tokenize with messages",
     ),
     "tokens-differ": Cause(
         "error",
@@ -386,8 +433,8 @@ CAUSES: Final[dict[str, Cause]] = {
     ),
     "prompt-logprobs": Cause(
         "warning",
-        "the request has prompt_logprobs: vLLM then leaves its cache unread",
-        "leave prompt_logprobs out",
+        "the request has {field}: vLLM then leaves its cache unread",
+        "leave {field} out, or do not route such requests by prefix",
     ),
     "prompt-not-held": Cause(
         "info",

@@ -1,19 +1,22 @@
-"""What an engine says of itself over HTTP, and what is wrong with that."""
+"""What an engine says of itself over HTTP: what is wrong with that, and with what was given."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from kvindex import PublisherAddress
 from kvindex.discovery import DiscoveryError, ask_engine
 from kvindex.discovery.web import Web
 from kvindex.doctor.case import Case
 from kvindex.doctor.engine_http import EngineHttp
+from kvindex.doctor.finding import found
 from kvindex.doctor.limits import Limits
 
-__all__ = ["ask_and_check", "version_of"]
+__all__ = ["accept_mapped", "ask_and_check", "version_of"]
 
+_DENIED: Final = re.compile("answers 40[13]")
 _LARGE_BLOCK: Final = 256  # tokens
 _MAX_RANKS: Final = 64  # of a service that are told one by one
 
@@ -58,6 +61,9 @@ def ask_and_check(case: Case, token: str, limits: Limits) -> None:
         denied = error.reason == "denied"
         case.add("engine-denied" if denied else "engine-unreachable", url=url, error=str(error))
         return
+    refusal = next((why for why in case.report.failures.values() if _DENIED.match(why)), "")
+    if refusal:  # vLLM guards only what is under /v1
+        case.add("engine-denied", url=url, error=refusal)
     case.http = EngineHttp(url, token, limits)
     case.metrics = case.http.metrics()
     _check_events(case)
@@ -105,6 +111,9 @@ def _check_events(case: Case) -> None:
         case.add("publisher-not-zmq", publisher=", ".join(others))
     elif report.publishes is False:
         case.add("events-off", url=report.url)
+    _compare_endpoints(case, case.addresses, report.ranks)
+    if others or report.publishes is False:
+        case.broken.update(address.dp_rank for address in case.addresses)  # nothing is to be there
     if case.worker is not None or others:
         return
     try:
@@ -116,6 +125,58 @@ def _check_events(case: Case) -> None:
             case.add("endpoint-unreachable", endpoint=report.url, error=str(error))
     else:
         case.name = case.worker.name
+
+
+def _compare_endpoints(
+    case: Case, given: Sequence[PublisherAddress], said: Sequence[PublisherAddress]
+) -> None:
+    """Note what the user gave and the engine says otherwise, by ports: hosts may be mapped."""
+    if not given or not said:
+        return
+    by_rank = {address.dp_rank: address for address in said}
+    if len(said) == len(given) == 1:  # the only one, whatever its number
+        pairs = [(given[0], said[0])]
+    else:
+        pairs = [(one, by_rank[one.dp_rank]) for one in given if one.dp_rank in by_rank]
+        ranks = [address.dp_rank for address in given]
+        if ranks != list(by_rank):
+            case.add("ranks-differ", said=list(by_rank), given=ranks)
+            case.broken.update(set(ranks) - set(by_rank))
+    for one, other in pairs:
+        ports = _ports(one), _ports(other)
+        if one.replay is None and other.replay is not None:
+            case.add("replay-not-given", one.dp_rank, port=ports[1]["replay"])
+            ports[0]["replay"] = ports[1]["replay"]
+        if ports[0] != ports[1]:
+            case.add("endpoints-differ", one.dp_rank, said=ports[1], given=ports[0])
+
+
+def accept_mapped(case: Case) -> None:
+    """Take ports that differ for mapped ones, if the test prompt came through one of them."""
+    differing = {one.subject for one in case.findings if one.id == "endpoints-differ"}
+    foreign = any(one.id == "replay-of-another" for one in case.findings)
+    if not differing or foreign or not case.test or case.test["outcome"] != "all-well":
+        return
+    ear = case.ear
+    proven = (
+        differing if ear is None else {f"{case.name}/{r}" for r in ear.heard if ear.first(r).tested}
+    )
+    if proven & differing:
+        case.findings = [
+            found("endpoints-mapped", one.subject, engine=case.engine, **one.evidence)
+            if one.id == "endpoints-differ"
+            else one
+            for one in case.findings
+        ]
+
+
+def _ports(address: PublisherAddress) -> dict[str, int | str | None]:
+    """The ports of a rank; other endpoints as they are."""
+    ports: dict[str, int | str | None] = {}
+    for name, endpoint in (("port", address.endpoint), ("replay", address.replay)):
+        scheme, _, port = (endpoint or "").rpartition(":")
+        ports[name] = int(port) if scheme.startswith("tcp:") and port.isdigit() else endpoint
+    return ports
 
 
 def _publishers(answers: Mapping[str, Any]) -> Iterator[str]:

@@ -53,23 +53,22 @@ class EngineHttp:
         return EngineMetrics(answer.body.decode("utf-8", "replace") if answer.status == 200 else "")
 
     def tokenize(self, body: Mapping[str, Any]) -> list[int] | None:
-        """Return the tokens of a prompt or chat as the engine sees them; None if it does not say.
-
-        A chat is rendered, where the engine can; `/tokenize` has the same template in vLLM.
-        """
-        return self.render(body)[0]
+        """Return the tokens of a prompt or chat as the engine sees them; None if unsaid."""
+        tokens = _token_ids(body, "prompt")  # they are tokens already
+        return _token_ids(self._asked("/tokenize", body), "tokens") if tokens is None else tokens
 
     def render(self, body: Mapping[str, Any]) -> tuple[list[int] | None, list[int]]:
-        """Return tokens as `tokenize`, and where in them images and other media begin."""
-        chat = "messages" in body
-        path = "/v1/chat/completions/render" if chat else "/v1/completions/render"
-        rendered = self._asked(path, body)
-        if isinstance(rendered, list) and len(rendered) == 1:
-            rendered = rendered[0]
-        tokens = _token_ids(rendered, "token_ids")
-        if tokens is None:
-            return _token_ids(self._asked("/tokenize", body), "tokens"), []
-        return tokens, _media(rendered)
+        """Return tokens as `tokenize`, and where in them images and other media begin.
+
+        Only a chat with media is rendered: vLLM does so with --enable-scale-out alone, and
+        `/tokenize` has the same template.
+        """
+        if _has_media(body):
+            rendered = self._asked("/v1/chat/completions/render", body)
+            tokens = _token_ids(rendered, "token_ids")
+            if tokens is not None:
+                return tokens, _media(rendered)
+        return self.tokenize(body), []
 
     def complete(self, body: Mapping[str, Any], dp_rank: int | None) -> Usage:
         """Have the engine answer, and return what it says that the prompt cost.
@@ -109,6 +108,21 @@ def _token_ids(answer: Any, key: str) -> list[int] | None:
     if not isinstance(tokens, list) or not all(type(x) is int and 0 <= x < 1 << 32 for x in tokens):
         return None
     return tokens
+
+
+def _has_media(body: Mapping[str, Any]) -> bool:
+    messages = body.get("messages")
+    contents = [
+        message.get("content")
+        for message in (messages if isinstance(messages, list) else [])
+        if isinstance(message, Mapping)
+    ]
+    return any(
+        isinstance(part, Mapping) and part.get("type") != "text"
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
 
 
 def _media(rendered: Any) -> list[int]:

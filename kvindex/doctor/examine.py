@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -12,14 +12,14 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from kvindex import Client, Rank, ReplayPolicy, State, connect
+from kvindex import Client, Rank, RankStatus, ReplayPolicy, State, connect
 from kvindex.doctor.active import probe_engine
 from kvindex.doctor.case import Case, Target
-from kvindex.doctor.claims import ask_and_check
+from kvindex.doctor.claims import accept_mapped, ask_and_check
 from kvindex.doctor.ear import Ear
 from kvindex.doctor.finding import Finding
 from kvindex.doctor.limits import MAX_TARGETS, Limits
-from kvindex.doctor.ports import check_rank, check_shape
+from kvindex.doctor.ports import check_rank, check_replayed, check_shape
 from kvindex.doctor.prompts import Prompt, check_prompt
 from kvindex.doctor.report import Examined, Report, ordered, rank_of
 from kvindex.doctor.streams import (
@@ -86,12 +86,15 @@ def examine(
             stack.callback(_hang_up, case)
             _open_ear(case, context)
         client = _subscribed(cases, stack, limits)
+        before = {} if client is None else _wait_live(cases, client, limits)
         seed = random.SystemRandom().getrandbits(64)
         _each(pool, cases, lambda case: _watch(case, client, limits, passive, model, seed))
+        _each(pool, cases, lambda case: check_replayed(case, context, limits))
         for case in cases:
             if client is not None and case.worker is not None:
-                check_streams(case, client, block_size)
+                check_streams(case, client, block_size, before)
             check_heard(case)
+            accept_mapped(case)
         check_hashes(cases)
         found, notes = ([], []) if prompt is None else check_prompt(prompt, cases, client, model)
         found += [] if client is None else check_prefixes(client)
@@ -173,21 +176,43 @@ def _hang_up(case: Case) -> None:
 
 
 def _subscribed(cases: Sequence[Case], stack: ExitStack, limits: Limits) -> Client | None:
-    """Return a client of all engines that can be heard, once it is live or its time is over."""
+    """Return a client of all engines that can be heard."""
     workers = [case.worker for case in cases if case.worker is not None]
     if not workers:
         return None
     policy = ReplayPolicy(timeout=limits.live, attempts=3)
-    client = stack.enter_context(
+    return stack.enter_context(
         connect(workers, replay_policy=policy, probe_interval=max(0.1, limits.listen / 4))
     )
+
+
+def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping[Rank, int | None]:
+    """Wait until all ranks are live, nothing comes any more, or the time is over.
+
+    Returns each rank's last batch before the last wait: one that has another now gets on.
+    """
     broken = {Rank(case.name, dp_rank) for case in cases for dp_rank in case.broken}
 
-    def settled(statuses: Any) -> bool:
-        return all(s.state is State.LIVE or rank in broken for rank, s in statuses.items())
+    until = time.monotonic() + limits.replay
 
-    client.wait_for(settled, limits.live)
-    return client
+    def last_batches(statuses: Mapping[Rank, RankStatus]) -> dict[Rank, int | None]:
+        return {
+            rank: status.seq
+            for rank, status in statuses.items()
+            if status.state is not State.LIVE and rank not in broken
+        }
+
+    while True:
+        before = last_batches(client.statuses())
+
+        def done(statuses: Mapping[Rank, RankStatus], before: Any = before) -> bool:
+            now = last_batches(statuses)
+            return not now or (now != before and time.monotonic() >= until)
+
+        client.wait_for(done, limits.live)
+        now = last_batches(client.statuses())
+        if not now or now == before or time.monotonic() >= until:
+            return before
 
 
 def _watch(
@@ -196,7 +221,8 @@ def _watch(
     """Test an engine, or only listen to it."""
     if case.worker is None or client is None:
         return  # nobody would hear what a test prompt brings about
-    if case.http is not None and not passive:
+    denied = any(finding.id == "engine-denied" for finding in case.findings)
+    if case.http is not None and not passive and not denied:
         probe_engine(case, client, limits, model=model, seed=seed)
         return
     before = case.metrics.total("vllm:prompt_tokens", "sglang:prompt_tokens")

@@ -20,7 +20,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         http: for the answers of one engine to what it is and how it stands.
         handshake: for a connection and for each greeting at a port.
-        live: until every stream is live.
+        live: until every stream is live, or a replay brings more.
+        replay: until every stream is live, as long as replays bring more.
         listen: for events: without a test prompt for all of it, with one until its events come.
         completion: for the answer to one prompt.
 
@@ -31,6 +32,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     http: float = 5.0
     handshake: float = 2.0
     live: float = 5.0
+    replay: float = 60.0
     listen: float = 3.0
     completion: float = 60.0
 

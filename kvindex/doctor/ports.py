@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
+import zlib
+from collections.abc import Iterator
 from typing import Final
 
 import zmq
@@ -10,11 +13,13 @@ import zmq
 from kvindex import PublisherAddress
 from kvindex.doctor.case import Case
 from kvindex.doctor.limits import Limits
-from kvindex.doctor.zmtp import Peer, look
+from kvindex.doctor.zmtp import Peer, greet, look
 from kvindex.errors import DecodeError
-from kvindex.wire import END_SEQ, parse_replay, replay_request
+from kvindex.wire import END_SEQ, ReplayReply, parse_replay, replay_request
 
-__all__ = ["check_rank", "check_shape"]
+__all__ = ["check_rank", "check_replayed", "check_shape"]
+
+_MAX_MESSAGE: Final = 8 << 20  # bytes
 
 _PUBLISHES: Final = ("PUB", "XPUB")
 _PROTOCOL: Final = {"http": "an HTTP server", "tls": "a TLS server", "other": "another protocol"}
@@ -31,7 +36,8 @@ def check_shape(case: Case) -> None:
         replays = [a.dp_rank for a in case.addresses if a.replay == endpoint]
         case.add("ports-collide", endpoint=endpoint, publishes=publishes, replays=replays)
         case.broken.update(publishes, replays)
-    if all(address.replay is None for address in case.addresses):
+    said = case.report.ranks if case.report else ()
+    if all(address.replay is None for address in (*case.addresses, *said)):
         case.add("replay-missing")
 
 
@@ -46,12 +52,42 @@ def check_rank(case: Case, address: PublisherAddress, context: Context, limits: 
         _check_replay(case, address.dp_rank, address.replay, context, limits)
 
 
+def check_replayed(case: Case, context: Context, limits: Limits) -> None:
+    """Note replay endpoints that do not have the batch that was heard last."""
+    for address in case.addresses:
+        marks = case.ear.first(address.dp_rank).marks if case.ear else {}
+        if address.replay is not None and marks:
+            _check_replayed(case, address.dp_rank, address.replay, marks, context, limits)
+
+
+def _check_replayed(
+    case: Case,
+    rank: int,
+    endpoint: str,
+    marks: dict[int, int],
+    context: Context,
+    limits: Limits,
+) -> None:
+    seq = next(reversed(marks))
+    for _ in range(2):  # engines keep a batch just after they sent it
+        first = next(_replay(endpoint, seq, context, limits.handshake), None)
+        if first is None or not first.end:
+            break
+    if first is None or (seq < first.seq and not first.end):
+        return  # it is silent, or that batch has left the buffer
+    if first.end or first.seq != seq or zlib.crc32(first.payload) != marks[seq]:
+        there = "is missing there" if first.end else "is another there"
+        case.add("replay-of-another", rank, endpoint=endpoint, seq=seq, there=there)
+
+
 def _check_publisher(case: Case, address: PublisherAddress, peer: Peer, limits: Limits) -> bool:
     rank, endpoint = address.dp_rank, address.endpoint
     if peer.kind == "refused":
-        greeting = _greeting_of_caller(endpoint, limits.handshake)
-        if greeting:
-            case.add("publisher-connects", rank, endpoint=endpoint, greeting=greeting)
+        kind = _who_dials(endpoint, limits.handshake)
+        if kind in _PUBLISHES:
+            case.add("publisher-connects", rank, endpoint=endpoint, socket_type=kind)
+        elif kind:
+            case.add("subscriber-dials", rank, endpoint=endpoint, socket_type=kind)
         else:
             case.add("publisher-refused", rank, endpoint=endpoint, error=peer.detail)
     elif peer.kind != "zmq":
@@ -96,24 +132,35 @@ def _check_replay(case: Case, rank: int, endpoint: str, context: Context, limits
 
 def _replays(endpoint: str, context: Context, timeout: float) -> bool:
     """Whether the end of a replay comes, asked for from a number that nobody has reached."""
+    return any(reply.end for reply in _replay(endpoint, END_SEQ, context, timeout))
+
+
+def _replay(endpoint: str, start: int, context: Context, timeout: float) -> Iterator[ReplayReply]:
+    """Ask for a replay from a number, and yield what comes up to its end, within the time."""
+    until = time.monotonic() + timeout
     with context.socket(zmq.DEALER) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         sock.connect(endpoint)
-        sock.send_multipart(replay_request(END_SEQ))
-        if not sock.poll(int(timeout * 1000) + 1):
-            return False
-        try:
-            return parse_replay(sock.recv_multipart()).end
-        except DecodeError:
-            return False
+        sock.send_multipart(replay_request(start))
+        while sock.poll(max(0, int((until - time.monotonic()) * 1000) + 1)):
+            try:
+                reply = parse_replay(sock.recv_multipart())
+            except DecodeError:
+                return
+            yield reply
+            if reply.end:
+                return
 
 
-def _greeting_of_caller(endpoint: str, timeout: float) -> str:
-    """Listen where nobody does, if the address is ours, and return how a publisher greets.
+def _who_dials(endpoint: str, timeout: float) -> str:
+    """Listen where nobody does, if the address is ours, and return the kind of socket that dials.
 
     A publisher that was told a concrete host connects to it, and tries again ten times a second.
+    So do subscribers: a publisher counts first.
     """
+    kind, until = "", time.monotonic() + timeout
     scheme, _, address = endpoint.partition("://")
     host, _, port = address.rpartition(":")
     if scheme != "tcp":
@@ -123,12 +170,12 @@ def _greeting_of_caller(endpoint: str, timeout: float) -> str:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host.strip("[]"), int(port)))
-            listener.listen(1)
-            listener.settimeout(timeout)
-            caller, _ = listener.accept()
-            with caller:
-                caller.settimeout(timeout)
-                greeting = caller.recv(16)
-                return greeting.hex() if greeting[:1] == b"\xff" else ""
+            listener.listen(8)
+            while kind not in _PUBLISHES and (left := until - time.monotonic()) > 0:
+                listener.settimeout(left)
+                caller, _ = listener.accept()
+                with caller:
+                    kind = greet(caller, left).socket_type or kind
     except (OSError, OverflowError, UnicodeError):
-        return ""
+        pass  # nobody dials any more, or the address is another machine's
+    return kind

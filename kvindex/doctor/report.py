@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.doctor.causes import CAUSES
+from kvindex.doctor.causes import CAUSES, SECTIONS
 from kvindex.doctor.finding import Finding
 
 __all__ = ["Examined", "Report", "ordered"]
@@ -15,14 +15,35 @@ __all__ = ["Examined", "Report", "ordered"]
 _SEVERITIES: Final = ("error", "warning", "info")
 _ORDER: Final = {kind: place for place, kind in enumerate(CAUSES)}
 
-# What follows from another error, and is not worth a line beside it.
-_CONSEQUENCES: Final = {
-    "stream-not-live",
-    "index-misses",
-    "index-and-engine-miss",
-    "caches-unpublished",
-    "nothing-cached",
-    "silent-while-serving",
+# What follows from other findings, and is not worth a line beside them.
+_TEST: Final = frozenset(
+    {
+        "silent-while-serving",
+        "index-misses",
+        "index-and-engine-miss",
+        "caches-unpublished",
+        "nothing-cached",
+    }
+)
+_LEFT_OUT: Final = frozenset({"stream-incomplete", "blocks-left-out"})
+_STREAM: Final = _LEFT_OUT | {"stream-not-live", "replay-running"}
+_PORTS: Final = frozenset(kind for kind, section in SECTIONS.items() if section == "ports")
+_EXPLAINS: Final[dict[str, frozenset[str]]] = {
+    "events-off": _PORTS | _STREAM,
+    "publisher-not-zmq": _PORTS | _STREAM,
+    "ranks-differ": _STREAM,
+    "endpoints-differ": _PORTS | _STREAM,
+    "several-publishers": _STREAM | {"replay-of-another"},
+    "replay-refused": _STREAM,
+    "replay-silent": _STREAM,
+    "replay-wrong-socket": _STREAM,
+    "replay-of-another": _STREAM,
+    "replay-missing": _LEFT_OUT,
+    "replay-not-given": _LEFT_OUT,
+    "stream-not-live": _TEST | {"blocks-left-out"},
+    "replay-running": _TEST | {"blocks-left-out"},
+    "stream-incomplete": frozenset({"blocks-left-out"}),
+    "windows-only": frozenset({"index-misses", "index-and-engine-miss"}),
 }
 
 
@@ -72,11 +93,29 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """Return one target's findings, worst first, without what follows from another error."""
+    """Return one target's findings, worst first, without what follows from others.
+
+    A rank's findings explain others of this rank or of the whole engine.
+    """
     known = list(findings)
-    root = any(one.severity == "error" and one.id not in _CONSEQUENCES for one in known)
-    kept = [one for one in known if not (root and one.id in _CONSEQUENCES)]
+    kept = [one for one in known if not any(_explains(cause, one) for cause in known)]
+    if any(one.severity != "info" for one in kept):
+        kept = [one for one in kept if one.id != "all-well"]
     return sorted(kept, key=rank_of)
+
+
+def _explains(cause: Finding, one: Finding) -> bool:
+    if not (_covers(cause.subject, one.subject) or _covers(one.subject, cause.subject)):
+        return False
+    explained = _EXPLAINS.get(cause.id, frozenset())
+    if cause.severity == "error" and cause.id not in _TEST | {"stream-not-live"}:
+        explained = explained | _TEST | {"stream-not-live", "replay-running"}
+    return one.id in explained
+
+
+def _covers(subject: str, other: str) -> bool:
+    """Whether it is the other, or the engine whose rank the other is."""
+    return subject == other or subject == other.rpartition("/")[0]
 
 
 def rank_of(finding: Finding) -> tuple[int, int, str]:

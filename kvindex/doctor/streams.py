@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvindex import BlockHash, Client, RankStatus, State
+from kvindex import BlockHash, Client, Rank, RankStatus, State
 from kvindex.doctor.active import heard_block_sizes
 from kvindex.doctor.case import Case
 from kvindex.doctor.finding import Finding, found
@@ -15,20 +15,26 @@ __all__ = ["check_hashes", "check_heard", "check_prefixes", "check_serving", "ch
 
 _MANY: Final = 20  # blocks, or prompts, from which a share of them means something
 _MAX_NODES: Final = 2_000
+_LIMITED: Final = {
+    *("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba")
+}  # kinds of groups that do not keep every block of a prompt
 
 
-def check_streams(case: Case, client: Client, assumed: int | None) -> None:
+def check_streams(
+    case: Case, client: Client, assumed: int | None, before: Mapping[Rank, int | None]
+) -> None:
     """Note what the client knows of the engine's ranks.
 
     Args:
         case: of the engine.
         client: subscribed to it.
         assumed: the block size that the user's router goes by, if it is known.
+        before: each rank's last batch some time ago.
     """
     statistics = client.statistics()
     for rank, status in client.statuses().items():
         if rank.worker == case.name:
-            _check_status(case, status)
+            _check_status(case, status, running=status.seq != before.get(rank, status.seq))
             _check_index(case, status.rank.dp_rank, statistics["ranks"][str(rank)]["index"])
     heard = set(heard_block_sizes(case, statistics))
     said = case.block_size
@@ -108,9 +114,12 @@ def check_prefixes(client: Client) -> list[Finding]:
     return [found("prompts-diverge", "prompts", **evidence)]
 
 
-def _check_status(case: Case, status: RankStatus) -> None:
+def _check_status(case: Case, status: RankStatus, *, running: bool) -> None:
     rank = status.rank.dp_rank
-    if status.state is not State.LIVE and rank not in case.broken:
+    if status.state in (State.SYNCING, State.REPAIRING) and running and status.seq is not None:
+        done = status.seq + 1
+        case.add("replay-running", rank, done=done, known=done + status.lag, reason=status.reason)
+    elif status.state is not State.LIVE and rank not in case.broken:
         case.add("stream-not-live", rank, state=str(status.state), reason=status.reason)
     elif status.state is State.LIVE and not status.complete and status.replay_endpoint:
         case.add("stream-incomplete", rank, losses=status.losses, reason=status.reason)
@@ -119,11 +128,14 @@ def _check_status(case: Case, status: RankStatus) -> None:
 
 
 def _check_index(case: Case, rank: int, index: Mapping[str, Any]) -> None:
-    reasons = {
-        "orphans": index.get("orphans", 0),
-        "unplaced": index.get("unplaced", 0),
-        **index.get("ignored", {}),
-    }
+    kinds = {group["kind"] for group in index.get("groups", {}).values()}
+    placeless = {name: index.get(name, 0) for name in ("orphans", "unplaced")}
+    ignored: dict[str, int] = index.get("ignored", {})
+    reasons = {**placeless, **ignored}
+    if kinds & _LIMITED:  # their events leave places out, though nothing was lost
+        reasons = ignored
+        if kinds <= _LIMITED and any(placeless.values()):
+            case.add("windows-only", rank, kinds=sorted(kinds), blocks=index["blocks"], **placeless)
     counted = {reason: count for reason, count in reasons.items() if count}
     total = sum(counted.values())
     if total and total * 100 >= index.get("blocks", 0):

@@ -14,7 +14,9 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["Peer", "look"]
+from kvindex import Worker
+
+__all__ = ["Peer", "greet", "look"]
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _VERSIONED: Final = 11  # bytes up to the version: then the peer tells the rest of its greeting
@@ -50,15 +52,19 @@ def look(endpoint: str, timeout: float) -> Peer:
 
     At most three connections are made, one after another, and some kB are read.
 
+    Raises:
+        ConfigurationError: it is no endpoint.
+
     Examples:
         >>> look("tcp://127.0.0.1:1", 1.0).kind
         'refused'
         >>> look("inproc://x", 1.0).kind
         'unseen'
     """
+    Worker("of this endpoint", endpoint)  # which checks it
     try:
         with _dialled(endpoint, timeout) as connection:
-            peer = _greeted(connection, time.monotonic() + timeout)
+            peer = greet(connection, timeout)
     except _UnseenError:
         return Peer(kind="unseen")
     except ConnectionRefusedError as error:
@@ -90,15 +96,19 @@ def _dialled(endpoint: str, timeout: float) -> socket.socket:
     if scheme != "tcp":
         raise _UnseenError
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout)
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout)
+    if connection.getsockname() == connection.getpeername():
+        connection.close()  # TCP does this on one machine, where nobody listens
+        raise ConnectionRefusedError("nobody listens: it connected to itself")
+    return connection
 
 
-def _greeted(connection: socket.socket, until: float) -> Peer:
-    """Exchange greetings and read READY; whatever comes first decides.
+def greet(connection: socket.socket, timeout: float) -> Peer:
+    """Exchange greetings and read READY, whoever dialled; whatever comes first decides.
 
     Our mechanism is told only after the peer's has come: one that has another hangs up at once.
     """
-    began = b""
+    until, began = time.monotonic() + timeout, b""
     try:
         connection.sendall(_GREETING[:_VERSIONED])
         while len(began) < len(_GREETING):

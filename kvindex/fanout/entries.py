@@ -107,5 +107,5 @@ def follow_names(names: dict[Rank, Rank], item: StreamItem | Entry) -> None:
         for port, rank in names.items():
             names[port] = renamed.get(rank, rank)
     elif isinstance(item, RankRemoved):
-        for port in [port for port in names if port.worker == item.rank.worker]:
+        for port in [port for port, rank in names.items() if rank == item.rank]:
             del names[port]

@@ -210,7 +210,7 @@ class Follower:
         copy, board = self.copy, self.board
         if copy.renewed:
             copy.renewed = False
-            board.rename([rank for rank in board.ranks if rank not in copy.statuses], copy.names)
+            board.keep(copy.statuses, copy.names)
         board.sign(copy.sent_at)
         board.show(copy.take_changes())
 

@@ -116,10 +116,12 @@ class Replica(Answering):
         return {"replica": replica}
 
     def close(self) -> None:
-        """Leave the server; the index stays as it is and can still be asked. Idempotent.
+        """Leave the server, and refuse further questions. Idempotent.
 
-        Done by itself when the replica is dropped, or the process ends.
+        `index` stays as it is and can still be asked what the ranks held. It is done by itself when
+        the replica is dropped, or the process ends.
         """
+        self._closed = True
         if self._pid == os.getpid():  # a forked child has the parent's
             self._follower.close()
 

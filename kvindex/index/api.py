@@ -493,8 +493,9 @@ class BaseIndex(ABC):
         blocks: `stored`, `stored_text` (with text among the tokens), `duplicates` (further physical
         copies), `reannounced`, `removed`, `removed_unknown`, `removed_orphans`, `orphaned`,
         `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by reason;
-        `skipped` events by tag; `cleared` events. `advice` names settings that seem to be
-        missing or wrong, in sentences (`CacheSettings`).
+        `skipped` events by tag; `cleared` events; `proofs` and `proofs_missed`, events of models
+        without full attention whose labels vLLM's hash chain has, or lacks. `advice` names
+        settings that seem to be missing or wrong, in sentences (`CacheSettings`).
         """
 
     @abstractmethod

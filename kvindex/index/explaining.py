@@ -61,7 +61,8 @@ class Explained(Protocol):
 def explain(index: Explained, tokens: array[int], asked: Asked, notes: Notes | None) -> Explanation:
     """Return why each rank's match of a prompt ends; see `BaseIndex.explain`."""
     match, holdings = index._look(tokens, asked)
-    seen = {found.rank: _Seen(index, found, asked, len(tokens)) for found in match}
+    negative = next(((place, token) for place, token in enumerate(tokens) if token < 0), None)
+    seen = {found.rank: _Seen(index, found, asked, len(tokens), negative) for found in match}
     for holding in holdings:
         if holding.rank in seen:
             seen[holding.rank].holdings.append(holding)
@@ -99,10 +100,18 @@ class _Kind(NamedTuple):
 class _Seen:
     """What is known of one rank and a prompt."""
 
-    def __init__(self, index: Explained, match: RankMatch, asked: Asked, length: int) -> None:
+    def __init__(
+        self,
+        index: Explained,
+        match: RankMatch,
+        asked: Asked,
+        length: int,
+        negative: tuple[int, int] | None,
+    ) -> None:
         self.match = match
         self.asked = asked
         self.length = length
+        self.negative = negative
         self.holdings: list[Holding] = []
         self.other: OtherPrompts | None = None
         self.known: dict[str, Any] = {}
@@ -213,11 +222,19 @@ class _Seen:
             yield f"{on_device}; the engine decides whether it loads the rest"
         elif match.tokens and match.upper_bound:
             yield "an upper bound: its events do not tell all that limits a hit"
-        if self.known.get("orphans"):
-            yield f"{self.known['orphans']} blocks wait for a parent that was not told"
+        if match.lower_bound:
+            waiting = f" ({self.known['orphans']} wait)" if self.known.get("orphans") else ""
+            yield f"a lower bound: no event told where some of its blocks belong{waiting}"
         if self.known.get("ignored"):
             reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.known["ignored"].items()))
             yield f"blocks were ignored: {reasons}"
+        strange = sorted((self.asked.media or frozenset()) - self.known.get("media", {}).keys())
+        if strange and self.known.get("blocks"):
+            held = ", ".join(sorted(self.known["media"]))
+            yield f"none of its blocks is on {' or '.join(strange)}; its media: {held}"
+        if self.negative is not None:
+            place, token = self.negative
+            yield f"token {place} of the prompt is {token}: no engine has a negative token id"
         if self.other is None and not self.whole and self.known.get("salted"):
             yield (
                 f"{self.known['salted']} of its blocks are under salts (or other first extra "

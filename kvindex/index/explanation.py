@@ -106,7 +106,7 @@ class RankExplanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation:
-    """One `RankExplanation` for each rank: iterates longest match first, `str()` is to be read.
+    """One `RankExplanation` for each rank, longest match first; a console prints it as text.
 
     Attributes:
         match: the `Match` that is explained.
@@ -136,6 +136,8 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "no ranks are known"
+
+    __repr__ = __str__  # so that a console shows what was asked for
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return plain JSON-ready values: each rank's explanation by `str(rank)`."""

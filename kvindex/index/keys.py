@@ -9,7 +9,7 @@ These keys have 128 bits; the native core's have 64, and docs/guarantees.md says
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
@@ -71,7 +71,7 @@ class KeyMaker:
     __slots__ = ("_salt", "seed")
 
     def __init__(self, seed: int | None = None) -> None:
-        self.seed = secrets.randbits(128) if seed is None else seed
+        self.seed = int.from_bytes(os.urandom(16), "little") if seed is None else seed
         if not 0 <= self.seed < 1 << 128:
             raise ConfigurationError(f"seed must be in 0 … 2**128 - 1, not {seed}")
         self._salt = self.seed.to_bytes(16, "little")

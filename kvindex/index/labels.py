@@ -8,7 +8,7 @@ is known as long as some owner has a copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -249,6 +249,16 @@ class Labels:
         else:
             del self._shared[label.block, owner]
         return False
+
+    def drop_places(self, owners: Collection[Owner], tree: RadixTree, hold: Hold) -> None:
+        """Take all copies of these owners away; the tree learns of it."""
+        for owner in owners:
+            held = [found for found in self.placements() if owner in found[1].copies]
+            for some in cuts(held):
+                for _, label in some:
+                    label.copies[owner] = 1
+                tree.disown([lb.block for h, lb in some if self.drop(h, lb, owner)], owner)
+                hold.did(len(some))
 
     def clear(self, tree: RadixTree, hold: Hold) -> None:
         """Forget every label; the tree learns of it."""

@@ -37,6 +37,8 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
         upper_bound: whether the engine's own hit may be shorter: its events do not tell all that
             limits it (see `CacheSettings`), or part of it must be loaded to the device, which the
             engine decides for itself.
+        lower_bound: whether the engine's own hit may be longer: the rank has stored blocks whose
+            place no event has told so far, and any of them may continue the prompt.
         state: stream state when asked through a client, else None.
         complete: whether all of the rank's history was seen; None without a client.
         lag: batches known of but not applied yet; None without a client.
@@ -50,6 +52,7 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
     device_tokens: int = 0
     host_tokens: int = 0
     upper_bound: bool = False
+    lower_bound: bool = False
     state: State | None = None
     complete: bool | None = None
     lag: int | None = None
@@ -61,8 +64,8 @@ class Found(Protocol):
     def get(self, rank: Rank) -> RankMatch | None:
         """Return a rank's match, if the rank holds anything."""
 
-    def block_size(self, rank: Rank) -> int:
-        """Return a rank's tokens per block, 0 if they are not known."""
+    def nothing(self, rank: Rank) -> RankMatch:
+        """Return the match of a rank that holds nothing."""
 
     def first(self) -> RankMatch | None:
         """Return the match of the first rank of `longest`, None if there is none. O(1)."""
@@ -79,23 +82,23 @@ class FoundMatches:
 
     Args:
         found: the matches of the ranks that hold anything.
-        sizes: tokens per block of every rank of the index, 0 where they are not known.
+        nothing: what every rank of the index answers where it holds nothing.
     """
 
-    __slots__ = ("_found", "_sizes")
+    __slots__ = ("_found", "_nothing")
 
-    def __init__(self, found: Iterable[RankMatch], sizes: Mapping[Rank, int]) -> None:
+    def __init__(self, found: Iterable[RankMatch], nothing: Mapping[Rank, RankMatch]) -> None:
         by_length = sorted((one for one in found if one.tokens), key=_longest)
         self._found = {one.rank: one for one in by_length}
-        self._sizes = sizes
+        self._nothing = nothing
 
     def get(self, rank: Rank) -> RankMatch | None:
         """Return a rank's match; see `Found`."""
         return self._found.get(rank)
 
-    def block_size(self, rank: Rank) -> int:
-        """Return a rank's tokens per block; see `Found`."""
-        return self._sizes[rank]
+    def nothing(self, rank: Rank) -> RankMatch:
+        """Return the match of a rank that holds nothing; see `Found`."""
+        return self._nothing[rank]
 
     def first(self) -> RankMatch | None:
         """Return the longest match; see `Found`."""
@@ -111,7 +114,8 @@ class FoundMatches:
             raise ValueError(f"live must have a byte for each of {len(rows)} rows")
         columns = rows._columns()
         for row, rank in enumerate(rows):
-            columns.block_size[row] = self._sizes.get(rank, 0)
+            nothing = self._nothing.get(rank)
+            columns.block_size[row] = 0 if nothing is None else nothing.block_size
             found = self._found.get(rank)
             if found is not None and (live is None or live[row]):
                 columns.device[row] = found.device_tokens
@@ -275,7 +279,7 @@ class Match:
     def _of(self, rank: Rank) -> RankMatch:
         found = self._found.get(rank)
         if found is None:
-            found = RankMatch(rank=rank, block_size=self._found.block_size(rank))
+            found = self._found.nothing(rank)
         return self._trusted(found)
 
     def _trusted(self, rank_match: RankMatch) -> RankMatch:

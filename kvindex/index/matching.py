@@ -14,7 +14,7 @@ from kvindex.index.tree import Owner, RadixTree
 from kvindex.rank import Rank
 from kvindex.wire.quirks import medium_tier
 
-__all__ = ["Held", "held_blocks", "rank_matches"]
+__all__ = ["Held", "held_blocks", "no_match", "rank_matches"]
 
 Held: TypeAlias = "dict[Namespace, dict[Owner, Spans]]"
 """For each namespace, the stretches of the prompt that each owner holds."""
@@ -59,23 +59,30 @@ def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks], length: int) -> I
     for rank, rank_held in by_rank.items():
         blocks = ranks.get(rank)
         if blocks is not None:
-            yield _rank_match(rank, blocks.groups, rank_held, length)
+            yield _rank_match(rank, blocks, rank_held, length)
 
 
-def _rank_match(rank: Rank, groups: RankGroups, held: Held, length: int) -> RankMatch:
+def no_match(rank: Rank, blocks: RankBlocks) -> RankMatch:
+    """Return the match of a rank that holds nothing of a prompt."""
+    size = blocks.groups.main_block_size()
+    return RankMatch(rank=rank, block_size=size, lower_bound=blocks.places_missing)
+
+
+def _rank_match(rank: Rank, blocks: RankBlocks, held: Held, length: int) -> RankMatch:
     """Return the best answer over the rank's ways of hashing (with and without lookahead)."""
     ways = [
         spans_of
         for namespace, spans_of in sorted(held.items(), key=lambda entry: entry[0].lookahead)
-        if namespace.block_size == groups.unit
+        if namespace.block_size == blocks.groups.unit
     ]
-    answers = (_match_one_way(rank, groups, spans_of, length) for spans_of in ways)
-    return max(answers, key=lambda answer: answer.tokens, default=RankMatch(rank=rank))
+    answers = (_match_one_way(rank, blocks, spans_of, length) for spans_of in ways)
+    return max(answers, key=lambda answer: answer.tokens, default=no_match(rank, blocks))
 
 
 def _match_one_way(
-    rank: Rank, groups: RankGroups, spans_of: Mapping[Owner, Spans], length: int
+    rank: Rank, blocks: RankBlocks, spans_of: Mapping[Owner, Spans], length: int
 ) -> RankMatch:
+    groups = blocks.groups
     hashed = groups.hashed()
     if groups.kinds_untold:
         hashed = _longest_untold(groups, hashed, spans_of)
@@ -84,7 +91,7 @@ def _match_one_way(
     coverage = {tier: _coverage(groups, hashed, spans_of, tier) for tier in tiers}
     tokens, device_tokens, host_tokens = tiered_hit(cache, length, coverage)
     if not tokens:
-        return RankMatch(rank=rank, block_size=groups.main_block_size())
+        return no_match(rank, blocks)
     main = main_group(hashed)
     size = hashed[main].block_size
     by_medium = {}
@@ -103,6 +110,7 @@ def _match_one_way(
         device_tokens=device_tokens,
         host_tokens=host_tokens,
         upper_bound=groups.upper_bound or tokens > device_tokens,
+        lower_bound=blocks.places_missing,
     )
 
 

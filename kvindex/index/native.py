@@ -146,6 +146,7 @@ class Index(BaseIndex):
             [] if isinstance(settings.eagle, bool) else [*map(group_number, settings.eagle)],
             min(settings.hash_block_size or 0, 2**31 - 1),
             settings.upper_bound,
+            settings.resets_connector,
         )
         while not self._core.configure(self._add(rank), groups, *plain):
             pass  # removed by another thread in between: it is known again now

@@ -36,9 +36,12 @@ class NativeFound:
         found = None if rank_id is None else self._answer.get(rank_id)
         return None if found is None else _rank_match(rank, found)
 
-    def block_size(self, rank: Rank) -> int:
+    def nothing(self, rank: Rank) -> RankMatch:
         rank_id = self._directory.ids.get(rank)
-        return 0 if rank_id is None else self._answer.block_size(rank_id)
+        if rank_id is None:
+            return RankMatch(rank=rank)
+        block_size, lower_bound = self._answer.nothing(rank_id)
+        return RankMatch(rank=rank, block_size=block_size, lower_bound=lower_bound)
 
     def first(self) -> RankMatch | None:
         found = self._answer.best
@@ -64,11 +67,11 @@ class NativeFound:
         return columns
 
 
-_FoundRank = tuple[int, int, int, int, dict[str, int], int, int, bool]
+_FoundRank = tuple[int, int, int, int, dict[str, int], int, int, bool, bool]
 
 
 def _rank_match(rank: Rank, found: _FoundRank) -> RankMatch:
-    _, blocks, tokens, block_size, by_medium, device_tokens, host_tokens, upper_bound = found
+    _, blocks, tokens, block_size, by_medium, device_tokens, host_tokens, *bounds = found
     return RankMatch(
         rank=rank,
         blocks=blocks,
@@ -77,5 +80,6 @@ def _rank_match(rank: Rank, found: _FoundRank) -> RankMatch:
         by_medium=by_medium,
         device_tokens=device_tokens,
         host_tokens=host_tokens,
-        upper_bound=upper_bound,
+        upper_bound=bounds[0],
+        lower_bound=bounds[1],
     )

@@ -10,7 +10,7 @@ Two kinds wait here, both bounded and never matched:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kvindex.index.keys import Namespace
 from kvindex.index.rank_image import OrphanImage, RankImage, WaitImage
@@ -39,9 +39,10 @@ class Orphans:
 
     Attributes:
         dropped: how many were given up for newer ones.
+        forgot: whether some were given up that may still be resident.
     """
 
-    __slots__ = ("_bytes", "_held", "_limit", "_max_bytes", "_waiting", "dropped")
+    __slots__ = ("_bytes", "_held", "_limit", "_max_bytes", "_waiting", "dropped", "forgot")
 
     def __init__(self, limit: int, *, max_bytes: int = _MAX_CONTENT_BYTES) -> None:
         self._limit = limit
@@ -50,6 +51,7 @@ class Orphans:
         self._held: OrderedDict[BlockHash, Orphan] = OrderedDict()
         self._waiting: dict[BlockHash, dict[BlockHash, None]] = {}
         self.dropped = 0
+        self.forgot = False
 
     def __len__(self) -> int:
         return len(self._held)
@@ -102,6 +104,15 @@ class Orphans:
             self.pop(block_hash)
         return True
 
+    def drop_places(self, owners: Collection[Owner]) -> None:
+        """Take all copies of these owners away."""
+        gone = frozenset(owners)
+        touched = [(h, orphan) for h, orphan in self._held.items() if gone & orphan.copies.keys()]
+        for block_hash, orphan in touched:
+            orphan.copies = {o: count for o, count in orphan.copies.items() if o not in gone}
+            if not orphan.copies:
+                self.pop(block_hash)
+
     def image(
         self, namespaces: Mapping[Namespace, int], places: Mapping[Owner, int]
     ) -> tuple[list[OrphanImage], list[WaitImage]]:
@@ -136,6 +147,7 @@ class Orphans:
             self._bytes += len(content)
             self._waiting.setdefault(parent_hash, {})[hashes[number]] = None
         self.dropped = image.orphans_dropped
+        self.forgot = image.orphans_forgotten
         self._make_room()
 
     def namespaces(self) -> Iterator[Namespace]:
@@ -149,6 +161,7 @@ class Orphans:
         self._held.clear()
         self._waiting.clear()
         self._bytes = 0
+        self.forgot = False
 
     def _add(self, block_hash: BlockHash, owner: Owner) -> Orphan:
         orphan = self._held.get(block_hash)
@@ -161,6 +174,7 @@ class Orphans:
         while len(self._held) > self._limit or self._bytes > self._max_bytes:
             self.pop(next(iter(self._held)))
             self.dropped += 1
+            self.forgot = True
 
     def _forget_wait(self, parent_hash: BlockHash, block_hash: BlockHash) -> None:
         siblings = self._waiting[parent_hash]

@@ -1,16 +1,22 @@
 """The walk behind `Index.prefixes` over the Python tree: the readable specification.
 
-A *node* is a maximal chain of blocks without a branch on which the same ranks hold the same media
-(at most 8,192 of them). Of the nodes that were looked at and wait, the walk shows the one that
-most ranks hold next; of several the longest; of several the one that was looked at first. Then it
-looks at what follows it, the oldest first: what engines stored first, and has stayed since. So it
-shows every prefix that many ranks share before any that few hold, however large the rest is.
+A *node* is a chain of at most 8,192 blocks that has no branch and on which the same ranks hold the
+same media. The walk starts with the first nodes of all prompts, and keeps those that it has looked
+at in a queue. It takes the best one out, shows it, looks at the nodes that follow it, and goes on
+until it has shown as many as are wanted. The best node is the one
 
-It looks at most at 256 children for each node that is wanted, and at a quarter of what is left of
-these at once: what one node has beyond that is left out.
+1. that most ranks hold,
+2. of equal ones, the longest,
+3. of equal ones, the one that the walk looked at first.
 
-The lock is given back every 1,024 looks. A block that goes meanwhile is passed over, with what
-followed it; a node that was shown stays as it was when it was looked at.
+So the walk shows every prefix that many ranks share before any that few hold, however large the
+tree is. After a branch it looks at the oldest nodes first: those that engines stored first.
+
+In all, the walk looks at no more than 256 nodes for each node that is wanted. After one branch it
+spends no more than a quarter of the looks that are left, and counts the other nodes as left out.
+
+The walk gives the lock back every 1,024 looks. It skips a block that was dropped meanwhile, and
+what followed that block. A node that was shown stays as it was when the walk looked at it.
 
 Complexity: O(nodes looked at × runs of each), and O(ranks) for each distinct set of holders.
 Thread safety: a walk is one thread's own; it reads the tree only where `ask` lets it.
@@ -159,10 +165,13 @@ class PrefixWalk:
         for start in range(0, len(blocks), _PIECE):
             for chain in ask(partial(self._follow_all, blocks[start : start + _PIECE])):
                 self._looked_at += 1
-                parent.left_out_blocks += chain.blocks
                 ranks = chain.holders.ranks
-                wanted = ranks or not self._only_rows
-                if wanted and (chain.goes_on or chain.blocks >= self._min_blocks):
+                if self._only_rows and not ranks:  # others' alone: it is not left out, but none
+                    parent.children -= 1
+                    parent.left_out -= 1
+                    continue
+                parent.left_out_blocks += chain.blocks
+                if chain.goes_on or chain.blocks >= self._min_blocks:
                     child = _Found(row, depth, space, chain, _Counts())
                     heappush(self._waiting, (-ranks, -chain.blocks, self._looked_at, child))
 

@@ -19,6 +19,7 @@ from kvindex.index.keys import (
 )
 from kvindex.index.labels import Budget, Label, Labels, cuts
 from kvindex.index.orphans import Orphan, Orphans
+from kvindex.index.proofs import Proofs, Step, proven_places, step_key
 from kvindex.index.rank_groups import RankGroups
 from kvindex.index.rank_image import MAX_PLACES, MAX_TORN, RankImage
 from kvindex.index.tokens import holds_text
@@ -38,6 +39,7 @@ from kvindex.wire.quirks import (
     is_content_hash,
     is_root_parent,
     medium_tier,
+    outlives_clear,
 )
 
 __all__ = ["RankBlocks"]
@@ -45,10 +47,16 @@ __all__ = ["RankBlocks"]
 _COUNTERS = (
     *("stored", "stored_text", "reannounced", "orphaned", "orphans_attached", "unplaced"),
     *("removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"),
+    *("proofs", "proofs_missed"),
 )
+_MAX_MISSES = 8  # of proofs, and none that succeeded: then the engine hashes otherwise
 _MAX_TAGS = 64  # distinct unknown event tags counted by name
 # Units of one block: it counts once for all bounds, and is placed without letting others go first.
 _MAX_UNITS = HOLD_BLOCKS
+# Looks at held blocks that clears may take to find what they drop, and how many each stored block
+# adds: so clears, too, cost in proportion to what was sent.
+_CLEAR_LOOKS = 1 << 23
+_CLEAR_LOOKS_A_BLOCK = 16
 _MAX_SALTS = 64  # distinct first extra keys remembered
 _MAX_SALT_BYTES = 256  # longer ones are not: a publisher chooses their length
 
@@ -93,13 +101,15 @@ class RankBlocks:
         self.labels = Labels(budget)
         self.orphans = Orphans(max_orphans)
         self.groups = RankGroups()
+        self._proofs = Proofs()
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.ignored: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self._tree = tree
         self._owners: dict[tuple[str, int], Owner] = {}
         self._positions_unknown = False
-        # Whether the engine announced these blocks again, as far as the batch has told.
+        self._clear_looks = _CLEAR_LOOKS
+        # Whether the engine announced these blocks again, as the first group of a batch showed.
         self._announced: tuple[BlockHash, bool] | None = None
         # Labels of several blocks of which one went away: those that are left cannot be told.
         self._torn: set[BlockHash] = set()
@@ -108,6 +118,11 @@ class RankBlocks:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def places_missing(self) -> bool:
+        """Whether blocks were stored whose place is not known: hits may be longer."""
+        return self._positions_unknown or self.orphans.forgot or len(self.orphans) > 0
 
     def by_medium(self) -> dict[str, int]:
         """Return how many blocks of the tree are resident on each medium, in all groups."""
@@ -160,6 +175,7 @@ class RankBlocks:
             counters=dict(self.counters),
             ignored=dict(self.ignored),
             orphans_dropped=self.orphans.dropped,
+            orphans_forgotten=self.orphans.forgot,
             ambiguous=self.labels.ambiguous,
             duplicates=self.labels.duplicates,
             unit=self.groups.unit,
@@ -167,6 +183,7 @@ class RankBlocks:
             eagle=_plain_eagle(self.groups.settings.eagle),
             hash_block_size=self.groups.settings.hash_block_size,
             upper_bound=self.groups.settings.upper_bound,
+            resets_connector=self.groups.settings.resets_connector,
             positions_unknown=self._positions_unknown,
         )
 
@@ -210,10 +227,12 @@ class RankBlocks:
             if isinstance(event, BlockStored):
                 self._store(event, hold)
             elif isinstance(event, BlockRemoved):
+                self._announced = None  # what it showed may be gone
                 self._remove(event, hold)
             elif isinstance(event, AllBlocksCleared):
+                self._announced = None
                 self.counters["cleared"] += 1
-                self._drop_all(hold)
+                self._drop_cleared(hold)
             hold.did(1)
 
     def _learn_sizes(self, batch: EventBatch, hold: Hold) -> None:
@@ -228,9 +247,32 @@ class RankBlocks:
                 self.ignored["unit_changed"] += len(self.labels)
             self._drop_all(hold)
 
+    def _drop_cleared(self, hold: Hold) -> None:
+        """Drop what the engine clears: vLLM leaves what lies off the device as it is.
+
+        A rank whose clears cost more than they may loses what lies off the device as well.
+        """
+        resets_connector = self.groups.settings.resets_connector
+        gone = {
+            owner
+            for owner in self._owners.values()
+            if not outlives_clear(owner.medium, resets_connector=resets_connector)
+        }
+        if len(gone) < len(self._owners):
+            held = [owner for owner in gone if owner.resident]
+            looks = len(self.labels) * len(held) + len(self.orphans)
+            if looks <= self._clear_looks:
+                self._clear_looks -= looks
+                self.orphans.drop_places(gone)
+                self.labels.drop_places(held, self._tree, hold)
+                if len(self.labels) or len(self.orphans):
+                    return
+        self._drop_all(hold)
+
     def _drop_all(self, hold: Hold) -> None:
         self.labels.clear(self._tree, hold)
         self.orphans.clear()
+        self._proofs.clear()
         self._positions_unknown = False
         self._torn.clear()
         self._salts.clear()
@@ -239,6 +281,8 @@ class RankBlocks:
 
     def _store(self, event: BlockStored, hold: Hold) -> None:
         hashes = [fold_hash(block_hash) for block_hash in event.block_hashes]
+        self._clear_looks += _CLEAR_LOOKS_A_BLOCK * len(hashes)
+        self._clear_looks = min(self._clear_looks, _CLEAR_LOOKS)
         owner = self._owner(event.medium, event.group_idx)
         if owner is None:
             self.ignored["too_many_media"] += max(1, len(hashes))
@@ -249,6 +293,8 @@ class RankBlocks:
         fault = _shape_fault(event) or self.groups.learn(event, owner.group_idx)
         if fault is not None:
             self.ignored[fault] += max(1, len(hashes))
+        elif self.groups.windows_only and self._store_proven(event, hashes, owner, hold):
+            pass
         elif not hashes:
             pass  # a sparse event of no block
         elif len(event.token_ids) != len(hashes) * event.block_size:
@@ -429,6 +475,86 @@ class RankBlocks:
             first, before = i + 1, label.block
         self._relocate(hashes[first:], owner, hold)
 
+    def _store_proven(
+        self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner, hold: Hold
+    ) -> bool:
+        """Store blocks where the engine's hash chain has their labels; False if that is unsure.
+
+        What a request computes again looks like what report mode "full" announces: there only
+        whole events count.
+        """
+        unit = self.groups.unit
+        scale = event.block_size // unit
+        full = self.groups.settings.report_mode == "full"
+        hopeless = self.counters["proofs_missed"] >= _MAX_MISSES and not self.counters["proofs"]
+        if hopeless or full or scale > _MAX_UNITS:
+            return False
+        steps = self._proofs.chain(event, unit, hold)
+        if steps is None:
+            return False
+        places = proven_places(hashes, steps, scale)
+        if places is None:
+            self.counters["proofs_missed"] += 1
+            return False
+        self._proofs.keep(steps, unit)
+        if not places:
+            return True
+        self.counters["proofs"] += 1
+        namespace = stored_namespace(event, unit)
+        anchor = self._anchor(event.parent_block_hash, namespace)
+        if anchor is None:
+            return False
+        parent, gap = anchor
+        if event.parent_block_hash is None:
+            self._learn_salt(event, namespace)
+        contents = [step.content for step in (*gap, *steps)]
+        salted = parent is None and (*gap, *steps)[0].salted
+        chain = _Chain(namespace, hashes, contents, scale, owner, salted)
+        self._place_sparsely(parent, chain, [len(gap) + place * scale for place in places], hold)
+        return True
+
+    def _place_sparsely(
+        self, parent: Block | None, chain: _Chain, starts: Sequence[int], hold: Hold
+    ) -> None:
+        """Put a chain into the tree of which only blocks that start at these units have labels."""
+        first = reached = 0
+        while first < len(starts):
+            start = starts[first]
+            stop = start
+            last = first
+            while last < len(starts) and starts[last] == stop:
+                stop, last = stop + chain.scale, last + 1
+            some = chain._replace(
+                hashes=chain.hashes[first:last], contents=chain.contents[start:stop]
+            )
+            # Blocks without an owner stay where a block after them has one.
+            parent = self._place(parent, some, hold, unnamed=chain.contents[reached:start])
+            if parent is None:
+                self.ignored[self._no_room()] += len(starts) - last
+                return
+            first, reached = last, stop
+
+    def _anchor(
+        self, parent_hash: BlockHash | None, namespace: Namespace
+    ) -> tuple[Block | None, list[Step]] | None:
+        """Return the last resident block before a proven chain, and the steps after it."""
+        gap: list[Step] = []
+        by_bytes = isinstance(parent_hash, bytes)
+        key = None if parent_hash is None else step_key(fold_hash(parent_hash))
+        while key is not None:
+            step = self._proofs.look(key)
+            if step is None:
+                return None
+            name = step.digest if by_bytes else key
+            label = self.labels.get(name)
+            if label is not None and label.other is None and not self._is_torn(name):
+                if label.block.run.namespace != namespace:
+                    return None
+                return label.block, gap[::-1]
+            gap.append(step)
+            key = step.parent
+        return None, gap[::-1]
+
     def _tail_before(
         self,
         label: Label,
@@ -465,25 +591,32 @@ class RankBlocks:
     def _holds(self, block: Block) -> bool:
         return any(owner in block.run.owners for owner in self._owners.values())
 
-    def _place(self, parent: Block | None, chain: _Chain, hold: Hold) -> None:
+    def _place(
+        self, parent: Block | None, chain: _Chain, hold: Hold, unnamed: Sequence[bytes] = ()
+    ) -> Block | None:
         """Put a chain of blocks into the tree, cut by cut, then all held blocks that waited for it.
 
-        The last block of a cut stays while others go first: this rank holds it.
+        The last block of a cut stays while others go first: this rank holds it. Return the last
+        of all, or None if there was no room for all. `unnamed` units come before the chain.
         """
         most = max(1, HOLD_BLOCKS // chain.scale)
         for start in range(0, len(chain.hashes), most):
             cut = chain.cut(start, start + most)
-            placed = self._place_some(parent, cut, hold)
+            placed = self._place_some(parent, cut, hold, () if start else unnamed)
             if len(placed) < len(cut.hashes):
                 self.ignored[self._no_room()] += len(chain.hashes) - start - len(placed)
-                return
+                return None
             parent = placed[-1]
             hold.did(len(placed) * chain.scale)
+        return parent
 
-    def _place_some(self, parent: Block | None, chain: _Chain, hold: Hold) -> list[Block]:
+    def _place_some(
+        self, parent: Block | None, chain: _Chain, hold: Hold, unnamed: Sequence[bytes]
+    ) -> list[Block]:
         """Place as many blocks as there is room for, and return them."""
-        units = self._tree.extend(parent, chain.namespace, chain.contents, salted=chain.salted)
-        blocks = units[chain.scale - 1 :: chain.scale]
+        contents = [*unnamed, *chain.contents] if unnamed else chain.contents
+        units = self._tree.extend(parent, chain.namespace, contents, salted=chain.salted)
+        blocks = units[len(unnamed) + chain.scale - 1 :: chain.scale]
         count = 0
         for block_hash, block in zip(chain.hashes, blocks, strict=True):
             if not self.labels.add(block_hash, block, chain.owner):

@@ -53,9 +53,11 @@ class RankGroups:
     Attributes:
         settings: what the user told of the rank's cache.
         unit: tokens per block of the tree, 0 until a block is stored.
+        windows_only: whether no group needs all blocks, of those whose kinds are told: then no
+            event may name all of them.
     """
 
-    __slots__ = ("_groups", "_main", "_shapes", "settings", "unit")
+    __slots__ = ("_groups", "_main", "_shapes", "settings", "unit", "windows_only")
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -63,6 +65,7 @@ class RankGroups:
         self._main: int | None = None
         self.settings = CacheSettings()
         self.unit = 0
+        self.windows_only = False
 
     def known(self) -> Mapping[int, Group]:
         """Return the groups by their index."""
@@ -76,6 +79,8 @@ class RankGroups:
         """Choose the main group anew: groups, their kinds or their sizes have changed."""
         hashed = self.hashed()
         self._main = main_group(hashed) if hashed else None
+        told = [group.spec.needs_all for group in hashed.values() if group.told]
+        self.windows_only = bool(told) and not any(told)
 
     def hashed(self) -> dict[int, Group]:
         """Return the groups that take part in prefix caching and have stored a block.
@@ -194,6 +199,7 @@ class RankGroups:
             eagle=image.eagle if isinstance(image.eagle, bool) else tuple(image.eagle),
             hash_block_size=image.hash_block_size,
             upper_bound=image.upper_bound,
+            resets_connector=image.resets_connector,
         )
 
     def learn_size(self, event: BlockStored) -> None:

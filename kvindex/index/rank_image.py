@@ -95,6 +95,7 @@ class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_
     counters: dict[str, int]
     ignored: dict[str, int]
     orphans_dropped: int
+    orphans_forgotten: bool
     ambiguous: int
     duplicates: int
     unit: int
@@ -102,6 +103,7 @@ class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_
     eagle: bool | list[int]
     hash_block_size: int | None
     upper_bound: bool
+    resets_connector: bool
     positions_unknown: bool
 
     def resident(self) -> int:

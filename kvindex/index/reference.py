@@ -12,8 +12,8 @@ from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard, WholeHold
 from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, PromptKeys
 from kvindex.index.labels import Budget, ResidentBlock
-from kvindex.index.match import FoundMatches, Match, Trusts
-from kvindex.index.matching import Held, held_blocks, rank_matches
+from kvindex.index.match import FoundMatches, Match, RankMatch, Trusts
+from kvindex.index.matching import Held, held_blocks, no_match, rank_matches
 from kvindex.index.prefix_walk import PrefixWalk
 from kvindex.index.prefixes import Prefixes, walk_limits
 from kvindex.index.questions import (
@@ -144,10 +144,10 @@ class Index(BaseIndex):
                 held[namespace] = held_blocks(self._tree, namespace, keys, wanted_media, may_skip)
             matches = list(rank_matches(held, wanted, prompt.length))
             units = [blocks.groups.unit for blocks in wanted.values()]
-            sizes = self._sizes()
+            nothing = self._nothing()
             if not any(found.tokens for found in matches):
                 check_block_size(block_size, units)
-            return Match(FoundMatches(matches, sizes), wanted.keys(), trust)
+            return Match(FoundMatches(matches, nothing), wanted.keys(), trust)
 
         return self._guard.ask(answer)
 
@@ -181,8 +181,8 @@ class Index(BaseIndex):
                 }
                 for namespace, spans_of in held.items()
             }
-            sizes = self._sizes()
-            matches = FoundMatches(rank_matches(counted, wanted, prompt.length), sizes)
+            found = rank_matches(counted, wanted, prompt.length)
+            matches = FoundMatches(found, self._nothing())
             return Match(matches, wanted.keys(), asked.trust), holdings
 
         return self._guard.ask(look)
@@ -308,8 +308,8 @@ class Index(BaseIndex):
             raise ambiguous_extras(sizes)
         return found
 
-    def _sizes(self) -> dict[Rank, int]:
-        return {rank: blocks.groups.main_block_size() for rank, blocks in self._ranks.items()}
+    def _nothing(self) -> dict[Rank, RankMatch]:
+        return {rank: no_match(rank, blocks) for rank, blocks in self._ranks.items()}
 
     def _view_size(self, rank: Rank) -> int:
         return self._guard.ask(lambda: len(self._known(rank)))

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import os
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -40,6 +39,11 @@ from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from kvindex.backend import Backend
 from kvindex.errors import ConfigurationError, SnapshotError, UnknownRankError
@@ -344,9 +348,11 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: it cannot be written; a file that was there is as before.
     """
     target = Path(path)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    prefix = f".{target.name}."
+    descriptor, name = _locked_file(target.parent, prefix)
     try:
         with open(descriptor, "wb") as file:
+            _remove_leftovers(target.parent, prefix)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -356,6 +362,39 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.unlink(name)
         raise
     _sync_folder(target.parent)
+
+
+def _locked_file(folder: Path, prefix: str) -> tuple[int, str]:
+    """Return a new file that shows by its lock that somebody writes it."""
+    import tempfile  # here: it loads every kind of compression
+
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=prefix, dir=folder)
+        if fcntl is None:
+            return descriptor, name
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, name
+        os.close(descriptor)  # another writer took it for a leftover, before it was locked
+
+
+def _remove_leftovers(folder: Path, prefix: str) -> None:
+    """Remove the files of writers that were killed: no living one holds their locks."""
+    if fcntl is None:
+        return
+    with os.scandir(folder) as entries:
+        names = [e.name for e in entries if e.name.startswith(prefix)]
+    for name in names:
+        if len(name) != len(prefix) + 8:  # as tempfile makes them
+            continue
+        with suppress(OSError):  # it is locked, or somebody else's, or was renamed just now
+            left = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(folder / name)
+            finally:
+                os.close(left)
 
 
 def _sync_folder(folder: Path) -> None:

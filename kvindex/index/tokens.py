@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from kvindex.errors import TokenError
@@ -164,7 +164,11 @@ def _readable(token_ids: Any) -> Sequence[int] | memoryview[int]:
 
 
 def _advice(token_ids: object) -> str:
-    """Say how to get a list of tokens out of a tensor."""
+    """Say how to get a list of tokens out of what a tokenizer takes, or returns."""
+    if isinstance(token_ids, str):
+        return "; pass tokenizer.encode(text)"
+    if isinstance(token_ids, Mapping):
+        return "; pass its ['input_ids']"
     if not hasattr(token_ids, "tolist"):
         return ""
     rows = getattr(token_ids, "ndim", 1) == 2

@@ -16,7 +16,7 @@ from kvindex.errors import UnknownRankError
 from kvindex.integrations.litellm_calls import CallId, booking_of, cancel_with, tell_first_token
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName, find_ranks
-from kvindex.routing import Router
+from kvindex.routing import Router, reads_cache
 
 __all__ = ["KVAwareCallback", "Tokenize"]
 
@@ -129,10 +129,15 @@ class KVAwareCallback(CustomLogger):
         return find_ranks(name, self.router.ranks)
 
     def _book(self, token_ids: Any, request: dict[str, Any], ranks: set[Rank]) -> Rank:
-        salt = request.get("cache_salt") or (request.get("extra_body") or {}).get("cache_salt")
+        body = {**request, **(request.get("extra_body") or {})}
         call_id = CallId(request.get("litellm_call_id") or uuid.uuid4())
-        wanted = None if len(ranks) == len(self.router.ranks) else ranks
-        booking = self.router.reserve(token_ids, request_id=str(call_id), salt=salt, ranks=wanted)
+        booking = self.router.reserve(
+            token_ids,
+            request_id=str(call_id),
+            salt=body.get("cache_salt") or None,
+            reads_cache=reads_cache(body),
+            ranks=None if len(ranks) == len(self.router.ranks) else ranks,
+        )
         request["litellm_call_id"] = call_id
         cancel_with(call_id, booking)
         self.counts["routed"] += 1
@@ -143,6 +148,9 @@ class KVAwareCallback(CustomLogger):
         booking = booking_of(request, self.router)
         if booking is not None and answer is not None:
             details = getattr(getattr(answer, "usage", None), "prompt_tokens_details", None)
-            booking.finish(getattr(details, "cached_tokens", None))
+            asked = {**request, **(request.get("optional_params") or {})}
+            # Of several answers vLLM reports what the last one found: the blocks of the first.
+            one = asked.get("n") in (None, 1)
+            booking.finish(getattr(details, "cached_tokens", None) if one else None)
         elif booking is not None:
             booking.cancel()

@@ -22,7 +22,7 @@ from kvindex.client import connect
 from kvindex.integrations.ray_bookings import RequestBookings
 from kvindex.integrations.ray_replicas import Replicas, keep, routers
 from kvindex.log_rate import LogRate
-from kvindex.routing import Router
+from kvindex.routing import Router, reads_cache
 
 __all__ = ["KVIndexRouter", "routers", "token_ids_of"]
 
@@ -42,6 +42,12 @@ def token_ids_of(request: PendingRequest) -> Any:
     asked = request.args[0]
     found = asked.get("token_ids") if isinstance(asked, Mapping) else None
     return getattr(asked, "token_ids", found)
+
+
+def _body_of(request: PendingRequest) -> Mapping[str, Any]:
+    """Return what a request asks for beside its tokens, as far as a mapping shows it."""
+    asked = request.args[0] if request.args else None
+    return asked if isinstance(asked, Mapping) else request.kwargs
 
 
 class KVIndexRouter(RequestRouter):
@@ -116,6 +122,7 @@ class KVIndexRouter(RequestRouter):
             if inspect.isawaitable(asked):
                 asked = await asked
             arguments = dict(asked) if isinstance(asked, Mapping) else {"token_ids": asked}
+            arguments.setdefault("reads_cache", reads_cache(_body_of(pending_request)))
             # A replica that is known to be full would refuse it, whatever it holds.
             free = self.select_available_replicas(candidate_replicas) or candidate_replicas
             by_rank = self.engines.by_rank(free)

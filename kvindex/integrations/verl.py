@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvindex.client import connect
 from kvindex.errors import ConfigurationError, TokenError
-from kvindex.routing import Booking, Router
+from kvindex.routing import Booking, Router, reads_cache
 from kvindex.subscribe import Worker
 
 __all__ = ["KVAwareBalancer"]
@@ -51,7 +51,9 @@ class KVAwareBalancer:
         self._router = Router(self._client.index, **(config.get("router") or {}))
         self.add_servers(servers)
 
-    def acquire_server(self, request_id: str, prompt_ids: Any = None, **_: Any) -> tuple[str, Any]:
+    def acquire_server(
+        self, request_id: str, prompt_ids: Any = None, sampling_params: Any = None, **_: Any
+    ) -> tuple[str, Any]:
         """Choose a server, book the request there, and return the server's id and handle.
 
         Raises:
@@ -60,7 +62,8 @@ class KVAwareBalancer:
         if not self._servers:
             raise RuntimeError("No available servers in load balancer")
         home = self._homes.pop(request_id, None)
-        booking = self._book(() if prompt_ids is None else prompt_ids, home)
+        reads = not isinstance(sampling_params, Mapping) or reads_cache(sampling_params)
+        booking = self._book(() if prompt_ids is None else prompt_ids, home, reads)
         server_id = booking.rank.worker
         self._open[server_id].setdefault(request_id, []).append(booking)
         if self._config.get("sticky", True):
@@ -79,7 +82,7 @@ class KVAwareBalancer:
 
     def require_acquire_fields(self) -> list[str]:
         """Return what verl has to send beside a request's id."""
-        return ["prompt_ids"]
+        return ["prompt_ids", "sampling_params"]
 
     def require_release_fields(self) -> list[str]:
         """Return what verl has to send at the end."""
@@ -131,10 +134,10 @@ class KVAwareBalancer:
     def _loads(self) -> dict[str, int]:
         return {name: sum(map(len, requests.values())) for name, requests in self._open.items()}
 
-    def _book(self, token_ids: Any, home: str | None) -> Booking:
+    def _book(self, token_ids: Any, home: str | None, reads: bool) -> Booking:
         lora, ranks = self._config.get("lora"), home if home in self._servers else None
         try:
-            return self._router.reserve(token_ids, lora=lora, ranks=ranks)
+            return self._router.reserve(token_ids, lora=lora, ranks=ranks, reads_cache=reads)
         except TokenError:
             self._unread += 1
             return self._router.reserve((), ranks=ranks)

@@ -18,7 +18,8 @@ _STAGES: Final = {
     "chosen": "Of these, tokens that the chosen rank was expected to find cached",
 }
 _REPORTED: Final = {
-    "asked": "Tokens of the prompts of those requests whose engine told what it found cached",
+    "asked": "Tokens of the prompts of those requests whose engine reported what it found cached",
+    "attainable": "Of these, tokens that the best rank held when the request was routed",
     "chosen": "Of these, tokens that the chosen rank was expected to find cached",
     "delivered": "Of these, tokens that the engine did find cached",
 }

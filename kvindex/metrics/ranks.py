@@ -96,7 +96,7 @@ def _states(rank: _Rank) -> Mapping[str, float]:
 _LABELLED_COUNTERS: Final[tuple[tuple[str, str, str, _ReadSome], ...]] = (
     ("replays", "Replay requests", "outcome", _replays),
     ("ignored_blocks", "Blocks that the index left out", "reason", lambda rank: rank["ignored"]),
-    ("stream_events", "Everything else that a stream counts", "kind", _other_counters),
+    ("stream_events", "What else happened to a stream, by its counter", "kind", _other_counters),
 )
 
 
@@ -161,12 +161,15 @@ _RANK: Final = (*SeriesLabels._fields, "worker", "dp_rank")
 
 def _index(index: Mapping[str, Any]) -> Iterator[Metric]:
     texts = {
-        "blocks": "Resident blocks over all ranks",
-        "unique_blocks": "Blocks of the shared tree: one that many ranks hold counts once",
-        "orphans": "Stored blocks that wait for their parent, over all ranks",
+        "blocks": ("blocks", "Resident blocks over all ranks"),
+        "unique_blocks": (
+            "unique_blocks",
+            "Blocks of the shared tree: one that many ranks hold counts once",
+        ),
+        "orphan_blocks": ("orphans", "Stored blocks that wait for their parent, over all ranks"),
     }
-    for name, text in texts.items():
-        yield GaugeMetricFamily(f"kvindex_index_{name}", text, index[name])
+    for name, (key, text) in texts.items():
+        yield GaugeMetricFamily(f"kvindex_index_{name}", text, index[key])
 
 
 def _totals(ranks: Collection[_Rank]) -> Iterator[Metric]:

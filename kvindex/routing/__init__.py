@@ -25,6 +25,7 @@ from kvindex.routing.filters import (
 from kvindex.routing.fleet import Followed, Source
 from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard
 from kvindex.routing.policies import POLICIES, CostPolicy, make_policy
+from kvindex.routing.requests import reads_cache
 from kvindex.routing.router import Router
 
 __all__ = [
@@ -56,4 +57,5 @@ __all__ = [
     "UnknownBookingError",
     "Weights",
     "make_policy",
+    "reads_cache",
 ]

@@ -44,6 +44,8 @@ class Decision:
         tokens: those that the rank will find cached, never the last one.
         predicted_tokens: of `tokens`, those that no event has confirmed yet: they were sent there a
             moment ago (`Router(predict=...)`). 0 unless that was asked for.
+        reads_cache: whether the engine will look into its cache, as the router was told. If not, no
+            rank counts as holding anything.
 
     Thread safety: immutable.
     """
@@ -56,6 +58,7 @@ class Decision:
         "predicted_tokens",
         "prompt_tokens",
         "rank",
+        "reads_cache",
         "tokens",
     )
 
@@ -67,12 +70,14 @@ class Decision:
         live: bytes,
         *,
         predicted_tokens: int = 0,
+        reads_cache: bool = True,
     ) -> None:
         self.policy = policy
         self.rank = candidates.ranks[choice.row]
         self.prompt_tokens = candidates.prompt_tokens
         self.tokens = candidates.hits.tokens[choice.row]
         self.predicted_tokens = predicted_tokens
+        self.reads_cache = reads_cache
         self._candidates = candidates  # with loads that do not change any more
         self._choice = choice
         self._live = live
@@ -126,9 +131,12 @@ class Decision:
 
     def _sum(self) -> str:
         load = self._load(self._choice.row)
+        held = f"it holds {self.tokens} of {self.prompt_tokens} tokens"
+        if not self.reads_cache:
+            held = f"the engine reads no cache for these {self.prompt_tokens} tokens"
         return (
-            f"it holds {self.tokens} of {self.prompt_tokens} tokens, {load.queued_tokens} wait for "
-            f"prefill there, and {load.open_requests} requests are open"
+            f"{held}, {load.queued_tokens} wait for prefill there, and {load.open_requests} "
+            "requests are open"
         )
 
     def _candidate(self, row: int) -> Candidate:

@@ -20,6 +20,9 @@ class Followed(Protocol):
     def index(self) -> Index:
         """What the events have filled."""
 
+    def check_open(self) -> None:
+        """Raise ClosedError once it was closed."""
+
     def live_ranks(self) -> frozenset[Rank]:
         """Return the ranks that are live; the same object until that changes."""
 
@@ -50,7 +53,6 @@ class Fleet:
         source: an index, or one whose ranks somebody follows.
 
     Attributes:
-        index: what the ranks hold.
         ranks: the ranks by row, sorted.
         rows: the same, for `Match.hits`.
         live: a byte for each row: 0 if the rank is not live.
@@ -60,7 +62,7 @@ class Fleet:
     """
 
     def __init__(self, source: Source) -> None:
-        self.index = source if isinstance(source, Index) else source.index
+        self._source = source
         self._followed = None if isinstance(source, Index) else source
         self._shown: Standing | None = None
         self.ranks: tuple[Rank, ...] = ()
@@ -70,6 +72,17 @@ class Fleet:
         self._named: tuple[Rank, ...] = ()  # of which these are the names
         self.live = b""
         self.connected: bytes | None = None
+
+    @property
+    def index(self) -> Index:
+        """What the ranks hold now; a replica has another index after each joining."""
+        source = self._source
+        return source if isinstance(source, Index) else source.index
+
+    def check_open(self) -> None:
+        """Raise ClosedError if the source was closed: it knows no longer what the ranks hold."""
+        if self._followed is not None:
+            self._followed.check_open()
 
     def standing(self) -> Standing | None:
         """Return how the streams stand now; None where nobody follows them. O(1)."""

@@ -119,7 +119,8 @@ class LocalLoadBoard:
         self._shown = self._booked
         self._corrections: dict[Rank, _Correction] = {}
         self._earliest_end = math.inf  # of a correction; until then, nobody goes over them
-        self._origin: float | None = None  # when a token given counts 1
+        self._origin = math.inf  # when a token given counts 1
+        self._given_at = math.inf  # when a rank was given tokens last
         self._changes = 0  # so that who goes over the rows sees what changes them meanwhile
 
     def arrange(self, ranks: Sequence[Rank]) -> None:
@@ -176,11 +177,12 @@ class LocalLoadBoard:
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
         """Note that a rank was given tokens to prefill; see `LoadBoard`.
 
-        What is given later weighs more, twice as much after a minute; only the ratios count.
+        What is given later weighs more, twice as much after a minute; only the ratios count. A
+        clock that goes back starts it anew: else what was given "later" would weigh most for long.
         """
-        if self._origin is None or now - self._origin > _MOST_HALVINGS * _HALF_LIFE:
+        if not self._given_at <= now <= self._origin + _MOST_HALVINGS * _HALF_LIFE:
             self._start_again(now)
-        assert self._origin is not None
+        self._given_at = now
         more = new_tokens * 2.0 ** ((now - self._origin) / _HALF_LIFE)
         if rank in self._rows:
             self._changes += 1

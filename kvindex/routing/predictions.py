@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from kvindex.errors import TokenError
 from kvindex.index import ExtraKeys, Hits, Index, Lora, Match, RankRows, TokenIds
+from kvindex.index.tokens import Prompt as LazyTokens
 from kvindex.rank import Rank
 from kvindex.routing.bookings import Booking, Stage
 from kvindex.wire import BlockRemoved, BlockStored, EventBatch
@@ -18,12 +20,18 @@ _MASK = 2**64 - 1
 
 
 class Prompt(NamedTuple):
-    """What an index is asked about."""
+    """What an index is asked about.
+
+    Attributes:
+        token_ids, lora, salt, extra_keys: as for `Index.match`.
+        reads_cache: whether the engine will look into its cache. It caches the prompt in any case.
+    """
 
     token_ids: TokenIds
     lora: Lora
     salt: str | None
     extra_keys: ExtraKeys | None
+    reads_cache: bool
 
     def ask(self, index: Index) -> Match:
         """Return what the ranks hold of the prompt but its last token."""
@@ -34,6 +42,14 @@ class Prompt(NamedTuple):
             extra_keys=self.extra_keys,
             recomputed=1,
         )
+
+    def packed(self, length: int) -> array[int]:
+        """Return its first tokens as 64-bit ints, whatever form they have: text, too. O(length).
+
+        Raises:
+            TokenError: one of them is no token; the index looks at no more than it needs.
+        """
+        return array("q", LazyTokens(self.token_ids).packed(0, length))
 
 
 class _Sent(NamedTuple):
@@ -65,12 +81,15 @@ class Predictions:
         self._made = 0
 
     def send(self, booking: Booking, prompt: Prompt, block_size: int) -> None:
-        """Predict that a rank will hold the prompt's whole blocks. O(tokens)."""
-        token_ids: Any = prompt.token_ids
-        blocks = len(token_ids) // block_size
+        """Predict that a rank will hold the prompt's whole blocks. O(tokens).
+
+        Raises:
+            TokenError: as `Prompt.packed`.
+        """
+        blocks = len(prompt.token_ids) // block_size
         if not blocks:
             return
-        tokens = array("q", token_ids[: blocks * block_size])
+        tokens = prompt.packed(blocks * block_size)
         extras: list[Any] = [item and tuple(item) for item in prompt.extra_keys or ()][:blocks]
         extras += [None] * (blocks - len(extras))
         if prompt.salt:
@@ -132,7 +151,11 @@ class Predictions:
         """
         if not len(self._index):
             return confirmed
-        predicted = prompt.ask(self._index).hits(rows, live)
+        try:
+            match = prompt.ask(self._index)
+        except TokenError:  # text, of which this index has seen none yet
+            match = prompt._replace(token_ids=prompt.packed(len(prompt.token_ids))).ask(self._index)
+        predicted = match.hits(rows, live)
         columns = zip(confirmed[:3], predicted[:3], strict=True)
         device, host, tokens = (array("q", map(max, *pair)) for pair in columns)
         return Hits(device, host, tokens, confirmed.block_size)

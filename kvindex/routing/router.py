@@ -145,6 +145,7 @@ class Router:
         lora: Lora = None,
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
+        reads_cache: bool = True,
         ranks: Iterable[RankName] | RankName | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Decision:
@@ -155,6 +156,9 @@ class Router:
             lora: the request's LoRA adapter.
             salt: its cache salt.
             extra_keys: for each block what its identity covers besides tokens.
+            reads_cache: False if the engine will not look into its cache for this request, such as
+                with `prompt_logprobs` (see `reads_cache`). Then every rank has to prefill the whole
+                prompt, and the load decides.
             ranks: choose among these only. "a/0" stands for `Rank("a", 0)`, "a" for all of "a".
             labels: the labels that a rank must have, for the filter `Labels`.
 
@@ -162,10 +166,11 @@ class Router:
             NoCandidateError: no rank is known, or filters refuse all.
             UnknownRankError: one of `ranks` is not known.
             TokenError, ConfigurationError: as `Index.match`.
+            ClosedError: the client or replica was closed.
 
         Complexity: that of `Index.match`, and O(ranks) in native code.
         """
-        seen = self._look(Prompt(token_ids, lora, salt, extra_keys))
+        seen = self._look(Prompt(token_ids, lora, salt, extra_keys, reads_cache))
         with self._lock:
             return self._decide(seen, ranks, labels or {}, self.policy)[0]
 
@@ -177,6 +182,7 @@ class Router:
         lora: Lora = None,
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
+        reads_cache: bool = True,
         ranks: Iterable[RankName] | RankName | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Booking:
@@ -188,7 +194,7 @@ class Router:
         Raises: as `select`, and
             DuplicateBookingError: an open booking has this id.
         """
-        seen = self._look(Prompt(token_ids, lora, salt, extra_keys))
+        seen = self._look(Prompt(token_ids, lora, salt, extra_keys, reads_cache))
         with self._lock:
             return self._book(request_id, seen, ranks, labels or {}, self.policy)
 
@@ -201,6 +207,7 @@ class Router:
         lora: Lora = None,
         salt: str | None = None,
         extra_keys: ExtraKeys | None = None,
+        reads_cache: bool = True,
     ) -> Booking:
         """Book a request on a rank that somebody else has chosen, such as another router.
 
@@ -209,7 +216,7 @@ class Router:
         Args and Raises: as `reserve`, and
             UnknownRankError: the rank is not known, or a worker's name stands for several.
         """
-        seen = self._look(Prompt(token_ids, lora, salt, extra_keys))
+        seen = self._look(Prompt(token_ids, lora, salt, extra_keys, reads_cache))
         with self._lock:
             self._refresh(self._clock(), seen.standing)
             one = self._fleet.ranks[self._fleet.row(rank)]
@@ -225,7 +232,7 @@ class Router:
     ) -> Booking:
         """Book what another router has reserved and told of: as `place`, without the tokens.
 
-        It is load, and nothing more: the funnel is of what was decided here.
+        It is load, and nothing more: decisions and the funnel are of what was decided here.
 
         Args:
             rank: the rank that it chose.
@@ -262,6 +269,7 @@ class Router:
 
     def _look(self, prompt: Prompt) -> _Seen:
         """Ask the index, without the lock: what is known of the streams first, then the blocks."""
+        self._fleet.check_open()
         standing = self._fleet.standing()
         return _Seen(prompt, standing, prompt.ask(self._fleet.index))
 
@@ -294,10 +302,12 @@ class Router:
         now = self._clock()
         self._refresh(now, seen.standing)
         prompt, fleet = seen.prompt, self._fleet
-        hits = confirmed = seen.match.hits(fleet.rows, fleet.live)
+        # What a rank holds counts if it is live, and if the engine will look.
+        counts = fleet.live if prompt.reads_cache else bytes(len(fleet.ranks))
+        hits = confirmed = seen.match.hits(fleet.rows, counts)
         self._block_size = next(filter(None, hits.block_size), self._block_size)
         if self._predictions is not None:
-            hits = self._predictions.added_to(confirmed, prompt, fleet.rows, fleet.live)
+            hits = self._predictions.added_to(confirmed, prompt, fleet.rows, counts)
         length, loads = len(prompt.token_ids), self._loads.columns(now)
         asked = Asked(fleet.ranks, fleet.live, loads, length, prompt.lora, labels)
         if not isinstance(ranks, (str, Rank, list, NoneType)):
@@ -307,7 +317,11 @@ class Router:
         usable = self._eligible.rows(asked, wanted, fleet.connected, placed=placed)
         if fleet.ranks is not asked.ranks:  # a filter called the router when ranks had changed
             return self._decide(seen, ranks, labels, policy)
-        return *self._choose(length, hits, usable, policy, now, confirmed), now
+        decision, queued = self._choose(
+            length, hits, usable, policy, now, confirmed, reads_cache=prompt.reads_cache
+        )
+        self._decisions += 1
+        return decision, queued, now
 
     def _choose(
         self,
@@ -317,6 +331,8 @@ class Router:
         policy: Policy,
         now: float,
         confirmed: Hits | None = None,
+        *,
+        reads_cache: bool = True,
     ) -> tuple[Decision, float]:
         """Have the policy choose; return the decision, and the tokens queued on its rank."""
         loads, fleet = self._loads.columns(now), self._fleet
@@ -335,9 +351,15 @@ class Router:
         row = choice.row
         if not (0 <= row < len(fleet.ranks) and usable[row]):
             raise ConfigurationError(f"policy {policy.name!r} chose row {row}, which is not usable")
-        self._decisions += 1
         predicted = 0 if confirmed is None else hits.tokens[row] - confirmed.tokens[row]
-        decision = Decision(policy.name, candidates, choice, fleet.live, predicted_tokens=predicted)
+        decision = Decision(
+            policy.name,
+            candidates,
+            choice,
+            fleet.live,
+            predicted_tokens=predicted,
+            reads_cache=reads_cache,
+        )
         return decision, loads.queued[row]
 
     # What is known of the ranks -----------------------------------------------------------------
@@ -482,8 +504,11 @@ class Router:
             self._predictions.end(booking, self._clock())
 
     def _on_end(self, booking: Booking, cached_tokens: int | None) -> None:
-        if booking.stage is Stage.FINISHED and booking.decision.policy != _Told.name:
-            self._funnel.count(booking.decision, cached_tokens)
+        decision = booking.decision
+        if booking.stage is not Stage.FINISHED or decision.policy == _Told.name:
+            return
+        if decision.reads_cache:  # else no cache could help; engines do not count it either
+            self._funnel.count(decision, cached_tokens)
 
     def _prepare_fork(self, fork: Fork) -> None:
         """Have the lock free and the load whole in a forked child, whoever had it."""

@@ -8,6 +8,7 @@ from kvindex.sequencer.applied import Cursor
 from kvindex.sequencer.config import ReplayPolicy, SequencerConfig
 from kvindex.sequencer.sequencer import Sequencer
 from kvindex.sequencer.values import (
+    MAX_COUNT,
     MAX_SEQ,
     Action,
     AskReplay,
@@ -20,6 +21,7 @@ from kvindex.sequencer.values import (
 )
 
 __all__ = [
+    "MAX_COUNT",
     "MAX_SEQ",
     "Action",
     "AskReplay",

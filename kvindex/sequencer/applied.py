@@ -65,6 +65,7 @@ class Applied:
         unproven: whether the connection broke since; another publisher may speak now.
         start_in_doubt: whether the first batch of the epoch must come by replay: a live one may
             be a straggler of another publisher.
+        replayed_to: the last seq that came by replay, -1 if none of the epoch did.
     """
 
     def __init__(self, *, recent: int) -> None:
@@ -78,6 +79,7 @@ class Applied:
         self.skipped = False
         self.unproven = False
         self.start_in_doubt = False
+        self.replayed_to = -1
         self._recent: dict[int, int] = {}
         self._capacity = recent
 
@@ -144,6 +146,7 @@ class Applied:
         self.seq = None
         self.ts = -math.inf
         self.skipped = self.unproven = self.start_in_doubt = False
+        self.replayed_to = -1
         self.forget_start()
         self._recent.clear()
 

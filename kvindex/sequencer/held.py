@@ -20,16 +20,18 @@ class HeldBatch:
         asked: the newest replay request when it came; only later requests can testify.
         confirmed: whether a replay contained it.
         missed: how many replays that should have contained it ended without it.
+        denied: whether one of them ended below it with nothing but what was applied already.
         arrived_at: when it came.
     """
 
-    __slots__ = ("arrived_at", "asked", "batch", "confirmed", "missed")
+    __slots__ = ("arrived_at", "asked", "batch", "confirmed", "denied", "missed")
 
     def __init__(self, batch: Batch, *, asked: int, confirmed: bool, arrived_at: float) -> None:
         self.arrived_at = arrived_at
         self.batch = batch
         self.asked = asked
         self.confirmed = confirmed
+        self.denied = False
         self.missed = 0
 
 
@@ -178,20 +180,43 @@ class Held:
 
     # Evidence ---------------------------------------------------------------------------------
 
-    def testify(self, request: int) -> None:
-        """Note that the replay `request` has ended: what it should have contained, it missed."""
-        for entry in self._entries.values():
+    def testify(self, request: int, *, ends_at: int | None = None) -> None:
+        """Note that the replay `request` has ended: what it should have contained, it missed.
+
+        `ends_at` is the seq that it ended with, if it brought nothing new.
+        """
+        for seq, entry in self._entries.items():
             if not entry.confirmed and entry.asked < request:
                 entry.missed += 1
+                entry.denied |= ends_at is not None and ends_at < seq
 
     def is_refuted(self, seq: int) -> bool:
         """Return whether enough replays ended without the held batch of `seq`."""
         entry = self.get(seq)
         return entry is not None and entry.missed >= self._refuted_by
 
+    def is_any_denied(self) -> bool:
+        """Return whether a refuted batch was denied: the replay may not be its publisher's."""
+        entries = self._entries.values()
+        return any(entry.missed >= self._refuted_by and entry.denied for entry in entries)
+
     def discard_refuted(self) -> int:
         """Remove the batches that enough replays ended without; return how many."""
         return self.discard(lambda entry: entry.missed >= self._refuted_by)
+
+    def equals(self, batch: Batch) -> bool:
+        """Return whether `batch` is held, and came live."""
+        entry = self.get(batch.seq)
+        return (
+            entry is not None
+            and not entry.confirmed
+            and entry.batch.fingerprint == batch.fingerprint
+        )
+
+    def precedes(self, seq: int, request: int) -> bool:
+        """Return whether the batch of `seq` was held before the replay `request` was asked for."""
+        entry = self.get(seq)
+        return entry is not None and entry.asked < request
 
     def contradicts(self, batch: Batch) -> bool:
         """Return whether another batch of the same seq is held, and a newer one."""

@@ -1,4 +1,4 @@
-"""What is decided about batches that come live."""
+"""Decides what each live batch means for the stream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class LiveBatches:
         if applied.seq is not None and batch.seq <= applied.seq:
             self._take_fallen_back(batch)
         elif applied.next_seq is not None and batch.seq < applied.next_seq:
-            self._counters["delayed"] += 1
+            if self._replay.foreign and batch.ts >= applied.oldest_ts:
+                self._machine.restart("seq_fell_back", batch)
+            else:
+                self._counters["delayed"] += 1
         elif batch.ts < applied.oldest_ts:
             self._refuse(batch, "old_epoch")
         elif self._machine.state is State.CONNECTING:
@@ -52,8 +55,8 @@ class LiveBatches:
         applied = self._applied
         if applied.unproven or self._machine.awaits_replay:
             return False
-        if applied.next_seq is None and self._machine.state is State.LIVE:
-            applied.start(batch.seq)
+        if applied.next_seq is None:
+            return self._machine.state is State.LIVE
         return batch.seq == applied.next_seq
 
     def _take_fallen_back(self, batch: Batch) -> None:
@@ -61,6 +64,8 @@ class LiveBatches:
         recognised = self._applied.recognise(batch)
         if recognised:
             self._counters["duplicates"] += 1
+            if batch.seq <= self._applied.replayed_to:
+                self._replay.agreed()
         elif batch.ts > self._applied.ts:
             self._machine.restart("seq_fell_back", batch)
         elif recognised is None and self._replay.exists:

@@ -1,11 +1,11 @@
 """The states of a stream, and the steps that lead from one to another.
 
-What `live_batches` and `replies` decide is done here: every item is made here, and only here does
-the cursor move.
+What `live_batches` and `replies` decide is done here: every item and every request is made here.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from random import Random
 
@@ -15,6 +15,7 @@ from kvindex.sequencer.config import SequencerConfig
 from kvindex.sequencer.held import Held, HeldBatch
 from kvindex.sequencer.repair import Purpose, Repair, Replay
 from kvindex.sequencer.values import (
+    MAX_COUNT,
     Action,
     AskReplay,
     Batch,
@@ -26,9 +27,6 @@ from kvindex.sequencer.values import (
 )
 
 __all__ = ["Machine"]
-
-_MAX_COUNT = 2**63 - 1
-"""No counter passes this: a publisher chooses its numbers, and 64 bits must hold their sum."""
 
 
 class Machine:
@@ -45,6 +43,7 @@ class Machine:
         counters: what happened how often, by name.
         out: what the sequencer's owner is to do next.
         refused: batches refused in a row for their age.
+        disconnected_at: when the connection broke last.
 
     Owner: one sequencer.
     """
@@ -65,6 +64,7 @@ class Machine:
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         self.refused = 0
+        self.disconnected_at = -math.inf
         self._policy = config.replay_policy
         self._reset = config.on_loss == "reset"
         self._random = random
@@ -72,7 +72,9 @@ class Machine:
     def disconnect(self) -> None:
         """Be CONNECTING again, in doubt who will be met next."""
         self.counters["disconnects"] += 1
+        self.disconnected_at = self.now
         self.abandon_repair()
+        self.replay.forget_pair()
         if not self.replay.usable:
             # What was missing was on its way over the broken connection: nothing can fill the gap.
             self.lose_all_gaps("gap_without_replay")
@@ -114,10 +116,28 @@ class Machine:
         self.held.forget_losses()
         self.applied.restart(trigger)
         self.refused = 0
-        self.replay.wanted = False
+        self.replay.wanted = self.replay.paired = False
         if self.replay.keeps is False:
             self.replay.keeps = None
         self.out.append(RankRestarted(self.rank, self.applied.epoch, reason))
+
+    def disown_replay(self) -> None:
+        """Go on without a replay that is another publisher's, with what came live alone."""
+        self.counters["foreign_replay"] += 1
+        self.abandon_repair()
+        self.replay.disown(foreign=True)
+        self.held.discard(lambda entry: entry.confirmed)
+        # Only a replay could prove that what came over an earlier connection is of the same life.
+        broke_at = self.disconnected_at
+        self.counters["held_dropped"] += self.held.discard(lambda e: e.arrived_at <= broke_at)
+        first = self.held.first
+        entry = None if first is None else self.held.get(first)
+        applied = self.applied
+        if entry is None and applied.seq is not None and applied.seq > applied.replayed_to:
+            first = applied.seq + 1
+        self._begin_epoch("foreign_replay", None if entry is None else entry.batch)
+        self.lose_join("foreign_replay", first)
+        self.go_live()
 
     def begin(self, purpose: Purpose) -> None:
         """Begin a repair."""
@@ -136,6 +156,8 @@ class Machine:
             if self.state is not State.REPAIRING and self.held:
                 self.counters["gaps"] += 1
                 self.state = State.REPAIRING
+                if self.replay.foreign:
+                    self.abandon_repair()  # a probe, which must not delay the end of the gap
         elif self.repair is None:
             self.counters["gaps"] += 1
             self.begin(Purpose.GAP)
@@ -201,12 +223,16 @@ class Machine:
     # Delivering -------------------------------------------------------------------------------
 
     def deliver(self, batch: Batch, *, replayed: bool) -> None:
-        """Deliver the next batch."""
+        """Deliver the next batch; where the epoch may start anywhere, start it there."""
         applied = self.applied
         starts_epoch = applied.seq is None
+        if applied.next_seq is None:
+            applied.start(batch.seq)
         self.held.pop(batch.seq)
         applied.apply(batch)
-        self.counters["replayed"] += replayed
+        if replayed:
+            applied.replayed_to = batch.seq
+            self.counters["replayed"] += 1
         self.note_delivered(1)
         self.out.append(RankBatch(self.rank, applied.epoch, batch.seq, batch.content, replayed))
         if starts_epoch and self.replay.exists:
@@ -216,7 +242,7 @@ class Machine:
         """Count batches delivered."""
         self.counters["delivered"] += count
         self.refused = 0
-        if self.replay.keeps is not False:
+        if self.replay.usable and self.replay.paired:  # else see soon whose replay it is
             self.replay.quiet_since = self.now
 
     def _is_straggler(self, entry: HeldBatch) -> bool:
@@ -298,6 +324,14 @@ class Machine:
         self.applied.skip_to(last + 1)
         self.declare_lost(reason, first, last)
 
+    def lose_join(self, reason: str, first: int | None) -> None:
+        """Start at `first`, behind what replay did not bring; anywhere if that is None."""
+        if first is None:
+            return
+        self.applied.start(first)
+        if first > 0:
+            self.declare_lost(reason, 0, first - 1)
+
     def lose_all_gaps(self, reason: str) -> None:
         """Deliver everything held, with a loss at each hole."""
         if self.applied.unproven:
@@ -332,7 +366,7 @@ class Machine:
         """Say that these batches will never come."""
         self.counters["losses"] += 1
         lost = self.counters["lost_batches"] + last - first + 1
-        self.counters["lost_batches"] = min(lost, _MAX_COUNT)
+        self.counters["lost_batches"] = min(lost, MAX_COUNT)
         self.held.forget_damaged(last)
         self.out.append(RankLost(self.rank, self.applied.epoch, reason, first, last, self._reset))
 

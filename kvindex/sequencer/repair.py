@@ -22,12 +22,18 @@ MAX_IDLE_TIMEOUTS = 10
 MAX_PROBE_FACTOR = 8
 """A replay endpoint that does not answer probes is probed this much more rarely."""
 
+MAX_DISPUTES = 3
+"""How often in a row replay may deny what came live until it counts as another publisher's."""
+
 
 class Replay:
     """What is known of a publisher's replay endpoint, over all repairs. Owner: one sequencer.
 
     Attributes:
-        exists: whether there is an endpoint.
+        exists: whether this publisher has an endpoint.
+        foreign: whether the one that was given is another publisher's, by all that it sent. It is
+            asked now and then, and what it sends is compared and not applied.
+        paired: whether it sent what had come live, too, in this epoch and connection.
         keeps: whether the publisher keeps batches for replay; None until that has shown.
         wanted: whether a replay must be asked after the current one, which began too early to show
             what is missing.
@@ -38,6 +44,8 @@ class Replay:
 
     def __init__(self, config: SequencerConfig, now: float) -> None:
         self.exists = config.has_replay
+        self.foreign = False
+        self.paired = False
         self.keeps: bool | None = None
         self.wanted = False
         self.requests = 0
@@ -46,6 +54,7 @@ class Replay:
         self._attempts = config.replay_policy.attempts
         self._probe_interval = config.probe_interval
         self._probe_factor = 1
+        self._disputes = 0
 
     @property
     def usable(self) -> bool:
@@ -53,13 +62,17 @@ class Replay:
         return self.exists and self.keeps is not False
 
     @property
-    def probe_due(self) -> float:
-        """When a stream that misses nothing is to be checked for a lost tail."""
+    def probe_due(self) -> float | None:
+        """When a stream that misses nothing is to be checked for a lost tail; None if never."""
+        if not (self.exists or self.foreign):
+            return None
         return self.quiet_since + self._probe_interval * self._probe_factor
 
     @property
     def trouble(self) -> str:
         """Why replay cannot help at present, for people; empty while it may."""
+        if self.foreign:
+            return "the replay endpoint is another publisher's, check replay="
         if not self.exists:
             return "no replay endpoint"
         if self.unanswered >= self._attempts:
@@ -71,6 +84,27 @@ class Replay:
         self.unanswered = 0
         self.quiet_since = now
         self._probe_factor = 1
+
+    def agreed(self) -> None:
+        """Take note that it sent what had come live."""
+        self.paired = True
+        self._disputes = 0
+
+    def forget_pair(self) -> None:
+        """Take note of another connection: nothing is known of who answers to it."""
+        self.paired = False
+        self._disputes = 0
+
+    def dispute(self) -> bool:
+        """Take note that it denied what came live; return whether that was once too often."""
+        self._disputes += 1
+        return self._disputes >= MAX_DISPUTES
+
+    def disown(self, foreign: bool) -> None:
+        """Take it for another publisher's from now on, or for this one's again."""
+        self.foreign = foreign
+        self.exists = not foreign
+        self.forget_pair()
 
     def probe_rarely(self) -> None:
         """Take note that it did not help: double the time between probes, up to a bound."""

@@ -1,4 +1,4 @@
-"""What is decided about the replies, ends and failures of replay requests."""
+"""Decides what each reply, end and failure of a replay request means for the stream."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ class Replies:
         """Take a reply to the open request."""
         self._replay.unanswered = 0
         repair.saw(batch.seq, self._machine.now)
+        if self._replay.foreign:
+            self._compare(batch)
+            return
         self._stop_flood(repair, advanced=self._take(repair, batch))
 
     def take_damaged(self, repair: Repair, seq: int | None) -> None:
         """Take note of a reply that cannot be read; its seq, where that was legible."""
         self._counters["damaged"] += 1
+        if self._replay.foreign:
+            self._stay_without()
+            return
         if seq is not None:
             repair.saw(seq, self._machine.now)
             self._machine.note_damaged(seq)
@@ -38,13 +44,17 @@ class Replies:
         self._counters["replays_ended"] += 1
         self._replay.ended(self._machine.now)
         self._machine.close_request(repair)
-        self._held.testify(request)
+        if self._replay.foreign:
+            self._stay_without()
+            return
+        overlaps = repair.highest_seq == repair.start_seq and not repair.progress
+        self._held.testify(request, ends_at=repair.start_seq if overlaps else None)
         self._take_end(repair)
 
     def fail(self, repair: Repair) -> None:
         """Take note that the socket of the open request failed."""
         self._counters["replays_failed"] += 1
-        self._replay.unanswered += 1
+        self._replay.unanswered += not repair.replies
         self._machine.close_request(repair)
         self._retry_or_give_up(repair, "replay_failed")
 
@@ -57,6 +67,22 @@ class Replies:
         self._replay.unanswered += not repair.replies
         self._machine.close_request(repair)
         self._retry_or_give_up(repair, "replay_timeout")
+
+    # A replay that is another publisher's -------------------------------------------------------
+
+    def _compare(self, batch: Batch) -> None:
+        """Use replay again if it sends what came live under this number."""
+        if self._applied.recognise(batch):
+            self._replay.disown(foreign=False)
+            self._machine.restart("replay_agrees")
+        else:
+            self._stay_without()
+
+    def _stay_without(self) -> None:
+        """Ask again later, and later each time."""
+        self._replay.probe_rarely()
+        self._replay.quiet_since = self._machine.now
+        self._machine.abandon_repair()
 
     # What a reply shows -----------------------------------------------------------------------
 
@@ -79,9 +105,12 @@ class Replies:
         if applied.unproven:
             self._take_reply_without_overlap(repair)
             return True
-        if self._held.contradicts(batch):  # the replay is a dead publisher's
+        if self._held.contradicts(batch):  # the replay is a dead publisher's, or another's
             self._counters["conflicting"] += 1
             self._counters["replays_failed"] += 1
+            if self._held.precedes(batch.seq, self._replay.requests) and self._replay.dispute():
+                self._machine.disown_replay()
+                return True
             self._machine.close_request(repair)
             self._retry_or_give_up(repair, "replay_failed")
             return True
@@ -103,13 +132,24 @@ class Replies:
         """Compare a reply with what was applied under its seq: the proof of identity."""
         recognised = self._applied.recognise(batch)
         if recognised is False:
-            self._machine.restart("overlap_differs")
+            self._restart("overlap_differs")
             return True
+        if recognised and batch.seq > self._applied.replayed_to:
+            self._replay.agreed()
         if recognised and self._applied.unproven:
             self._applied.unproven = False
             self._machine.drain()
             return True
         return False
+
+    def _restart(self, reason: str) -> None:
+        """Begin a new epoch, unless replay has denied what came live once too often."""
+        applied = self._applied
+        came_live = applied.seq is not None and applied.seq > applied.replayed_to
+        if came_live and not applied.unproven and self._replay.dispute():
+            self._machine.disown_replay()
+        else:
+            self._machine.restart(reason)
 
     def _take_reply_without_overlap(self, repair: Repair) -> None:
         """Judge a proof that begins too late: its overlap was lost, or has left the buffer."""
@@ -122,6 +162,8 @@ class Replies:
             self._machine.ask_later(repair)
 
     def _take_following_reply(self, repair: Repair, batch: Batch) -> bool:
+        if self._held.equals(batch):
+            self._replay.agreed()
         if batch.seq != self._applied.next_seq:
             advanced = self._machine.hold(batch, confirmed=True)
             self._machine.notice_gap()
@@ -150,6 +192,9 @@ class Replies:
         elif repair.highest_seq is None or repair.highest_seq < repair.start_seq:
             self._take_end_below(repair)
         else:
+            if self._held.is_any_denied() and self._replay.dispute():
+                self._machine.disown_replay()
+                return
             self._counters["unconfirmed"] += self._held.discard_refuted()
             self._machine.drain()
             self._finish_or_retry(repair)
@@ -179,7 +224,7 @@ class Replies:
     def _take_end_below(self, repair: Repair) -> None:
         """Judge a replay that ended below what was applied: a restart, or nothing is kept."""
         if self._replay.keeps or self._applied.unproven:
-            self._machine.restart("replay_ends_below")
+            self._restart("replay_ends_below")
         elif self._replay.keeps is None:
             # Nothing was ever seen from its buffer: ask from 0 whether there is one at all.
             self._replay.keeps = False
@@ -211,9 +256,7 @@ class Replies:
         """Go on after a request that failed."""
         if repair.purpose is Purpose.PROBE and not self._machine.missing:
             self._counters["probes_failed"] += 1
-            self._replay.probe_rarely()
-            self._replay.quiet_since = self._machine.now
-            self._machine.repair = None
+            self._stay_without()
         elif not repair.exhausted:
             self._machine.ask_later(repair)
         else:
@@ -229,7 +272,7 @@ class Replies:
         self._applied.start_in_doubt = False
         self._machine.drain()
         if self._applied.next_seq is None:
-            self._lose_join(f"join_{reason}")
+            self._machine.lose_join(f"join_{reason}", self._held.first)
             self._machine.drain()
         if reason in ("replay_timeout", "replay_failed"):
             # Nobody answers: each further hole would cost as much time for nothing.
@@ -255,15 +298,6 @@ class Replies:
         while self._held.is_hole_older_than(first_try):
             self._machine.lose(self._name_hole(repair))
             self._machine.drain()
-
-    def _lose_join(self, reason: str) -> None:
-        """Start behind what a dead replay endpoint did not bring; with nothing held, anywhere."""
-        first = self._held.first
-        if first is None:
-            return
-        self._applied.start(first)
-        if first > 0:
-            self._machine.declare_lost(reason, 0, first - 1)
 
     def _name_hole(self, repair: Repair) -> str:
         """Return why replay could not fill the hole at the next expected seq."""

@@ -62,6 +62,16 @@ If several replays that were asked for after it came end without it, it is disca
 open a hole that nobody can fill. A straggler older than the epoch's first batch is refused by its
 ts. If a replay contains it nevertheless, the replay is believed.
 
+**Another publisher's replay.** Whoever configures a rank may name the replay endpoint of another
+engine. Then replay denies what comes live: replays end below a live batch with nothing new, or have
+something older under its number, or under that of the last applied batch. Each such time is a
+dispute. A replay that contains a batch that had come live, too, ends the row of disputes; so that
+this shows early, a stream is probed until it has happened once in its epoch. After three disputes
+in a row (`MAX_DISPUTES`) the replay is *foreign*: what the rank held is dropped, by
+`RankRestarted`, and the stream goes on with its live batches alone, behind a loss, as if there were
+no replay. Probes go on, more and more rarely. What they bring is only compared: if it is the last
+applied batch, replay is used again, after a restart and a join.
+
 **Without replay** (there is no endpoint, or its buffer proved to be empty) a gap waits for
 reordered batches until something behind it has waited for one time-out. Then it is lost, so
 several gaps wait at the same time, and not one after the other. A reconnect is a restart at the
@@ -185,8 +195,8 @@ class Sequencer:
         elif (gap_due := self._machine.gap_due) is not None:
             waits.append(gap_due)
         if state is State.LIVE:
-            if repair is None and self._replay.exists:
-                waits.append(self._replay.probe_due)
+            if repair is None and (probe_due := self._replay.probe_due) is not None:
+                waits.append(probe_due)
             if not self._stale:
                 waits.append(self._alive_at + self._config.stale_after)
         return min(waits, default=None)
@@ -325,8 +335,8 @@ class Sequencer:
                 machine.lose_overdue()
             elif (
                 machine.state is State.LIVE
-                and self._replay.exists
-                and now >= self._replay.probe_due
+                and (probe_due := self._replay.probe_due) is not None
+                and now >= probe_due
             ):
                 self.counters["probes"] += 1
                 machine.begin(Purpose.PROBE)

@@ -9,6 +9,7 @@ import msgspec
 from kvindex.rank import Rank, State
 
 __all__ = [
+    "MAX_COUNT",
     "MAX_SEQ",
     "Action",
     "AskReplay",
@@ -22,6 +23,9 @@ __all__ = [
 
 MAX_SEQ = 2**64 - 2
 """Largest number of a batch: 2**64 - 1 marks the end of a replay."""
+
+MAX_COUNT = 2**63 - 1
+"""No count passes this: a publisher chooses its numbers, and 64 bits must hold their sum."""
 
 _Content = TypeVar("_Content")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,12 +22,17 @@ from kvindex.server.openapi import description
 from kvindex.server.outcomes import take_outcome
 from kvindex.server.peers import peer_routes
 from kvindex.server.registering import register, unregister
-from kvindex.server.replies import Reply, json_reply, text_reply
+from kvindex.server.replies import Reply, json_reply, refused, text_reply
 from kvindex.server.service import Service
 
-__all__ = ["build_app"]
+__all__ = ["MOST_CHANGES", "build_app"]
 
 logger = logging.getLogger(__name__)
+
+MOST_CHANGES: Final = 256
+"""Registrations that may be carried out, or wait for that, at once."""
+
+_CHANGERS: Final = 8  # threads that carry them out
 
 
 class Metrics(Protocol):
@@ -92,6 +98,9 @@ class Endpoints:
         self._service = service
         self._metrics = metrics
         self._by_hash = by_hash
+        # Of their own: they wait for the subscriber and for names, and nobody else is to.
+        self._changers = ThreadPoolExecutor(_CHANGERS, "kvindex-registering")
+        self._changing = 0
 
     async def query(self, request: Request) -> Response:
         """Answer POST /query."""
@@ -120,7 +129,17 @@ class Endpoints:
     ) -> Response:
         """Carry a change out in a thread, since it waits for the subscriber's."""
         body = await request.body()
-        reply = await asyncio.to_thread(change, self._service, body, _content_type(request))
+        if self._changing >= MOST_CHANGES:
+            return refused(
+                503, f"{self._changing} registrations are waiting: send it again", "busy"
+            ).response()
+        self._changing += 1
+        try:
+            loop = asyncio.get_running_loop()
+            kind = _content_type(request)
+            reply = await loop.run_in_executor(self._changers, change, self._service, body, kind)
+        finally:
+            self._changing -= 1
         return reply.response()
 
     async def services(self, request: Request) -> Response:

@@ -214,4 +214,5 @@ def _kind(service: Service, ranks: Ranks, fields: _Fields) -> str:
 def _too_many(service: Service, tokens: int) -> Reply | None:
     if tokens <= service.max_tokens:
         return None
-    return text_reply(413, f"the query has {tokens} tokens, more than {service.max_tokens}")
+    said = f"the query has {tokens} tokens, more than {service.max_tokens}: see --max-tokens"
+    return refused(413, said, "tokens")

@@ -198,8 +198,7 @@ def _serve(start: Start, orders: Orders, service: Service, counters: Counters) -
         guard,
         base=query_protocol(app.query, service.traffic),
         shutdown_within=start.shutdown_within,
-        ssl_certfile=start.tls_cert,
-        ssl_keyfile=start.tls_key,
+        tls=None if start.tls_cert is None else (start.tls_cert, start.tls_key),
     )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     orders.begin(service, server)

@@ -1,12 +1,22 @@
-"""Connections that are bounded: in number, in the size of a head, and in time.
+"""Connections that are bounded: in number, in requests that wait, in the size of a head, in time.
 
-uvicorn itself waits for ever for the rest of a request, and for readers. Here one sweep each second
-closes what took too long, so an ordinary request costs two assignments and no timer.
+uvicorn itself waits for ever for the rest of a request, and for readers, and queues as many
+requests as one connection sends. Here one sweep each second closes what took too long, so an
+ordinary request costs a few assignments and no timer.
+
+This overrides and reads what uvicorn does not document (`pipeline`, `flow`, `cycle`,
+`_start_asgi_task`, `_unset_keepalive_if_required`): pyproject.toml bounds its version.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import socket
+import struct
+import sys
+import termios
+from contextlib import suppress
 from typing import Any, Final
 
 import httptools
@@ -22,6 +32,9 @@ ABORT: Final = "kvindex.abort"
 """What a request's scope has under this name ends its connection, what is not sent yet included."""
 
 _SWEEP: Final = 1.0  # seconds between looks at what takes too long
+_MOST_WAITING: Final = 16  # requests of one connection that wait for the one that is answered
+_LONG: Final = 64 << 10  # bytes that wait for a client: more are a long answer
+_LEAST_RATE: Final = 4096  # bytes a second that a client reads of a long answer
 _REASONS: Final = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -53,8 +66,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._body_since: float | None = None
         self._unused = 0  # bytes that came and were no body
         self._running: RequestResponseCycle | None = None  # the request that the app answers
-        self._unread = 0  # bytes that wait for the client to read,
-        self._unread_since = 0.0  # and since when none of them was read
+        self._unread = 0  # bytes that waited for the client to read when this was last noted,
+        self._unread_since = 0.0  # and when that was
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or refuse it if there are too many."""
@@ -120,6 +133,11 @@ class GuardedProtocol(HttpToolsProtocol):
         """Measure its body from now on."""
         if self.parser.should_upgrade():
             return  # the head comes once more
+        if len(self.pipeline) >= _MOST_WAITING:
+            self.refuse(
+                Refusal(503, "pipelined", f"{_MOST_WAITING} requests wait on this connection")
+            )
+            raise httptools.HttpParserError("too many requests at once")
         super().on_headers_complete()
         self.begin_body()
 
@@ -148,8 +166,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def check_time(self, now: float) -> None:
         """Close the connection if the rest of a request is overdue."""
         limits = self.guard.limits
-        if self._reads_nothing(now):
+        if self._reads_too_slowly(now):
             self.guard.counters.add("slow_reader")
+            self._forget_unsent()
             self.transport.abort()
         if self.transport.is_closing():
             return
@@ -166,13 +185,40 @@ class GuardedProtocol(HttpToolsProtocol):
                 Refusal(408, "slow_body", f"no whole body within {limits.body_seconds:g} s")
             )
 
-    def _reads_nothing(self, now: float) -> bool:
-        """Return whether the client has not read any of a response for too long."""
-        unread = self.transport.get_write_buffer_size()
-        if not unread or unread != self._unread:
+    def _reads_too_slowly(self, now: float) -> bool:
+        """Return whether the client has read nothing, or too little of a long answer, for long.
+
+        What is left of a long answer shows how much was read, since no more is written before
+        `resume_writing`; of a short one only whether anything was.
+        """
+        unread = self._unsent()
+        if unread > self._unread or (unread != self._unread and unread < _LONG):
             self._unread, self._unread_since = unread, now
-            return False
-        return now - self._unread_since > self.guard.limits.body_seconds
+        seconds = now - self._unread_since
+        is_slow = self._unread - unread < _LEAST_RATE * seconds
+        return unread > 0 and is_slow and seconds > self.guard.limits.body_seconds
+
+    def _unsent(self) -> int:
+        """Return how many bytes wait for the client, in the system's buffer as well."""
+        waiting: int = self.transport.get_write_buffer_size()
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sys.platform == "linux":
+            with suppress(OSError):
+                queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+                waiting += int.from_bytes(queued, sys.byteorder)
+        return waiting
+
+    def _forget_unsent(self) -> None:
+        """Have the system send nothing more of its buffer, either."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None:
+            with suppress(OSError), socket.fromfd(sock.fileno(), sock.family, sock.type) as same:
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def resume_writing(self) -> None:
+        """Note that the client has read enough for more to be written."""
+        self._unread = 0
+        super().resume_writing()
 
     def refuse(self, refusal: Refusal) -> None:
         """Answer, unless other answers are on their way, and close."""

@@ -100,7 +100,8 @@ class EventStreamResponse:
         self._counters.open_now += 1
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            piece: bytes | None = self._first()
+            present = await asyncio.to_thread(self._present)  # of many ranks it takes long
+            piece: bytes | None = self._first(present)
             while piece is not None and not gone.done():
                 message = {"type": "http.response.body", "body": piece, "more_body": True}
                 await asyncio.wait_for(send(message), SEND_WITHIN)
@@ -116,7 +117,7 @@ class EventStreamResponse:
             stop()
             gone.cancel()
 
-    def _first(self) -> bytes:
+    def _first(self, present: dict[str, Any]) -> bytes:
         """Return the event "fleet", and what the reader has missed since it was here."""
         asked = parse_id(self._asked)
         missed: int | None = 0
@@ -126,8 +127,7 @@ class EventStreamResponse:
             happenings, missed, self._place = self._timeline.since(number, life)
             self._counters.resumed += missed is not None
         start = self._place - len(happenings)
-        present = {**self._present(), "missed": missed}
-        first = sse("fleet", present, f"{self._timeline.life}-{start}")
+        first = sse("fleet", {**present, "missed": missed}, f"{self._timeline.life}-{start}")
         return first + b"".join(map(_event, happenings))
 
     async def _next(self, news: asyncio.Event, gone: asyncio.Future[None]) -> bytes | None:

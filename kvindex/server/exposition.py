@@ -115,9 +115,7 @@ class _ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         statistics = self._statistics()
-        refused = CounterMetricFamily(
-            "kvindex_http_refused", "Requests that were not let in", labels=["reason"]
-        )
+        refused = CounterMetricFamily("kvindex_http_refused", "Refused requests", labels=["reason"])
         for reason, count in statistics["refused"].items():
             refused.add_metric([reason], count)
         yield refused
@@ -127,13 +125,13 @@ class _ServerCollector(Collector):
         )
         yield CounterMetricFamily(
             "kvindex_http_streams_cut_off",
-            "Event streams whose reader did not take what was sent",
+            "Event streams closed because their reader was too slow",
             streams["cut_off"],
         )
         yield from _state(statistics["state"])
         failures = CounterMetricFamily(
             "kvindex_discovery_failures",
-            "Times that a source of workers could not be read or asked",
+            "Failed attempts to read or ask a source of workers",
             labels=["source"],
         )
         for source, told in statistics["discovery"]["sources"].items():
@@ -146,7 +144,7 @@ class _ServerCollector(Collector):
             )
             exits = CounterMetricFamily(
                 "kvindex_http_process_exits",
-                "Processes that ended although nobody told them to",
+                "Processes that ended unexpectedly",
                 labels=["cause"],
             )
             for cause, count in processes["exits"].items():
@@ -159,7 +157,7 @@ def _state(state: Mapping[str, Any] | None) -> Iterator[Metric]:
     if state is None:
         return
     saves = CounterMetricFamily(
-        "kvindex_state_saves", "Times that the state was to be saved", labels=["outcome"]
+        "kvindex_state_saves", "Attempts to save the state file", labels=["outcome"]
     )
     for outcome in ("saved", "failed"):
         saves.add_metric([outcome], state[outcome])

@@ -27,14 +27,16 @@ Headers = Iterable[tuple[bytes, bytes]]
 REASONS: Final = (
     "body",  # 413: longer than Limits.body_bytes
     "connections",  # 503: more than Limits.connections
+    "handshake",  # TLS failed, or took longer than Limits.head_seconds
     "head",  # 431: longer than Limits.head_bytes
     "host",  # 421: a Host header that names another host: DNS rebinding
     "host_form",  # 400: none, several, or no host name
     "malformed",  # 400: no HTTP/1.1
     "origin",  # 403: a page of another origin asks
+    "pipelined",  # 503: one connection asks on and on before it is answered
     "slow_body",  # 408: not all there within Limits.body_seconds
     "slow_head",  # 408: not all there within Limits.head_seconds
-    "slow_reader",  # nothing of a response was read for Limits.body_seconds
+    "slow_reader",  # for Limits.body_seconds nothing of a response was read, or too little
     "streams",  # 503: more than Limits.streams event streams
     "token",  # 401: another token
     "token_missing",  # 401: none
@@ -206,7 +208,7 @@ class Guard:
                 host = value
                 hosts += 1
             elif name == b"authorization":
-                authorization = value
+                authorization = value if authorization is None else b""  # one of two is nobody's
             elif name == b"origin":
                 origin = value
         refusal = self._judge(host if hosts == 1 else None, authorization, origin)
@@ -227,7 +229,7 @@ class Guard:
             refusal = self._judge_host(host)
         if refusal is not None:
             return refusal
-        if origin is not None and origin.rpartition(b"//")[2].lower() != host.lower():
+        if origin is not None and origin.lower() not in _origins(host.lower()):
             return _OTHER_ORIGIN
         if self._digests:
             return self._judge_token(authorization)
@@ -261,6 +263,11 @@ class Guard:
         given = hashlib.sha256(_token(authorization)).digest()
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return None if any(matches) else _WRONG_TOKEN
+
+
+def _origins(host: bytes) -> tuple[bytes, bytes]:
+    """Return the origins of this server's pages: a proxy in front may speak TLS for it."""
+    return b"http://" + host, b"https://" + host
 
 
 def _token(authorization: bytes) -> bytes:

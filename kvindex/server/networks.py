@@ -10,8 +10,10 @@ Workers from flags, files and discovery are the operator's own words; they are n
 
 from __future__ import annotations
 
+import concurrent.futures
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from ipaddress import (
     IPv4Address,
@@ -39,6 +41,19 @@ _ENDPOINT = re.compile(
     r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_][A-Za-z0-9_.-]{0,252})):([0-9]{1,5})"
 )
 _NAT64 = ip_network("64:ff9b::/96")
+_COMPATIBLE = ip_network("::/96")  # an IPv4 address behind zeros: RFC 4291, 2.5.5.1
+_GUARDED: Final = tuple(
+    ip_network(text)
+    for text in (
+        *("169.254.0.0/16", "fe80::/10", "fec0::/10"),  # link-local: most clouds' metadata
+        *("fd00:ec2::/32", "fd20:ce::254"),  # AWS, Google
+        *("100.100.100.200", "168.63.129.16", "192.0.0.0/24"),  # Alibaba, Azure, Oracle
+        *("64:ff9b:1::/48", "0.0.0.0/8", "240.0.0.0/4"),  # a NAT64 of one's own; no hosts
+    )
+)
+_NAME_SECONDS: Final = 5.0  # for a name to be resolved in
+_MOST_NAMES: Final = 16  # that are being resolved at once
+_resolving = threading.BoundedSemaphore(_MOST_NAMES)
 
 
 def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
@@ -64,27 +79,49 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
     return tuple(found)
 
 
-def resolved(host: str) -> list[str]:
-    """Return the addresses of a host name, in the resolver's order; may block for seconds."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+def resolved(host: str, within: float = _NAME_SECONDS) -> list[str]:
+    """Return the addresses of a host name, in the resolver's order.
+
+    The system's resolver may wait for a silent name server for as long as it likes, so it does
+    that on a thread of its own.
+
+    Raises:
+        EndpointRefusedError: it did not answer within so many seconds.
+    """
+    answer: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
+
+    def resolve() -> None:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            answer.set_result(list(dict.fromkeys(str(address[0]) for *_, address in found)))
+        except (OSError, UnicodeError):
+            answer.set_result([])
+        finally:
+            _resolving.release()
+
+    if _resolving.acquire(timeout=within):
+        threading.Thread(target=resolve, name="kvindex-resolver", daemon=True).start()
+        concurrent.futures.wait([answer], within)
+    if not answer.done():
+        raise EndpointRefusedError(
+            f"the name {host!r} was not resolved within {within:g} s; register the address itself",
+            reason="name",
+        )
+    return answer.result()
 
 
 class Networks:
     """An allow-list of networks for endpoints that arrive over HTTP.
 
-    Link-local addresses (a cloud's metadata service among them) are allowed only by a network that
-    is itself link-local, and multicast and unspecified addresses never: no wide network lets them
-    in. An IPv4 address inside an IPv6 one is held to the same rules.
+    Link-local addresses and others where clouds have their metadata are allowed only by a network
+    that lies within that special one, and multicast and unspecified addresses never: no wide
+    network lets them in. An IPv4 address inside an IPv6 one is held to the same rules.
 
     Args:
         allowed: what `parse_networks` returns.
         resolve: a host name's addresses.
 
-    Thread safety: immutable; `check` may block while a name is resolved.
+    Thread safety: immutable; `check` waits while a name is resolved.
 
     Examples:
         >>> networks = Networks(parse_networks(["loopback"]))
@@ -131,18 +168,18 @@ class Networks:
         if address.is_multicast or address.is_unspecified:
             return False
         return any(
-            network.version == address.version
-            and address in network
-            and (network.is_link_local or not address.is_link_local)
+            address in network
+            and all(_within(network, guarded) for guarded in _GUARDED if address in guarded)
             for network in self.allowed
         ) or bool(_mapped(address))  # what is inside decides
 
     def _why_not(self, endpoint: str, address: Address) -> str:
         listed = ", ".join(map(str, self.allowed)) or "no network is allowed"
-        if any(one.is_link_local or one.is_multicast for one in (address, *_inside(address))):
+        addresses = (address, *_inside(address))
+        if any(one.is_multicast or any(one in net for net in _GUARDED) for one in addresses):
             return (
-                f"{endpoint!r}: {address} is a link-local or multicast address: registrations "
-                "may not name it"
+                f"{endpoint!r}: {address} is a link-local, multicast or metadata address, or none "
+                "of a host: registrations may not name it"
             )
         return (
             f"{endpoint!r}: {address} is in none of the allowed networks ({listed}); allow its "
@@ -177,6 +214,10 @@ def _address(text: str) -> Address | None:
         return None
 
 
+def _within(network: Network, other: Network) -> bool:
+    return network.network_address in other and network.prefixlen >= other.prefixlen
+
+
 def _mapped(address: Address) -> IPv4Address | None:
     return address.ipv4_mapped if isinstance(address, IPv6Address) else None
 
@@ -186,6 +227,6 @@ def _inside(address: Address) -> list[IPv4Address]:
     if not isinstance(address, IPv6Address):
         return []
     found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-    if address in _NAT64:
+    if address in _NAT64 or (address in _COMPATIBLE and int(address) > 1):
         found.append(IPv4Address(int(address) & 0xFFFFFFFF))
     return [one for one in found if one is not None]

@@ -21,6 +21,7 @@ from kvindex.server.openapi_operations import (
     schema,
 )
 from kvindex.server.openapi_schemas import schemas
+from kvindex.server.trends import WINDOWS
 
 __all__ = ["description"]
 
@@ -194,6 +195,16 @@ def _page() -> dict[str, Any]:
             "How every rank stands, and sums", json(schema("Fleet"), "At most 0.5 s old.")
         ),
         "/api/timeline": get("What has happened, oldest first", json(schema("Timeline"))),
+        "/api/traffic": get(
+            "What was asked over time, of all processes",
+            json(schema("Traffic")),
+            422,
+            parameters=[
+                parameter("model", "of which; all by default"),
+                *_GROUP,
+                parameter("seconds", "how far back, 900 by default", {"enum": list(WINDOWS)}),
+            ],
+        ),
         "/api/prefixes": get(
             "Which prefixes are held by whom, the most widely held first",
             json(schema("Prefixes")),

@@ -13,6 +13,7 @@ from kvindex.server.openapi_operations import COUNT, NAME, objects, schema
 from kvindex.server.outcomes import Outcome
 from kvindex.server.overview import Fleet
 from kvindex.server.timeline import Happening
+from kvindex.server.traffic import ASKED
 
 __all__ = ["schemas"]
 
@@ -20,6 +21,8 @@ _TOKENS: Final = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
 }
+_SECONDS: Final = {"type": "number"}
+_COLUMNS: Final = ("at", "seconds", "live", "ranks", *ASKED)
 _MAYBE: Final = {"type": ["string", "null"]}
 _TCP: Final = r"^tcp://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:([1-9][0-9]{0,3}|[1-5][0-9]{4})$"
 
@@ -56,6 +59,7 @@ def _narrow(found: dict[str, Any]) -> None:
         }
         found[name]["properties"]["block_size"]["minimum"] = 1
     found["RfcRegister"]["required"].append("endpoint")
+    found["Prefixes"]["properties"]["unique_blocks"] = {"type": ["integer", "null"]}
     found["Question"]["oneOf"] = [
         {"required": ["token_ids"], "properties": {"text": {"type": "null"}}},
         {"required": ["text"], "properties": {"token_ids": {"type": "null"}}},
@@ -114,12 +118,25 @@ def _of_answers() -> dict[str, Any]:
             listeners={"type": "object", "additionalProperties": {"type": "object"}},
         ),
         "Timeline": objects(
+            "since",
             "id",
             "dropped",
             "happenings",
+            since=_SECONDS,
             id=NAME,
             dropped=COUNT,
             happenings={"type": "array", "items": schema("Happening")},
+        ),
+        "Traffic": objects(
+            *("now", "since", "seconds", "step", "partitions", "points"),
+            now=_SECONDS,
+            since=_SECONDS,
+            seconds=COUNT,
+            step=COUNT,
+            partitions={"type": "array", "items": objects("model", "routing_group")},
+            points=objects(
+                *_COLUMNS, **{key: {"type": "array", "items": _SECONDS} for key in _COLUMNS}
+            ),
         ),
         "Explained": objects(
             "tokens",

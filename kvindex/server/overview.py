@@ -128,6 +128,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         now: when, in seconds since 1970.
         version: of kvindex.
+        missing: engines and sources that have not said where to subscribe, and why.
     """
 
     now: float
@@ -135,6 +136,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     partitions: list[PartitionView]
     ranks: list[RankView]
     totals: Totals
+    missing: dict[str, str]
 
 
 def overview(
@@ -142,6 +144,7 @@ def overview(
     partition_of: PartitionOf = lambda _: Partition(""),
     *,
     has_tokenizer: Callable[[Partition], bool] = lambda _: False,
+    missing: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Fleet:
     """Return how every rank stands, sorted by partition, worker and dp_rank.
@@ -150,6 +153,7 @@ def overview(
         source: a client or a replica.
         partition_of: what a worker belongs to.
         has_tokenizer: whether text can be turned into a partition's tokens.
+        missing: engines and sources that have not said where to subscribe, and why.
         clock: seconds since 1970.
 
     Thread safety: as `source`. Complexity: O(ranks), some 10 ms for 512.
@@ -163,6 +167,7 @@ def overview(
         partitions=_partitions(ranks, has_tokenizer),
         ranks=ranks,
         totals=_totals(ranks, statistics["index"]),
+        missing=dict(missing or {}),
     )
 
 

@@ -16,13 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from kvindex import ConfigurationError, Index, KVIndexError, Rank, RankStatus
+from kvindex import ConfigurationError, Index, KVIndexError, Rank, RankStatus, State
+from kvindex.metrics import SeriesLabels
 from kvindex.server.assets import asset_routes
 from kvindex.server.catalog import BY_CLIENTS, Catalog, Partition
 from kvindex.server.event_stream import EventStreamResponse, StreamCounters
 from kvindex.server.explaining import Explained, RefusedError, answer, read_question
 from kvindex.server.overview import Counted, overview
 from kvindex.server.timeline import Timeline, parse_id
+from kvindex.server.traffic import Totals, Traffic
+from kvindex.server.trends import WINDOWS, Trends
 
 __all__ = ["FLEET_FOR", "MOST_NODES", "SWEEP", "Page", "Shown", "Source"]
 
@@ -65,6 +68,14 @@ class Shown(Protocol):
     def catalog(self) -> Catalog:
         """What is registered now."""
 
+    @property
+    def traffic(self) -> Traffic:
+        """What this process was asked."""
+
+    @property
+    def missing(self) -> Callable[[], Mapping[str, str]]:
+        """Returns the engines and sources that have not said where to subscribe, and why."""
+
 
 class Page:
     """The routes of the page, and the timeline behind them.
@@ -74,22 +85,30 @@ class Page:
         tokenizer: URL of an engine whose `/tokenize` is asked for tokens of text where neither
             the operator nor a discovery named one of the partition.
         timeline: a new one by default.
+        traffic: of all processes that answer; of this one by default.
 
     Attributes:
         routes: for a Starlette app.
         timeline: what has happened since this was made.
+        trends: what was asked since then.
         streams: counters of `/events`.
 
     Owner: the server's event loop; `close` may be called from any thread.
     """
 
     def __init__(
-        self, service: Shown, *, tokenizer: str | None = None, timeline: Timeline | None = None
+        self,
+        service: Shown,
+        *,
+        tokenizer: str | None = None,
+        timeline: Timeline | None = None,
+        traffic: Totals | None = None,
     ) -> None:
         self._service = service
         self._source: Source = service.source
         self._configured = tokenizer
         self.timeline = timeline or Timeline(self._partition)
+        self.trends = Trends((traffic or Totals(lambda: [service.traffic])).asked)
         self.streams = StreamCounters()
         self._stop = self._source.on_change(self.timeline.observe)
         self.timeline.begin(self._source.statuses().values())
@@ -102,6 +121,7 @@ class Page:
             *asset_routes(),
             Route("/api/fleet", _told(self._get_fleet), methods=["GET"]),
             Route("/api/timeline", _told(self._get_timeline), methods=["GET"]),
+            Route("/api/traffic", _told(self._get_traffic), methods=["GET"]),
             Route("/api/prefixes", _told(self._get_prefixes), methods=["GET"]),
             Route("/api/explain", _told(self._explain), methods=["POST"]),
             Route("/events", self._events, methods=["GET"]),
@@ -114,7 +134,14 @@ class Page:
 
     def _sweep(self) -> None:
         while not self._closed.wait(SWEEP):
-            self.timeline.sweep(self._source.statuses().values())
+            self.look()
+
+    def look(self) -> None:
+        """Note what is counted now. Any thread."""
+        statuses = self._source.statuses().values()
+        self.timeline.sweep(statuses)
+        live = sum(status.state is State.LIVE for status in statuses)
+        self.trends.sample(live, len(statuses))
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -132,17 +159,31 @@ class Page:
             self._source,
             self._partition,
             has_tokenizer=lambda partition: self._tokenizer(partition) is not None,
+            missing=self._service.missing(),
         )
         return msgspec.json.encode(fleet)
 
     async def _get_timeline(self, _: Request) -> Response:
         since = self.timeline.since(0)
+        happenings = since.happenings
         said = {
+            "since": happenings[0].at if since.missed else self.timeline.began,
             "id": f"{self.timeline.life}-{since.position}",
             "dropped": since.missed,
-            "happenings": since.happenings,
+            "happenings": happenings,
         }
         return _json(msgspec.json.encode(said))
+
+    async def _get_traffic(self, request: Request) -> Response:
+        asked = request.query_params
+        seconds = asked.get("seconds", "900")
+        if seconds not in map(str, WINDOWS):
+            wanted = ", ".join(map(str, WINDOWS))
+            raise RefusedError(422, f"seconds must be one of {wanted}, not {seconds[:20]!r}")
+        partition = None
+        if "model" in asked or "routing_group" in asked:
+            partition = SeriesLabels(asked.get("model", ""), asked.get("routing_group", "default"))
+        return _json(msgspec.json.encode(self.trends.points(int(seconds), partition)))
 
     async def _get_prefixes(self, request: Request) -> Response:
         asked = request.query_params
@@ -154,8 +195,13 @@ class Page:
         return _json(await asyncio.to_thread(self._prefixes, max_nodes, min_blocks, ranks))
 
     def _prefixes(self, max_nodes: int, min_blocks: int, ranks: list[Rank] | None) -> bytes:
+        if ranks is not None and len(ranks) == len(self._source.ranks):
+            ranks = None  # of all: with the holes, and with the size of the tree
         found = self._source.index.prefixes(max_nodes, min_blocks=min_blocks, ranks=ranks)
-        return msgspec.json.encode(found)
+        told = msgspec.to_builtins(found)
+        if ranks is not None:
+            told["unique_blocks"] = None  # it is the whole tree's, with what others hold
+        return msgspec.json.encode(told)
 
     async def _explain(self, request: Request) -> Response:
         question = read_question(await request.body())

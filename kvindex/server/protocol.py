@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 Ask: TypeAlias = Callable[["bytes", "bytes | None", "bytes"], "Reply | None"]
 """Returns the answer to a query's body, content type and query string, or None for the app's."""
 
+_MOST_AT_ONCE: Final = 16  # queries answered in one turn of the event loop
 _DRAINED: Final = 4  # times the limit that is read of a long body, so that its sender sees why
 _PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
 
@@ -55,7 +56,13 @@ class QueryProtocol(GuardedProtocol):
         self._size = 0
         self._content_type: bytes | None = None
         self._refusal: Refusal | None = None
+        self._answered = 0  # queries, in this turn of the event loop
         self._is_last = False  # the connection is to be closed after this one
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, and answer the queries that are whole."""
+        self._answered = 0
+        super().data_received(data)
 
     def on_headers_complete(self) -> None:
         """Begin with a query, or leave the request to the app."""
@@ -63,6 +70,7 @@ class QueryProtocol(GuardedProtocol):
             super().on_headers_complete()
             return
         self.cycle = None  # type: ignore[assignment]  # the last one of the app's is over
+        self._answered += 1
         self._body = BytesIO()
         self._size = 0
         self._refusal = self.guard.admit(self.headers)
@@ -86,6 +94,8 @@ class QueryProtocol(GuardedProtocol):
             return False
         if self.flow.write_paused or not (self.cycle is None or self.cycle.response_complete):
             return False  # the client does not read, or an earlier answer is still to come
+        if self._answered >= _MOST_AT_ONCE:
+            return False  # of what was read at once: others have their turn
         self._content_type = None
         for name, value in self.headers:
             if name == b"content-type":

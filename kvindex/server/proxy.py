@@ -21,6 +21,7 @@ __all__ = ["Proxy"]
 _READ: Final = 64 << 10  # bytes at once
 _IDLE: Final = 64  # connections kept for later
 _CONNECT_SECONDS: Final = 5.0
+_ANSWER_SECONDS: Final = 60.0  # for a response to begin: a registration may take half of that
 # RFC 9110, 7.6.1: they belong to one connection. `expect` is answered here, `date` and `server`
 # are added here.
 _HOP: Final = frozenset(
@@ -38,11 +39,13 @@ class Proxy:
     Args:
         path: of the unix socket.
         guard: counts the 503.
+        answer_seconds: for a response to begin in.
 
     Owner: the event loop.
     """
 
-    def __init__(self, path: str, guard: Guard) -> None:
+    def __init__(self, path: str, guard: Guard, *, answer_seconds: float = _ANSWER_SECONDS) -> None:
+        self._answer_seconds = answer_seconds
         self._path = path
         self._guard = guard
         self._idle: list[_Upstream] = []
@@ -90,7 +93,11 @@ class Proxy:
         upload = asyncio.ensure_future(_upload(upstream, scope, receive))
         download = asyncio.ensure_future(_download(upstream, scope, send))
         try:
-            await asyncio.wait({upload, download}, return_when=asyncio.FIRST_COMPLETED)
+            both, first = {upload, download}, asyncio.FIRST_COMPLETED
+            ended, _ = await asyncio.wait(both, timeout=self._answer_seconds, return_when=first)
+            if not ended and not upstream.response.started:
+                raise OSError(f"no answer within {self._answer_seconds:g} s")
+            await asyncio.wait(both, return_when=first)
             if download.done() or upload.exception() is not None:
                 # A response that comes before all of the body counts: it says what is wrong.
                 await download

@@ -47,7 +47,7 @@ def _carried_out(
     if kind != JSON and not is_packed:
         return text_reply(415, "send the body with content-type application/json or .../msgpack")
     if len(body) > _MOST_BYTES:
-        return text_reply(413, f"the body has {len(body)} bytes, more than {_MOST_BYTES}")
+        return refused(413, f"the body has {len(body)} bytes, more than {_MOST_BYTES}", "body")
     try:
         fields = msgspec.msgpack.decode(body) if is_packed else msgspec.json.decode(body)
     except UNREADABLE as error:
@@ -59,11 +59,11 @@ def _carried_out(
     except msgspec.ValidationError as error:
         return text_reply(422, f"the body has not the right form: {error}")
     except RegistrationError as error:
-        reply = refused(_STATUS[error.reason], str(error))
+        reply = refused(_STATUS[error.reason], str(error), error.reason)
     except EndpointRefusedError as error:
-        reply = refused(403, str(error))
+        reply = refused(403, str(error), error.reason)
     except (BusyError, ClosedError) as error:
-        reply = refused(503, str(error))
+        reply = refused(503, str(error), "busy")
     return packed(reply) if is_packed else reply
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from kvindex import (
     Client,
     ConfigurationError,
+    KVIndexError,
     Rank,
     RankName,
     RankStatus,
@@ -187,22 +188,34 @@ class Registry:
             if moved or present is None or present.source == registration.source:
                 self._replace(before.with_(registration))
             if present is None or moved:
+                self._dialled[key] = worker
                 try:
                     self._subscribe(worker)
                 except BaseException:
+                    del self._dialled[key]
                     self._replace(before)
                     raise
-                self._dialled[key] = worker
             return "new" if present is None else "moved" if moved else "same"
 
     def _subscribe(self, worker: Worker) -> None:
+        """Have all subscribe to one rank, or none of them."""
+        subscribed: list[Subscribing] = []
         try:
             for one in self._all:
-                # Or it is, by a call that came too late for its caller, or since it was made.
-                if _find(one, worker) is None:
+                try:
                     one.add(worker)
-        except ConfigurationError as error:
-            raise RegistrationError(str(error), reason="invalid") from error
+                except ConfigurationError:
+                    # It is subscribed to already: by a call that came too late for its caller.
+                    if _find(one, worker) is None:
+                        raise
+                subscribed.append(one)
+        except BaseException as error:
+            for one in subscribed:
+                with suppress(KVIndexError):
+                    one.remove(Rank(worker.name, worker.publishers()[0].dp_rank))
+            if isinstance(error, ConfigurationError):
+                raise RegistrationError(str(error), reason="invalid") from error
+            raise
 
     def unregister(
         self,
@@ -311,14 +324,13 @@ class Registry:
         endpoint tells. O(ranks).
         """
         found = {(s.rank.worker, s.endpoint): s for s in self._client.statuses().values()}
-        with self._lock:
-            return [
-                (one, found.get((one.worker, self._endpoint(one))))
-                for one in self.catalog.registrations
-            ]
-
-    def _endpoint(self, one: Registration) -> str:
-        return self._dialled[one.worker, one.dp_rank].publishers()[0].endpoint
+        # Without the lock: a registration holds it for as long as the subscriber's thread is busy.
+        statuses = []
+        for one in self.catalog.registrations:
+            worker = self._dialled.get((one.worker, one.dp_rank))
+            endpoint = "" if worker is None else worker.publishers()[0].endpoint
+            statuses.append((one, found.get((one.worker, endpoint))))
+        return statuses
 
     def _replace(self, catalog: Catalog) -> None:
         self.catalog = catalog
@@ -328,10 +340,14 @@ class Registry:
 
 def _find(client: Subscribing, worker: Worker) -> Rank | None:
     """Return the rank of a worker that has one: its batches may have given it another name."""
-    endpoint = worker.publishers()[0].endpoint
+    [address] = worker.publishers()
+    with suppress(UnknownRankError):
+        status = client.status(Rank(worker.name, address.dp_rank))
+        if status.endpoint == address.endpoint:
+            return status.rank
     with suppress(UnknownRankError):  # renamed just now: whoever asked asks again
         for rank in client.ranks:
-            if rank.worker == worker.name and client.status(rank).endpoint == endpoint:
+            if rank.worker == worker.name and client.status(rank).endpoint == address.endpoint:
                 return rank
     return None
 

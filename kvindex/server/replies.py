@@ -55,6 +55,7 @@ def packed(reply: Reply) -> Reply:
     return Reply(reply.status, _packer.encode(msgspec.json.decode(reply.body)), MSGPACK)
 
 
-def refused(status: int, message: str) -> Reply:
-    """Return an error as `{"error": message}`."""
-    return json_reply(status, {"error": message})
+def refused(status: int, message: str, reason: str | None = None) -> Reply:
+    """Return an error as `{"error": message}`, with a `reason` for programs if there is one."""
+    error = {"error": message}
+    return json_reply(status, error if reason is None else {**error, "reason": reason})

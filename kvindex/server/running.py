@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import resource
@@ -9,8 +10,9 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -44,11 +46,15 @@ from kvindex.server.state import Saver, fetch_snapshot, read_registrations
 from kvindex.server.traffic import Totals, Traffic
 from kvindex.server.workers import BLOCK_SIZE
 
-__all__ = ["Running"]
+__all__ = ["Running", "own_directory"]
 
 logger = logging.getLogger(__name__)
 
 _FIRST_LOOK: Final = 1.0  # seconds for sources to tell of workers before requests are answered
+_FIRST_ADDED: Final = 60.0  # seconds for those that they named at once to be subscribed to
+_DIRECTORY: Final = "kvindex-serve-"  # how the names of temporary directories begin
+_NEW_SECONDS: Final = 60.0  # for which a directory without a lock counts as new
+_BEING_ADDED: Final = "it is being added"
 _DESCRIPTORS: Final = 65_536
 _FOR_EVER: Final = 10**8  # seconds that a child may keep a connection to its parent
 
@@ -97,8 +103,7 @@ class Running:
             self._socket = _listen(settings.host, settings.port)
             opened.callback(self._socket.close)
             self.port: int = self._socket.getsockname()[1]
-            self._directory = tempfile.mkdtemp(prefix="kvindex-")  # nobody else may look into it
-            opened.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            self._directory = opened.enter_context(own_directory())
             source = self._subscriber(max_blocks_per_rank)
             opened.callback(source.close)
             self._client = source.client if isinstance(source, FanOut) else source
@@ -116,18 +121,34 @@ class Running:
                 is_alive=self._is_alive,
             )
             opened.callback(self._discovery.close)
-            self.service.missing = self._discovery.missing
-            self.missing = self._discovery.wait_found(_FIRST_LOOK)
+            self.service.missing = self._missing
+            self.missing = self._first_missing()
             self._guard = self._new_guard()
-            self._page = Page(self.service, tokenizer=settings.tokenizer)
+            self._page = Page(
+                self.service, tokenizer=settings.tokenizer, traffic=Totals(self._traffic)
+            )
             opened.callback(self._page.close)
             app = self._new_app(self._page.routes)
             self.routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))
-            # With several processes each counts its own, those that it passes on to this one too.
+            # Each of several processes counts the requests that it receives, even if it passes them
+            # on to this one.
             count = self.service.traffic.request if settings.processes == 1 else None
             self.app = Gate(app, self._guard, count, self.routes)
             self._server = self._new_server()
             self._opened = opened.pop_all()
+
+    def _missing(self) -> dict[str, str]:
+        """Return which engines and sources did not say where to subscribe, and why."""
+        missing = self._discovery.missing()
+        return {name: why or _BEING_ADDED for name, why in missing.items()}
+
+    def _first_missing(self) -> dict[str, str]:
+        """Return the same once what files and options name was added, for which there is no why."""
+        until = time.monotonic() + _FIRST_ADDED
+        missing = self._discovery.wait_found(_FIRST_LOOK)
+        while "" in missing.values() and time.monotonic() < until:
+            missing = self._discovery.wait_found(_FIRST_LOOK)
+        return self._missing()
 
     # What it is made of -----------------------------------------------------------------------
 
@@ -154,6 +175,9 @@ class Running:
 
     def _begins(self) -> Iterable[tuple[str | None, bool]]:
         """Yield what to continue from, the best first, each with whether it must work."""
+        state = self.settings.state
+        if state is not None and os.path.exists(state) and not os.path.isfile(state):
+            raise ConfigurationError(f"--state {state}: it is no ordinary file")
         if self.settings.warm_from is not None:
             path = self._path("warm")
             token = self._tokens[0] if self._tokens else None
@@ -162,7 +186,7 @@ class Running:
                 yield path, False
             except OSError as error:
                 logger.warning("no warm start from %s: %s", self.settings.warm_from, error)
-        yield self.settings.state, True
+        yield state, True
 
     def _service(self, source: Client | FanOut) -> Service:
         limits = self.settings.limits
@@ -232,8 +256,7 @@ class Running:
                 self._guard,
                 base=query_protocol(partial(answer, self.service), self.service.traffic),
                 shutdown_within=within,
-                ssl_certfile=settings.tls_cert,
-                ssl_keyfile=settings.tls_key,
+                tls=None if settings.tls_cert is None else (settings.tls_cert, settings.tls_key),
             )
         self._children = Children(settings.processes, self._orders(), COUNTED)
         self.service.registry.on_change(self._tell_children)
@@ -386,6 +409,39 @@ class Running:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@contextmanager
+def own_directory() -> Iterator[str]:
+    """Make a directory of temporary files that nobody else may look into, and remove it.
+
+    Its lock shows that its owner lives. Directories of servers that were killed are removed first;
+    new ones are left, since their lock may still be to come.
+    """
+    with os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(_DIRECTORY):
+                with suppress(OSError):  # it is locked, or somebody else's, or gone
+                    _remove_left(entry)
+    path = tempfile.mkdtemp(prefix=_DIRECTORY)
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+    finally:
+        os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_left(entry: os.DirEntry[str]) -> None:
+    if time.time() - entry.stat(follow_symlinks=False).st_mtime < _NEW_SECONDS:
+        return
+    lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(entry.path)
+    finally:
+        os.close(lock)
 
 
 def _allow_descriptors() -> None:

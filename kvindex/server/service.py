@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,7 +31,8 @@ from kvindex.server.traffic import Traffic
 __all__ = ["DIALECTS", "Ranks", "Service", "Standing"]
 
 DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
-_PATIENCE = 30.0  # seconds that a rank is waited for before a server without it is ready
+_PATIENCE = 30.0  # seconds after the start that ranks are waited for
+_STANDING_FOR = 0.5  # seconds for which one standing answers all who ask
 
 
 class Source(Protocol):
@@ -51,11 +53,11 @@ class Standing(NamedTuple):
     """How the registered ranks stand.
 
     Attributes:
-        ready: whether nobody is waited for any more.
+        ready: whether queries are to be sent here.
         live: whether each rank is live now.
-        waiting: ranks that have not been live yet, and why.
-        given_up: those that have not been live for so long that the others answer without them.
-        behind: those that were live and are not now.
+        waiting: ranks that have never been live, which the server waits for before it is ready.
+        given_up: ranks that have never been live, without which the server is ready.
+        behind: ranks that were live and are not now.
         missing: engines and sources that have not said where to subscribe, and why.
     """
 
@@ -115,7 +117,8 @@ class Service:
         dialect: "auto", or the only one that queries are taken as: "dynamo", "rfc", "motor" or
             "conductor".
         max_tokens: most tokens of a query.
-        patience: seconds for which a rank that is not live keeps the server from being ready.
+        patience: seconds after the start for which ranks that were never live, and engines that
+            are missing, keep the server from being ready.
         traffic: counts what is asked; one of its own by default.
         clock: monotonic seconds.
 
@@ -148,9 +151,10 @@ class Service:
         self._catalog = Catalog()
         self._clock = clock
         self._patience = patience
-        # Since when each is awaited; None: it was live.
-        self._settled: dict[tuple[str, int], float | None] = {}
         self._began = clock()
+        self._was_ready = False  # with ranks that were live: what comes later is not waited for
+        self._stood: tuple[float, Catalog, Standing] | None = None  # when, for whom, and how
+        self._standing_lock = threading.Lock()
         self._was_live: set[Rank] = set()
         if isinstance(self.source, Client):  # whether or not anybody asks how they stand
             self.source.on_change(partial(_note_live, self._was_live))
@@ -240,33 +244,41 @@ class Service:
         ]
 
     def standing(self) -> Standing:
-        """Return how the registered ranks stand, and note who was live. O(ranks)."""
-        now = self._clock()
-        settled, self._settled = self._settled, {}
-        waiting: dict[Rank, str] = {}
-        given_up: dict[Rank, str] = {}
+        """Return how the registered ranks stand; all who ask within half a second share it.
+
+        The server is ready once each rank was live and no engine is missing, or once `patience` is
+        over. A rank that is registered afterwards, and is not live yet, changes nothing.
+
+        Complexity: O(ranks).
+        """
+        with self._standing_lock:
+            now, catalog, stood = self._clock(), self.catalog, self._stood
+            if stood is None or stood[1] is not catalog or now - stood[0] >= _STANDING_FOR:
+                stood = self._stood = now, catalog, self._look(now)
+            return stood[2]
+
+    def _look(self, now: float) -> Standing:
+        """Return how the ranks stand now, and note who is live."""
+        never: dict[Rank, str] = {}
         behind: dict[Rank, str] = {}
-        for one, status in self.statuses():
-            key = one.worker, one.dp_rank
-            since = settled.get(key, now)
-            if status is not None and status.rank in self._was_live:
-                since = None
-            if status is not None and status.state is State.LIVE:
-                self._settled[key] = None
-                continue
-            self._settled[key] = since
-            rank = Rank(*key) if status is None else status.rank
-            if since is None:
-                found = behind
+        statuses = self.statuses()
+        for one, status in statuses:
+            if status is None or status.state is not State.LIVE:
+                rank = Rank(one.worker, one.dp_rank) if status is None else status.rank
+                found = behind if rank in self._was_live else never
+                found[rank] = _why(status)
             else:
-                found = given_up if now - since >= self._patience else waiting
-            found[rank] = _why(status)
-        if len(self._was_live) > 2 * len(self._settled) + 64:  # others have gone
+                self._was_live.add(status.rank)
+        if len(self._was_live) > 2 * len(statuses) + 64:  # others have gone
             self._was_live.intersection_update(self.source.index.ranks)
         missing = self.missing()
-        live = not (waiting or given_up or behind or missing)
-        is_ready = not waiting and (not missing or now - self._began >= self._patience)
-        return Standing(is_ready, live, waiting, given_up, behind, missing)
+        is_ready = not (never or missing)
+        self._was_ready = self._was_ready or (is_ready and bool(statuses))
+        is_ready = is_ready or self._was_ready or now - self._began >= self._patience
+        waiting, given_up = ({}, never) if is_ready else (never, {})
+        return Standing(
+            is_ready, not (never or behind or missing), waiting, given_up, behind, missing
+        )
 
 
 def _note_live(was_live: set[Rank], status: RankStatus) -> None:
@@ -276,7 +288,7 @@ def _note_live(was_live: set[Rank], status: RankStatus) -> None:
 
 def _why(status: RankStatus | None) -> str:
     if status is None:
-        return "it is not subscribed to any more"
+        return "it is not subscribed to yet, or not any more"
     return status.reason or f"its state is {status.state}"
 
 

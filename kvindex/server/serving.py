@@ -1,4 +1,4 @@
-"""What `kvindex serve` is told, put together: options, the file, and who tells of workers."""
+"""The settings and worker sources of `kvindex serve`, from its options and its TOML file."""
 
 from __future__ import annotations
 

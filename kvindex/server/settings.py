@@ -172,10 +172,12 @@ def read_config(path: str | os.PathLike[str], allowed: tuple[str, ...] = ()) -> 
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigurationError(f"{path} exceeds {_MAX_FILE_BYTES} bytes")
+    if not data.strip():  # it is being written
+        raise ConfigurationError(f"{path} is empty")
     try:
         text = data.decode("utf-8")
         tables = tomllib.loads(text)
-    except ValueError as error:  # of both: TOMLDecodeError tells line and column
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError tells line and column
         raise ConfigurationError(f"{path} is no TOML: {error}") from None
     known = (*_MINE, *allowed)
     for name in tables:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,8 @@ from typing import Any
 import msgspec
 
 from kvindex import BusyError, Client, ClosedError, ConfigurationError
+from kvindex.discovery.web import Web
+from kvindex.index.snapshot import replaced_file
 from kvindex.log_rate import LogRate
 from kvindex.server.catalog import BY_CLIENTS, Catalog, Registration
 
@@ -143,31 +142,19 @@ class Saver:
         if registered is None:
             return
         try:
-            _replace_file(registrations_path(self._path), msgspec.json.encode(registered))
+            with replaced_file(registrations_path(self._path)) as file:
+                file.write(msgspec.json.encode(registered))
         except BaseException:
             self._registered = self._registered or registered
             raise
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; only its owner can read it."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def fetch_snapshot(
     url: str, path: str | os.PathLike[str], *, token: str | None = None, timeout: float = 30.0
 ) -> None:
     """Write another server's snapshot to a file; `connect(resume=path)` continues from it.
+
+    The token goes to that server and no other: no proxy is used, and no redirect followed.
 
     Args:
         url: of the other server.
@@ -179,37 +166,19 @@ def fetch_snapshot(
         ConfigurationError: it is no URL of a server.
         OSError: it could not be had; the message says why.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigurationError(f"{url!r} is no server: write http://HOST:PORT")
-    target = Path(path)
-    request = urllib.request.Request(f"{url.rstrip('/')}/snapshot")
-    if token:
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with open(descriptor, "wb") as file, urllib.request.urlopen(request, timeout=timeout) as it:
-            _copy(it, file)
-        os.replace(name, target)
-    except BaseException as error:
-        with suppress(OSError):
-            os.unlink(name)
-        if isinstance(error, urllib.error.HTTPError):
-            with error:
-                said = _said(error.read(4096))
-            raise OSError(f"{url}/snapshot: status {error.code}{said}") from None
-        raise
-
-
-def _copy(source: Any, file: Any) -> None:
-    size = 0
-    expected = source.headers.get("content-length")
-    while piece := source.read(_PIECE):
-        size += len(piece)
-        if size > _MAX_SNAPSHOT_BYTES:
-            raise OSError(f"the snapshot exceeds {_MAX_SNAPSHOT_BYTES} bytes")
-        file.write(piece)
-    if expected is not None and size != int(expected):
-        raise OSError(f"the snapshot was cut off after {size} of {expected} bytes")
+    web = Web(url, token=token)
+    with web.open("/snapshot", timeout) as answer, replaced_file(path) as file:
+        if answer.status != 200:
+            said = _said(answer.read(4096))
+            raise OSError(f"{web.url}/snapshot: status {answer.status}{said}")
+        expected, size = answer.length, 0
+        while piece := answer.read(_PIECE, timeout):
+            size += len(piece)
+            if size > _MAX_SNAPSHOT_BYTES:
+                raise OSError(f"the snapshot exceeds {_MAX_SNAPSHOT_BYTES} bytes")
+            file.write(piece)
+        if expected not in (None, size):
+            raise OSError(f"the snapshot was cut off after {size} of {expected} bytes")
 
 
 def _said(body: bytes) -> str:

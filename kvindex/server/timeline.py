@@ -89,6 +89,7 @@ class Timeline:
 
     Attributes:
         life: names this run of the service in ids.
+        began: when this was made, in seconds since 1970.
 
     Thread safety: every method may be called from any thread.
 
@@ -108,6 +109,7 @@ class Timeline:
         self.life = secrets.token_hex(4)
         self._partition_of = partition_of
         self._clock = clock
+        self.began = clock()
         self._lock = threading.Lock()
         self._history: deque[Happening] = deque(maxlen=most)
         self._position = 0

@@ -15,7 +15,16 @@ from kvindex.metrics import BUCKETS, Outcomes, Queries, Requests, SeriesLabels
 from kvindex.server.catalog import Partition
 from kvindex.server.counters import OTHER
 
-__all__ = ["Rows", "Totals", "Traffic"]
+__all__ = ["ASKED", "Rows", "Totals", "Traffic"]
+
+ASKED: Final = (
+    *("queries", "tokens", "best_match", "nanoseconds"),
+    *("requests", "asked", "attainable", "chosen"),
+    *("reported", "delivered"),
+)
+"""What `Totals.asked` counts: queries, with their tokens, those that the best rank held, and the
+time taken; finished requests that routers report, in tokens (see `Traffic.outcome`); and of those
+whose engine said what it delivered, the tokens asked and delivered."""
 
 
 _OUTCOMES: Final = ("requests", "asked", "attainable", "chosen")  # see `Traffic.outcome`
@@ -198,6 +207,20 @@ class Totals:
             Queries(labels, tokens, best, nanoseconds / 1e9, buckets[: len(BUCKETS) + 1])
             for labels, (tokens, best, nanoseconds, *buckets) in self._partitions().items()
         ]
+
+    def asked(self) -> dict[SeriesLabels, list[int]]:
+        """Return the numbers of ASKED for each partition."""
+        reported = _QUERY + len(_OUTCOMES)
+        return {
+            labels: [
+                sum(numbers[3:_QUERY]),
+                *numbers[:3],
+                *numbers[_QUERY:reported],
+                numbers[reported + _REPORTED.index("asked")],
+                numbers[reported + _REPORTED.index("delivered")],
+            ]
+            for labels, numbers in self._partitions().items()
+        }
 
     def outcomes(self) -> list[Outcomes]:
         """Return what routers reported of each partition."""

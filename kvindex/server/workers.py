@@ -24,6 +24,7 @@ BLOCK_SIZE: Final = "kvindex/block-size"
 """The label that carries a worker's tokens per block through discovery."""
 
 _LOOK: Final = 1.0  # seconds between looks at whether the file has changed
+_SETTLED: Final = 3  # further looks at which a changed file is still the same before it is read
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -99,7 +100,7 @@ def read_targets(tables: Table, defaults: Defaults) -> list[Target]:
 
 
 def _without_sizes(entries: Any, sizes: dict[str, dict[str, str]]) -> Any:
-    """Return entries without their block sizes, which go into `sizes` as labels, by name."""
+    """Return entries without `block_size`; note it in `sizes`, as a label of the entry's name."""
     if not isinstance(entries, list):
         return entries
     plain = []
@@ -127,13 +128,16 @@ class ConfigSource:
     """The file as a discovery source: tells its workers, again whenever it changes.
 
     A file that cannot be read, or names what cannot work, changes nothing: the workers that were
-    told stay, and the error is logged once and shown in the statistics of the discovery.
+    told stay, and the error is logged once and shown in the statistics of the discovery. A file
+    that has changed is read once it stays the same for three seconds, since part of it may be
+    written; after `look`, at once.
 
     Args:
         path: of the file.
         defaults: for entries that do not say.
         on_config: called with what the file says whenever it was read anew; it may raise
             ConfigurationError, and then nothing of it counts.
+        every: seconds between two looks at the file.
 
     Attributes:
         name: for logs and statistics.
@@ -149,13 +153,19 @@ class ConfigSource:
         path: str,
         defaults: Defaults,
         on_config: Callable[[ConfigFile], None] = lambda config: None,
+        *,
+        every: float = _LOOK,
     ) -> None:
         self.name = f"file {path}"
         self._path = path
         self._defaults = defaults
         self._on_config = on_config
+        self._every = every
         self._wake = threading.Event()
         self._closed = False
+        self._is_asked = True  # to read it at once; so it is at first
+        self._looked: object = self  # what it looked like at the last look,
+        self._same = 0  # and at how many looks before that
         self._seen: object = self  # what the file looked like when it was last read
         self._is_good = False  # whether it could be used then
 
@@ -168,15 +178,19 @@ class ConfigSource:
         told = False  # by this call: whoever calls again wants to be told again
         while not self._closed:
             self._wake.clear()
-            looks = _looks(self._path)
-            if looks != self._seen or (self._is_good and not told):
+            looks, asked, self._is_asked = _looks(self._path), self._is_asked, False
+            self._same = self._same + 1 if looks == self._looked else 0
+            self._looked = looks
+            is_changed = looks != self._seen and (asked or self._same >= _SETTLED)
+            if is_changed or (self._is_good and not told):
                 self._seen, self._is_good = looks, False
                 tell(self._read())
                 self._is_good = told = True
-            self._wake.wait(_LOOK)
+            self._wake.wait(self._every)
 
     def look(self) -> None:
-        """Look at the file now."""
+        """Look at the file now, and read it if it has changed."""
+        self._is_asked = True
         self._wake.set()
 
     @property

@@ -26,7 +26,6 @@ from kvindex.ring import ShmRingBuffer, Waiting
 from kvindex.shm.arguments import QueueOptions
 from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
 from kvindex.shm.groups.process_group import ProcessGroup
-from kvindex.shm.groups.tcp_group import TcpProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
 from kvindex.shm.handle import Handle
 from kvindex.shm.queue import MessageQueue
@@ -48,7 +47,6 @@ __all__ = [
     "ReaderEvictedError",
     "SegmentError",
     "ShmRingBuffer",
-    "TcpProcessGroup",
     "TorchProcessGroup",
     "WaitCancelledError",
     "Waiting",

@@ -6,7 +6,6 @@ task's event loop.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Sequence
 
@@ -24,6 +23,9 @@ class LoopBell:
     """
 
     def __init__(self) -> None:
+        # Here, as wherever a task runs: programs without asyncio need not load it.
+        import asyncio
+
         self._loop = asyncio.get_running_loop()
         self._event = asyncio.Event()
         self._rung = False  # so that a loop which is blocked is not called again and again
@@ -81,6 +83,8 @@ class Changes:
 
     async def take(self) -> RankStatus | None:
         """Return the next status; None when none is left and none will come."""
+        import asyncio
+
         await asyncio.sleep(0)  # other tasks get their turn, however many statuses there are
         while True:
             with self._lock:

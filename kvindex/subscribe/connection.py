@@ -5,21 +5,22 @@ Owned by the subscriber's thread.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 
 import msgspec
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvindex.curve import Curve
 from kvindex.errors import ConfigurationError
-from kvindex.subscribe.peer import EndlessMessages, HostCheck
+from kvindex.subscribe.peer import HostCheck, Inflow
 from kvindex.subscribe.watch import Watch
 
-__all__ = ["Connection", "Contexts", "SocketOptions"]
+__all__ = ["Connection", "Contexts", "Room", "SocketOptions"]
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _POLLIN = int(zmq.POLLIN)
+_MONITORED = struct.Struct("=Hi")  # event, value
 _STUCK_AFTER = 5.0  # seconds without a sign from a socket that should be reconnecting
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -37,6 +38,8 @@ _EVENTS = int(
 _HWM = 100_000
 _HWM_WITH_REPLAY = 4_000
 _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
+_MAX_DROP = 4096  # messages dropped from one socket before others get their turn
+_SHARE = 1024 * 1024  # bytes that may wait in a socket however much waits in others
 _MAX_DRAIN_BYTES = 8 * 1024 * 1024
 
 
@@ -46,9 +49,12 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hwm: messages queued in a socket before the publisher's side queues, and then drops. By
             default 4,000 where replay can bring again what is dropped, else 100,000, as the
-            engines' own. It bounds messages, not bytes: up to `hwm` times `max_message_bytes`
-            for messages of one large frame.
+            engines' own.
         max_message_bytes: a larger frame of a message closes the connection.
+        max_unread_bytes: bytes that may wait in a socket. Beyond them, live messages are dropped,
+            and a replay is cut and asked for again (Linux and TCP only).
+        max_unread_bytes_in_all: bytes that may wait in all sockets of a subscriber together.
+            Beyond them, that happens to each socket in which more than 1 MiB waits.
         heartbeat: seconds between ZMTP pings, so that a dead peer is noticed.
         heartbeat_timeout: seconds without a pong after which the connection counts as dead.
         reconnect: seconds before the first new try; doubles up to `max_reconnect`.
@@ -61,6 +67,8 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     hwm: int | None = None
     max_message_bytes: int = 8 * 1024 * 1024
+    max_unread_bytes: int = 256 * 1024 * 1024
+    max_unread_bytes_in_all: int = 1024 * 1024 * 1024
     heartbeat: float = 5.0
     heartbeat_timeout: float = 15.0
     reconnect: float = 0.1
@@ -96,6 +104,23 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         socket.setsockopt(zmq.IPV6, 1)
         if curve is not None:
             curve.configure(socket)
+
+
+class Room:
+    """How much may wait unread, in one socket and in all sockets of a subscriber together.
+
+    Owned by the subscriber's thread.
+    """
+
+    def __init__(self, options: SocketOptions) -> None:
+        self._each = options.max_unread_bytes
+        self._all = options.max_unread_bytes_in_all
+        self._waiting = 0
+
+    def is_exceeded(self, before: int, now: int) -> bool:
+        """Note how much waits in a socket, now and before; return whether that is too much."""
+        self._waiting += now - before
+        return now > self._each or (self._waiting > self._all and now > _SHARE)
 
 
 class Contexts:
@@ -136,6 +161,7 @@ class Connection:
         bind: bind instead of connecting.
         subscriptions: topics to subscribe to (SUB only).
         repairable: whether replay can bring again what is dropped for want of room.
+        room: how much may wait in it and in others; that of the options by default.
         host: asked, when nobody answers, whether the endpoint's host is known.
         watch: waits for its sockets; None if nobody does.
         owner: what `watch` returns then.
@@ -160,6 +186,7 @@ class Connection:
         bind: bool = False,
         subscriptions: tuple[bytes, ...] = (),
         repairable: bool = False,
+        room: Room | None = None,
         host: HostCheck | None = None,
         watch: Watch | None = None,
         owner: object = None,
@@ -175,7 +202,9 @@ class Connection:
         self._handshakes = 0  # how many of them have shaken hands
         self._inproc = endpoint.startswith("inproc://")
         self._bound = bind
-        self._endless = EndlessMessages(socket_options.max_message_bytes)
+        self._inflow = Inflow(socket_options.max_message_bytes)
+        self._room = Room(socket_options) if room is None else room
+        self._unread = 0  # bytes that waited at the last look
         self._changed_at: float | None = None
         self._retrying = True  # whether ZeroMQ goes on trying to connect, as far as it has told
         self.monitor: zmq.Socket[bytes] | None = None
@@ -236,15 +265,49 @@ class Connection:
         except zmq.Again:
             self.drained = True
         if messages:
-            self._endless.note_whole()
+            sizes = [size]  # nothing is left: the next `cut_endless` sets right what that lacks
+            if not self.drained:
+                sizes = [len(frame) for frames in messages for frame in frames]
+            self._inflow.note_read(sizes)
         return messages
+
+    def drop(self) -> tuple[int, list[bytes]]:
+        """Receive what waits, up to a bound, without a copy; return how many, and the last one."""
+        receive = self.socket.recv
+        message: list[zmq.Frame] = []
+        sizes: list[int] = []
+        count = 0
+        self.drained = False
+        try:
+            while count < _MAX_DROP:
+                frames = [receive(_NOBLOCK, copy=False)]
+                while frames[-1].more:
+                    frames.append(receive(_NOBLOCK, copy=False))
+                message = frames
+                sizes += map(len, frames)
+                count += 1
+        except zmq.Again:
+            self.drained = True
+        if count:
+            self._inflow.note_read(sizes)
+        return count, [frame.bytes for frame in message]
 
     def cut_endless(self) -> int:
         """Hang up on peers that send a message without end; return how many. To be called often."""
         monitor = self.monitor
         if monitor is None or not self.drained:
             return 0
-        return self._endless.cut(self._open, lambda: not int(monitor.get(zmq.EVENTS)) & _POLLIN)
+        return self._inflow.cut(self._open, lambda: not int(monitor.get(zmq.EVENTS)) & _POLLIN)
+
+    def is_overfull(self) -> bool:
+        """Return whether more bytes wait to be received than may."""
+        unread = self._inflow.unread(self._open)
+        before, self._unread = self._unread, unread
+        return self._room.is_exceeded(before, unread)
+
+    def hang_up(self) -> None:
+        """Break the connection; what it has brought can still be received."""
+        self._inflow.hang_up(self._open)
 
     def postpone(self, now: float) -> None:
         """Count as changed now: look for a socket that gave up only later."""
@@ -253,9 +316,10 @@ class Connection:
     def changes(self, now: float) -> Iterator[bool]:
         """Yield True for each new connection and False for each lost one, as they happened."""
         while self.monitor is not None and int(self.monitor.get(zmq.EVENTS)) & _POLLIN:
-            event = parse_monitor_message(self.monitor.recv_multipart(_NOBLOCK))
+            # As `zmq.utils.monitor` reads it, which loads asyncio.
+            event, value = _MONITORED.unpack(self.monitor.recv_multipart(_NOBLOCK)[0])
             self._changed_at = now
-            change = self._note(int(event["event"]), int(event["value"]))
+            change = self._note(event, value)
             if self.retries and not self._bound:
                 self.host.ask(now)
             if change is not None:
@@ -332,6 +396,8 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket and its monitor; idempotent."""
+        self._room.is_exceeded(self._unread, 0)
+        self._unread = 0
         if self._watch is not None:
             for socket in self._sockets:
                 self._watch.remove(socket)

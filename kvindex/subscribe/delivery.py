@@ -31,11 +31,18 @@ class Allowance:
 
     Whoever is bounded by it does one thing first and asks then, so that each turn brings progress.
 
+    Args:
+        clock: monotonic seconds.
+        has_room: whether the sink takes more; none is left when it does not.
+
     Thread safety: none.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], has_room: Callable[[], bool] | None = None
+    ) -> None:
         self._clock = clock
+        self._has_room = has_room
         self._until = clock()
 
     def begin(self) -> None:
@@ -44,6 +51,8 @@ class Allowance:
 
     def left(self) -> bool:
         """Return whether any time is left."""
+        if self._has_room is not None and not self._has_room():
+            return False
         return self._clock() < self._until
 
 
@@ -55,6 +64,7 @@ class Outlet:
         on_batch: takes the batches instead, if given.
         counters: where failures are counted.
         on_statuses: takes the statuses that were shown, if given.
+        has_room: whether the sink takes more; None: always.
 
     Attributes:
         shut: set, by any thread, when the sink is to be called no more.
@@ -68,7 +78,9 @@ class Outlet:
         on_batch: BatchSink | None,
         counters: Counter[str],
         on_statuses: StatusSink | None = None,
+        has_room: Callable[[], bool] | None = None,
     ) -> None:
+        self.has_room = has_room
         self.shut = False
         self.forked = False
         self._sink = sink

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
@@ -35,8 +34,11 @@ class _Waiting:
     def __init__(self, max_items: int) -> None:
         self.closed = ""  # why, once it is
         self.bell: LoopBell | None = None  # of a task that iterates
+        self.on_room: Callable[[], None] = _nobody_waits
         self._ended = False  # nothing more comes
         self._max_items = max_items
+        self._batches = 0  # of the items; the few others are not counted: calls depend on them
+        self._was_full = False
         self._items: deque[StreamItem] = deque()
         self._make_lock()
 
@@ -44,13 +46,18 @@ class _Waiting:
         self._lock = threading.RLock()  # held by its own `with`: see BatchQueue
         self._changed = threading.Condition(self._lock)
 
-    def put(self, item: StreamItem) -> None:
-        """Add an item; wait for room if it is a batch."""
+    def has_room(self) -> bool:
+        """Whether another batch may come; if not, `on_room` is called when half are taken."""
         with self._lock:
-            if isinstance(item, RankBatch):  # the few others never wait: calls depend on them
-                self._changed.wait_for(lambda: self.closed or len(self._items) < self._max_items)
+            self._was_full = self._batches >= self._max_items
+            return not self._was_full
+
+    def put(self, item: StreamItem) -> None:
+        """Add an item."""
+        with self._lock:
             if not self.closed:
                 self._items.append(item)
+                self._batches += isinstance(item, RankBatch)
                 self._notify()
 
     def take(self, timeout: float | None) -> StreamItem | None:
@@ -78,7 +85,10 @@ class _Waiting:
         if not self._items:
             return None
         item = self._items.popleft()
-        self._changed.notify_all()  # there is room
+        self._batches -= isinstance(item, RankBatch)
+        if self._was_full and 2 * self._batches <= self._max_items:
+            self._was_full = False
+            self.on_room()
         return item
 
     def _notify(self) -> None:
@@ -108,6 +118,10 @@ class _Waiting:
         self.close(FORKED)
 
 
+def _nobody_waits() -> None:
+    """Do nothing."""
+
+
 class EventStream(Following):
     """Iterates over every rank's items in order: batches, and losses and restarts between them.
 
@@ -119,12 +133,13 @@ class EventStream(Following):
 
     Args:
         workers: the engines to subscribe to.
-        max_items: how many items may wait for the consumer. With so many waiting, nothing is
-            received until there is room; replay brings back what the publishers drop meanwhile,
-            as far as their buffers reach.
+        max_items: how many batches may wait for the consumer. With so many waiting, nothing is
+            received until half of them are taken; replay brings back what the publishers drop
+            meanwhile, as far as their buffers reach. Calls are served all the time.
         resume: what `Subscriber.cursor` returned of ranks, perhaps in another process: they
             continue from there, if the publisher proves to be the same. To `cursor` the queue is
-            the consumer: what waits in there counts as handed over.
+            the consumer: what waits in there counts as handed over, and what was received of the
+            rank goes there first, beyond `max_items` if need be.
         on_loss: "reset" marks each `RankLost` with `reset=True`: the consumer is to drop what it
             knows of the rank. "keep" does not.
         replay_policy, socket_options, probe_interval, stale_after, context, clock: as for
@@ -162,6 +177,7 @@ class EventStream(Following):
             workers,
             sink=waiting.put,
             on_stop=waiting.end,
+            has_room=waiting.has_room,
             resume=resume or {},
             on_loss=on_loss,
             replay_policy=replay_policy,
@@ -171,6 +187,7 @@ class EventStream(Following):
             context=context,
             clock=clock,
         )
+        waiting.on_room = self.subscriber.wake
         self._board = self.subscriber.board
 
     def get(self, timeout: float | None = None) -> StreamItem:
@@ -212,6 +229,8 @@ class EventStream(Following):
         Raises:
             ClosedError: as `__iter__`.
         """
+        import asyncio
+
         bell = LoopBell()
         time_of_loop = asyncio.get_running_loop().time
         turn_ends = time_of_loop() + _TURN

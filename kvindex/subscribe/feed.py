@@ -26,7 +26,7 @@ from kvindex.sequencer import (
     Sequencer,
     SequencerConfig,
 )
-from kvindex.subscribe.connection import Connection, Contexts, SocketOptions
+from kvindex.subscribe.connection import Connection, Contexts, Room, SocketOptions
 from kvindex.subscribe.delivery import Allowance, Delivery, Outlet
 from kvindex.subscribe.links import LiveLink, ReplayLink
 from kvindex.subscribe.notes import Notes
@@ -57,6 +57,7 @@ class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sequencer: of every sequencer, but for whether there is replay.
         socket_options: settings of the sockets.
+        room: how much may wait in them.
         decode: makes batches of payloads.
         fingerprints: makes hashes of them.
         clock: monotonic seconds.
@@ -67,6 +68,7 @@ class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     sequencer: SequencerConfig
     socket_options: SocketOptions
+    room: Room
     decode: Decode
     fingerprints: FingerprintMaker
     clock: Callable[[], float]
@@ -108,7 +110,7 @@ class Feed:
         self.sequencer = Sequencer(
             rank, replace(settings.sequencer, has_replay=repairable), now=settings.clock()
         )
-        self._allowance = Allowance(settings.clock)
+        self._allowance = Allowance(settings.clock, settings.outlet.has_room)
         time_left = self._allowance.left
         self.delivery = Delivery(rank, settings.outlet, time_left)
         self.notes = Notes(rank, settings.clock)
@@ -124,6 +126,7 @@ class Feed:
             settings.contexts.of(address.endpoint, address.replay),
             socket_options=options,
             curve=worker.curve,
+            room=settings.room,
             watch=watch,
             owner=self,
         )
@@ -193,6 +196,8 @@ class Feed:
     def pump(self, now: float) -> None:
         """Take what the sockets have, up to a bound, so that other feeds get their turn."""
         self._allowance.begin()
+        if self.delivery or self.live.is_behind or self.replay.is_behind:
+            self.shed(now)
         self.delivery.hand_over(now)
         if not self.delivery:
             self._take_some(self.live.take(now), now)
@@ -320,8 +325,21 @@ class Feed:
             self._look_again()
         return True
 
-    def cut_endless(self, _: float) -> None:
-        """Hang up on peers that send a message without end."""
+    def shed(self, now: float) -> None:
+        """Drop what waits beyond the bytes that may."""
+        if dropped := self.live.shed():
+            self.notes.counters["overflow_dropped"] += dropped
+            self.notes.overflowed_at = now
+            self.notes.warn("overflow", "too many bytes waited: dropped %d live messages", dropped)
+        if self.replay.shed():
+            self.notes.counters["replays_cut"] += 1
+            self.notes.overflowed_at = now
+            self.notes.warn("replay_cut", "too many bytes waited: cut a replay, to be asked again")
+
+    def bound_inflow(self, now: float) -> None:
+        """Hang up on peers that send a message without end; drop what waits beyond what may."""
+        if not self.closed:
+            self.shed(now)
         for connection in (self.live.connection, self.replay.connection):
             if connection is None or self.closed:
                 continue

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from kvindex.sequencer import State
+from kvindex.sequencer import MAX_COUNT, State
 from kvindex.subscribe.feed import Feed
 from kvindex.subscribe.stream import RankStatus
 
 __all__ = ["feed_status"]
 
 logger = logging.getLogger(__name__)
+
+_TOLD_FOR = 60.0  # seconds after messages were dropped
 
 
 def feed_status(feed: Feed, now: float) -> RankStatus:
@@ -23,11 +25,11 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
     status = RankStatus(
         rank=feed.rank,
         state=_state(feed),
-        reason=_reason(feed, now),
+        reason="; ".join(filter(None, (_reason(feed, now), _overflow(feed, now)))),
         epoch=feed.delivery.epoch,
         seq=feed.delivery.seq,
-        complete=sequencer.applied.complete,
-        lag=sequencer.lag + feed.delivery.lag,
+        complete=sequencer.applied.complete and not feed.reader.topic.contradicted,
+        lag=_lag(feed),
         connected=feed.live.connection.connected,
         endpoint=feed.address.endpoint,
         replay_endpoint=feed.address.replay,
@@ -80,6 +82,13 @@ def _state(feed: Feed) -> State:
     return State.SYNCING if behind or topic.contradicted or topic.open else state
 
 
+def _lag(feed: Feed) -> int:
+    """Return how many batches are known of and not applied: with a wrong topic, all that came."""
+    topic = feed.reader.topic
+    filtered = topic.filtered if topic.contradicted else 0
+    return min(MAX_COUNT, feed.sequencer.lag + feed.delivery.lag + filtered)
+
+
 def _all_counters(feed: Feed) -> dict[str, int]:
     """Return what was counted, without what never happened."""
     counters = {name: count for name, count in feed.sequencer.counters.items() if count}
@@ -116,6 +125,18 @@ def _reason(feed: Feed, now: float) -> str:
             "is it the engine's replay_endpoint?"
         )
     return reason
+
+
+def _overflow(feed: Feed, now: float) -> str:
+    """Return that messages were dropped lately for want of room, and what to do; "" if not."""
+    at = feed.notes.overflowed_at
+    if at is None or now - at > _TOLD_FOR:
+        return ""
+    dropped = feed.notes.counters["overflow_dropped"]
+    return (
+        f"more bytes came than could be applied: {dropped} messages dropped so far; "
+        "see SocketOptions.max_unread_bytes"
+    )
 
 
 def _unrepairable(feed: Feed) -> str:

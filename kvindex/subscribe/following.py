@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -112,6 +111,8 @@ class Following(ABC):
 
         Args and Raises: as `wait_live`.
         """
+        import asyncio
+
         board = self._board
         wanted = board.named(ranks)
         changes = Changes(board)
@@ -197,4 +198,6 @@ class Following(ABC):
         return self.__enter__()
 
     async def __aexit__(self, *exc_info: object) -> None:
+        import asyncio
+
         await asyncio.to_thread(self.close)  # which waits for the receiving thread to end

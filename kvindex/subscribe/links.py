@@ -1,12 +1,15 @@
 """The two sides of a publisher, each as the events that it brings.
 
-**The live side** is SUB sockets one after the other, each for one connection.
-ZeroMQ connects anew by itself under the same socket, and what an earlier connection brought is then
-still unread. If the publisher was an engine that has been restarted, those messages are a dead
-one's, and nothing in them tells. So a connection that broke is read to its end, and a new socket
-takes its place. Where that comes too late, what is unread is dropped: replay brings those of it
-that count. So it is for a connection that did not last, too: a new socket connects at once, and a
-peer that hangs up each time is to be left to ZeroMQ's pauses.
+**The live side** is a row of SUB sockets, each for one connection. ZeroMQ would reconnect the same
+socket by itself, and messages of both connections would then stand in one queue. If the engine was
+restarted in between, the first of them are the dead engine's, and nothing in them says so. So after
+a disconnect the link reads the socket until it is empty, and then opens a new one.
+
+In three cases the link drops the unread messages instead (`unread_dropped`), and replay brings
+those that are still needed: ZeroMQ has reconnected already; the socket is bound, and must keep its
+port; or it was opened less than `pause` seconds ago. In the last case it stays, because a new
+socket connects at once, and would dial a peer that hangs up each time without a rest. ZeroMQ makes
+pauses.
 
 **The replay side** is a DEALER socket for each request.
 
@@ -91,6 +94,24 @@ class LiveLink:
             yield from self._part(now)
         elif self._parting:  # what came between the last look and the end is still to be read
             self.connection.look_again()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last look left something."""
+        return bool(self._unread) or not self.connection.drained
+
+    def shed(self) -> int:
+        """Drop messages where more bytes wait than may; return how many.
+
+        The newest one stays: its number shows what is missing.
+        """
+        connection = self.connection
+        count, newest = connection.drop() if connection.is_overfull() else (0, [])
+        if count:
+            self._unread.append(newest)
+            connection.drained = False
+            connection.look_again()
+        return max(0, count - 1)
 
     def reopen(self, now: float) -> bool:
         """Replace the socket; False, and later again, if there is none to be had."""
@@ -186,6 +207,7 @@ class ReplayLink:
         self._look_again = look_again
         self._request: int | None = None
         self._unread: deque[list[bytes]] = deque()
+        self._cut = False  # whether no more replies come, since too much waited
 
     def ask(self, ask: AskReplay) -> None:
         """Send a request on a fresh socket: no reply to an earlier one can mix in."""
@@ -208,18 +230,43 @@ class ReplayLink:
         request, connection = self._request, self.connection
         if request is None:
             return
-        if connection is None:
+        if connection is None and not self._unread:
             self._request = None
             yield ReplayOver(request, failed=True)
             return
-        if not self._unread:
-            self._unread.extend(connection.receive())
-            if not connection.drained:
-                self._look_again()
-        for _ in connection.changes(now):
-            pass  # only `trouble()` cares
+        if connection is not None:
+            self._receive(connection)
+            for _ in connection.changes(now):
+                pass  # only `trouble()` cares
         while self._unread:  # another request, once there is one, has none as yet
             yield from self._reader.reply(request, self._unread.popleft())
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last look left something."""
+        return bool(self._unread) or (self.connection is not None and not self.connection.drained)
+
+    def shed(self) -> bool:
+        """Have no more replies come where more bytes wait than may; return whether that is so.
+
+        What waits is still taken. Then the request has failed: the next one goes on from there.
+        """
+        connection = self.connection
+        if self._cut or connection is None or not connection.is_overfull():
+            return False
+        self._cut = True
+        connection.hang_up()
+        return True
+
+    def _receive(self, connection: Connection) -> None:
+        if self._unread:
+            return
+        self._unread.extend(connection.receive())
+        if not connection.drained:
+            self._look_again()
+        elif self._cut:
+            self._close_socket()
+            self._look_again()
 
     def close(self, request: int | None = None) -> None:
         """Close the socket of this request, or of any; idempotent."""
@@ -229,6 +276,7 @@ class ReplayLink:
             self._close_socket()
 
     def _close_socket(self) -> None:
+        self._cut = False
         if self.connection is not None:
             self.connection.close()
             self.connection = None

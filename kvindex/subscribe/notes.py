@@ -27,6 +27,7 @@ class Notes:
         was_up: whether the engine was live since it was last gone.
         told_down: whether its being gone was logged, and its return was not yet.
         told_unrepairable: whether it was logged that its replay endpoint is of no use.
+        overflowed_at: when more bytes waited than may, None if never.
         may_log: says whether a line of a kind may be logged now.
     """
 
@@ -35,6 +36,7 @@ class Notes:
         self.counters: Counter[str] = Counter()
         self.shown_live = False
         self.was_up = self.told_down = self.told_unrepairable = False
+        self.overflowed_at: float | None = None
         self.may_log = LogRate(clock).allows
 
     def warn(self, kind: str, text: str, *details: object) -> None:

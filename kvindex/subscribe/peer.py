@@ -4,11 +4,13 @@
 nothing listens. So it is resolved once more, when there is trouble, on a thread of its own: that
 may take long.
 
-**A message without end.** ZeroMQ bounds the size of a frame and counts whole messages. A message of
-frames that are always followed by another is never whole: it grows in memory, and nobody is told.
-But the system knows how much a TCP connection has brought. When that is more than any message may
-have, and no message has become whole meanwhile, the connection is shut down, and ZeroMQ drops what
-it had of it. Linux only, and TCP only.
+**Bytes that wait.** ZeroMQ counts the messages that wait in a socket, not their bytes. The system
+knows how much a TCP connection has brought; less what was read, that waits. Linux only, TCP only.
+
+**A message without end.** A message of frames that are always followed by another is never whole:
+it grows in memory, and ZeroMQ does not say so. When a connection has brought more bytes than any
+message may have, and no message has become whole meanwhile, it is shut down, and ZeroMQ drops what
+it had of that message. Linux only, and TCP only.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Any
 
-__all__ = ["EndlessMessages", "HostCheck"]
+__all__ = ["HostCheck", "Inflow"]
 
 _AGAIN_AFTER = 30.0  # seconds: names come to be known later
 _HOST = re.compile(r"tcp://(?:[^;]*;)?\[?(.*?)\]?:\d+")
 _SLACK = 16 * 1024 * 1024  # bytes that the system and ZeroMQ may have read ahead
 _INFO_BYTES = 136  # of Linux's struct tcp_info, up to and with tcpi_bytes_received
+_SHORT = 255  # bytes: the head of a longer frame has nine bytes, that of others two
 _bytes_received = struct.Struct("=Q")
 
 
@@ -82,8 +86,8 @@ class HostCheck:
             self.trouble = ""
 
 
-class EndlessMessages:
-    """Watches the connections of one socket.
+class Inflow:
+    """Watches what the connections of one socket bring.
 
     Args:
         max_message_bytes: largest frame. A message may have two such: its topic and its payload.
@@ -93,13 +97,26 @@ class EndlessMessages:
         self._limit = 2 * max_message_bytes + _SLACK
         self._whole = False  # whether a message has become whole since the last look
         self._brought: dict[int, int] = {}  # by descriptor, when one last had
+        self._read = 0
+        self._unseen = 0  # bytes that were brought and are no message's: handshakes, pings
 
-    def note_whole(self) -> None:
-        """Take note that a message was received."""
+    def note_read(self, sizes: Iterable[int]) -> None:
+        """Take note that whole messages were received, with frames of these sizes."""
         self._whole = True
+        self._read += sum(size + (9 if size > _SHORT else 2) for size in sizes)
 
-    def cut(self, descriptors: Iterable[int], unchanged: Callable[[], bool]) -> int:
+    def unread(self, descriptors: Iterable[int]) -> int:
+        """Return how many bytes wait to be read, as far as that is known."""
+        brought = 0
+        for descriptor in descriptors:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                brought += _received(connection) or 0
+        return max(0, brought - self._unseen - self._read)
+
+    def cut(self, descriptors: Collection[int], unchanged: Callable[[], bool]) -> int:
         """Shut down the connections that bring a message without end; return how many.
+
+        To be called when nothing is left to be read.
 
         Args:
             descriptors: of the connections, as the socket's monitor told them.
@@ -122,7 +139,15 @@ class EndlessMessages:
                     cut += _shut_down(connection)
         if self._whole:
             self._whole, self._brought = False, brought
+            if len(brought) == len(descriptors):
+                self._unseen = sum(brought.values()) - self._read
         return cut
+
+    def hang_up(self, descriptors: Iterable[int]) -> None:
+        """Shut down all connections; what they have brought can still be read."""
+        for descriptor in descriptors:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _received(connection: socket.socket) -> int | None:

@@ -140,17 +140,17 @@ class SavedRanks(ABC):
 
     @abstractmethod
     def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
-        """Have what the sink fills hold what was saved of a worker's ranks.
+        """Restore the saved contents of a worker's ranks into the index that the sink fills.
 
-        It comes each time that ranks of a worker are added, before the first item of these ranks.
+        Called each time that ranks of a worker are added, before the sink gets their first item.
 
         Args:
             worker: which is added, or gets more ranks.
-            refused: each of these ranks of which something was saved, with why it cannot go on
-                from there, one word; "" if it may try.
+            refused: for each of these ranks with a saved state, why its stream cannot go on from
+                there, in one word; "" if it may try.
 
         Returns:
-            For each of them that may try but cannot be restored, why, one word.
+            For each rank that may try but cannot be restored, the reason, in one word.
         """
 
 
@@ -235,8 +235,9 @@ def plan_resumption(
 ) -> list[Resumption]:
     """Return how each publisher that one worker gets begins.
 
-    A cursor belongs to the publisher at the port that it was saved of, and that begins under the
-    name that it was saved under, if that is free: what its batches name it was learnt already.
+    A cursor is given to the publisher at the port where it was saved. That publisher begins under
+    the dp_rank under which it was saved, if no other rank of the worker has that: its batches named
+    the dp_rank in the earlier process.
 
     Args:
         dp_ranks: the publishers, by their ports.

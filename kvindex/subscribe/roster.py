@@ -54,10 +54,10 @@ class Roster:
             feed.close(now)
             return True
 
-    def cut_endless(self, now: float) -> None:
-        """Have every feed hang up on peers that send a message without end."""
+    def bound_inflow(self, now: float) -> None:
+        """Have every feed bound what its peers send."""
         for feed in self.feeds.values():
-            self.guard(feed, feed.cut_endless, now)
+            self.guard(feed, feed.bound_inflow, now)
 
     def publish(self, feeds: Iterable[Feed], now: float) -> None:
         """Show others the new statuses of these feeds."""

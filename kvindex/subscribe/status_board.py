@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _NOBODY: frozenset[Rank] = frozenset()
 _AWAY = (State.CONNECTING, State.CLOSED)
+_REMOVED = "it is not subscribed to any more"
+_RENAMED = "its batches give it another name"
 
 Statuses = Mapping[Rank, RankStatus]
 Listener: TypeAlias = Callable[[Sequence[RankStatus]], None]
@@ -92,14 +94,23 @@ class StatusBoard:
     def remove(self, ranks: Collection[Rank]) -> None:
         """Forget ranks."""
         with self._writing() as changed:
-            changed += self._take_away(ranks, "it is not subscribed to any more")
+            changed += self._take_away(ranks, _REMOVED)
             self._names = {r: n for r, n in self._names.items() if n not in ranks}
 
     def rename(self, gone: Iterable[Rank], names: Mapping[Rank, Rank]) -> None:
         """Take names away, and note under which a port's own rank is found now."""
         with self._writing() as changed:
-            changed += self._take_away(gone, "its batches give it another name")
+            changed += self._take_away(gone, _RENAMED)
             self._names.update(names)
+
+    def keep(self, ranks: Collection[Rank], names: Mapping[Rank, Rank]) -> None:
+        """Forget all other ranks and names: what came of any number of changes."""
+        with self._writing() as changed:
+            renamed = {rank for port, rank in self._names.items() if port in names}
+            gone = self._statuses.keys() - ranks
+            changed += self._take_away(gone & renamed, _RENAMED)
+            changed += self._take_away(gone - renamed, _REMOVED)
+            self._names = dict(names)
 
     def _take_away(self, ranks: Iterable[Rank], reason: str) -> Iterator[RankStatus]:
         self._trusts = self._standing = None
@@ -291,7 +302,7 @@ class StatusBoard:
         for rank in self._statuses if wanted is None else map(self._name, wanted):
             status = self._statuses.get(rank)
             if status is None:
-                late[rank] = "it is not subscribed to any more"
+                late[rank] = _REMOVED
                 continue
             status = self._believed(status)
             if status.state is not State.LIVE:
@@ -309,7 +320,10 @@ class StatusBoard:
         """
         if isinstance(name, str):
             found = find_ranks(name, {**dict.fromkeys(self._statuses), **self._names})
-            return list(dict.fromkeys(map(self._name, found)))
+            ranks = [rank for rank in map(self._name, found) if rank in self._statuses]
+            if not ranks:  # it comes, and has no status yet
+                raise UnknownRankError(name, self._statuses)
+            return list(dict.fromkeys(ranks))
         rank = self._name(name)
         if rank not in self._statuses:
             raise UnknownRankError(name, self._statuses)

@@ -18,7 +18,7 @@ from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank
 from kvindex.rank_lookup import RankName
 from kvindex.sequencer import ReplayPolicy, SequencerConfig
-from kvindex.subscribe.connection import Contexts, SocketOptions
+from kvindex.subscribe.connection import Contexts, Room, SocketOptions
 from kvindex.subscribe.delivery import Outlet
 from kvindex.subscribe.feed import FeedSettings
 from kvindex.subscribe.following import Following
@@ -71,9 +71,13 @@ class Subscriber(Following):
         on_statuses: called on the subscriber's thread with the statuses that others see from now
             on, at the end of each turn (with none, if none is new).
         on_stop: called once, on the subscriber's thread, when that ends for whatever reason.
+        has_room: called on the subscriber's thread, between two batches. While it returns False
+            nothing is received and no time-out counts, but calls are served; after `wake`, or a
+            second later, it is called again.
 
     Attributes:
         board: the ranks' statuses, as the subscriber's thread shows them.
+        wake: has the thread call `has_room` again; from any thread.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.
@@ -100,6 +104,7 @@ class Subscriber(Following):
         clock: Callable[[], float] = time.monotonic,
         on_statuses: StatusSink | None = None,
         on_stop: Callable[[], None] | None = None,
+        has_room: Callable[[], bool] | None = None,
     ) -> None:
         calls = {"sink": sink, "decode": decode, "on_batch": on_batch}
         _check_settings(replay_policy, socket_options, calls)
@@ -117,12 +122,14 @@ class Subscriber(Following):
             decode=decode,
             fingerprints=fingerprints or Fingerprints(),
             clock=clock,
+            room=Room(socket_options or SocketOptions()),
             contexts=Contexts(context),
-            outlet=Outlet(sink, on_batch, self._counters, on_statuses),
+            outlet=Outlet(sink, on_batch, self._counters, on_statuses, has_room),
             counters=self._counters,
         )
         self._thread = SubscriberThread(settings, on_stop)
         self.board = self._board = self._thread.board
+        self.wake = self._thread.wake
         self._drop = weakref.finalize(self, _drop, self._thread, os.getpid())
         self._drop.atexit = False
         prepare_forks(self, Subscriber._prepare_fork)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvindex.subscribe.commands import Commands
 from kvindex.subscribe.feed import Feed, FeedSettings
@@ -22,6 +22,7 @@ __all__ = ["SubscriberThread"]
 logger = logging.getLogger(__name__)
 
 _MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often
+_TURN = 0.1  # seconds of feeds that are busy, so that calls wait little however many they are
 
 
 class SubscriberThread:
@@ -36,6 +37,7 @@ class SubscriberThread:
         commands: what others have it do.
         roster: the feeds; owned by the thread.
         stopping: whether it was told to end.
+        wake: has it begin its next turn at once; from any thread.
 
     Thread safety: `tell_to_end`, `end`, `is_current` from any thread.
     """
@@ -50,8 +52,10 @@ class SubscriberThread:
         self.board = StatusBoard(settings.clock, settings.sequencer.stale_after + 2 * _MAX_SLEEP)
         self._watch = Watch()
         self.roster = Roster(settings, self._watch, self.board)
-        self._cut_at = settings.clock()  # when peers that send without end are looked for next
-        self.commands = Commands(self._watch.wake)
+        self._bound_at = settings.clock()  # when what peers send is bounded next
+        self.wake = self._watch.wake
+        self.commands = Commands(self.wake)
+        self._waiting: dict[Feed, None] = {}  # feeds that wait for their turn, the longest first
         self.stopping = False
         self._thread = threading.Thread(target=self._run, name="kvindex-subscriber", daemon=True)
         self._thread.start()
@@ -65,7 +69,7 @@ class SubscriberThread:
         """Have it end soon, without waiting; the collector may call this within any lock."""
         if self._pid == os.getpid():  # a forked child shares its parent's descriptors
             self.stopping = self._outlet.shut = True
-            self._watch.wake()
+            self.wake()
 
     def end(self, timeout: float) -> None:
         """Tell it to end, and wait for that; from the thread itself, do not wait."""
@@ -97,28 +101,60 @@ class SubscriberThread:
                 self._stop(reason)
 
     def _turn(self) -> None:
-        """Wait for something to do, and do it: commands, then messages, then time-outs."""
-        roster = self.roster
-        touched: dict[Feed, None] = self._watch.wait(self._sleep())
+        """Wait for something to do, and do some of it: calls, then messages, then time-outs."""
+        if not self._has_room():
+            self._watch.wait_for_call(_MAX_SLEEP)
+            self.commands.run()
+            if not self.stopping:
+                self._bound_inflow(self._clock())
+            return  # no time-out may count while its answer waits in a socket
+        self._waiting.update(self._watch.wait(0.0 if self._waiting else self._sleep()))
         now = self._clock()
         self.board.sign(now)
         self._counters["turns"] += 1
         self.commands.run()
         if self.stopping:
             return  # at once: in a child that a command has forked the sockets are the parent's
-        for feed in touched:
+        changed = [*self._pump(now), *self._tick(now)]
+        self._bound_inflow(now)
+        self.roster.publish(dict.fromkeys(changed), now)
+
+    def _pump(self, now: float) -> Iterator[Feed]:
+        """Have feeds take messages, one of them at least; yield these, and leave the rest."""
+        roster, until = self.roster, self._clock() + _TURN
+        while self._waiting and self._has_room():
+            feed = next(iter(self._waiting))
+            del self._waiting[feed]
             if not feed.closed:
                 roster.guard(feed, feed.pump, now)
                 roster.deadlines.set(feed, feed.deadline)
-        for feed in roster.deadlines.due(now):
-            if not feed.closed:
-                if roster.guard(feed, feed.tick, now):
-                    touched[feed] = None
-                roster.deadlines.set(feed, feed.deadline)
-        if now >= self._cut_at:
-            self._cut_at = now + _MAX_SLEEP
-            roster.cut_endless(now)
-        roster.publish(touched, now)
+                yield feed
+            if self._clock() >= until:
+                return
+
+    def _tick(self, now: float) -> Iterator[Feed]:
+        """Let time pass for feeds, one of them at least; yield those that something was due for."""
+        deadlines, until = self.roster.deadlines, self._clock() + _TURN
+        for feed in deadlines.due(now):
+            if feed.closed or feed in self._waiting:
+                continue  # what it waits for may have come: pumping it sets its deadline anew
+            if self._clock() >= until:
+                deadlines.set(feed, now)
+                continue
+            if self.roster.guard(feed, feed.tick, now):
+                yield feed
+            deadlines.set(feed, feed.deadline)
+
+    def _bound_inflow(self, now: float) -> None:
+        """Once a second, bound what peers send."""
+        if now >= self._bound_at:
+            self._bound_at = now + _MAX_SLEEP
+            self.roster.bound_inflow(now)
+
+    def _has_room(self) -> bool:
+        """Whether the sink takes more."""
+        has_room = self._outlet.has_room
+        return has_room is None or has_room()
 
     def _sleep(self) -> float:
         nearest = self.roster.deadlines.nearest

@@ -45,6 +45,8 @@ class Watch:
         self._again: dict[Any, None] = {}
         self._waker = Waker()
         self._selector.register(self._waker, selectors.EVENT_READ)
+        self._calls = selectors.PollSelector()
+        self._calls.register(self._waker, selectors.EVENT_READ)
         self.wake = self._waker.wake
 
     def add(self, watched: zmq.Socket[bytes], owner: Any) -> None:
@@ -75,9 +77,15 @@ class Watch:
                 owners[key.data] = None
         return owners
 
+    def wait_for_call(self, seconds: float) -> None:
+        """Wait for `wake`, at most this long, and leave the sockets as they are."""
+        if self._calls.select(seconds):
+            self._waker.clear()
+
     def close(self) -> None:
         """Close what waiting needs; the watched sockets are their owners' to close. Idempotent."""
         self._selector.close()
+        self._calls.close()
         self._waker.close()
 
 

@@ -18,6 +18,8 @@ Endpoints: TypeAlias = str | Sequence[str] | Mapping[int, str]
 """One endpoint for rank 0 (later ranks follow from it), one for each rank, or `{dp_rank: …}`."""
 
 _TCP_PORT = re.compile(r"(tcp://.+):(\d+)")
+_HOST_PORT = re.compile(r"(?:[\w.-]{1,255}|\[[0-9a-fA-F:.]+\]):\d{1,5}/?")
+_TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 _MAX_DP_SIZE = 65_536
 
 
@@ -80,6 +82,12 @@ class Worker(msgspec.Struct, frozen=True):
                 f"dp_size must be 1 to {_MAX_DP_SIZE} ranks, not {self.dp_size}"
             )
         self.publishers()
+        shared = self.shared_endpoints() if isinstance(self.endpoint, str) else []
+        if shared:
+            raise ConfigurationError(
+                f"with {self.dp_size} ranks, one publishes at {shared[0]}, where another replays: "
+                f"set the engine's replay port at least {self.dp_size} above its events' port"
+            )
 
     def __hash__(self) -> int:
         """Return a hash of what cannot change: endpoints and settings may hold lists and dicts."""
@@ -161,9 +169,14 @@ def workers_of(workers: Iterable[Worker] | Worker) -> list[Worker]:
 
 def not_a_worker(given: object) -> ConfigurationError:
     """Return the error for what is no `Worker`, with what to write instead."""
+    write = 'Worker("NAME", "tcp://HOST:PORT", replay="tcp://HOST:PORT"), or a list of such'
+    if isinstance(given, str):
+        if given.startswith(_TRANSPORTS):
+            write = f'Worker("NAME", "{given:.500}", replay="tcp://HOST:PORT")'
+        elif _HOST_PORT.fullmatch(given):
+            write = f'"http://{given}" if that is the engine\'s HTTP server, else {write}'
     return ConfigurationError(
-        f"{given!r:.500} ({type(given).__name__}) is no Worker: write "
-        'Worker("NAME", "tcp://HOST:PORT", replay="tcp://HOST:PORT"), or a list of such'
+        f"{given!r:.500} ({type(given).__name__}) is no Worker: write {write}"
     )
 
 

@@ -30,6 +30,9 @@ __all__ = ["FakeEngine"]
 class FakeEngine:
     """Serve requests from a paged cache and publish every change in an engine's own words.
 
+    As in the engines, endpoints are those of DP rank 0: rank r listens at port + r. So all ranks
+    of an engine are given the same `endpoint` and `replay_endpoint`.
+
     Args:
         worker: the worker's id.
         dp_rank: its data-parallel rank.

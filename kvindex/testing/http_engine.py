@@ -31,10 +31,11 @@ class HttpEngine:
 
     - `/v1/completions`, `/v1/chat/completions` (not streamed): `prompt` is text, token ids, or a
       list of either. `usage.prompt_tokens_details.cached_tokens` tells what was hit.
-      `cache_salt`, `model` (an adapter's name), the header `X-data-parallel-rank` and
-      `prompt_logprobs` (which has the cache left unread) work as in the engines. The ranks take
-      turns.
-    - `/tokenize`, and with kind "vllm" `/v1/completions/render`, `/v1/chat/completions/render`.
+      `cache_salt`, `model` (an adapter's name), the header `X-data-parallel-rank`,
+      `prompt_logprobs` and `echo` with `logprobs` (which have the cache left unread) work as in
+      the engines. The ranks take turns.
+    - `/tokenize`, and with kind "vllm" and `HttpOptions.render` also `/v1/completions/render`,
+      `/v1/chat/completions/render`.
       Tokens are bytes: id 97 is "a"; 256 begins every text; 257 to 262 are those of the chat
       template.
     - `/kv_event_sources`, `/version` (vLLM), `/server_info`, `/get_server_info` (SGLang).

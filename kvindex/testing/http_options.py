@@ -26,7 +26,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         reads_cache: False computes every prompt anew, though what it stores is published.
         silent: True keeps back what it should publish.
         cached_tokens: whether `usage` tells how many tokens were cached.
-        render: whether there are routes that show how a request is tokenized.
+        render: whether vLLM's routes that show how a request is tokenized answer, as with its
+            --enable-scale-out; else they refuse.
         metrics: whether there is `/metrics`.
         drops_blocks: hit so many blocks less than are cached; EAGLE makes vLLM drop one.
         prepends: True puts a token before prompts that are token ids already.
@@ -34,7 +35,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         salt: cache salt of requests that have none, as a gateway may add it.
         external_hits: tokens hit, as metrics say, in a cache elsewhere that publishes nothing.
         role: SGLang's `disaggregation_mode`: "null", "prefill" or "decode".
-        api_key: if not empty, what `Authorization: Bearer` must have, but for `/health`.
+        api_key: if not empty, what `Authorization: Bearer` must have: with vLLM for routes under
+            `/v1`, with SGLang for all but `/health`.
     """
 
     version: str | None = None
@@ -46,7 +48,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     reads_cache: bool = True
     silent: bool = False
     cached_tokens: bool = True
-    render: bool = True
+    render: bool = False
     metrics: bool = True
     drops_blocks: int = 0
     prepends: bool = False

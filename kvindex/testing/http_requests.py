@@ -39,7 +39,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         salt: `cache_salt`.
         dp_rank: the rank that the request insists on.
         images: by the place of its placeholder, a digest of each image.
-        reads_cache: False if the engine must compute the whole prompt (`prompt_logprobs`).
+        reads_cache: False if the engine must compute the whole prompt (`prompt_logprobs`, `echo`
+            with `logprobs`, `echo` in a chat).
     """
 
     token_ids: list[int]
@@ -89,7 +90,7 @@ def completion(body: Mapping[str, Any], *, default_model: str, header_rank: str)
             salt=salt,
             dp_rank=None if rank is None else _rank(rank),
             images=images,
-            reads_cache=body.get("prompt_logprobs") is None,
+            reads_cache=_reads_cache(body),
         )
         for tokens in token_lists
     ]
@@ -111,6 +112,11 @@ def new_tokens(prompt: Prompt) -> list[int]:
     """Return what is generated: lower-case letters that the prompt alone decides."""
     seed = zlib.crc32(repr(prompt.token_ids).encode())
     return [ord("a") + (seed + 7 * step) % 26 for step in range(prompt.max_tokens)]
+
+
+def _reads_cache(body: Mapping[str, Any]) -> bool:
+    echoes = body.get("echo") and ("messages" in body or body.get("logprobs") is not None)
+    return not echoes and body.get("prompt_logprobs") is None
 
 
 def _token_lists(body: Mapping[str, Any]) -> list[list[int]]:

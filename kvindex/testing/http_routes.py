@@ -24,6 +24,7 @@ from kvindex.testing.text import text_of
 __all__ = ["Answer", "Routes"]
 
 _JSON = "application/json"
+_ERROR_TYPES = {403: "PermissionDeniedError", 404: "NotFoundError"}
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -41,7 +42,7 @@ class Answer(msgspec.Struct, frozen=True):
     @classmethod
     def of_error(cls, error: RequestError) -> Answer:
         """Return an error as the engines write it."""
-        kind = "NotFoundError" if error.code == 404 else "BadRequestError"
+        kind = _ERROR_TYPES.get(error.code, "BadRequestError")
         detail = {"message": str(error), "type": kind, "param": None, "code": error.code}
         return cls(error.code, json.dumps({"error": detail}).encode())
 
@@ -83,7 +84,8 @@ class Routes:
 
     def _check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
         key = self._service.options.api_key
-        if key and path != "/health" and headers.get("authorization") != f"Bearer {key}":
+        guarded = path.startswith("/v1") if self._service.kind == "vllm" else path != "/health"
+        if key and guarded and headers.get("authorization") != f"Bearer {key}":
             raise RequestError(401, "Unauthorized")
         routes: Mapping[str, object] = self._get if method == "GET" else self._post
         if path not in routes:
@@ -97,9 +99,8 @@ class Routes:
         self._get["/version"] = lambda: Answer.of_json({"version": service.version})
         if service.options.sources is not None:
             self._get["/kv_event_sources"] = self._sources
-        if service.options.render:
-            self._post["/v1/completions/render"] = self._render
-            self._post["/v1/chat/completions/render"] = self._render_chat
+        self._post["/v1/completions/render"] = self._render
+        self._post["/v1/chat/completions/render"] = self._render_chat
 
     def _sources(self) -> Answer:
         sources = self._service.sources()
@@ -177,12 +178,22 @@ class Routes:
             {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": None}
         )
 
+    def _check_render(self) -> None:
+        if not self._service.options.render:
+            raise RequestError(
+                403,
+                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to "
+                "enable them.",
+            )
+
     def _render(self, body: Mapping[str, Any], rank: str) -> Answer:
+        self._check_render()
         if "messages" in body:
             raise RequestError(400, "/v1/completions/render takes a prompt, not messages")
         return Answer.of_json([_generate_request(one) for one in self._prompts(body, rank)])
 
     def _render_chat(self, body: Mapping[str, Any], rank: str) -> Answer:
+        self._check_render()
         if "messages" not in body:
             raise RequestError(400, "/v1/chat/completions/render takes messages")
         return Answer.of_json(_generate_request(self._prompts(body, rank)[0]))

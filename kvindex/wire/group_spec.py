@@ -106,6 +106,10 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
         upper_bound: whether the engine's events tell only part of what limits a hit, so that
             answers are upper bounds: SGLang's hybrid caches (sliding window, Mamba), and SGLang
             when requests carry an `extra_key`.
+        resets_connector: whether vLLM's prefix cache is reset together with its connector: with
+            `reset_connector=True` (`reset_external=true` over HTTP), by `sleep`, or by a pause that
+            clears caches. Then AllBlocksCleared takes away what the connector holds in the host's
+            memory, too. vLLM's own default keeps it.
 
     Raises:
         ConfigurationError: a value is none of these.
@@ -116,6 +120,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     eagle: bool | tuple[int, ...] = False
     hash_block_size: int | None = None
     upper_bound: bool = False
+    resets_connector: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.groups, Mapping):

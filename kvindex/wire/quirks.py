@@ -20,6 +20,7 @@ __all__ = [
     "is_content_hash",
     "is_root_parent",
     "medium_tier",
+    "outlives_clear",
     "text_token",
 ]
 
@@ -37,6 +38,7 @@ _KNOWN_MEDIA: Final = frozenset(
 
 
 _HOST_MEDIA: Final = frozenset({"CPU", "CPU_PINNED"})
+_SGLANG_MEDIA: Final = frozenset({"CPU_PINNED", "DISK", "EXTERNAL"})
 _DEVICES: Final = ("GPU", "CUDA", "ROCM", "HIP", "XPU", "NPU", "TPU", "HPU")
 
 
@@ -121,6 +123,27 @@ def medium_tier(folded_medium: str) -> int:
     if folded_medium in _HOST_MEDIA:
         return 1
     return 2 if folded_medium in _KNOWN_MEDIA else 3
+
+
+def outlives_clear(folded_medium: str, *, resets_connector: bool = False) -> bool:
+    """Return True if an engine keeps the blocks of a medium when it announces that all are cleared.
+
+    SGLang flushes all its tiers together. vLLM clears the device only, and asks its connector to
+    clear the host's memory where the reset says so; further tiers stay in any case. The event is
+    the same, but each engine has its own names for the media besides the device.
+
+    Args:
+        folded_medium: its name.
+        resets_connector: `CacheSettings.resets_connector`.
+
+    Examples:
+        >>> [outlives_clear(medium) for medium in ("GPU", "CPU_PINNED", "CPU", "STORAGE")]
+        [False, False, True, True]
+        >>> outlives_clear("CPU", resets_connector=True)
+        False
+    """
+    tier = 0 if folded_medium in _SGLANG_MEDIA else medium_tier(folded_medium)
+    return tier > (1 if resets_connector else 0)
 
 
 def text_token(text: str) -> int:

@@ -25,7 +25,8 @@ const FoundRank* find(const Answer& answer, uint32_t rank) {
   return nullptr;
 }
 
-// (rank id, blocks, tokens, block size, {medium: blocks}, device tokens, host tokens, upper bound)
+// (rank id, blocks, tokens, block size, {medium: blocks}, device tokens, host tokens, upper bound,
+// lower bound)
 nb::tuple plain(const Answer& answer, const FoundRank& found) {
   nb::dict media;
   for (uint32_t i = 0; i < found.media_count; ++i) {
@@ -33,7 +34,8 @@ nb::tuple plain(const Answer& answer, const FoundRank& found) {
     media[unicode(*medium.medium)] = medium.blocks;
   }
   return nb::make_tuple(found.rank, found.blocks(), found.tokens, found.block_size, media,
-                        found.device_tokens, found.host_tokens, found.upper_bound);
+                        found.device_tokens, found.host_tokens, found.upper_bound,
+                        found.lower_bound);
 }
 
 nb::list longest(const Answer& answer) {
@@ -81,11 +83,12 @@ void bind_answer(nb::module_& module) {
       })
       .def("hits", &hits, "rows"_a, "live"_a.none(), "device"_a, "host"_a, "tokens"_a,
            "block_size"_a)
-      .def("block_size", [](const PyAnswer& self, uint32_t rank) {
+      // (block size, lower bound) of a rank that holds nothing
+      .def("nothing", [](const PyAnswer& self, uint32_t rank) {
         for (const RankSize& size : *self.answer.sizes) {
-          if (size.rank == rank) return size.block_size;
+          if (size.rank == rank) return nb::make_tuple(size.block_size, size.places_missing);
         }
-        return uint32_t{0};
+        return nb::make_tuple(0u, false);
       })
       .def("units", [](const PyAnswer& self) {
         nb::dict all;

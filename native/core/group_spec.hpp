@@ -48,6 +48,7 @@ struct CacheSettings {
   std::set<uint32_t> eagle_groups;  // in these
   uint32_t hash_block_size = 0;  // 0: as learned
   bool upper_bound = false;
+  bool resets_connector = false;
 };
 
 }  // namespace kvindex

@@ -107,6 +107,8 @@ void RankGroups::changed() {
   last_shape_ = Shape{};
   summary_ = Summary{};
   bool all_told = true;
+  bool any_told = false;
+  bool told_dense = false;
   bool dense = false;
   bool all_units = true;
   bool main_needs_all = false;
@@ -118,6 +120,8 @@ void RankGroups::changed() {
       main_needs_all = group.spec.needs_all();
     }
     all_told &= group.told;
+    any_told |= group.told;
+    told_dense |= group.told && group.spec.needs_all();
     all_units &= group.block_size == unit_;
     if (group.spec.needs_all() && group.block_size == unit_) {
       dense = true;
@@ -125,6 +129,7 @@ void RankGroups::changed() {
       summary_.only_size = unit_;
     }
   }
+  summary_.windows_only = any_told && !told_dense;
   summary_.cache = {std::max(1u, unit_), alignment()};
   summary_.kinds_untold = summary_.hashed > 1 && !all_told;
   summary_.upper_bound =

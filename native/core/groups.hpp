@@ -44,6 +44,8 @@ class RankGroups {
     bool kinds_untold = false;    // there are several of which some may be anything
     bool upper_bound = false;     // the engine's hits may be shorter than the answers
     bool may_skip_holes = false;  // a match may go on after a unit that no group holds
+    // No group needs all blocks, of those whose kinds are told: then no event may name all of them.
+    bool windows_only = false;
     // The usual case: one group takes part, and its blocks, of one unit, are all needed. Then it is
     // `only_group`, and `only_size` its block size; else `only_size` is 0.
     uint32_t only_group = 0;

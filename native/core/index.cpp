@@ -157,7 +157,7 @@ void Index::renew_sizes() {
   for (uint32_t slot = 0; slot < slots_.size(); ++slot) {
     if (slots_[slot].blocks == nullptr) continue;
     const RankSummary& summary = shared_.summaries[slot];
-    sizes->push_back({slots_[slot].id, summary.block_size, summary.unit});
+    sizes->push_back({slots_[slot].id, summary.block_size, summary.unit, summary.places_missing});
   }
   shared_.sizes = std::move(sizes);
 }

@@ -296,6 +296,27 @@ void Labels::count_shared() {
   }
 }
 
+void Labels::drop_places(const std::vector<OwnerId>& owners, Hold& hold) {
+  for (const OwnerId owner : owners) {
+    std::vector<std::pair<BlockRef, Label>> held;
+    placements([&](const Label& label, BlockRef block) {
+      if (copies(label, block, owner) != 0) held.emplace_back(block, label);
+      hold.did(1);
+    });
+    for (const auto& [block, label] : held) {
+      if (std::vector<Copies>* const all = written(label, block)) {
+        for (Copies& some : *all) {
+          if (some.owner == owner) some.count = 1;
+        }
+      } else {
+        further_.erase(residence(block, owner));
+      }
+      if (drop(label, block, owner)) tree_.disown(block, owner);
+      hold.did(1);
+    }
+  }
+}
+
 void Labels::clear(Hold& hold) {
   std::vector<BlockRef> blocks;
   blocks.reserve(ints_.size() + named_.size());

@@ -119,6 +119,9 @@ class Labels {
     for (const auto& [label, several] : several_) visit(label, several.blocks);
   }
 
+  // Take all copies of these owners away; the tree learns of it.
+  void drop_places(const std::vector<OwnerId>& owners, Hold& hold);
+
   // Forget every label; the tree learns of it.
   void clear(Hold& hold);
 

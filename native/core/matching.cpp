@@ -370,7 +370,8 @@ class Matcher {
     const auto media = static_cast<uint32_t>(answer_.media.size());
     answer_.ranks.push_back({rank.id, block_size, hit.tokens, hit.device_tokens, hit.host_tokens,
                              media, 0, rank.order,
-                             upper_bound || hit.tokens > hit.device_tokens});
+                             upper_bound || hit.tokens > hit.device_tokens,
+                             rank.blocks->places_missing()});
     if (hit.tokens > best_tokens_ || (hit.tokens == best_tokens_ && rank.order < best_order_)) {
       best_tokens_ = hit.tokens;
       best_order_ = rank.order;

@@ -41,6 +41,7 @@ struct FoundRank {
   uint32_t media_count = 0;
   uint32_t order = 0;        // the rank's place in the index's order of ranks
   bool upper_bound = false;  // the engine's own hit may be shorter
+  bool lower_bound = false;  // likewise longer
 
   uint32_t blocks() const { return static_cast<uint32_t>(tokens / block_size); }
 };

@@ -72,6 +72,18 @@ bool Orphans::drop_copy(const Label& label, OwnerId owner) {
   return true;
 }
 
+void Orphans::drop_places(const std::vector<OwnerId>& owners) {
+  for (auto turn = turns_.begin(); turn != turns_.end();) {
+    const auto held = held_.find(*turn++);
+    std::vector<Copies>& all = held->second.orphan.copies;
+    std::erase_if(all, [&](const Copies& some) {
+      return std::find(owners.begin(), owners.end(), some.owner) != owners.end();
+    });
+    if (!all.empty()) continue;
+    if (const Orphan gone = take(held, false); gone.parent) tree_.leave(gone.root);
+  }
+}
+
 void Orphans::clear() {
   for (auto& [label, held] : held_) {
     names_.release(label);
@@ -84,6 +96,7 @@ void Orphans::clear() {
   turns_.clear();
   waiting_.clear();
   bytes_ = 0;
+  forgot_ = false;
 }
 
 void Orphans::restore(const Label& label, std::vector<Copies> copies) {
@@ -95,8 +108,9 @@ void Orphans::restore_wait(const Label& label, const Label& parent, RootId root,
   wait(held_.find(label)->second, label, parent, root, content, content_bytes);
 }
 
-void Orphans::restore_dropped(uint64_t dropped) {
+void Orphans::restore_dropped(uint64_t dropped, bool forgot) {
   dropped_ = dropped;
+  forgot_ = forgot;
   make_room();
 }
 
@@ -146,6 +160,7 @@ void Orphans::make_room() {
       tree_.leave(gone.root);
     }
     ++dropped_;
+    forgot_ = true;
   }
 }
 

@@ -34,6 +34,7 @@ class Orphans {
 
   size_t size() const { return held_.size(); }
   uint64_t dropped() const { return dropped_; }  // given up for newer ones
+  bool forgot() const { return forgot_; }        // whether some of these may still be resident
 
   // Hold one copy of a block of which only the label is known.
   void hold_label(const Label& label, OwnerId owner);
@@ -52,6 +53,9 @@ class Orphans {
   // Take one copy of a held block away; false if the owner holds none.
   bool drop_copy(const Label& label, OwnerId owner);
 
+  // Take all copies of these owners away.
+  void drop_places(const std::vector<OwnerId>& owners);
+
   void clear();
 
   // Visit what is held, the oldest first: its label, itself, and its number among those that wait.
@@ -68,7 +72,7 @@ class Orphans {
   void restore(const Label& label, std::vector<Copies> copies);
   void restore_wait(const Label& label, const Label& parent, RootId root, Digest content,
                     uint64_t content_bytes);
-  void restore_dropped(uint64_t dropped);
+  void restore_dropped(uint64_t dropped, bool forgot);
 
  private:
   struct Held {
@@ -95,6 +99,7 @@ class Orphans {
   uint64_t waits_ = 0;
   uint64_t bytes_ = 0;
   uint64_t dropped_ = 0;
+  bool forgot_ = false;
 };
 
 }  // namespace kvindex

@@ -39,6 +39,8 @@ class Media {
 
 // How far a medium is from the device; the twin of `kvindex.wire.quirks.medium_tier`.
 uint8_t medium_tier(std::string_view folded_medium);
+// Whether an engine keeps a medium's blocks when it announces that all are cleared; likewise.
+bool outlives_clear(std::string_view folded_medium, bool resets_connector);
 
 struct Owner {
   uint32_t rank = 0;  // the rank's slot

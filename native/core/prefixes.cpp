@@ -177,12 +177,17 @@ void PrefixWalk::look() {
   const Chain chain = follow(first);
   const Strand& strand = tree_->strand(strand_of(first));
   ++found_.looked_at;
-  node(children_.parent).left_out_blocks += chain.blocks;
+  PrefixNode& parent = node(children_.parent);
   const uint32_t ranks = found_.holdings[chain.holding].ranks;
-  const bool wanted = ranks != 0 || !only_rows_;
-  if (wanted && (chain.goes_on || chain.blocks >= min_blocks_)) {
-    waiting_.push({ranks, chain.blocks, found_.looked_at, known(chain.end), children_.parent,
-                   children_.depth, children_.name_space, chain.holding, strand.salted});
+  if (only_rows_ && ranks == 0) {  // others' alone: it is not left out, but none
+    --parent.children;
+    --parent.left_out;
+  } else {
+    parent.left_out_blocks += chain.blocks;
+    if (chain.goes_on || chain.blocks >= min_blocks_) {
+      waiting_.push({ranks, chain.blocks, found_.looked_at, known(chain.end), children_.parent,
+                     children_.depth, children_.name_space, chain.holding, strand.salted});
+    }
   }
   if (--children_.left == 0) return;
   StrandId next = strand.newer;

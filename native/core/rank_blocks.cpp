@@ -10,7 +10,8 @@ namespace kvindex {
 
 const std::array<const char*, static_cast<size_t>(Counter::kCount)> kCounterNames = {
     "stored",  "stored_text", "reannounced", "orphaned", "orphans_attached", "unplaced",
-    "removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"};
+    "removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared",
+    "proofs", "proofs_missed"};
 
 const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredNames = {
     "too_many_media",   "block_size",           "token_count",  "extra_keys_count",
@@ -117,6 +118,7 @@ RankBlocks::RankBlocks(Shared& shared, uint32_t slot)
     : shared_(shared), slot_(slot),
       labels_(shared.tree, shared.owners, shared.names, shared.budget, shared.scramble),
       orphans_(shared.tree, shared.names, shared.scramble, shared.max_orphans),
+      proofs_(shared.scramble),
       torn_(0, LabelHash(shared.scramble)) {
   if (shared.summaries.size() <= slot) shared.summaries.resize(slot + 1);
   summarize();
@@ -130,11 +132,12 @@ void RankBlocks::configure(const CacheSettings& settings) {
 void RankBlocks::summarize() {
   const RankGroups::Summary& known = groups_.summary();
   RankSummary& summary = shared_.summaries[slot_];
-  if (known.main_size != summary.block_size || groups_.unit() != summary.unit) {
+  if (known.main_size != summary.block_size || groups_.unit() != summary.unit ||
+      places_missing() != summary.places_missing) {
     shared_.sizes.reset();
   }
   summary = {known.only_group, known.only_size, known.may_skip_holes ? groups_.unit() : 0,
-             known.upper_bound, known.main_size, groups_.unit()};
+             known.upper_bound, known.main_size, groups_.unit(), places_missing()};
 }
 
 void RankBlocks::apply(const Batch& batch, Hold& hold) {
@@ -147,15 +150,18 @@ void RankBlocks::apply(const Batch& batch, Hold& hold) {
         store(batch, event, hold);
         break;
       case EventKind::removed:
+        announced_.reset();  // what it showed may be gone
         remove(batch, event, hold);
         break;
       case EventKind::cleared:
+        announced_.reset();
         count(Counter::cleared, 1);
-        drop_all(hold);
+        drop_cleared(hold);
         break;
     }
     hold.did(1);
   }
+  if (places_missing() != shared_.summaries[slot_].places_missing) summarize();
 }
 
 void RankBlocks::skip(std::string_view tag) {
@@ -173,9 +179,30 @@ void RankBlocks::clear(Hold& hold) {
   labels_.places().clear();
 }
 
+// Drop what the engine clears: vLLM leaves what lies off the device as it is. A rank whose clears
+// cost more than they may loses what lies off the device as well.
+void RankBlocks::drop_cleared(Hold& hold) {
+  std::vector<OwnerId> gone;
+  std::vector<OwnerId> held;
+  for (const Place& place : places_) {
+    if (outlives_clear(place.medium, groups_.settings().resets_connector)) continue;
+    gone.push_back(place.owner);
+    if (shared_.tree.held(place.owner) != 0) held.push_back(place.owner);
+  }
+  const uint64_t looks = labels_.size() * held.size() + orphans_.size();
+  if (gone.size() < places_.size() && looks <= clear_looks_) {
+    clear_looks_ -= looks;
+    orphans_.drop_places(gone);
+    labels_.drop_places(held, hold);
+    if (labels_.size() != 0 || orphans_.size() != 0) return;
+  }
+  drop_all(hold);
+}
+
 void RankBlocks::drop_all(Hold& hold) {
   labels_.clear(hold);
   orphans_.clear();
+  proofs_.clear();
   positions_unknown_ = false;
   for (const Label& label : torn_) shared_.names.release(label);
   torn_.clear();
@@ -217,6 +244,8 @@ Label RankBlocks::label(const Batch& batch, const WireHash& hash) {
 
 void RankBlocks::store(const Batch& batch, const Event& event, Hold& hold) {
   const uint64_t at_least_one = std::max(1u, event.hashes_count);
+  clear_looks_ =
+      std::min(kClearLooks, clear_looks_ + kClearLooksABlock * uint64_t{event.hashes_count});
   const auto owner = place(batch, event);
   if (!owner) {
     ignore(Ignored::too_many_media, at_least_one);
@@ -231,7 +260,8 @@ void RankBlocks::store(const Batch& batch, const Event& event, Hold& hold) {
     relocate(labels.data(), labels.size(), *owner, hold);
   } else if (const Ignored fault = learn(batch, event); fault != Ignored::kCount) {
     ignore(fault, at_least_one);
-  } else if (event.hashes_count != 0) {  // 0: a sparse event of no block
+  } else if (!(groups_.summary().windows_only && store_proven(batch, event, *owner, hold)) &&
+             event.hashes_count != 0) {  // 0: a sparse event of no block
     if (event.tokens_count != uint64_t{event.hashes_count} * event.block_size) {
       store_sparsely(event, *owner, hold);
     } else if (names_only(batch, event)) {
@@ -485,6 +515,127 @@ void RankBlocks::store_sparsely(const Event& event, OwnerId owner, Hold& hold) {
   relocate(labels.data() + first, labels.size() - first, owner, hold);
 }
 
+// Store blocks where the engine's hash chain has their labels; false if that is unsure.
+bool RankBlocks::store_proven(const Batch& batch, const Event& event, OwnerId owner, Hold& hold) {
+  const uint32_t unit = groups_.unit();
+  const size_t scale = event.block_size / unit;
+  if (groups_.settings().reports_full || scale > kMostUnits ||
+      (counter(Counter::proofs_missed) >= kMostMisses && counter(Counter::proofs) == 0)) {
+    return false;
+  }
+  std::vector<Proofs::Step> steps;
+  if (!proofs_.chain(batch, event, unit, steps, hold)) return false;
+  std::vector<size_t> places;
+  if (!Proofs::find(batch, event, steps, scale, places)) {
+    count(Counter::proofs_missed, 1);
+    return false;
+  }
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const std::string_view extra = steps[i].salted ? extra_of(batch, event, 0) : std::string_view();
+    steps[i].content = unit_digest(batch, event, static_cast<uint32_t>(i / scale),
+                                   static_cast<uint32_t>(i % scale) * unit, unit, extra,
+                                   shared_.keys);
+    hold.did(1 + unit / kTokensPerBlock);
+  }
+  proofs_.keep(steps, unit);
+  if (places.empty()) return true;
+  count(Counter::proofs, 1);
+  const RootId root = shared_.tree.enter(unit, 0, {});
+  const bool placed = place_proven(batch, event, root, owner, steps, std::move(places), hold);
+  shared_.tree.leave(root);
+  return placed;
+}
+
+// Place blocks that the chain has proven; false if the blocks before it are not known any more.
+bool RankBlocks::place_proven(const Batch& batch, const Event& event, RootId root, OwnerId owner,
+                              const std::vector<Proofs::Step>& steps, std::vector<size_t> places,
+                              Hold& hold) {
+  std::vector<Proofs::Step> before;
+  const auto parent = anchor(batch, event, root, before);
+  if (!parent) return false;
+  if (!event.has_parent) learn_salt({}, extra_of(batch, event, 0));
+  std::vector<Digest> contents;
+  for (const Proofs::Step& step : before) contents.push_back(step.content);
+  for (const Proofs::Step& step : steps) contents.push_back(step.content);
+  const size_t scale = event.block_size / groups_.unit();
+  for (size_t& start : places) start = before.size() + start * scale;
+  const bool salted = *parent == kNoBlock && (before.empty() ? steps : before)[0].salted;
+  const std::vector<Label>& labels = shared_.scratch.labels;
+  place_sparsely(*parent,
+                 {root, labels.data(), contents.data(), labels.size(), scale, owner, salted},
+                 places, hold);
+  return true;
+}
+
+// The last resident block before a proven chain (kNoBlock: its prompt's start), and the steps
+// after it.
+std::optional<BlockRef> RankBlocks::anchor(const Batch& batch, const Event& event, RootId root,
+                                           std::vector<Proofs::Step>& gap) {
+  BlockRef found = kNoBlock;
+  std::optional<uint64_t> key;
+  if (event.has_parent) key = Proofs::key(batch, event.parent);
+  while (key) {
+    const Proofs::Step* const step = proofs_.look(*key);
+    if (step == nullptr) return std::nullopt;
+    Label label{*key, false};
+    if (event.parent.is_bytes()) label = {shared_.names.find(step->text()), true};
+    const bool known = !label.named || label.value != LabelNames::kUnknown;
+    const BlockRef block = known ? labels_.newest(label) : kNoBlock;
+    if (block != kNoBlock && !labels_.ambiguous(label) && !is_torn(label)) {
+      if (shared_.tree.root_of(block) != root) return std::nullopt;
+      found = block;
+      break;
+    }
+    gap.push_back(*step);
+    key = step->parent;
+  }
+  std::reverse(gap.begin(), gap.end());
+  return found;
+}
+
+// Put a chain into the tree of which only blocks that start at these units have labels.
+void RankBlocks::place_sparsely(BlockRef parent, const Chain& chain,
+                                const std::vector<size_t>& starts, Hold& hold) {
+  labels_.make_room(chain.labels[0], chain.count, hold);
+  size_t reached = 0;
+  for (size_t first = 0; first < starts.size();) {
+    const size_t start = starts[first];
+    size_t last = first;
+    size_t stop = start;
+    for (; last < starts.size() && starts[last] == stop; ++last) stop += chain.scale;
+    // Blocks without an owner stay where a block after them has one.
+    if (reached < start && !place_unnamed(parent, chain, reached, start)) {
+      ignore(no_room(), starts.size() - first);
+      return;
+    }
+    parent = place(parent, {chain.root, chain.labels + first, chain.contents + start, last - first,
+                            chain.scale, chain.owner, chain.salted}, hold);
+    if (parent == kNoBlock) {
+      ignore(no_room(), starts.size() - last);
+      return;
+    }
+    first = last;
+    reached = stop;
+  }
+}
+
+// Extend the tree by units that nobody owns yet, and move `last` to the last of them; false, and
+// nothing done, if there is no room for all.
+bool RankBlocks::place_unnamed(BlockRef& last, const Chain& chain, size_t start, size_t stop) {
+  std::vector<Stretch>& stretches = shared_.scratch.chain;
+  stretches.clear();
+  shared_.tree.extend(last, chain.root, chain.contents + start, stop - start, stretches,
+                      chain.salted);
+  size_t made = 0;
+  for (const Stretch& stretch : stretches) made += stretch.count;
+  if (!stretches.empty()) {
+    last = block_ref(stretches.back().strand,
+                     stretches.back().offset + stretches.back().count - 1);
+    if (made < stop - start) shared_.tree.prune(last);
+  }
+  return made == stop - start;
+}
+
 // The places of so many blocks in a row before a label's, or none if unsure.
 std::vector<BlockRef> RankBlocks::tail_before(const Event& event, const Label& label, size_t count,
                                               BlockRef before) const {
@@ -532,8 +683,9 @@ void RankBlocks::relocate(const Label* labels, size_t number, OwnerId owner, Hol
 }
 
 // Put a chain of blocks into the tree, cut by cut, and after each all held blocks that waited for
-// it. The last block of a cut stays while others go first: this rank holds it.
-void RankBlocks::place(BlockRef parent, Chain chain, Hold& hold) {
+// it. The last block of a cut stays while others go first: this rank holds it. Return the last of
+// all, or kNoBlock if there was no room for all.
+BlockRef RankBlocks::place(BlockRef parent, Chain chain, Hold& hold) {
   const bool is_short = chain.count * chain.scale <= Hold::kBlocks;
   const size_t most = is_short ? chain.count : std::max<size_t>(1, Hold::kBlocks / chain.scale);
   while (chain.count != 0) {
@@ -542,11 +694,12 @@ void RankBlocks::place(BlockRef parent, Chain chain, Hold& hold) {
     const size_t added = place_some(parent, cut, hold);
     if (added < cut.count) {
       ignore(no_room(), chain.count - added);
-      return;
+      return kNoBlock;
     }
     hold.did(cut.count * cut.scale);
     chain = chain.after(cut.count);
   }
+  return parent;
 }
 
 // Place as many blocks as there is room for; say how many, and move `last` to the last of all.

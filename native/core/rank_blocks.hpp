@@ -19,6 +19,7 @@
 #include "core/hold.hpp"
 #include "core/labels.hpp"
 #include "core/orphans.hpp"
+#include "core/proofs.hpp"
 #include "core/rank_image.hpp"
 
 namespace kvindex {
@@ -26,6 +27,7 @@ namespace kvindex {
 enum class Counter : uint8_t {
   stored, stored_text, reannounced, orphaned, orphans_attached, unplaced,
   removed, removed_unknown, removed_orphans, removed_ambiguous, cleared,
+  proofs, proofs_missed,
   kCount
 };
 
@@ -48,13 +50,16 @@ struct RankSummary {
   bool upper_bound = false;
   uint32_t block_size = 0;  // of the group whose blocks an answer counts; 0 while it is not known
   uint32_t unit = 0;        // `RankGroups::unit`
+  bool places_missing = false;  // `RankBlocks::places_missing`
 };
 
-// The block size and the unit of each rank; 0 while they are not known.
+// The block size and the unit of each rank, 0 while they are not known; and whether it stored blocks
+// whose place is not known.
 struct RankSize {
   uint32_t rank = 0;  // its id
   uint32_t block_size = 0;
   uint32_t unit = 0;
+  bool places_missing = false;
 };
 using RankSizes = std::vector<RankSize>;
 
@@ -97,6 +102,12 @@ class RankBlocks {
   static constexpr size_t kMostTorn = 65'536;
   // Of one block: it counts once for all bounds, and is placed without letting others go first.
   static constexpr size_t kMostUnits = Hold::kBlocks;
+  // Looks at held blocks that clears may take to find what they drop, and how many each stored block
+  // adds: so clears, too, cost in proportion to what was sent.
+  static constexpr uint64_t kClearLooks = 1 << 23;
+  static constexpr uint64_t kClearLooksABlock = 16;
+  // Of proofs, and none that succeeded: then the engine hashes otherwise.
+  static constexpr uint64_t kMostMisses = 8;
   static constexpr size_t kMostSalts = 64;        // distinct first extra keys remembered
   static constexpr size_t kMostSaltBytes = 256;  // longer ones are not
 
@@ -120,6 +131,10 @@ class RankBlocks {
   const Labels& labels() const { return labels_; }
   const Orphans& orphans() const { return orphans_; }
   const RankGroups& groups() const { return groups_; }
+  // Whether blocks were stored whose place is not known: hits may be longer.
+  bool places_missing() const {
+    return positions_unknown_ || orphans_.forgot() || orphans_.size() != 0;
+  }
   uint64_t counter(Counter counter) const { return counters_[static_cast<size_t>(counter)]; }
   uint64_t ignored(Ignored reason) const { return ignored_[static_cast<size_t>(reason)]; }
   const std::map<std::string, uint64_t>& skipped() const { return skipped_; }
@@ -166,6 +181,7 @@ class RankBlocks {
   }
   void summarize();
   void skip(std::string_view tag);
+  void drop_cleared(Hold& hold);
   void drop_all(Hold& hold);
 
   std::optional<OwnerId> find_place(const Batch& batch, const Event& event) const;
@@ -190,11 +206,19 @@ class RankBlocks {
   bool would_be_found(const Event& event, const Chain& chain, Hold& hold) const;
   bool is_torn(const Label& label) const;
   void store_sparsely(const Event& event, OwnerId owner, Hold& hold);
+  bool store_proven(const Batch& batch, const Event& event, OwnerId owner, Hold& hold);
+  bool place_proven(const Batch& batch, const Event& event, RootId root, OwnerId owner,
+                    const std::vector<Proofs::Step>& steps, std::vector<size_t> places, Hold& hold);
+  std::optional<BlockRef> anchor(const Batch& batch, const Event& event, RootId root,
+                                 std::vector<Proofs::Step>& gap);
+  void place_sparsely(BlockRef parent, const Chain& chain, const std::vector<size_t>& starts,
+                      Hold& hold);
+  bool place_unnamed(BlockRef& last, const Chain& chain, size_t start, size_t stop);
   std::vector<BlockRef> tail_before(const Event& event, const Label& label, size_t count,
                                     BlockRef before) const;
   bool holds(BlockRef block) const;
   void relocate(const Label* labels, size_t count, OwnerId owner, Hold& hold);
-  void place(BlockRef parent, Chain chain, Hold& hold);
+  BlockRef place(BlockRef parent, Chain chain, Hold& hold);
   size_t place_some(BlockRef& last, const Chain& chain, Hold& hold);
   size_t place_scaled(BlockRef& last, const Chain& chain, Hold& hold);
   size_t add_labels(const Chain& chain);
@@ -222,14 +246,16 @@ class RankBlocks {
   Labels labels_;
   Orphans orphans_;
   RankGroups groups_;
+  Proofs proofs_;
   std::vector<Place> places_;
   std::array<uint64_t, static_cast<size_t>(Counter::kCount)> counters_{};
   std::array<uint64_t, static_cast<size_t>(Ignored::kCount)> ignored_{};
   std::map<std::string, uint64_t> skipped_;
-  // Whether the engine announced blocks again whose last label is this one, as far as the batch
-  // has told.
+  // Whether the engine announced blocks again whose last label is this one, as the first group of a
+  // batch showed.
   std::optional<std::pair<Label, bool>> announced_;
   bool positions_unknown_ = false;
+  uint64_t clear_looks_ = kClearLooks;
   std::vector<Salt> salts_;  // the newest last: for explanations to try
   // Labels of several blocks of which one went away: those that are left cannot be told.
   std::unordered_set<Label, LabelHash> torn_;

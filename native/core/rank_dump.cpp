@@ -180,6 +180,7 @@ RankImage RankBlocks::image() const {
   image.counters.assign(counters_.begin(), counters_.end());
   image.ignored.assign(ignored_.begin(), ignored_.end());
   image.orphans_dropped = orphans_.dropped();
+  image.orphans_forgotten = orphans_.forgot();
   image.ambiguous_count = labels_.ambiguous();
   image.duplicates = labels_.duplicates();
   image.unit = groups_.unit();
@@ -212,11 +213,11 @@ void RankBlocks::restore(const RankImage& image, const std::vector<const std::st
     if (torn_.insert(label).second) shared_.names.acquire(label);
   }
   groups_.restore(image.groups, image.shapes, image.unit, image.settings);
-  summarize();
   skipped_ = image.skipped;
   std::copy(image.counters.begin(), image.counters.end(), counters_.begin());
   std::copy(image.ignored.begin(), image.ignored.end(), ignored_.begin());
   positions_unknown_ = image.positions_unknown;
+  summarize();
 }
 
 // A label that must be acquired at once.
@@ -330,7 +331,7 @@ void RankBlocks::restore_orphans(const RankImage& image, const std::vector<RootI
     orphans_.restore_wait(label, restored_label(image, wait.parent), roots[wait.root], wait.content,
                           wait.content_bytes);
   }
-  orphans_.restore_dropped(image.orphans_dropped);
+  orphans_.restore_dropped(image.orphans_dropped, image.orphans_forgotten);
 }
 
 }  // namespace kvindex

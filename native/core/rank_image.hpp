@@ -115,6 +115,7 @@ struct RankImage {
   std::vector<uint64_t> counters;  // by `Counter`
   std::vector<uint64_t> ignored;   // by `Ignored`
   uint64_t orphans_dropped = 0;
+  bool orphans_forgotten = false;
   uint64_t ambiguous_count = 0;
   uint64_t duplicates = 0;
   uint32_t unit = 0;

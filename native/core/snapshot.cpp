@@ -148,7 +148,9 @@ class ImageWriter {
     number(image_.settings.eagle_groups.size());
     for (const uint32_t group_idx : image_.settings.eagle_groups) number(group_idx);
     number((image_.settings.reports_full ? 1u : 0u) | (image_.positions_unknown ? 2u : 0u) |
-           (image_.settings.eagle ? 4u : 0u) | (image_.settings.upper_bound ? 8u : 0u));
+           (image_.settings.eagle ? 4u : 0u) | (image_.settings.upper_bound ? 8u : 0u) |
+           (image_.settings.resets_connector ? 16u : 0u) |
+           (image_.orphans_forgotten ? 32u : 0u));
   }
 
   // An int of up to 64 bits, 7 to a byte, the lowest first; all but the last byte have the high bit.
@@ -332,11 +334,13 @@ class ImageReader {
     image_.unit = small();
     image_.settings.hash_block_size = small();
     repeat([&] { image_.settings.eagle_groups.insert(small()); });
-    const uint32_t flags = below(16);
+    const uint32_t flags = below(64);
     image_.settings.reports_full = (flags & 1) != 0;
     image_.positions_unknown = (flags & 2) != 0;
     image_.settings.eagle = (flags & 4) != 0;
     image_.settings.upper_bound = (flags & 8) != 0;
+    image_.settings.resets_connector = (flags & 16) != 0;
+    image_.orphans_forgotten = (flags & 32) != 0;
   }
 
   // Read a count, and so many things of at least one byte.

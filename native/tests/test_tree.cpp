@@ -155,7 +155,10 @@ class World {
   }
 
   void clear(Ranks::value_type& rank, bool by_event) {
-    rank.second.clear();
+    for (auto& [node, copies] : rank.second) copies[0] = 0;
+    // An event leaves what a connector holds on the host.
+    std::erase_if(rank.second,
+                  [&](const auto& held) { return !by_event || held.second[1] == 0; });
     MadeBatch made;
     made.cleared();
     EXPECT(by_event ? index_.apply(rank.first, made.batch) : index_.clear(rank.first));

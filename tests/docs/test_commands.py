@@ -17,10 +17,10 @@ import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.docs.pages import PAGES, ROOT, Fence, fences_in, name_of
+from tests.live import PATIENCE
 from tests.native_ring import MISSING
 
 PROMPT = list(range(100))
-DEADLINE = 30.0
 # Not run here: installations and builds (.ci/run does those), engines that need a GPU,
 # benchmarks that take minutes (`--smoke` is in .ci/run), and what runs at night.
 ELSEWHERE = (
@@ -90,7 +90,7 @@ class Shell:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=DEADLINE,
+            timeout=PATIENCE,
             check=False,
         )
         assert ended.returncode == 0, f"{line}\n{ended.stdout}{ended.stderr}"
@@ -110,8 +110,9 @@ class Shell:
         line = line.replace("http://127.0.0.1:8000", self.http.url)
         line = line.replace("/run/router/", f"{self.folder}/").replace(SERVED, self.served)
         line = line.replace("curl -s ", "curl -s --fail-with-body ")
-        if line == "kvindex fake-engine":  # no fixed ports in tests
+        if line.startswith("kvindex fake-engine"):  # no fixed ports in tests: the last one counts
             line += " --endpoint tcp://127.0.0.1:0 --replay-endpoint tcp://127.0.0.1:0"
+            line += " --http 0" * ("--http" in line)
         if line.startswith("kvindex serve "):
             line += " --port 0"
         return line
@@ -139,7 +140,7 @@ class Shell:
     def interrupt(self) -> None:
         for process in self.running:
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=DEADLINE)
+            process.communicate(timeout=PATIENCE)
             assert process.returncode == 0
 
 

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvindex import Worker
 from kvindex.doctor import Finding, Limits, Report, Target, examine
+from kvindex.errors import KVIndexError
+from kvindex.testing import FakeEngine
+from kvindex.testing.ports import reserve_port
+from tests.live import PATIENCE
 
-# For faults: nobody waits long for what will not come. For what comes, all have patience.
-QUICK = Limits(http=10.0, handshake=0.3, live=0.3, listen=0.02, completion=10.0)
-LIVE = Limits(http=10.0, handshake=5.0, live=15.0, listen=0.02, completion=10.0)
-HEARING = Limits(http=10.0, handshake=5.0, live=15.0, listen=0.5, completion=10.0)
-PATIENT = Limits(http=10.0, handshake=5.0, live=15.0, listen=15.0, completion=15.0)
+# Nobody waits long for what will not come. For what comes, all have patience.
+PATIENT = Limits(
+    http=PATIENCE,
+    handshake=PATIENCE,
+    live=PATIENCE,
+    replay=PATIENCE,
+    listen=PATIENCE,
+    completion=PATIENCE,
+)
+HEARING = replace(PATIENT, listen=0.5)
+LIVE = replace(PATIENT, listen=0.02)
+NEVER_LIVE = replace(LIVE, live=0.5)
+NEVER_GREETED = replace(NEVER_LIVE, handshake=3.0)
 
 
-def look_at(*targets: str | Worker | Target, limits: Limits = QUICK, **options: Any) -> Report:
+def look_at(*targets: str | Worker | Target, limits: Limits = NEVER_LIVE, **options: Any) -> Report:
     """Examine engines by URL or by where they publish."""
     given = [
         target
@@ -40,6 +55,41 @@ def the(report: Report, kind: str) -> Finding:
     found = [finding for finding in report.findings if finding.id == kind]
     assert len(found) == 1, ids(report)
     return found[0]
+
+
+@contextmanager
+def two_ranks(dialect: str) -> Iterator[list[FakeEngine]]:
+    """An engine's ranks 0 and 1 at ports that follow each other, as SGLang says them."""
+    for _ in range(100):
+        with ExitStack() as stack:
+            zero = stack.enter_context(FakeEngine("a", dialect=dialect))
+            base: dict[str, Any] = {
+                "endpoint": zero.endpoint,
+                "replay_endpoint": zero.replay_endpoint,
+            }
+            try:
+                one = FakeEngine("a", dp_rank=1, dialect=dialect, **base)
+            except KVIndexError:
+                continue  # the port after it is somebody else's
+            yield [zero, stack.enter_context(one)]
+            return
+    raise AssertionError("no two ports follow each other")
+
+
+def port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
+
+
+@contextmanager
+def unused(scheme: str = "tcp") -> Iterator[str]:
+    """An endpoint, or a URL, at which nobody listens, and which nobody dials.
+
+    At 127.0.0.1 clients of other tests may still dial a port whose engine has ended.
+    """
+    host = "127.0.0.9" if sys.platform == "linux" else "127.0.0.1"
+    holder, port = reserve_port(host)
+    with holder:
+        yield f"{scheme}://{host}:{port}"
 
 
 @contextmanager

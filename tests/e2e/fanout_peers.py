@@ -15,7 +15,7 @@ from kvindex.fanout import FanOut, Replica, join
 from kvindex.subscribe import State
 from kvindex.testing import Workload
 from tests.e2e.queue_peers import Nursery, Peer, ProcessPeer
-from tests.live import PATIENCE, QUICK
+from tests.live import PATIENCE, REPLAYS
 
 Answers = list[dict[Rank, tuple[Any, ...]]]
 Mark = dict[Rank, tuple[Any, ...]]
@@ -26,7 +26,7 @@ PROMPTS = [list(r.token_ids) for w in (BEFORE, MEANWHILE, LATER) for r in w][::3
 
 
 def fan_out(path: str, *workers: Worker, **options: Any) -> FanOut:
-    return FanOut(workers, path, **{"replay_policy": QUICK, "probe_interval": 0.3, **options})
+    return FanOut(workers, path, **{"replay_policy": REPLAYS, "probe_interval": 0.3, **options})
 
 
 def mark(statuses: Mapping[Rank, RankStatus]) -> Mark:
@@ -145,7 +145,7 @@ class FanOutEnd:
         return told
 
     def serve(self, path: str, workers: list[Worker], **options: Any) -> None:
-        self.fanout = FanOut(workers, path, replay_policy=QUICK, probe_interval=0.3, **options)
+        self.fanout = FanOut(workers, path, replay_policy=REPLAYS, probe_interval=0.3, **options)
         self.fanout.client.wait_live(PATIENCE)
 
     def server_mark(self, last: dict[Rank, int]) -> Mark:

@@ -15,13 +15,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvindex.errors import KVIndexError
+from kvindex.errors import KVIndexError, PeerDiedError
+from kvindex.shm.groups.objects import check_rank, pack_object, unpack_object
 from kvindex.shm.groups.process_group import ProcessGroup
-from kvindex.shm.groups.same_node import MAGIC
-from kvindex.shm.groups.tcp_group import TcpProcessGroup
+from kvindex.shm.groups.same_node import MAGIC, ranks_that_share_memory
 from kvindex.shm.groups.torch_group import TorchProcessGroup
 
-PATIENCE = 20.0  # seconds: far more than anything takes, so that a slow machine is no failure
+PATIENCE = 120.0  # seconds: only a failure takes so long, however slow the machine is
 Task = Callable[[ProcessGroup, Connection], Any]
 
 
@@ -64,27 +64,88 @@ class Ranks:
             process.close()
 
 
+class PipeGroup:
+    """A group whose ranks 1, 2, … have a pipe to rank 0 each: all that a queue needs of a group."""
+
+    def __init__(self, rank: int, world_size: int, pipes: list[Connection]) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._pipes = pipes  # at rank 0 one to each other rank; elsewhere the one to rank 0
+
+    def broadcast_object(self, obj: Any, source: int) -> Any:
+        check_rank("source", source, self.world_size)
+        if self.rank == 0:
+            value = pack_object(obj) if source == 0 else self._receive(self._pipes[source - 1])
+            for pipe in self._pipes:
+                self._send(pipe, value)
+        else:
+            if self.rank == source:
+                self._send(self._pipes[0], pack_object(obj))
+            value = self._receive(self._pipes[0])
+        return unpack_object(value)
+
+    def gather_object(self, obj: Any, destination: int) -> list[Any] | None:
+        check_rank("destination", destination, self.world_size)
+        gathered: Any = None
+        if self.rank == 0:
+            gathered = [obj, *(unpack_object(self._receive(pipe)) for pipe in self._pipes)]
+        else:
+            self._send(self._pipes[0], pack_object(obj))
+        everyone = self.broadcast_object(gathered, 0)
+        return everyone if self.rank == destination else None
+
+    def same_node(self, source: int) -> list[bool]:
+        return ranks_that_share_memory(self, source)
+
+    def barrier(self) -> None:
+        self.gather_object(None, 0)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _send(self, pipe: Connection, data: bytes) -> None:
+        try:
+            pipe.send_bytes(data)
+        except OSError as error:
+            raise PeerDiedError(f"a rank is gone: {error}") from error
+
+    def _receive(self, pipe: Connection) -> bytes:
+        try:
+            return pipe.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise PeerDiedError(f"a rank is gone: {error!r}") from error
+
+
+def pipe_groups(world_size: int) -> list[PipeGroup]:
+    """Every rank of a group; processes may be given theirs."""
+    pairs = [multiprocessing.Pipe() for _ in range(world_size - 1)]
+    first = PipeGroup(0, world_size, [ours for ours, _ in pairs])
+    return [first] + [
+        PipeGroup(rank, world_size, [theirs]) for rank, (_, theirs) in enumerate(pairs, 1)
+    ]
+
+
 @contextmanager
-def tcp_ranks(world_size: int, task: Task, token: bytes, timeout: float) -> Iterator[Ranks]:
-    """Processes that run a task in one TCP group; each is sent rank 0's address."""
-    ranks = Ranks(world_size, _tcp_main, task, token, timeout)
+def pipe_ranks(world_size: int, task: Task) -> Iterator[Ranks]:
+    """Processes that run a task in one group of pipes."""
+    groups = pipe_groups(world_size)
+    ranks = Ranks(world_size, _pipe_main, task, groups)
+    for group in groups:
+        group.close()  # the processes have them
     try:
-        address = ranks.receive(0)
-        for pipe in ranks.pipes[1:]:
-            pipe.send(address)
         yield ranks
     finally:
         ranks.close()
 
 
-def _tcp_main(
-    rank: int, world_size: int, pipe: Connection, task: Task, token: bytes, timeout: float
+def _pipe_main(
+    rank: int, world_size: int, pipe: Connection, task: Task, groups: list[PipeGroup]
 ) -> None:
-    address = pipe.recv() if rank else "127.0.0.1:0"
-    with TcpProcessGroup(rank, world_size, address, token=token, timeout=timeout) as group:
-        if rank == 0:
-            pipe.send(group.address)
-        pipe.send(outcome(task, group, pipe))
+    for other in groups:
+        if other.rank != rank:
+            other.close()  # so that the end of its process is seen
+    pipe.send(outcome(task, groups[rank], pipe))
 
 
 def outcome(task: Task, group: ProcessGroup, pipe: Connection) -> Any:

@@ -18,9 +18,7 @@ from kvindex.wire import (
     parse_replay,
     replay_request,
 )
-
-DEADLINE = 20.0
-"""Seconds after which a test gives up waiting."""
+from tests.live import PATIENCE
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -44,10 +42,10 @@ def publish_many(publisher: ZmqEventPublisher, count: int, *, blocks: int = 1) -
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
     """Look every millisecond until the deadline."""
-    until = time.monotonic() + DEADLINE
+    until = time.monotonic() + PATIENCE
     pause = threading.Event()  # never set; a poller without sockets would not wait at all
     while not is_true():
-        assert time.monotonic() < until, f"still not true after {DEADLINE} s: {what}"
+        assert time.monotonic() < until, f"still not true after {PATIENCE} s: {what}"
         pause.wait(0.001)
 
 
@@ -70,13 +68,13 @@ class Live(_Peer):
         if endpoint is not None:
             self.socket.connect(endpoint)
 
-    def receive(self, timeout: float = DEADLINE) -> LiveFrame:
+    def receive(self, timeout: float = PATIENCE) -> LiveFrame:
         assert self.socket.poll(int(timeout * 1000)), f"nothing live within {timeout} s"
         return parse_live(self.socket.recv_multipart())
 
     def join(self, publisher: ZmqEventPublisher) -> int:
         """Publish until a batch arrives; return the next number, of which none is on its way."""
-        until = time.monotonic() + DEADLINE
+        until = time.monotonic() + PATIENCE
         publisher.publish(batch())
         while not self.socket.poll(5):
             assert time.monotonic() < until, "the subscription did not reach the publisher"
@@ -98,7 +96,7 @@ class Asker(_Peer):
     def ask(self, start_seq: int) -> None:
         self.socket.send_multipart(replay_request(start_seq))
 
-    def receive_frames(self, timeout: float = DEADLINE) -> list[bytes]:
+    def receive_frames(self, timeout: float = PATIENCE) -> list[bytes]:
         assert self.socket.poll(int(timeout * 1000)), f"no reply within {timeout} s"
         return self.socket.recv_multipart()
 

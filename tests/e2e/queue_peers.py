@@ -23,9 +23,7 @@ from typing import Any
 from kvindex import errors
 from kvindex.errors import KVIndexError, QueueClosedError, WriterDiedError
 from kvindex.shm import Handle, MessageQueue, MsgpackCodec
-
-DEADLINE = 30.0
-"""Seconds after which a test gives up waiting."""
+from tests.live import PATIENCE
 
 
 class End:
@@ -43,17 +41,17 @@ class End:
             knobs["codec"] = MsgpackCodec(decode_to)
         self.queue = MessageQueue.create_from_handle(Handle.from_bytes(handle), rank, **knobs)
 
-    def ready(self, timeout: float = DEADLINE) -> None:
+    def ready(self, timeout: float = PATIENCE) -> None:
         self.queue.wait_until_ready(timeout)
 
-    def send(self, messages: list[Any], timeout: float = DEADLINE) -> None:
+    def send(self, messages: list[Any], timeout: float = PATIENCE) -> None:
         for message in messages:
             self.queue.enqueue(message, timeout)
 
-    def take(self, count: int, timeout: float = DEADLINE) -> list[Any]:
+    def take(self, count: int, timeout: float = PATIENCE) -> list[Any]:
         return [self.queue.dequeue(timeout) for _ in range(count)]
 
-    def drain(self, timeout: float = DEADLINE) -> tuple[list[Any], str]:
+    def drain(self, timeout: float = PATIENCE) -> tuple[list[Any], str]:
         """All messages until the queue ends, and by what it ended."""
         messages = []
         try:
@@ -62,7 +60,7 @@ class End:
         except (QueueClosedError, WriterDiedError) as error:
             return messages, type(error).__name__
 
-    def follow(self, timeout: float = DEADLINE) -> tuple[int | None, int | None, str]:
+    def follow(self, timeout: float = PATIENCE) -> tuple[int | None, int | None, str]:
         """The numbers of the first and the last message, all `numbered`; and what ended them."""
         first = last = None
         try:
@@ -75,16 +73,16 @@ class End:
     def write_on(self) -> None:
         """Send numbered messages until that fails."""
         for number in itertools.count():
-            self.queue.enqueue(numbered(number), DEADLINE)
+            self.queue.enqueue(numbered(number), PATIENCE)
 
-    def read_raw(self, count: int, timeout: float = DEADLINE) -> list[bytes]:
+    def read_raw(self, count: int, timeout: float = PATIENCE) -> list[bytes]:
         bodies = []
         for _ in range(count):
             with self.queue.acquire_read(timeout) as body:
                 bodies.append(bytes(body))
         return bodies
 
-    def broadcast(self, timeout: float = DEADLINE) -> Any:
+    def broadcast(self, timeout: float = PATIENCE) -> Any:
         return self.queue.broadcast_object()
 
     def statistics(self) -> dict[str, Any]:
@@ -138,7 +136,7 @@ class Peer:
 
     def result(self) -> Any:
         """What was asked for, or the error that came instead."""
-        assert self.connection.poll(DEADLINE + 10), "a peer gives no answer"
+        assert self.connection.poll(PATIENCE + 10), "a peer gives no answer"
         good, answer = pickle.loads(self.connection.recv_bytes())
         if good:
             return answer
@@ -170,7 +168,7 @@ class ThreadPeer(Peer):
 
     def end(self) -> None:
         super().end()
-        self._thread.join(DEADLINE)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
         self._theirs.close()
         if hasattr(self._served, "queue"):
@@ -227,7 +225,7 @@ class Nursery:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(DEADLINE)
+        self._process.wait(PATIENCE)
 
 
 def tend(nursery: socket.socket, end: str) -> None:

@@ -7,7 +7,7 @@ import struct
 from contextlib import suppress
 from types import TracebackType
 
-PATIENCE = 20.0
+from tests.live import PATIENCE
 
 
 class RawPeer:

@@ -15,11 +15,9 @@ import zmq
 from kvindex.errors import KVIndexError
 from kvindex.shm.remote import RemoteLink, RemoteReader, RemoteSender
 from kvindex.shm.remote.frames import Welcome, encode, parse_reader
+from tests.live import PATIENCE
 
-DEADLINE = 20.0
-"""Seconds after which a test gives up waiting."""
-
-MILLISECONDS = int(DEADLINE * 1000)
+MILLISECONDS = int(PATIENCE * 1000)
 MAX_BYTES = 1 << 20
 
 READER_PROCESS = """
@@ -29,7 +27,7 @@ from kvindex.shm.remote import RemoteReader
 
 address, token, rank, mode = sys.argv[1:]
 reader = RemoteReader(address, bytes.fromhex(token), int(rank), max_message_bytes=1 << 20)
-reader.wait_ready(20.0)
+reader.wait_ready(120.0)
 print("ready", flush=True)
 count = 0
 try:
@@ -37,7 +35,7 @@ try:
         if mode == "stuck" and count == 10:
             print("stuck", flush=True)
             sys.stdin.read()
-        number = int(bytes(reader.receive(20.0)[0]))
+        number = int(bytes(reader.receive(120.0)[0]))
         if number != count:
             print("hole", count, number, flush=True)
         count += 1
@@ -51,9 +49,9 @@ from kvindex.shm.remote import RemoteSender
 
 sender = RemoteSender(1, "127.0.0.1", max_message_bytes=1 << 20)
 print(sender.address, sender.token.hex(), flush=True)
-sender.wait_connected(20.0)
+sender.wait_connected(120.0)
 for number in range(int(sys.argv[1])):
-    sender.send([b"%d" % number], 20.0)
+    sender.send([b"%d" % number], 120.0)
 print("sent", flush=True)
 for _ in sys.stdin:
     sender.serve()
@@ -85,7 +83,7 @@ class Queue:
         """A sender and its only reader, joined."""
         sender = self.sender(**knobs)
         reader = self.reader(sender)
-        sender.wait_connected(DEADLINE)
+        sender.wait_connected(PATIENCE)
         return sender, reader
 
     def collect(self, reader: RemoteReader, *, slow_every: int = 0) -> Collector:
@@ -152,11 +150,11 @@ class Process:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(DEADLINE)
+        self._process.wait(PATIENCE)
 
     def end(self) -> None:
         self._process.kill()
-        self._process.communicate(timeout=DEADLINE)
+        self._process.communicate(timeout=PATIENCE)
 
 
 class Collector(threading.Thread):
@@ -177,7 +175,7 @@ class Collector(threading.Thread):
     def run(self) -> None:
         try:
             while True:
-                frames = self._reader.receive(DEADLINE, self._cancel)
+                frames = self._reader.receive(PATIENCE, self._cancel)
                 self.messages.append([bytes(frame) for frame in frames])
                 if self._slow_every and len(self.messages) % self._slow_every == 0:
                     self._cancel.wait(0.001)
@@ -186,10 +184,10 @@ class Collector(threading.Thread):
 
     def stop(self) -> None:
         self._cancel.set()
-        self.join(DEADLINE)
+        self.join(PATIENCE)
 
     def result(self) -> list[list[bytes]]:
-        self.join(DEADLINE)
+        self.join(PATIENCE)
         assert not self.is_alive()
         return self.messages
 
@@ -197,7 +195,7 @@ class Collector(threading.Thread):
 def drain(reader: RemoteReader) -> Iterator[list[bytes]]:
     """Yield all messages, until receiving raises."""
     while True:
-        yield [bytes(frame) for frame in reader.receive(DEADLINE)]
+        yield [bytes(frame) for frame in reader.receive(PATIENCE)]
 
 
 class Impostor:

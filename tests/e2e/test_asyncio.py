@@ -26,7 +26,7 @@ from kvindex import (
 from kvindex.fanout import Replica, join
 from kvindex.testing import FakeEngine
 from tests.e2e.fanout_peers import fan_out
-from tests.live import PATIENCE, QUICK, client_of, link_to, worker_of
+from tests.live import PATIENCE, REPLAYS, client_of, link_to, worker_of
 
 RANK = Rank("engine", 0)
 PROMPT = list(range(64))
@@ -129,7 +129,7 @@ def test_a_replica_is_waited_for_and_watched_too(tmp_path: Path) -> None:
 
 def test_a_stream_is_iterated_in_a_task_and_gives_every_item_in_order() -> None:
     async def main(engine: FakeEngine) -> None:
-        async with EventStream(worker_of(engine), replay_policy=QUICK) as stream:
+        async with EventStream(worker_of(engine), replay_policy=REPLAYS) as stream:
             await stream.wait_live_async(PATIENCE)
             for _ in range(5):
                 engine.serve(PROMPT)
@@ -148,7 +148,7 @@ def test_a_stream_is_iterated_in_a_task_and_gives_every_item_in_order() -> None:
 
 def test_an_iteration_that_is_cancelled_takes_nothing_and_another_one_goes_on() -> None:
     async def main(engine: FakeEngine) -> None:
-        async with EventStream(worker_of(engine), replay_policy=QUICK) as stream:
+        async with EventStream(worker_of(engine), replay_policy=REPLAYS) as stream:
             seen: list[StreamItem] = []
 
             async def consume() -> None:
@@ -176,7 +176,7 @@ def test_an_iteration_that_is_cancelled_takes_nothing_and_another_one_goes_on() 
 
 def test_closing_ends_the_iteration_and_other_tasks_have_their_turns() -> None:
     async def main(engine: FakeEngine) -> None:
-        async with EventStream(worker_of(engine), replay_policy=QUICK) as stream:
+        async with EventStream(worker_of(engine), replay_policy=REPLAYS) as stream:
             await stream.wait_live_async(PATIENCE)
             turns = 0
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -24,10 +24,9 @@ from kvindex.cli import main
 from kvindex.subscribe import RankBatch
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
 from kvindex.testing.ports import reserve_port
-from tests.live import worker_of
+from tests.live import PATIENCE, worker_of
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 20.0
 PROMPT = list(range(100))
 
 
@@ -68,7 +67,7 @@ def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
 def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Press Ctrl-C and return what the process still wrote."""
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=DEADLINE)
+    out, err = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in err
     return out, err
 
@@ -76,7 +75,7 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
 def serve_until(ended: Callable[[], bool], engine: FakeEngine) -> None:
     """Serve ever new prompts until a command has had enough."""
     waited = threading.Event()
-    for number in range(int(DEADLINE / 0.01)):
+    for number in range(int(PATIENCE / 0.01)):
         if ended():
             return
         engine.serve(range(number * 1000, number * 1000 + 40))
@@ -174,7 +173,7 @@ def test_match_reads_stdin_and_writes_json(engine: FakeEngine) -> None:
         input=" ".join(map(str, PROMPT)),
         capture_output=True,
         text=True,
-        timeout=DEADLINE,
+        timeout=PATIENCE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
     )
@@ -234,8 +233,8 @@ import sys
 from kvindex import Worker, connect
 
 with connect([Worker("vllm-0", sys.argv[1], replay=sys.argv[2], dp_size=2)]) as client:
-    client.wait_live(timeout=15.0)
-    client.wait_for(lambda found: all(one.seq is not None for one in found.values()), 15.0)
+    client.wait_live(timeout=120.0)
+    client.wait_for(lambda found: all(one.seq is not None for one in found.values()), 120.0)
     match = client.match(list(range(100)))
     print(match.best.rank, match.best.tokens, [found.tokens for found in match])
 """
@@ -282,7 +281,7 @@ def test_a_fake_engine_in_one_terminal_is_matched_in_another(
         )
         assert asked.stdout == "vllm-0/0 96 [96, 48]\n"
         process.send_signal(ends_it)
-        out, err = process.communicate(timeout=DEADLINE)
+        out, err = process.communicate(timeout=PATIENCE)
         assert (process.returncode, err) == (0, "")
         assert " requests, " in out.splitlines()[-1]
 
@@ -302,15 +301,52 @@ def test_a_fake_engine_ends_by_itself_and_serves_the_same_for_a_seed(
     assert ends[0] == ends[1] != ends[2]
 
 
+def test_a_fake_engine_without_requests_of_its_own_serves_what_it_is_sent() -> None:
+    ports = ("--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0")
+    argv = (*ports, "--dp-size", "1", "--name", "vllm-2", "--rate", "0", "--http", "0")
+    with started("fake-engine", *argv) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert lines[2] == "no requests per second of its own; Ctrl-C ends it\n"
+        url = lines[1].split()[-1]
+        prompt = {"model": "fake-model", "prompt": list(range(100)), "max_tokens": 1}
+        request = Request(f"{url}/v1/completions", json.dumps(prompt).encode())
+        cached = []
+        for _ in range(2):
+            with urlopen(request, timeout=PATIENCE) as answer:
+                usage = json.load(answer)["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 96]
+
+
+def test_fake_engines_serve_one_model_whatever_their_names() -> None:
+    ports = ("--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0")
+    models = []
+    for argv in (("--name", "a"), ("--name", "b"), ("--name", "c", "--model", "llama")):
+        with started("fake-engine", *ports, "--dp-size", "1", "--http", "0", *argv) as process:
+            assert process.stdout is not None
+            url = [process.stdout.readline() for _ in range(2)][1].split()[-1]
+            with urlopen(f"{url}/v1/models", timeout=PATIENCE) as answer:
+                models.append(json.load(answer)["data"][0]["id"])
+    assert models == ["fake-model", "fake-model", "llama"]
+
+
+@pytest.mark.parametrize("rate", ["-1", "x", "inf", "nan"])
+def test_a_rate_that_is_none_names_its_unit(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fake-engine", f"--rate={rate}"])
+    assert "is not a number of requests per second, from 0" in capsys.readouterr().err
+
+
 def test_a_fake_engine_answers_over_http() -> None:
     ports = ("--endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0")
     with started("fake-engine", *ports, "--dp-size", "1", "--http", "0") as process:
         assert process.stdout is not None
         url = [process.stdout.readline() for _ in range(2)][1].split()[-1]
-        with urlopen(f"{url}/v1/models", timeout=DEADLINE) as answer:
-            assert json.load(answer)["data"][0]["id"] == "vllm-0"
+        with urlopen(f"{url}/v1/models", timeout=PATIENCE) as answer:
+            assert json.load(answer)["data"][0]["id"] == "fake-model"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_a_fake_engine_whose_port_is_taken_exits_2(
@@ -335,7 +371,7 @@ def test_what_is_recorded_replays_into_what_the_engine_holds(
 ) -> None:
     engine.serve(PROMPT)
     with EventStream([worker_of(engine)]) as stream:
-        while not isinstance(stream.get(DEADLINE), RankBatch):
+        while not isinstance(stream.get(PATIENCE), RankBatch):
             pass
     # It was sent before anybody records: only the replay has it.
     name = str(tmp_path / "vllm-0")

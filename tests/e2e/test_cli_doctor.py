@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvindex.cli import main
+from kvindex.doctor import CAUSES
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
 
 
@@ -63,6 +64,20 @@ def test_findings_are_printed_with_what_was_seen_and_what_to_do(
     assert "--mamba-cache-mode" in remedy
     assert more.endswith("docs/doctor.md#the-test-prompt")
     assert last.endswith(": 1 error")
+
+
+def test_what_the_headline_says_is_not_printed_once_more(
+    engine: FakeEngine, server: HttpEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = f"a={engine.endpoint},replay={engine.replay_endpoint},dp=2"
+    assert main(["doctor", "--passive", worker, "--engine", server.url]) == 1
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert "the engine has the ranks [0], you gave [0, 1]" in first
+    assert not [line for line in rest if "[0, 1]" in line]
+
+
+def test_no_remedy_sends_back_to_the_reason() -> None:
+    assert not [kind for kind, cause in CAUSES.items() if "as the reason says" in cause.remedy]
 
 
 def test_an_engine_that_is_away_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,12 +26,14 @@ from kvindex import (
     ZmqEventPublisher,
     connect,
 )
+from kvindex.discovery import FileSource
+from kvindex.routing import Router
 from kvindex.subscribe import RankAdded, RankBatch, RankRestarted
 from kvindex.testing import CacheOptions, FakeEngine, Group, Workload
 from kvindex.testing.ports import reserve_port
 from tests.live import (
     PATIENCE,
-    QUICK,
+    REPLAYS,
     assert_true,
     caught_up,
     client_of,
@@ -67,7 +69,7 @@ def test_two_lines_connect_and_one_asks() -> None:
         client.close()
         client.close()
         assert client.status(RANK).state is State.CLOSED
-        assert client.match(PROMPT)[RANK].tokens == 64  # what is known stays, its state says how
+        assert client.index.match(PROMPT)[RANK].tokens == 64  # what the rank held stays
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.9.1", "vllm-0.20.0", "sglang-0.5.18", "sglang-0.5.23"])
@@ -261,7 +263,7 @@ def test_events_as_an_iterator_with_a_restart_as_a_value() -> None:
     with FakeEngine("engine") as engine:
         engine.serve(PROMPT)
         engine.serve([*PROMPT, *range(900, 950)])
-        with EventStream([worker_of(engine)], replay_policy=QUICK, probe_interval=0.2) as stream:
+        with EventStream([worker_of(engine)], replay_policy=REPLAYS, probe_interval=0.2) as stream:
             items = [stream.get(PATIENCE) for _ in range(3)]
             assert items[0] == RankAdded(RANK)
             assert [item.seq for item in items[1:] if isinstance(item, RankBatch)] == [0, 1]
@@ -279,7 +281,7 @@ def test_events_as_an_iterator_with_a_restart_as_a_value() -> None:
 
 def test_a_full_event_stream_holds_the_subscriber_and_closing_frees_it() -> None:
     with FakeEngine("engine") as engine:
-        stream = EventStream([worker_of(engine)], max_items=2, replay_policy=QUICK)
+        stream = EventStream([worker_of(engine)], max_items=2, replay_policy=REPLAYS)
         for number in range(10):
             engine.serve([number * 1000 + i for i in range(32)])
         assert isinstance(stream.get(PATIENCE), RankAdded)
@@ -297,6 +299,24 @@ def test_a_full_event_stream_holds_the_subscriber_and_closing_frees_it() -> None
         assert len(seen) >= 7
 
 
+def test_a_full_event_stream_still_serves_its_consumers_calls() -> None:
+    with FakeEngine("engine") as engine, FakeEngine("late") as late:
+        for number in range(30):
+            engine.serve([number * 1000 + i for i in range(32)])
+        last = engine.published - 1
+        with EventStream([worker_of(engine)], max_items=2, replay_policy=REPLAYS) as stream:
+            seen: list[int] = []
+            for item in stream:
+                if isinstance(item, RankBatch):
+                    seen.append(item.seq)
+                    assert stream.subscriber.cursor(item.rank) is not None
+                    stream.subscriber.add(worker_of(late))
+                    stream.subscriber.remove("late")
+                if seen[-1:] == [last]:
+                    break
+            assert seen == list(range(last + 1))
+
+
 def test_calls_after_close_say_so() -> None:
     client = connect()
     client.close()
@@ -306,11 +326,38 @@ def test_calls_after_close_say_so() -> None:
         client.wait_live(0.1)
 
 
+def test_a_closed_client_answers_no_question_and_its_router_chooses_no_rank() -> None:
+    client = connect([Worker("engine", "tcp://127.0.0.1:1")])
+    router = Router(client)
+    booking = router.reserve([1, 2, 3])
+    assert not client.closed
+    client.close()
+    assert client.closed
+    for ask in (client.match, client.explain, router.select, router.reserve):
+        with pytest.raises(ClosedError, match="this Client is closed"):
+            ask([1, 2, 3])
+    with pytest.raises(ClosedError):
+        client.match_many([])
+    with pytest.raises(ClosedError):
+        router.place(booking.rank, [1, 2, 3])
+    booking.finish()
+    assert client.index.match([1, 2, 3]).best is None
+    assert client.status("engine").state is State.CLOSED
+    assert router.statistics()["bookings"]["finished"] == 1
+
+
 def test_a_bad_worker_leaves_no_thread_behind() -> None:
     before = threading.active_count()
     with pytest.raises(ConfigurationError, match="cannot bind"):
         connect([Worker("engine", "tcp://203.0.113.77:5557", bind=True)])
     assert threading.active_count() == before
+
+
+def test_a_source_that_cannot_work_leaves_no_thread_behind(tmp_path: Path) -> None:
+    before, source = threading.active_count(), FileSource(tmp_path / "engines.toml")
+    with pytest.raises(ConfigurationError) as refused:
+        connect([source, source])
+    assert threading.active_count() == before, refused.value
 
 
 def test_groups_told_with_the_worker_predict_the_hit_of_an_old_hybrid_engine() -> None:

@@ -6,25 +6,40 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+import zmq
 
-from kvindex import Client, NotLiveError, Rank, State, Worker, ZmqEventPublisher, connect
+from kvindex import (
+    Client,
+    EventBatch,
+    NotLiveError,
+    Rank,
+    ReplayPolicy,
+    State,
+    Worker,
+    ZmqEventPublisher,
+    connect,
+)
 from kvindex.subscribe.peer import HostCheck
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
-from tests.live import PATIENCE, client_of, link_to, wait_counter, wait_status, worker_of
+from kvindex.wire import encode_batch
+from tests.live import PATIENCE, QUICK, client_of, link_to, wait_counter, wait_status, worker_of
 
 RANK = Rank("engine", 0)
 
 
-def complaint(client: Client, timeout: float = 0.6) -> str:
+def complains(client: Client, *said: str) -> None:
+    """Wait until the reason says all of this; then `wait_live` says it too."""
+    assert client.wait_for(lambda s: all(part in s[RANK].reason for part in said), PATIENCE), (
+        client.status(RANK).reason
+    )
     with pytest.raises(TimeoutError) as caught:
-        client.wait_live(timeout)
+        client.wait_live(0.01)
     assert isinstance(caught.value, NotLiveError)
-    assert caught.value.timeout == timeout
+    assert caught.value.timeout == 0.01
     assert "engine/0" in str(caught.value)
     assert client.status(RANK).state is not State.LIVE
-    assert client.status(RANK).reason
-    return caught.value.reasons[RANK]
+    assert all(part in caught.value.reasons[RANK] for part in said)
 
 
 @pytest.fixture
@@ -36,27 +51,20 @@ def unused_port() -> Iterator[int]:
 
 def test_connecting_to_nothing(unused_port: int) -> None:
     with client_of(Worker("engine", f"tcp://127.0.0.1:{unused_port}")) as client:
-        reason = complaint(client)
-        assert f"nothing listens at tcp://127.0.0.1:{unused_port}" in reason
-        assert "failed attempts" in reason
+        complains(client, f"nothing listens at tcp://127.0.0.1:{unused_port}", "failed attempts")
 
 
 def test_publisher_that_connects_instead_of_binding(unused_port: int) -> None:
     # An engine told "tcp://127.0.0.1:PORT" connects there: for us nothing listens.
     with ZmqEventPublisher(endpoint=f"tcp://127.0.0.1:{unused_port}"):
         with client_of(Worker("engine", f"tcp://127.0.0.1:{unused_port}")) as client:
-            reason = complaint(client)
-            assert "connects instead of listening" in reason
-            assert "bind=True" in reason
-            assert "tcp://*:PORT" in reason
+            complains(client, "connects instead of listening", "bind=True", "tcp://*:PORT")
 
 
 def test_wrong_port_where_the_replay_socket_answers() -> None:
     with FakeEngine("engine") as engine:
         with client_of(Worker("engine", str(engine.replay_endpoint))) as client:
-            reason = complaint(client)
-            assert "not as the expected ZeroMQ socket" in reason
-            assert "replay port" in reason
+            complains(client, "not as the expected ZeroMQ socket", "replay port")
 
 
 def test_wrong_port_where_something_else_listens() -> None:
@@ -65,7 +73,7 @@ def test_wrong_port_where_something_else_listens() -> None:
         other.listen()
         port = other.getsockname()[1]
         with client_of(Worker("engine", f"tcp://127.0.0.1:{port}")) as client:
-            assert "has not shaken hands as ZeroMQ does" in complaint(client)
+            complains(client, "has not shaken hands as ZeroMQ does")
 
 
 def test_topic_that_filters_everything_is_named_beside_the_one_that_is_sent() -> None:
@@ -73,9 +81,26 @@ def test_topic_that_filters_everything_is_named_beside_the_one_that_is_sent() ->
         engine.serve(list(range(64)))
         with client_of(worker_of(engine, topic="kv@pod-1")) as client:
             wait_counter(client, RANK, "filtered_by_topic")
-            reason = complaint(client)
-            assert "'kv@pod-1' filters out everything" in reason
-            assert "'kv-events'" in reason
+            complains(client, "'kv@pod-1' filters out everything", "'kv-events'")
+            status = client.status(RANK)
+            assert not status.complete
+            assert status.lag == status.counters["filtered_by_topic"] > 0
+
+
+def test_a_number_that_leaps_shows_as_the_largest_lag_that_every_reader_can_hold() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.XPUB) as publisher:
+        publisher.linger = 0
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        patient = ReplayPolicy(timeout=10 * PATIENCE)
+        worker = Worker("engine", f"tcp://127.0.0.1:{port}")
+        with client_of(worker, replay_policy=patient) as client:
+            assert publisher.poll(int(PATIENCE * 1000))
+            publisher.recv()
+            for seq in (0, 2**64 - 2):
+                payload = encode_batch(EventBatch(ts=1.0, events=[]))
+                publisher.send_multipart([b"", seq.to_bytes(8, "big"), payload])
+            wait_status(client, RANK, seq=0, lag=2**63 - 1)
 
 
 def test_topic_that_filters_everything_shows_live_without_replay() -> None:
@@ -88,7 +113,7 @@ def test_topic_that_filters_everything_shows_live_without_replay() -> None:
                 client.wait_for(
                     lambda statuses: bool(statuses[RANK].counters.get("filtered_by_topic")), 0.05
                 )
-            assert "filters out everything" in complaint(client)
+            complains(client, "filters out everything")
 
 
 def test_a_topic_that_fits_is_no_hindrance() -> None:
@@ -109,20 +134,45 @@ def test_replay_port_where_nothing_listens(unused_port: int) -> None:
     with FakeEngine("engine") as engine:
         worker = Worker("engine", engine.endpoint, replay=f"tcp://127.0.0.1:{unused_port}")
         with client_of(worker) as client:
-            reason = complaint(client)
-            assert f"nothing listens at tcp://127.0.0.1:{unused_port}" in reason
-            assert "replay" in reason
+            complains(client, f"nothing listens at tcp://127.0.0.1:{unused_port}", "replay")
 
 
 def test_replay_port_that_is_silent() -> None:
     with FakeEngine("engine") as engine:
         with link_to(engine) as link:
             link.silence_replay()
-            with client_of(worker_of(engine, link)) as client:
-                reason = complaint(client, timeout=1.2)
-                assert "replay" in reason
-                assert "silent" in reason
-                assert str(link.replay_endpoint) in reason
+            with client_of(worker_of(engine, link), replay_policy=QUICK) as client:
+                complains(client, "replay", "silent", str(link.replay_endpoint))
+
+
+@pytest.mark.parametrize("neighbour_is_busy", [False, True])
+def test_the_replay_port_of_another_engine_leaves_none_of_its_blocks_and_is_named(
+    neighbour_is_busy: bool,
+) -> None:
+    with FakeEngine("engine") as engine, FakeEngine("neighbour") as neighbour:
+        prompts = iter([list(range(n, n + 64)) for n in range(0, 64_000, 64)])
+        theirs = next(prompts)
+        neighbour.serve(theirs)
+        for _ in range(20):
+            engine.serve(next(prompts))
+        worker = Worker("engine", engine.endpoint, replay=neighbour.replay_endpoint)
+        with client_of(worker) as client:
+            client.wait_live(PATIENCE)
+            for count in range(1, 50):
+                ours = next(prompts)
+                engine.serve(ours)
+                if neighbour_is_busy:
+                    neighbour.serve(next(prompts))
+                wait_counter(client, RANK, "live", count)
+                status = wait_status(client, RANK, lag=0)
+                if "foreign_replay" in status.counters:
+                    break
+            status = wait_status(client, RANK, state=State.LIVE, seq=engine.published - 1)
+            assert (status.complete, status.losses) == (False, 1)
+            assert "another publisher's, check replay=" in status.reason
+            assert str(neighbour.replay_endpoint) in status.reason
+            assert client.match(theirs)[RANK].tokens == 0
+            assert client.match(ours)[RANK].tokens == engine.lookup(ours).tokens > 0
 
 
 def test_an_engine_that_starts_late_is_found() -> None:
@@ -133,7 +183,7 @@ def test_an_engine_that_starts_late_is_found() -> None:
         link.cut()
         engine.serve(list(range(64)))
         with client_of(worker_of(engine, link)) as client:
-            assert "nothing listens" in complaint(client)
+            complains(client, "nothing listens")
             link.heal()
             client.wait_live(PATIENCE)
             wait_status(client, RANK, seq=0, complete=True, reason="")
@@ -154,7 +204,9 @@ def test_a_rank_whose_replay_never_answered_says_so_while_it_is_live_and_once_in
 ) -> None:
     with FakeEngine("engine") as engine:
         endpoint = f"tcp://127.0.0.1:{unused_port}"
-        with client_of(Worker("engine", engine.endpoint, replay=endpoint)) as client:
+        with client_of(
+            Worker("engine", engine.endpoint, replay=endpoint), replay_policy=QUICK
+        ) as client:
             client.wait_live(PATIENCE)
             status = client.status(RANK)
             assert "replay requests were not answered" in status.reason

@@ -25,10 +25,18 @@ from kvindex import (
     connect,
 )
 from kvindex.cli import main
-from kvindex.discovery import Discovery, DiscoveryOptions, EngineSource, Found, Target
+from kvindex.discovery import (
+    Discovery,
+    DiscoveryOptions,
+    EngineSource,
+    Found,
+    Target,
+    ask_engine,
+)
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
 from tests.canned import CannedServer
-from tests.live import PATIENCE, QUICK, resident, truth
+from tests.e2e.doctored import unused
+from tests.live import PATIENCE, REPLAYS, resident, truth, until
 
 PROMPT = list(range(64))
 OFTEN = DiscoveryOptions(interval=0.05, timeout=PATIENCE)
@@ -80,7 +88,7 @@ def test_a_url_is_all_that_a_client_needs(
 def test_urls_and_workers_may_be_mixed(engine: FakeEngine) -> None:
     with FakeEngine("other") as other, HttpEngine(engine) as server:
         worker = Worker("other", other.endpoint, replay=other.replay_endpoint)
-        with connect([server.url, worker], replay_policy=QUICK) as client:
+        with connect([server.url, worker], replay_policy=REPLAYS) as client:
             client.wait_live(PATIENCE)
             assert {rank.worker for rank in client.ranks} == {"other", name_of(server)}
             asyncio.run(client.wait_live_async(PATIENCE))
@@ -119,7 +127,7 @@ def test_an_engine_that_moves_and_grows_is_followed(engine: FakeEngine) -> None:
     for other in (moved, second):
         other.serve(PROMPT[:32])
     with CannedServer({"/kv_event_sources": (200, sources_of(engine))}) as server:
-        with connect(server.url, discovery=OFTEN, replay_policy=QUICK) as client, moved, second:
+        with connect(server.url, discovery=OFTEN, replay_policy=REPLAYS) as client, moved, second:
             worker = name_of(server)
             client.wait_live(PATIENCE)
             server.replies["/kv_event_sources"] = (200, sources_of(engine, second))
@@ -147,7 +155,7 @@ def test_an_engine_that_moves_and_grows_is_followed(engine: FakeEngine) -> None:
 def test_an_engine_that_hangs_up_is_asked_at_once_where_it_is_now(engine: FakeEngine) -> None:
     seldom = DiscoveryOptions(interval=3600.0, timeout=PATIENCE)
     with CannedServer({"/kv_event_sources": (200, sources_of(engine))}) as server:
-        with connect(server.url, discovery=seldom, replay_policy=QUICK) as client:
+        with connect(server.url, discovery=seldom, replay_policy=REPLAYS) as client:
             client.wait_live(PATIENCE)
             with FakeEngine() as again:
                 again.serve(PROMPT[:32])
@@ -160,16 +168,6 @@ def test_an_engine_that_hangs_up_is_asked_at_once_where_it_is_now(engine: FakeEn
 def missing(client: Client) -> dict[str, str]:
     assert client.discovery is not None
     return client.discovery.missing()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody announces; it comes with an answer of an engine."""
-    tick = threading.Event()
-    for _ in range(int(PATIENCE / 0.02)):
-        if condition():
-            return
-        tick.wait(0.02)
-    raise AssertionError("it never came to be")
 
 
 def test_a_client_that_is_dropped_ends_its_discovery(engine: FakeEngine) -> None:
@@ -236,6 +234,23 @@ def test_a_callback_that_fails_stops_nothing(engine: FakeEngine, caplog: Any) ->
     assert "the consumer is broken" in caplog.text
 
 
+def test_an_engine_whose_answer_breaks_its_reader_is_asked_again(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    answers = iter([RuntimeError("nobody thought of this"), RuntimeError("nor of this")])
+
+    def ask(url: str, **options: Any) -> Any:
+        for error in answers:
+            raise error
+        return ask_engine(url, **options)
+
+    monkeypatch.setattr("kvindex.discovery.discovery.ask_engine", ask)
+    with HttpEngine(engine) as server:
+        with Discovery(EngineSource(server.url), print, print, OFTEN) as discovery:
+            assert discovery.wait_found(PATIENCE) == {}
+    assert "nobody thought of this" in caplog.text
+
+
 def test_a_source_that_fails_is_called_again() -> None:
     class Flaky:
         name = "flaky"
@@ -278,7 +293,7 @@ def test_options_that_cannot_work_are_refused() -> None:
 
 
 def test_the_index_follows_what_a_found_engine_serves(engine: FakeEngine) -> None:
-    with HttpEngine(engine) as server, connect(server.url, replay_policy=QUICK) as client:
+    with HttpEngine(engine) as server, connect(server.url, replay_policy=REPLAYS) as client:
         client.wait_live(PATIENCE)
         engine.serve(PROMPT[::-1])
         rank = Rank(name_of(server), 0)
@@ -307,20 +322,21 @@ def test_commands_take_the_url_of_an_engine(
 def test_commands_say_why_an_engine_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with CannedServer() as gone:
-        url = gone.url
     (tmp_path / "tokens").write_text("1 2 3")
-    assert main(["tail", "--engine", url]) == 1
-    assert "nothing listens there" in capsys.readouterr().err
-    arguments = ["match", str(tmp_path / "tokens"), "--engine", url, "--wait", "0.1"]
-    assert main([*arguments, "--json"]) == 1
+    with unused("http") as url:
+        assert main(["tail", "--engine", url]) == 1
+        assert "nothing listens there" in capsys.readouterr().err
+        arguments = ["match", str(tmp_path / "tokens"), "--engine", url, "--wait", "0.1"]
+        assert main([*arguments, "--json"]) == 1
     assert url in json.loads(capsys.readouterr().out)["not_live"]
 
 
 def test_a_dead_engine_does_not_hold_up_whoever_waits_for_another(engine: FakeEngine) -> None:
-    with CannedServer() as gone:
-        dead = gone.url
-    with HttpEngine(engine) as server, connect([dead, server.url]) as client:
+    with (
+        unused("http") as dead,
+        HttpEngine(engine) as server,
+        connect([dead, server.url]) as client,
+    ):
         rank = Rank(name_of(server), 0)
         client.wait_for(lambda statuses: rank in statuses, PATIENCE)
         assert client.discovery is not None

@@ -7,7 +7,7 @@ import shutil
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from kvindex.discovery import (
 )
 from kvindex.discovery.kube_api import KubeApi
 from kvindex.testing import FakeEngine, HttpEngine
+from tests.e2e.doctored import unused
 from tests.kube import LLM, NAMESPACE, POOL, KubeServer, pod
-from tests.live import PATIENCE, QUICK
+from tests.live import PATIENCE, REPLAYS, until
 
 PROMPT = list(range(64))
 
@@ -391,7 +392,7 @@ def test_the_index_follows_pods_that_come_move_scale_and_go(pods: Pods) -> None:
     source = source_of(kube)
     source._pause = 0.01
     often = DiscoveryOptions(interval=0.1, timeout=PATIENCE)
-    with connect(source, discovery=often, replay_policy=QUICK) as client:
+    with connect(source, discovery=often, replay_policy=REPLAYS) as client:
         client.wait_live(PATIENCE)
         assert_follows(client, pods)
         assert client.statistics()["discovery"]["engines"]["b"]["model"] == "llama"
@@ -432,15 +433,16 @@ def test_pods_without_a_way_to_ask_are_taken_to_publish_where_engines_do(pods: P
         with KubeServer() as silent:  # what answers 404 to every question
             pods.kube.put(pod("old", int(silent.url.rpartition(":")[2])))
             source = source_of(pods.kube, events_port=port, replay_port=replay)
-            with connect(source, replay_policy=QUICK) as client:
+            with connect(source, replay_policy=REPLAYS) as client:
                 client.wait_live(PATIENCE)
                 assert client.match(PROMPT)[Rank("old", 0)].tokens == engine.lookup(PROMPT).tokens
 
 
 def test_an_api_server_that_cannot_be_reached_is_named() -> None:
-    with KubeServer() as gone:
-        url = gone.url
-    with connect(KubernetesSource("app=vllm", namespace="llm", kube_url=url)) as client:
+    with (
+        unused("http") as url,
+        connect(KubernetesSource("app=vllm", namespace="llm", kube_url=url)) as client,
+    ):
         until(lambda: "nothing listens there" in str(client.statistics()["discovery"]))
         with pytest.raises(NotLiveError, match="nothing listens there") as caught:
             client.wait_live(0.01)
@@ -473,13 +475,3 @@ def counter(client: Any, name: str) -> int:
 def source_of_statistics(client: Any) -> Any:
     (source,) = client.discovery.statistics()["sources"].values()
     return source
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody announces."""
-    tick = threading.Event()
-    for _ in range(int(PATIENCE / 0.02)):
-        if condition():
-            return
-        tick.wait(0.02)
-    raise AssertionError("it never came to be")

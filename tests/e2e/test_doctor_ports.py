@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
-from kvindex import Curve, Worker, ZmqEventPublisher
+from kvindex import ConfigurationError, Curve, Worker, ZmqEventPublisher, connect
 from kvindex.doctor import Peer, look
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
-from kvindex.testing.ports import reserve_port
-from tests.e2e.doctored import LIVE, QUICK, ids, look_at, stranger, the
+from tests.e2e.doctored import LIVE, NEVER_GREETED, ids, look_at, port_of, stranger, the, unused
 from tests.live import worker_of
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -32,13 +32,6 @@ def bound(kind: int, **options: Any) -> Iterator[str]:
             setattr(sock, name, value)
         sock.bind("tcp://127.0.0.1:*")
         yield sock.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-@contextmanager
-def unused() -> Iterator[str]:
-    holder, port = reserve_port()
-    with holder:
-        yield f"tcp://127.0.0.1:{port}"
 
 
 # The handshake ---------------------------------------------------------------------------------
@@ -82,14 +75,14 @@ def test_an_encrypted_socket_tells_its_mechanism() -> None:
 )
 def test_whatever_bytes_come_are_read_within_bounds(sent: bytes, kind: str) -> None:
     with stranger(lambda connection: connection.sendall(sent)) as endpoint:
-        peer = look(endpoint, QUICK.handshake)
+        peer = look(endpoint, NEVER_GREETED.handshake)
         assert peer.kind == kind
         assert peer.socket_type == ""
 
 
 def test_a_server_that_waits_for_a_request_is_told_by_its_answer() -> None:
     with FakeEngine(publish=False) as engine, HttpEngine(engine) as server:
-        assert look(server.url.replace("http", "tcp"), QUICK.handshake).kind == "http"
+        assert look(server.url.replace("http", "tcp"), NEVER_GREETED.handshake).kind == "http"
 
 
 def test_a_tls_server_is_told_by_its_handshake(tmp_path: Path) -> None:
@@ -97,7 +90,7 @@ def test_a_tls_server_is_told_by_its_handshake(tmp_path: Path) -> None:
     request = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     files = ["-nodes", "-keyout", str(key), "-out", str(certificate), "-subj", "/CN=test"]
     try:
-        subprocess.run(["openssl", *request, *files], check=True, capture_output=True, timeout=30)
+        subprocess.run(["openssl", *request, *files], check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("needs the command openssl")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -118,7 +111,7 @@ def test_a_tls_server_is_told_by_its_handshake(tmp_path: Path) -> None:
 
 def test_a_port_where_nobody_listens_is_refused() -> None:
     with unused() as endpoint:
-        report = look_at(Worker("a", endpoint))
+        report = look_at(Worker("a", endpoint), limits=NEVER_GREETED)
         assert ids(report) == ["publisher-refused", "replay-missing"]
         assert report.exit_code == 1
 
@@ -127,7 +120,42 @@ def test_a_publisher_that_connects_is_caught_by_listening_there() -> None:
     with unused() as endpoint, ZmqEventPublisher(0, endpoint, None):
         report = look_at(Worker("a", endpoint), limits=LIVE)
         assert ids(report) == ["publisher-connects", "replay-missing"]
-        assert the(report, "publisher-connects").evidence["greeting"].startswith("ff")
+        assert the(report, "publisher-connects").evidence["socket_type"] == "PUB"
+
+
+def test_a_subscriber_that_dials_a_dead_port_is_no_engine() -> None:
+    with unused() as endpoint, connect([Worker("other", endpoint)]):
+        report = look_at(Worker("a", endpoint), limits=NEVER_GREETED)
+        assert ids(report) == ["subscriber-dials", "replay-missing"]
+        assert the(report, "subscriber-dials").evidence["socket_type"] == "SUB"
+
+
+def test_a_publisher_is_found_among_subscribers_that_dial_the_same_port() -> None:
+    with unused() as endpoint, connect([Worker("other", endpoint)]):
+        with ZmqEventPublisher(0, endpoint, None):
+            report = look_at(Worker("a", endpoint), limits=LIVE)
+        assert ids(report) == ["publisher-connects", "replay-missing"]
+
+
+def test_a_connection_to_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where nobody listens at a local port, TCP may choose that very port to dial from.
+    with unused() as endpoint:
+        port = port_of(endpoint)
+    dial = socket.create_connection
+
+    def from_there(address: tuple[str, int], timeout: float) -> socket.socket:
+        return dial(address, timeout, source_address=address)
+
+    monkeypatch.setattr(socket, "create_connection", from_there)
+    assert look(f"tcp://127.0.0.1:{port}", LIVE.handshake).kind == "refused"
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://127.0.0.1:99999", "127.0.0.1:1", ""]
+)
+def test_what_is_no_endpoint_is_refused_as_such(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError, match="endpoint"):
+        look(endpoint, LIVE.handshake)
 
 
 def test_a_host_that_is_unknown_could_not_be_looked_at() -> None:
@@ -138,7 +166,7 @@ def test_a_host_that_is_unknown_could_not_be_looked_at() -> None:
 def test_another_server_at_the_port_is_named() -> None:
     with FakeEngine() as engine, HttpEngine(engine) as server:
         worker = Worker("a", server.url.replace("http", "tcp"), replay=engine.replay_endpoint)
-        report = look_at(worker)
+        report = look_at(worker, limits=NEVER_GREETED)
         assert ids(report) == ["port-not-zmq"]
         assert the(report, "port-not-zmq").evidence["protocol"] == "an HTTP server"
 
@@ -150,7 +178,8 @@ def test_a_proxy_without_a_server_behind_it_is_told_by_its_reset() -> None:
 
 def test_a_port_that_says_nothing_is_found() -> None:
     with stranger(lambda connection: None) as endpoint:
-        assert ids(look_at(Worker("a", endpoint))) == ["port-silent", "replay-missing"]
+        report = look_at(Worker("a", endpoint), limits=replace(NEVER_GREETED, handshake=0.3))
+        assert ids(report) == ["port-silent", "replay-missing"]
 
 
 def test_a_publisher_that_demands_a_key_is_found() -> None:
@@ -200,7 +229,7 @@ def test_a_replay_port_where_nobody_listens_is_found() -> None:
 
 def test_a_replay_port_that_never_answers_is_found() -> None:
     with FakeEngine() as engine, bound(zmq.ROUTER) as endpoint:
-        report = look_at(Worker("a", engine.endpoint, replay=endpoint))
+        report = look_at(Worker("a", engine.endpoint, replay=endpoint), limits=NEVER_GREETED)
         assert "replay-silent" in ids(report)
 
 

@@ -82,20 +82,38 @@ def test_a_prompt_in_another_namespace_is_named(server: HttpEngine, sent: dict[s
     assert ids(held) == []
 
 
-def test_a_match_that_ends_at_an_image_says_so(server: HttpEngine) -> None:
+def test_a_match_that_ends_at_an_image_says_so_if_the_engine_renders(engine: FakeEngine) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:,x"}}
     content = [{"type": "text", "text": TEXT}, picture, {"type": "text", "text": TEXT}]
     body = {"messages": [{"role": "user", "content": content}]}
-    post(server, "/v1/chat/completions", body)
-    report = asked(server, body=body)
+    with HttpEngine(engine, options=HttpOptions(render=True)) as server:
+        post(server, "/v1/chat/completions", body)
+        report = asked(server, body=body)
     assert ids(report) == ["image-placeholders"]
     assert the(report, "image-placeholders").evidence["matched"] == 52
 
 
-def test_prompt_logprobs_in_a_request_are_pointed_out(server: HttpEngine) -> None:
-    body = {"prompt": TEXT, "prompt_logprobs": 1}
-    post(server, "/v1/completions", body)
-    assert ids(asked(server, body=body)) == ["prompt-logprobs"]
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt": TEXT, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt": TEXT, "echo": True, "logprobs": 0}, "echo with logprobs"),
+        ({"prompt": TEXT, "echo": True}, ""),
+        ({"prompt": TEXT, "logprobs": 1}, ""),
+        ({"messages": CHAT, "echo": True}, "echo"),
+        ({"messages": CHAT, "logprobs": True}, ""),
+    ],
+)
+def test_fields_that_leave_the_cache_unread_are_pointed_out(
+    server: HttpEngine, fields: dict[str, Any], named: str
+) -> None:
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    usages = [post(server, path, fields)["usage"] for _ in range(2)]
+    assert (usages[1]["prompt_tokens_details"]["cached_tokens"] == 0) is bool(named)
+    report = asked(server, body=fields)
+    assert ids(report) == ["prompt-logprobs"] * bool(named)
+    if named:
+        assert the(report, "prompt-logprobs").evidence["field"] == named
 
 
 def test_a_prompt_that_nobody_holds_is_no_fault(server: HttpEngine) -> None:
@@ -104,7 +122,7 @@ def test_a_prompt_that_nobody_holds_is_no_fault(server: HttpEngine) -> None:
     assert report.exit_code == 0
 
 
-def test_an_engine_that_cannot_render_tokenizes(engine: FakeEngine) -> None:
-    with HttpEngine(engine, options=HttpOptions(render=False)) as server:
-        post(server, "/v1/chat/completions", {"messages": CHAT})
-        assert ids(asked(server, text=TEXT)) == ["chat-template"]
+def test_a_prompt_of_token_ids_needs_no_tokenizer(server: HttpEngine) -> None:
+    body = {"prompt": [1, 2, 3, 4, 5, 6]}
+    post(server, "/v1/completions", body)
+    assert "4 of 6 tokens" in asked(server, body=body).notes[0]

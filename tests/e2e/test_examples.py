@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvindex.testing import FakeEngine
+from tests.live import PATIENCE
 from tests.native_ring import needs_ring
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-DEADLINE = 120.0
 SHOWN = {
     "01_apply_and_match": "after block 12 has left: 16 tokens",
     "02_connect": "best: long/0",
@@ -31,6 +31,7 @@ SHOWN = {
     "11_ray_serve": " finished, 0 open",
     "12_fastapi_router": "10 clients went away; 10 were cancelled",
     "13_litellm": "with kvindex",
+    "14_proxy": "24 prompts of 10836 tokens",
 }
 
 
@@ -44,7 +45,7 @@ def run(path: Path, *argv: str) -> str:
         [sys.executable, "-W", warnings, str(path), *argv],
         capture_output=True,
         text=True,
-        timeout=DEADLINE,
+        timeout=PATIENCE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )

@@ -52,7 +52,7 @@ def test_a_process_that_does_not_close_its_replica_ends_well(ending: str, tmp_pa
 
 AGAIN = """
 print("joined", flush=True)
-replica.wait_for(lambda _: replica.statistics()["replica"]["joins"] == 2, 20.0)
+replica.wait_for(lambda _: replica.statistics()["replica"]["joins"] == 2, 120.0)
 print("again", flush=True)
 sys.stdin.readline()
 """

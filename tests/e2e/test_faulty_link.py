@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -12,8 +11,7 @@ import zmq
 from kvindex.errors import ClosedError, ConfigurationError, DecodeError
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, ManualClock
 from kvindex.wire import decode_batch, parse_live, parse_replay, replay_request
-
-DEADLINE = 10.0
+from tests.live import PATIENCE, until
 
 
 class Sockets:
@@ -61,7 +59,7 @@ class Reader:
         self.live.subscribe(topic)
         self.live.connect(link.endpoint)
 
-    def next(self, timeout: float = DEADLINE) -> list[bytes] | None:
+    def next(self, timeout: float = PATIENCE) -> list[bytes] | None:
         if not self.live.poll(int(timeout * 1000)):
             return None
         return self.live.recv_multipart()
@@ -80,7 +78,7 @@ class Reader:
 
     def until(self, engine: FakeEngine, wanted: Callable[[list[bytes]], bool]) -> int:
         """Publish until a wanted message arrives, and read what was published; return the last."""
-        end = time.monotonic() + DEADLINE
+        end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             publish(engine)
             frames = self.next(timeout=0.02)
@@ -91,7 +89,7 @@ class Reader:
                 return last
         raise AssertionError("nothing wanted arrived")
 
-    def replay(self, timeout: float = DEADLINE) -> list[list[bytes]]:
+    def replay(self, timeout: float = PATIENCE) -> list[list[bytes]]:
         """Ask from 0; return the replies until the end marker, or until none comes any more."""
         asker = self._context.socket(zmq.DEALER)
         assert self._link.replay_endpoint is not None
@@ -199,7 +197,7 @@ def test_quiesce_sends_on_what_is_held(context: Sockets, engine: FakeEngine) -> 
         last = reader.joined(engine)
         link.set_faults(Faults(live=LaneFaults(delay=1.0, max_delay=60.0)))
         publish(engine, 10)
-        wait(lambda: link.statistics().get("live.delayed") == 10)
+        until(lambda: link.statistics().get("live.delayed") == 10)
         link.quiesce()
         assert sorted(reader.seqs(10)) == list(range(last + 1, last + 11))
         publish(engine)
@@ -258,7 +256,7 @@ def test_a_cut_is_seen_and_heals_at_the_same_endpoint(
     for _ in range(3):
         link.cut()
         link.cut()
-        assert monitor.poll(int(DEADLINE * 1000)), "the subscriber sees the disconnect"
+        assert monitor.poll(int(PATIENCE * 1000)), "the subscriber sees the disconnect"
         monitor.recv_multipart()
         publish(engine, 5)
         link.heal()
@@ -311,7 +309,7 @@ def test_clients_get_their_own_replies(
         asker.send_multipart(replay_request(start * 5))
     for start, asker in enumerate(askers):
         seqs = []
-        while asker.poll(int(DEADLINE * 1000)):
+        while asker.poll(int(PATIENCE * 1000)):
             reply = parse_replay(asker.recv_multipart())
             if reply.end:
                 break
@@ -327,11 +325,3 @@ def test_a_closed_link_takes_no_commands(engine: FakeEngine) -> None:
         link.cut()
     with pytest.raises(ConfigurationError, match="nonsense"):
         FaultyLink("nonsense")
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    """Wait until something is so that no socket tells; fail after the deadline."""
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        threading.Event().wait(0.001)  # nothing sets it: a short pause between two looks

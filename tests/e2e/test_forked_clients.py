@@ -52,7 +52,7 @@ def check_closed(client: Client, rank: Rank) -> None:
     refused(client.__enter__)
     with pytest.raises(UnknownRankError):
         client.status(Rank("nobody"))
-    client.close()
+    client.subscriber.close()
     gc.collect()
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
 from kvindex import ConfigurationError, EventBatch, Rank, UnknownRankError, Worker
 from kvindex.fanout import FanOut, join
+from kvindex.index.snapshot import SnapshotReader
 from kvindex.publish import ZmqEventPublisher
 from kvindex.testing import FakeEngine, Workload
 from tests.live import (
     PATIENCE,
-    QUICK,
+    REPLAYS,
     assert_true,
     caught_up,
     client_of,
@@ -50,6 +52,32 @@ def test_a_worker_gets_a_further_rank_and_loses_one_while_the_other_runs_on() ->
         client.remove("engine")
         assert not client.ranks
         assert not client.index.ranks
+
+
+def test_ranks_that_are_renamed_while_they_are_saved_are_saved_under_their_new_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_engines() as (zero, one), client_of(worker_of(zero), worker_of(one, worker="b")) as c:
+        other, moved = Rank("b", 1), Rank("b", 7)
+        wait_status(c, ZERO, seq=zero.published - 1)
+        wait_status(c, other, seq=one.published - 1)
+        call, roster, calls = c.subscriber.call, c.subscriber._thread.roster, []
+
+        def rename() -> None:
+            roster._rename([roster.feeds[other]], {other: moved})
+
+        def call_and_rename(function: Callable[[], object]) -> object:
+            calls.append(function)
+            if len(calls) == 2:  # the ranks are listed, and neither is copied
+                call(rename)
+            return call(function)
+
+        monkeypatch.setattr(c.subscriber, "call", call_and_rename)
+        path = tmp_path / "saved"
+        assert c.save(path) == (moved, ZERO)
+        with SnapshotReader(path) as reader:
+            sections = {record.rank: record.section for record in reader}
+        assert sections == {rank: c.index.dump(rank) for rank in (moved, ZERO)}
 
 
 def test_a_dp_rank_that_is_there_already_is_refused_and_nothing_is_added() -> None:
@@ -109,7 +137,7 @@ def test_when_one_of_two_that_claim_a_name_leaves_the_other_gets_it() -> None:
 def test_replicas_follow_a_worker_that_grows_and_shrinks(tmp_path: object) -> None:
     with (
         two_engines() as (zero, one),
-        FanOut(worker_of(zero), f"{tmp_path}/fan", replay_policy=QUICK) as fan_out,
+        FanOut(worker_of(zero), f"{tmp_path}/fan", replay_policy=REPLAYS) as fan_out,
         join(f"{tmp_path}/fan", PATIENCE) as replica,
     ):
         caught_up(fan_out.client, zero)

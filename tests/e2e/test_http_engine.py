@@ -71,7 +71,11 @@ def test_a_prompt_sent_twice_is_cached_counted_and_indexed() -> None:
 
 
 def test_every_route_reads_a_prompt_as_the_same_tokens() -> None:
-    with FakeEngine(block_size=4, publish=False) as engine, HttpEngine(engine) as server:
+    options = HttpOptions(render=True)
+    with (
+        FakeEngine(block_size=4, publish=False) as engine,
+        HttpEngine(engine, options=options) as server,
+    ):
         text = "Tell me of ships."
         tokens = ask(server.url + "/tokenize", {"prompt": text})["tokens"]
         assert tokens == [256, *text.encode()]
@@ -85,6 +89,18 @@ def test_every_route_reads_a_prompt_as_the_same_tokens() -> None:
         assert chat[:2] != tokens[:2]
         cached(server, {"messages": MESSAGES})
         assert cached(server, {"prompt": chat}) == engine.hit(chat) > 0
+
+
+def test_render_is_refused_unless_asked_for_as_vllm_does() -> None:
+    with FakeEngine(publish=False) as engine, HttpEngine(engine) as server:
+        for path in ("/v1/completions/render", "/v1/chat/completions/render"):
+            with pytest.raises(HTTPError) as raised:
+                ask(server.url + path, {"prompt": "x", "messages": MESSAGES})
+            with raised.value:
+                error = json.loads(raised.value.read())["error"]
+            assert raised.value.code == error["code"] == 403
+            assert error["type"] == "PermissionDeniedError"
+            assert "Restart vllm serve with --enable-scale-out" in error["message"]
 
 
 @pytest.mark.parametrize("shape", ["ranks", "list", "sources"])
@@ -216,6 +232,7 @@ def test_a_key_that_is_wrong_is_refused_but_for_health() -> None:
         with HttpEngine(engine, options=HttpOptions(api_key="secret")) as server:
             assert refused(server.url + "/health", {}) == 405  # not 401
             assert refused(server.url + "/v1/models") == 401
+            assert ask(server.url + "/kv_event_sources") == {}  # vLLM guards /v1 alone
             assert ask(server.url + "/v1/models", headers={"Authorization": "Bearer secret"})
 
 
@@ -248,7 +265,11 @@ def test_images_are_placeholders_and_tell_their_blocks_apart() -> None:
         picture = {"type": "image_url", "image_url": {"url": image}}
         return [{"role": "user", "content": [picture, {"text": "and what is this?"}]}]
 
-    with FakeEngine(block_size=4, publish=False) as engine, HttpEngine(engine) as server:
+    options = HttpOptions(render=True)
+    with (
+        FakeEngine(block_size=4, publish=False) as engine,
+        HttpEngine(engine, options=options) as server,
+    ):
         body = {"messages": chat("a"), "max_tokens": 1}
         rendered = ask(server.url + "/v1/chat/completions/render", body)
         (place,) = rendered["features"]["mm_placeholders"]["image"]

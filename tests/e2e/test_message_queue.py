@@ -21,7 +21,8 @@ from kvindex.errors import (
     SegmentError,
 )
 from kvindex.shm import Handle, MessageQueue, MsgpackCodec, Waiting
-from tests.e2e.queue_peers import DEADLINE, End, Nursery, Peer, ThreadPeer, ended, is_left
+from tests.e2e.queue_peers import End, Nursery, Peer, ThreadPeer, ended, is_left
+from tests.live import PATIENCE
 from tests.native_ring import needs_ring
 
 pytestmark = needs_ring
@@ -75,7 +76,7 @@ class Party:
         readers = [self.reader(writer, rank, **known) for rank in range(n_reader)]
         for reader in readers:
             reader.start("ready")
-        writer.wait_until_ready(DEADLINE)
+        writer.wait_until_ready(PATIENCE)
         for reader in readers:
             reader.result()
         return writer, readers
@@ -101,7 +102,7 @@ def party(
 def sent_in_background(writer: MessageQueue, messages: list[Message]) -> threading.Thread:
     def send() -> None:
         for message in messages:
-            writer.enqueue(message, DEADLINE)
+            writer.enqueue(message, PATIENCE)
 
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
@@ -128,7 +129,7 @@ def test_every_reader_gets_every_message_in_order(party: Party, n_reader: int) -
     for reader in readers:
         reader.start("take", len(messages))
     for message in messages:
-        writer.enqueue(message, DEADLINE)
+        writer.enqueue(message, PATIENCE)
     for reader in readers:
         assert reader.result() == messages
 
@@ -140,7 +141,7 @@ def test_messages_of_every_size(party: Party) -> None:
     messages = [bytes(number % 251 for number in range(size)) for size in sizes]
     reader.start("take", len(messages))
     for message in messages:
-        writer.enqueue(message, DEADLINE)
+        writer.enqueue(message, PATIENCE)
     assert reader.result() == messages
 
 
@@ -154,7 +155,7 @@ def test_msgpack_brings_back_what_it_carries(party: Party) -> None:
     writer, (reader,) = party.ready()
     reader.start("take", len(VALUES))
     for value in VALUES:
-        writer.enqueue(value, DEADLINE)
+        writer.enqueue(value, PATIENCE)
     got = reader.result()
     assert got == VALUES
     assert [type(value) for value in got] == [type(value) for value in VALUES]
@@ -167,7 +168,7 @@ def test_buffers_go_beside_the_object(party: Party, size: int) -> None:
     buffers: list[Any] = [bytearray(content), memoryview(content), memoryview(bytearray(content))]
     reader.start("take", 1)
     writer.enqueue(
-        {"blocks": [pickle.PickleBuffer(buffer) for buffer in buffers], "n": 3}, DEADLINE
+        {"blocks": [pickle.PickleBuffer(buffer) for buffer in buffers], "n": 3}, PATIENCE
     )
     assert reader.result() == [{"blocks": [bytearray(content)] * 3, "n": 3}]
 
@@ -194,7 +195,7 @@ def test_pickle_brings_back_everything_where_both_sides_ask_for_it(party: Party)
     values += [Tensor(bytearray(100)), [Tensor(bytearray(b"z" * 9000)), "and", bytearray(5)]]
     reader.start("take", len(values))
     for value in values:
-        writer.enqueue(value, DEADLINE)
+        writer.enqueue(value, PATIENCE)
     got = reader.result()
     assert got == values
     assert [type(value) for value in got] == [type(value) for value in values]
@@ -215,8 +216,8 @@ class Shout:
 def test_a_codec_of_ones_own(party: Party) -> None:
     writer, (reader,) = party.ready(codec=Shout())
     reader.start("take", 2)
-    writer.enqueue("hello", DEADLINE)
-    writer.enqueue("h" * 500, DEADLINE)
+    writer.enqueue("hello", PATIENCE)
+    writer.enqueue("h" * 500, PATIENCE)
     assert reader.result() == ["HELLO", "H" * 500]
 
 
@@ -229,7 +230,7 @@ def test_a_message_that_the_codec_cannot_carry_is_refused_and_the_queue_goes_on(
             writer.enqueue(bad)
     with pytest.raises(EncodeError):
         writer.enqueue([pickle.PickleBuffer(b"kept?"), object()])
-    writer.enqueue([1], DEADLINE)
+    writer.enqueue([1], PATIENCE)
     assert reader.call("take", 1) == [[1]]
 
 
@@ -238,10 +239,10 @@ def test_a_message_of_the_greatest_length_is_carried_and_a_longer_one_refused(
 ) -> None:
     writer, (reader,) = party.ready(max_message_bytes=1000)
     reader.start("take", 2)
-    writer.enqueue(b"x" * 1000, DEADLINE)
+    writer.enqueue(b"x" * 1000, PATIENCE)
     with pytest.raises(EncodeError, match="1001 bytes: at most 1000"):
         writer.enqueue(b"x" * 1001)
-    writer.enqueue(b"y", DEADLINE)
+    writer.enqueue(b"y", PATIENCE)
     assert reader.result() == [b"x" * 1000, b"y"]
 
 
@@ -249,14 +250,14 @@ def test_what_the_codec_cannot_read_counts_as_read(party: Party) -> None:
     writer = party.writer()
     reader = party.reader(writer, 0, decode_to=list[int])
     reader.start("ready")
-    writer.wait_until_ready(DEADLINE)
+    writer.wait_until_ready(PATIENCE)
     reader.result()
     for wrong in ("a string", ["x" * 500]):
         reader.start("take", 1)
-        writer.enqueue(wrong, DEADLINE)
+        writer.enqueue(wrong, PATIENCE)
         with pytest.raises(DecodeError):
             reader.result()
-    writer.enqueue([7], DEADLINE)
+    writer.enqueue([7], PATIENCE)
     assert reader.call("take", 1) == [[7]]
 
 
@@ -273,11 +274,11 @@ def test_memory_is_given_to_write_a_message_into_and_to_read_it_from(party: Part
     sizes = [0, 1, CHUNK]
     reader.start("read_raw", len(sizes) + 2)
     for size in sizes:
-        with writer.acquire_write(DEADLINE, length=size) as view:
+        with writer.acquire_write(PATIENCE, length=size) as view:
             assert len(view) == size
             view[:] = b"w" * size
-    writer.enqueue(b"x" * 300, DEADLINE)
-    writer.enqueue([1, 2], DEADLINE)
+    writer.enqueue(b"x" * 300, PATIENCE)
+    writer.enqueue([1, 2], PATIENCE)
     encoded, _ = MsgpackCodec().encode([1, 2])
     assert reader.result() == [b"w" * size for size in sizes] + [b"x" * 300, encoded]
 
@@ -285,9 +286,9 @@ def test_memory_is_given_to_write_a_message_into_and_to_read_it_from(party: Part
 def test_a_message_whose_writing_fails_is_not_sent(party: Party) -> None:
     writer, (reader,) = party.ready()
     with pytest.raises(ZeroDivisionError):
-        with writer.acquire_write(DEADLINE, length=4) as view:
+        with writer.acquire_write(PATIENCE, length=4) as view:
             view[:] = bytes(1 // (len(view) - 4))
-    writer.enqueue(b"next", DEADLINE)
+    writer.enqueue(b"next", PATIENCE)
     assert reader.call("take", 1) == [b"next"]
     assert writer.statistics()["messages"] == 1
 
@@ -298,12 +299,12 @@ def test_as_much_memory_is_given_as_a_chunk_and_a_message_may_have(
 ) -> None:
     writer, (reader,) = party.ready(max_message_bytes=most)
     reader.start("read_raw", 1)
-    with writer.acquire_write(DEADLINE) as view:
+    with writer.acquire_write(PATIENCE) as view:
         assert len(view) == given
         view[:] = b"w" * given
     assert reader.result() == [b"w" * given]
     with pytest.raises(ConfigurationError, match=f"0 to {given} bytes"):
-        with writer.acquire_write(DEADLINE, length=given + 1):
+        with writer.acquire_write(PATIENCE, length=given + 1):
             raise AssertionError("refused only when all is written")
 
 
@@ -327,7 +328,7 @@ def test_messages_sent_before_readers_attach_wait_for_them(party: Party) -> None
     for reader in (first, second):
         reader.start("take", len(messages))
     assert first.result() == second.result() == messages
-    thread.join(DEADLINE)
+    thread.join(PATIENCE)
 
 
 def test_nobody_is_ready_before_all_are(party: Party) -> None:
@@ -340,7 +341,7 @@ def test_nobody_is_ready_before_all_are(party: Party) -> None:
     second = party.reader(writer, 1)
     first.start("ready")
     second.start("ready")
-    writer.wait_until_ready(DEADLINE)
+    writer.wait_until_ready(PATIENCE)
     first.result()
     second.result()
 
@@ -356,7 +357,7 @@ def test_a_full_queue_times_out_and_loses_nothing(party: Party) -> None:
         writer.enqueue("never", timeout=0.01)  # the other reader has read nothing yet
     assert raised.value.timeout == 0.01
     assert readers[1].call("take", sent) == list(range(sent))
-    writer.enqueue("after", DEADLINE)
+    writer.enqueue("after", PATIENCE)
     for reader in readers:
         assert reader.call("take", 1) == ["after"]
 
@@ -366,7 +367,7 @@ def test_a_read_that_times_out_takes_nothing(party: Party) -> None:
     for timeout in (0.0, 0.01):
         with pytest.raises(QueueTimeoutError):
             reader.call("take", 1, timeout)
-    writer.enqueue("after", DEADLINE)
+    writer.enqueue("after", PATIENCE)
     assert reader.call("take", 1) == ["after"]
 
 
@@ -375,7 +376,7 @@ def test_a_writer_that_waits_goes_on_when_there_is_room(party: Party) -> None:
     sent = fill(writer)
     thread = sent_in_background(writer, ["more"] * 10)
     assert reader.call("take", sent + 10) == [*range(sent), *["more"] * 10]
-    thread.join(DEADLINE)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -391,7 +392,7 @@ def test_negative_timeouts_are_refused_or_over_at_once(party: Party) -> None:
 def test_readers_read_what_was_sent_before_the_writer_closed(party: Party) -> None:
     writer, readers = party.ready(2)
     for number in range(WINDOW):
-        writer.enqueue(number, DEADLINE)
+        writer.enqueue(number, PATIENCE)
     for reader in readers:
         reader.start("drain")
     writer.close()
@@ -416,7 +417,7 @@ def test_the_writer_goes_on_without_a_reader_that_left(party: Party) -> None:
     leaving.call("close")
     staying.start("take", 50)
     for number in range(50):
-        writer.enqueue(number, DEADLINE)
+        writer.enqueue(number, PATIENCE)
     assert staying.result() == list(range(50))
     assert writer.statistics()["messages"] == WINDOW + 50
 
@@ -424,14 +425,14 @@ def test_the_writer_goes_on_without_a_reader_that_left(party: Party) -> None:
 def test_a_reader_in_place_of_another_reads_on_from_one_exact_message(party: Party) -> None:
     writer, (leaving, staying) = party.ready(2)
     for number in range(WINDOW):
-        writer.enqueue(number, DEADLINE)
+        writer.enqueue(number, PATIENCE)
     staying.call("take", WINDOW)
     leaving.call("close")
     replacing = party.reader(writer, 0)
     staying.start("drain")
     replacing.start("drain")
     thread = sent_in_background(writer, list(range(WINDOW, 500)))
-    thread.join(DEADLINE)
+    thread.join(PATIENCE)
     writer.close()
     assert staying.result() == (list(range(WINDOW, 500)), "QueueClosedError")
     got, ended_by = replacing.result()
@@ -472,7 +473,7 @@ def test_a_wrong_rank_is_refused(party: Party) -> None:
 
 def test_a_closed_end_takes_no_calls(party: Party) -> None:
     writer, (reader,) = party.ready()
-    writer.enqueue(1, DEADLINE)
+    writer.enqueue(1, PATIENCE)
     reader.call("close")
     reader.call("close")
     with pytest.raises(ClosedError):
@@ -510,7 +511,7 @@ def _read_raw(queue: MessageQueue) -> bytes:
 def test_statistics_count_what_happened(party: Party) -> None:
     writer, readers = party.ready(2, max_chunks=8)
     for message in ("short", b"x" * 150, ["last"]):
-        writer.enqueue(message, DEADLINE)
+        writer.enqueue(message, PATIENCE)
     for reader in readers:
         reader.call("take", 3)
         assert reader.call("statistics")["messages"] == 3
@@ -563,7 +564,7 @@ def mixed(nursery: Nursery) -> Iterator[Callable[..., tuple[MessageQueue, list[P
                 peers.append(ThreadPeer(End()) if rank < 2 else nursery.fork())
                 peers[-1].call("attach", writer.export_handle().to_bytes(), rank)
                 peers[-1].start("ready")
-            writer.wait_until_ready(DEADLINE)
+            writer.wait_until_ready(PATIENCE)
             for peer in peers:
                 peer.result()
             return writer, peers
@@ -579,9 +580,9 @@ def test_local_and_remote_readers_get_the_same(
     for reader in readers:
         reader.start("take", len(messages) + 2)
     for message in messages:
-        writer.enqueue(message, DEADLINE)
-    writer.enqueue([pickle.PickleBuffer(b"b" * 100)], DEADLINE)
-    with writer.acquire_write(DEADLINE, length=5) as view:
+        writer.enqueue(message, PATIENCE)
+    writer.enqueue([pickle.PickleBuffer(b"b" * 100)], PATIENCE)
+    with writer.acquire_write(PATIENCE, length=5) as view:
         view[:] = b"bytes"
     for reader in readers:
         assert reader.result() == [*messages, [b"b" * 100], b"bytes"]
@@ -594,7 +595,7 @@ def test_a_message_for_which_one_reader_has_no_room_reaches_none(
     writer, readers = mixed()
     quick = [reader for rank, reader in enumerate(readers) if rank != slow]
     for number in range(WINDOW):
-        writer.enqueue(number, DEADLINE)
+        writer.enqueue(number, PATIENCE)
     for reader in quick:
         assert reader.call("take", WINDOW) == list(range(WINDOW))
     for late in ("lost", "lost too"):
@@ -604,7 +605,7 @@ def test_a_message_for_which_one_reader_has_no_room_reaches_none(
         with writer.acquire_write(0.05, length=4) as view:
             view[:] = b"lost"
     assert readers[slow].call("take", WINDOW) == list(range(WINDOW))
-    writer.enqueue("after", DEADLINE)
+    writer.enqueue("after", PATIENCE)
     for reader in readers:
         assert reader.call("take", 1) == ["after"]
 
@@ -616,7 +617,7 @@ def test_a_long_message_for_which_one_reader_has_room_for_the_beginning_only_rea
     writer, readers = mixed()
     filled = WINDOW - (slow == 1)  # of a remote reader's room a message takes one, however long
     for number in range(filled):
-        writer.enqueue(number, DEADLINE)
+        writer.enqueue(number, PATIENCE)
     for rank, reader in enumerate(readers):
         if rank != slow:
             assert reader.call("take", filled) == list(range(filled))
@@ -627,7 +628,7 @@ def test_a_long_message_for_which_one_reader_has_room_for_the_beginning_only_rea
     for reader in readers:
         reader.start("take", 2)
     for message in (b"y" * 10 * CHUNK, "after"):
-        writer.enqueue(message, DEADLINE)
+        writer.enqueue(message, PATIENCE)
     for reader in readers:
         assert reader.result() == [b"y" * 10 * CHUNK, "after"]
     assert writer.statistics()["messages"] == filled + 2
@@ -637,7 +638,7 @@ def test_all_kinds_of_readers_are_told_of_the_end(
     mixed: Callable[..., tuple[MessageQueue, list[Peer]]],
 ) -> None:
     writer, readers = mixed()
-    writer.enqueue("last", DEADLINE)
+    writer.enqueue("last", PATIENCE)
     for reader in readers:
         reader.start("drain")
     writer.close()

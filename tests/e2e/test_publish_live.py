@@ -14,7 +14,6 @@ from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import EventPublisherFactory, KVEventsConfig, ZmqEventPublisher
 from kvindex.wire import DIALECTS, AllBlocksCleared, EventBatch, decode_batch, dialect
 from tests.e2e.publish_peers import (
-    DEADLINE,
     Asker,
     Context,
     Live,
@@ -24,6 +23,7 @@ from tests.e2e.publish_peers import (
     wait_until,
 )
 from tests.e2e.raw_peers import RawPeer
+from tests.live import PATIENCE
 
 Make = Callable[..., ZmqEventPublisher]
 
@@ -131,7 +131,7 @@ def test_threads_may_publish_at_once(context: Context, make: Make) -> None:
         thread.start()
     assert [live.receive().seq for _ in range(1000)] == list(range(first, first + 1000))
     for thread in threads:
-        thread.join(DEADLINE)
+        thread.join(PATIENCE)
     assert publisher.statistics()["dropped_queue_full"] == 0
 
 
@@ -244,7 +244,7 @@ def live_without_keys(context: Context, publisher: ZmqEventPublisher) -> bool:
     )
     with monitor:
         plain.socket.connect(publisher.endpoint)
-        assert monitor.poll(int(DEADLINE * 1000))
+        assert monitor.poll(int(PATIENCE * 1000))
         event = recv_monitor_message(monitor)["event"]
         plain.socket.disable_monitor()
     return event == zmq.EVENT_HANDSHAKE_SUCCEEDED

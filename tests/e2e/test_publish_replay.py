@@ -11,7 +11,6 @@ import zmq
 from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import END_SEQ, parse_replay
 from tests.e2e.publish_peers import (
-    DEADLINE,
     Asker,
     Context,
     Live,
@@ -20,6 +19,7 @@ from tests.e2e.publish_peers import (
     seqs,
     wait_until,
 )
+from tests.live import PATIENCE
 
 Make = Callable[..., ZmqEventPublisher]
 
@@ -114,7 +114,7 @@ def test_a_req_socket_gets_its_first_reply(context: Context, make: Make) -> None
     with context.socket(zmq.REQ) as request:
         request.connect(str(publisher.replay_endpoint))
         request.send((2).to_bytes(8, "big"))
-        assert request.poll(int(DEADLINE * 1000))
+        assert request.poll(int(PATIENCE * 1000))
         assert request.recv_multipart()[0] == (2).to_bytes(8, "big")
 
 
@@ -156,7 +156,7 @@ def test_a_long_replay_is_lossless_while_live_goes_on(context: Context, make: Ma
     assert replayed == list(range(len(replayed)))
     assert len(replayed) >= 9000
     assert [live.receive().seq for _ in range(1000)] == list(range(first, first + 1000))
-    thread.join(DEADLINE)
+    thread.join(PATIENCE)
 
 
 def test_a_reader_that_pauses_loses_nothing_and_stops_nobody(context: Context, make: Make) -> None:
@@ -222,10 +222,12 @@ def test_an_idle_publisher_answers_at_once(context: Context, make: Make) -> None
     publisher = make(1)
     asker = Asker(context, publisher.replay_endpoint)
     asker.replay(END_SEQ)
-    began = time.monotonic()
+    took = []
     for _ in range(50):
+        began = time.monotonic()
         assert parse_replay(asker_frames(asker)).end
-    assert time.monotonic() - began < 50 * 0.05
+        took.append(time.monotonic() - began)
+    assert min(took) < 0.05  # each is asked just after a look: none would be so quick
 
 
 def test_a_publisher_without_replay_endpoint_has_none(make: Make) -> None:

@@ -6,36 +6,36 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvindex.errors import ConfigurationError
-from kvindex.shm import MessageQueue, TcpProcessGroup
+from kvindex.shm import MessageQueue
+from tests.e2e.group_ranks import pipe_groups
 from tests.native_ring import needs_ring
 
 pytestmark = needs_ring
 
-TOKEN = b"a token of at least 16 bytes"
 RANKS = 3
 
 
 def tries(single_reader: bool, codecs: list[str], **options: Any) -> list[str]:
     """Return what each rank's constructor raised, every rank being a thread."""
-    first = TcpProcessGroup(0, RANKS, "127.0.0.1:0", token=TOKEN, timeout=20.0)
-    groups = [first] + [
-        TcpProcessGroup(rank, RANKS, first.address, token=TOKEN, timeout=20.0)
-        for rank in range(1, RANKS)
-    ]
+    groups = pipe_groups(RANKS)
 
     def one(rank: int) -> str:
-        with groups[rank] as group:
-            try:
-                if single_reader:
-                    MessageQueue.create_from_process_group_single_reader(group, codec=codecs[rank])
-                else:
-                    MessageQueue.create_from_process_group(group, codec=codecs[rank], **options)
-            except ConfigurationError as error:
-                return str(error)
+        try:
+            if single_reader:
+                MessageQueue.create_from_process_group_single_reader(
+                    groups[rank], codec=codecs[rank]
+                )
+            else:
+                MessageQueue.create_from_process_group(groups[rank], codec=codecs[rank], **options)
+        except ConfigurationError as error:
+            return str(error)
         return "nothing"
 
     with ThreadPoolExecutor(RANKS) as threads:
-        return list(threads.map(one, range(RANKS)))
+        raised = list(threads.map(one, range(RANKS)))
+    for group in groups:
+        group.close()
+    return raised
 
 
 def test_a_reader_with_another_codec_ends_the_making_at_every_rank() -> None:

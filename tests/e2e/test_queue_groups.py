@@ -1,8 +1,7 @@
-"""Queues made by process groups of real processes: by TCP, and by torch where it is installed."""
+"""Queues made by process groups of real processes: over pipes, and by torch if installed."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvindex.shm import MessageQueue
-from tests.e2e.group_ranks import PATIENCE, Ranks, Task, tcp_ranks, torch_ranks
+from tests.e2e.group_ranks import PATIENCE, Ranks, Task, pipe_ranks, torch_ranks
 from tests.e2e.queue_tasks import (
     MESSAGES,
     across_machines,
@@ -30,7 +29,7 @@ pytestmark = needs_ring
 
 Run = Callable[[int, Any], AbstractContextManager[Ranks]]
 
-KINDS = ["tcp"] + ["torch"] * (find_spec("torch") is not None)
+KINDS = ["pipes"] + ["torch"] * (find_spec("torch") is not None)
 
 
 @pytest.fixture(params=KINDS)
@@ -38,8 +37,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     """Start so many ranks with a task."""
 
     def start(world_size: int, task: Task) -> AbstractContextManager[Ranks]:
-        if request.param == "tcp":
-            return tcp_ranks(world_size, task, secrets.token_bytes(32), PATIENCE)
+        if request.param == "pipes":
+            return pipe_ranks(world_size, task)
         everyone = list(range(world_size))
         return torch_ranks(world_size, task, f"{tmp_path}/store", "gloo", everyone)
 

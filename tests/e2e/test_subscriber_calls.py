@@ -18,7 +18,7 @@ from kvindex.subscribe import (
 )
 from kvindex.subscribe.resumption import SavedCursor
 from kvindex.testing import FakeEngine, Workload
-from tests.live import PATIENCE, QUICK, worker_of
+from tests.live import PATIENCE, REPLAYS, worker_of
 
 RANK = Rank("engine", 0)
 
@@ -27,7 +27,7 @@ def subscriber_to(
     *engines: FakeEngine, sink: Callable[[StreamItem], None], **options: Any
 ) -> Subscriber:
     workers = [worker_of(engine) for engine in engines]
-    return Subscriber(workers, sink=sink, replay_policy=QUICK, probe_interval=0.3, **options)
+    return Subscriber(workers, sink=sink, replay_policy=REPLAYS, probe_interval=0.3, **options)
 
 
 def caught_up(subscriber: Subscriber, engine: FakeEngine) -> None:

@@ -35,6 +35,7 @@ from tests.live import (
     MEANWHILE,
     PATIENCE,
     PROMPTS,
+    QUICK,
     assert_true,
     caught_up,
     client_of,
@@ -238,7 +239,7 @@ def test_a_replay_endpoint_that_never_answers_drops_what_was_restored(path: Path
         engine.run(BEFORE)
         save_of(engine, path=path)
         link.silence_replay()
-        with client_of(worker_of(engine, link), resume=path) as client:
+        with client_of(worker_of(engine, link), resume=path, replay_policy=QUICK) as client:
             wait_status(client, RANK, epoch=1)
             assert client.match(PROMPTS[0])[RANK].tokens == 0
 
@@ -411,8 +412,8 @@ from kvindex import Rank, Worker, connect
 path, mode, endpoint, replay, last = sys.argv[1:]
 client = connect([Worker("engine", endpoint, replay=replay)], resume=path)
 rank = Rank("engine")
-assert client.wait_for(lambda statuses: statuses[rank].seq == int(last), 20.0)
-client.wait_live(20.0)
+assert client.wait_for(lambda statuses: statuses[rank].seq == int(last), 120.0)
+client.wait_live(120.0)
 if mode == "report":
     print(json.dumps(client.status(rank).counters))
     sys.exit()

@@ -27,9 +27,10 @@ from kvindex.subscribe import RankBatch, StreamItem, Subscriber
 from kvindex.subscribe import connection as connection_module
 from kvindex.subscribe.connection import Connection as LinkedSocket
 from kvindex.testing import FakeEngine, Faults, LaneFaults
+from kvindex.wire import encode_batch
 from tests.live import (
     PATIENCE,
-    QUICK,
+    REPLAYS,
     assert_true,
     caught_up,
     client_of,
@@ -150,8 +151,9 @@ def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on
         with Subscriber(
             [worker_of(engine)],
             sink=sink,
-            replay_policy=QUICK,
-            socket_options=SocketOptions(hwm=10),
+            replay_policy=REPLAYS,
+            # No heartbeats: ZeroMQ gives up a connection whose queue is full for so long.
+            socket_options=SocketOptions(hwm=10, heartbeat=3600.0, heartbeat_timeout=3600.0),
             probe_interval=0.3,
         ) as subscriber:
             subscriber.wait_live(PATIENCE)
@@ -170,6 +172,45 @@ def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on
             # Seen as a gap, or only by a probe where the last batches are among the dropped.
             replayed = status.counters["replayed"]
             assert replayed >= 1, "nothing was dropped: the test does not test"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
+def test_more_bytes_than_may_wait_are_dropped_and_declared_lost_and_the_stream_goes_on() -> None:
+    blocks = BlockStored(
+        block_hashes=list(range(8192)),
+        parent_block_hash=None,
+        token_ids=list(range(70_000, 70_000 + 8 * 8192)),
+        block_size=8,
+    )
+    payload = encode_batch(EventBatch(ts=1.0, events=[blocks]))
+    mib, go_on = 1024 * 1024, threading.Event()
+
+    def sink(item: StreamItem) -> None:
+        if isinstance(item, RankBatch):
+            assert go_on.wait(PATIENCE)
+
+    last = 64 * mib // len(payload)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.XPUB) as publisher:
+        publisher.linger, publisher.sndhwm = 0, 1
+        publisher.setsockopt(zmq.XPUB_NODROP, 1)
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        with Subscriber(
+            [Worker("engine", f"tcp://127.0.0.1:{port}")],
+            sink=sink,
+            replay_policy=REPLAYS,
+            socket_options=SocketOptions(max_unread_bytes=8 * mib),
+        ) as subscriber:
+            _wait_subscribed(publisher)
+            for seq in range(last + 1):  # each waits until there is room: the first ones have come
+                publisher.send_multipart([b"", seq.to_bytes(8, "big"), payload])
+            go_on.set()
+            assert subscriber.wait_for(lambda s: s[RANK].seq == last, PATIENCE)
+            status = subscriber.status(RANK)
+            assert status.counters["overflow_dropped"] > 0
+            assert status.losses > 0
+            assert not status.complete
+            assert "max_unread_bytes" in status.reason
 
 
 def test_store_with_an_unknown_parent_whose_parent_comes_later_counts_from_then_on() -> None:
@@ -236,7 +277,7 @@ def test_sink_that_fails_is_counted_and_the_stream_goes_on() -> None:
             raise RuntimeError("a user's mistake")
 
     with FakeEngine("engine") as engine:
-        with Subscriber([worker_of(engine)], sink=sink, replay_policy=QUICK) as subscriber:
+        with Subscriber([worker_of(engine)], sink=sink, replay_policy=REPLAYS) as subscriber:
             for number in range(3):
                 engine.serve(prompt(number))
             assert subscriber.wait_for(lambda s: s[RANK].seq == 2, PATIENCE)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import zmq
 
 from kvindex import EventBatch, Rank, RankStatus, State, Worker
-from kvindex.subscribe import RankBatch, StreamItem, Subscriber
+from kvindex.subscribe import RankBatch, RankRemoved, StreamItem, Subscriber
 from kvindex.subscribe.resumption import SavedCursor
 from kvindex.testing import FakeEngine, ManualClock, Workload
 from kvindex.wire import encode_batch, live_frames
@@ -156,3 +157,76 @@ def test_what_is_asked_for_between_two_turns_stands_where_the_sink_does() -> Non
                 )
                 if cursor is not None:
                     assert SavedCursor.decode(cursor).cursor.seq == count - 1
+
+
+RANKS = [Rank(f"w{n}", 0) for n in range(12)]
+
+
+def test_a_call_is_served_after_a_few_ranks_however_many_are_behind() -> None:
+    """Each batch takes the sink 0.1 s, and twelve ranks have five: 6 s, were it one turn."""
+    clock = ManualClock()
+    taken: list[str] = []
+    with zmq.Context() as context, ExitStack() as stack:
+        publishers = [stack.enter_context(context.socket(zmq.XPUB)) for _ in RANKS]
+        for rank, publisher in zip(RANKS, publishers, strict=True):
+            publisher.bind(f"inproc://{rank.worker}")
+
+        def sink(item: StreamItem) -> None:
+            if isinstance(item, RankRemoved):
+                taken.append("call")
+            elif isinstance(item, RankBatch):
+                if not taken:
+                    subscriber.remove("gone")  # a call that is carried out in the next turn
+                taken.append(item.rank.worker)
+                clock.advance(0.1)
+
+        workers = [Worker(rank.worker, f"inproc://{rank.worker}") for rank in RANKS]
+        gone = Worker("gone", "inproc://gone")
+        subscriber = stack.enter_context(
+            Subscriber([*workers, gone], sink=sink, context=context, clock=clock)
+        )
+        for publisher in publishers:
+            assert publisher.recv() == b"\x01"
+
+        def send() -> None:
+            for publisher in publishers:
+                for seq in range(5):
+                    publisher.send_multipart(live_frames(b"", seq, batch_bytes()))
+
+        subscriber.call(send)
+        assert subscriber.wait_for(
+            lambda statuses: all(statuses[rank].seq == 4 for rank in RANKS), PATIENCE
+        )
+    assert taken.index("call") <= 2
+    first_round = [name for name in taken if name != "call"][: len(RANKS)]
+    assert sorted(first_round) == sorted(rank.worker for rank in RANKS), "none is passed over"
+
+
+def batch_bytes() -> bytes:
+    return encode_batch(EventBatch(1.0, []))
+
+
+def test_a_subscriber_receives_nothing_while_its_sink_has_no_room_and_serves_calls() -> None:
+    taken: list[int] = []
+    room = [4]
+
+    def sink(item: StreamItem) -> None:
+        if isinstance(item, RankBatch):
+            taken.append(item.seq)
+
+    with FakeEngine("engine") as engine, FakeEngine("late") as late:
+        for number in range(20):
+            engine.serve([number * 1000 + i for i in range(64)])
+        with Subscriber(
+            [worker_of(engine)], sink=sink, has_room=lambda: len(taken) < room[0]
+        ) as subscriber:
+            assert subscriber.wait_for(lambda s: s[engine.rank].seq == 3, PATIENCE)
+            for _ in range(5):
+                subscriber.add(worker_of(late))
+                subscriber.remove("late")
+            assert taken == [0, 1, 2, 3]
+            room[0] = 100
+            subscriber.wake()
+            last = engine.published - 1
+            assert subscriber.wait_for(lambda s: s[engine.rank].seq == last, PATIENCE)
+    assert taken == list(range(last + 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvindex import Rank, State
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
 from tests.live import (
+    QUICK,
     assert_true,
     caught_up,
     client_of,
@@ -28,7 +29,7 @@ def test_replay_endpoint_dead_while_live_goes_on_live_ingest_of_every_rank_never
         FakeEngine("other") as other,
         link_to(engine) as link,
     ):
-        with client_of(worker_of(engine, link), worker_of(other)) as client:
+        with client_of(worker_of(engine, link), worker_of(other), replay_policy=QUICK) as client:
             engine.serve(prompt(0))
             caught_up(client, engine, other)
             link.silence_replay()
@@ -53,7 +54,7 @@ def test_replay_endpoint_dead_while_live_goes_on_live_ingest_of_every_rank_never
 def test_loss_with_policy_keep_leaves_the_old_answers_flagged() -> None:
     with FakeEngine("engine") as engine:
         with link_to(engine) as link:
-            with client_of(worker_of(engine, link), on_loss="keep") as client:
+            with client_of(worker_of(engine, link), on_loss="keep", replay_policy=QUICK) as client:
                 engine.serve(prompt(0))
                 caught_up(client, engine)
                 link.silence_replay()
@@ -151,7 +152,7 @@ def test_silent_replay_at_joining_gives_live_batches_after_the_tries_are_used_up
         engine.serve(prompt(0))
         with link_to(engine) as link:
             link.silence_replay()
-            with client_of(worker_of(engine, link)) as client:
+            with client_of(worker_of(engine, link), replay_policy=QUICK) as client:
                 wait_status(client, RANK, connected=True)
                 engine.serve(prompt(1))
                 wait_status(client, RANK, state=State.LIVE)

@@ -14,7 +14,7 @@ from kvindex.testing import FakeEngine, Faults, LaneFaults
 from kvindex.wire import replay_end
 from tests.live import (
     PATIENCE,
-    QUICK,
+    REPLAYS,
     assert_true,
     caught_up,
     client_of,
@@ -194,7 +194,7 @@ def test_engine_restarts_while_we_are_held_up_what_it_had_sent_before_is_not_bel
         with Subscriber(
             [worker_of(engine)],
             sink=sink,
-            replay_policy=QUICK,
+            replay_policy=REPLAYS,
             socket_options=SocketOptions(reconnect=0.01),
         ) as stream:
             assert stream.wait_for(lambda all_: all_[RANK].state is State.LIVE, PATIENCE)

@@ -155,6 +155,21 @@ def test_what_the_engine_found_cached_reaches_the_funnel() -> None:
     run(main())
 
 
+def test_what_the_engine_did_not_read_or_says_of_another_sibling_is_no_delivery() -> None:
+    async def main() -> None:
+        async with fleet() as two:
+            await two.ask(extra_body={"prompt_logprobs": 0})  # the engine reads no cache
+            await two.idle()
+            assert two.callback.counts == {"routed": 1}
+            assert two.callback.router.statistics()["funnel"]["finished"]["requests"] == 0
+            await two.ask(n=2)  # the last answer finds the first one's blocks
+            await two.idle()
+            funnel = two.callback.router.statistics()["funnel"]
+            assert (funnel["finished"]["requests"], funnel["reported"]["requests"]) == (1, 0)
+
+    run(main())
+
+
 def test_the_load_is_on_the_rank_until_the_answer_is_whole() -> None:
     async def main() -> None:
         async with fleet() as two:

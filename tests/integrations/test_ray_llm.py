@@ -23,8 +23,7 @@ from kvindex.integrations.ray_llm import SelectionService, install
 from kvindex.routing import Load
 from kvindex.testing import FakeEngine
 from tests.integrations.traffic import BLOCKS, REQUESTS, in_turn
-
-DEADLINE = 20.0
+from tests.live import PATIENCE
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ async def follow(tracker: KVTokenTracker, engines: Sequence[FakeEngine]) -> Sele
     tracker._on_deployment_targets(targets(engines))
     await asyncio.gather(*tracker._pending_tasks)
     service: SelectionService = tracker._svc
-    await service.client.wait_live_async(timeout=DEADLINE)
+    await service.client.wait_live_async(timeout=PATIENCE)
     return service
 
 
@@ -92,7 +91,7 @@ async def applied(service: SelectionService, engine: FakeEngine) -> None:
     await asyncio.to_thread(
         service.client.wait_for,
         lambda all_of: all_of[rank_of(engine)].seq == last,
-        timeout=DEADLINE,
+        timeout=PATIENCE,
     )
 
 
@@ -230,12 +229,12 @@ def test_each_dp_rank_of_a_worker_is_a_rank() -> None:
                     "replay_endpoint": None,
                 }
             )
-            await service.client.wait_live_async(timeout=DEADLINE)
+            await service.client.wait_live_async(timeout=PATIENCE)
             three.serve(range(96))
             await asyncio.to_thread(
                 service.client.wait_for,
                 lambda all_of: all_of[Rank("7", 3)].seq == 0,
-                timeout=DEADLINE,
+                timeout=PATIENCE,
             )
             request = {"selection_id": "r", "token_ids": list(range(96)), "allowed_worker_ids": [7]}
             chosen = await service.select_and_reserve(request)

@@ -14,7 +14,7 @@ from ray.serve.config import RequestRouterConfig
 
 from tests.integrations.ray_llm_apps import Ingress, LLMServer
 from tests.integrations.traffic import REQUESTS, in_turn
-from tests.integrations.waiting import DEADLINE, eventually
+from tests.live import PATIENCE, until
 
 RAYS = "ray.llm._internal.serve.routing_policies.kv_aware.kv_aware_router.KVAwareRouter"
 
@@ -39,19 +39,19 @@ def test_rays_router_finds_more_than_turns_do_and_every_ingress_has_all_load_bac
     handle: Any = serve.run(ingress.bind(server.bind()), name="llm", route_prefix=None)
 
     def states() -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = handle.broadcast("state").results(timeout_s=DEADLINE)
+        found: list[dict[str, Any]] = handle.broadcast("state").results(timeout_s=PATIENCE)
         return found
 
-    eventually(lambda: [state["live"] for state in states()] == [2, 2])
+    until(lambda: [state["live"] for state in states()] == [2, 2])
     hits = tokens = 0
     for request in REQUESTS:
         served = handle.remote(list(request.token_ids), list(request.new_tokens))
-        hit_tokens, prompt_tokens = served.result(timeout_s=DEADLINE)
+        hit_tokens, prompt_tokens = served.result(timeout_s=PATIENCE)
         hits, tokens = hits + hit_tokens, tokens + prompt_tokens
     hit_rate = hits / tokens
     print(f"hit rate {hit_rate:.3f}, in turn {in_turn():.3f}")
     assert hit_rate > in_turn() + 0.03
-    eventually(lambda: [state["busy"] for state in states()] == [0, 0])
+    until(lambda: [state["busy"] for state in states()] == [0, 0])
     for state in states():
         assert state["service"] == "kvindex.integrations.ray_llm"
         assert state["bookings"]["finished"] + state["bookings"]["cancelled"] > 0

@@ -19,7 +19,7 @@ from kvindex.integrations.ray_serve import routers
 from kvindex.routing import Load
 from tests.integrations.ray_apps import Engine
 from tests.integrations.traffic import REQUESTS
-from tests.integrations.waiting import DEADLINE, eventually
+from tests.live import PATIENCE, until
 
 OURS = "kvindex.integrations.ray_serve.KVIndexRouter"
 NUMBERS = itertools.count()
@@ -55,10 +55,10 @@ def deploy(cluster: None) -> Iterator[Callable[..., Any]]:
 def router_of(handle: Any, ranks: int = 2) -> Any:
     """Return a new handle's router, when it follows so many ranks and all are live."""
     before = set(routers)
-    handle.do_nothing.remote().result(timeout_s=DEADLINE)  # a router comes with the first request
+    handle.do_nothing.remote().result(timeout_s=PATIENCE)  # a router comes with the first request
     (router,) = set(routers) - before
-    eventually(lambda: len(router.router.ranks) == ranks)
-    router.client.wait_live(timeout=DEADLINE)
+    until(lambda: len(router.router.ranks) == ranks)
+    router.client.wait_live(timeout=PATIENCE)
     return router
 
 
@@ -73,7 +73,7 @@ def serve_all(handle: Any, router: Any, at_once: int = 4) -> float:
     while waiting:
         batch, waiting = waiting[:at_once], waiting[at_once:]
         asked = [ask(handle, one.token_ids, new_tokens=list(one.new_tokens)) for one in batch]
-        for served in [one.result(timeout_s=DEADLINE) for one in asked]:
+        for served in [one.result(timeout_s=PATIENCE) for one in asked]:
             hits, tokens = hits + served["hit_tokens"], tokens + served["prompt_tokens"]
             if router is not None:
                 applied(router, served)
@@ -85,7 +85,7 @@ def applied(router: Any, served: dict[str, Any]) -> None:
     rank = Rank(served["worker"], served["dp_rank"])
     assert router.client.wait_for(
         lambda all_of: all_of[rank].seq is not None and all_of[rank].seq >= served["published"] - 1,
-        DEADLINE,
+        PATIENCE,
     )
 
 
@@ -106,7 +106,7 @@ def test_more_is_found_cached_than_by_power_of_two_and_all_load_returns(
     hit_rate = serve_all(handle, router)
     print(f"hit rate {hit_rate:.3f}, power of two {by_queue_length:.3f}")
     assert hit_rate > by_queue_length + 0.03
-    eventually(lambda: idle(router))
+    until(lambda: idle(router))
     assert router.statistics()["unrouted"] == {"no tokens": 1}
     assert router.statistics()["bookings"]["finished"] == len(REQUESTS)
 
@@ -115,16 +115,16 @@ def test_a_request_is_load_from_the_choice_to_its_end(deploy: Callable[..., Any]
     handle = deploy(OURS, prefill_rate=1e-3)
     router = router_of(handle)
     held = ask(handle, PROMPT, hold=True)
-    eventually(lambda: sorted(loads(router)) == [Load(), Load(100, 1, 7)])
+    until(lambda: sorted(loads(router)) == [Load(), Load(100, 1, 7)])
     held.cancel()
-    eventually(lambda: idle(router))
+    until(lambda: idle(router))
     # The prefill ends when its tokens have taken their time, since Ray shows no first token.
     router._bookings.prefill_rate = 1e6
     held = ask(handle, PROMPT, hold=True)
-    eventually(lambda: any(one.open_requests and not one.queued_tokens for one in loads(router)))
-    handle.broadcast("release").results(timeout_s=DEADLINE)
-    held.result(timeout_s=DEADLINE)
-    eventually(lambda: idle(router))
+    until(lambda: any(one.open_requests and not one.queued_tokens for one in loads(router)))
+    handle.broadcast("release").results(timeout_s=PATIENCE)
+    held.result(timeout_s=PATIENCE)
+    until(lambda: idle(router))
 
 
 def test_a_full_replica_is_passed_over_and_the_load_goes_along(
@@ -132,16 +132,16 @@ def test_a_full_replica_is_passed_over_and_the_load_goes_along(
 ) -> None:
     handle = deploy(OURS, max_ongoing=1)
     router = router_of(handle)
-    first = ask(handle, PROMPT).result(timeout_s=DEADLINE)
+    first = ask(handle, PROMPT).result(timeout_s=PATIENCE)
     applied(router, first)
-    eventually(lambda: idle(router))
+    until(lambda: idle(router))
     held = [ask(handle, PROMPT, hold=True) for _ in range(2)]
-    eventually(lambda: [one.open_requests for one in loads(router)] == [1, 1])
+    until(lambda: [one.open_requests for one in loads(router)] == [1, 1])
     waiting = ask(handle, PROMPT)  # booked nowhere, or on one that may refuse it: never twice
     for one in held:
         one.cancel()
-    waiting.result(timeout_s=DEADLINE)
-    eventually(lambda: idle(router))
+    waiting.result(timeout_s=PATIENCE)
+    until(lambda: idle(router))
 
 
 def test_a_dead_replica_gives_its_load_back_and_the_next_one_is_followed(
@@ -150,20 +150,20 @@ def test_a_dead_replica_gives_its_load_back_and_the_next_one_is_followed(
     handle = deploy(OURS)
     router = router_of(handle)
     prompt = range(2_000)  # long, so that what needs it goes where it is
-    first = ask(handle, prompt).result(timeout_s=DEADLINE)
+    first = ask(handle, prompt).result(timeout_s=PATIENCE)
     applied(router, first)
     busy, known = Rank(first["worker"], 0), set(router.router.ranks)
     held = ask(handle, range(2_100), hold=True)
     applied(router, {**first, "published": first["published"] + 1})  # so it was accepted there
-    handle.die.remote({"token_ids": list(prompt)}).result(timeout_s=DEADLINE)
+    handle.die.remote({"token_ids": list(prompt)}).result(timeout_s=PATIENCE)
     with pytest.raises(ray.exceptions.RayActorError):
-        held.result(timeout_s=DEADLINE)
-    eventually(lambda: idle(router))
-    eventually(lambda: busy not in router.router.ranks and len(router.router.ranks) == 2)
+        held.result(timeout_s=PATIENCE)
+    until(lambda: idle(router))
+    until(lambda: busy not in router.router.ranks and len(router.router.ranks) == 2)
     (new,) = set(router.router.ranks) - known
-    router.client.wait_live(timeout=DEADLINE, ranks=[new])
-    assert ask(handle, PROMPT).result(timeout_s=DEADLINE)["prompt_tokens"] == 100
-    eventually(lambda: idle(router))
+    router.client.wait_live(timeout=PATIENCE, ranks=[new])
+    assert ask(handle, PROMPT).result(timeout_s=PATIENCE)["prompt_tokens"] == 100
+    until(lambda: idle(router))
 
 
 def test_a_prompt_that_nobody_can_read_is_served_by_the_shortest_queue(
@@ -171,7 +171,7 @@ def test_a_prompt_that_nobody_can_read_is_served_by_the_shortest_queue(
 ) -> None:
     handle = deploy(OURS, tokens_of="tests.integrations.ray_apps:token_ids_in_vain")
     router = router_of(handle)
-    assert ask(handle, PROMPT).result(timeout_s=DEADLINE)["prompt_tokens"] == 100
+    assert ask(handle, PROMPT).result(timeout_s=PATIENCE)["prompt_tokens"] == 100
     assert router.statistics()["unrouted"] == {"ValueError": 2}
     assert idle(router)
 
@@ -181,15 +181,15 @@ def test_the_chosen_dp_rank_goes_along_with_the_request(deploy: Callable[..., An
     router = router_of(handle, ranks=4)
     served = []
     for start in range(0, 4_000, 1_000):
-        served.append(ask(handle, range(start, start + 96)).result(timeout_s=DEADLINE))
+        served.append(ask(handle, range(start, start + 96)).result(timeout_s=PATIENCE))
         applied(router, served[-1])
-        eventually(lambda: idle(router))
+        until(lambda: idle(router))
     places = {(one["worker"], one["dp_rank"]) for one in served}
     assert len(places) == 4, "each went where the least was given lately"
     for number, start in enumerate(range(0, 4_000, 1_000)):
-        again = ask(handle, range(start, start + 100)).result(timeout_s=DEADLINE)
+        again = ask(handle, range(start, start + 100)).result(timeout_s=PATIENCE)
         assert again["hit_tokens"] == 96
         assert [again["worker"], again["dp_rank"]] == [
             served[number][k] for k in ("worker", "dp_rank")
         ]
-    eventually(lambda: idle(router))
+    until(lambda: idle(router))

@@ -68,6 +68,19 @@ def test_a_prompt_goes_where_it_is_held(servers: Servers) -> None:
     assert (server_id, handle) == (home, servers.engines[home])
 
 
+def test_a_request_whose_engine_reads_no_cache_goes_by_load(servers: Servers) -> None:
+    balancer = servers.balancer()
+    home = "10.0.0.1:8000"
+    servers.engines[home].serve(PROMPT)
+    servers.told(balancer)
+    assert set(balancer.require_acquire_fields()) == {"prompt_ids", "sampling_params"}
+    asked = [
+        balancer.acquire_server(f"r{n}", prompt_ids=PROMPT, sampling_params={"prompt_logprobs": 0})
+        for n in range(3)
+    ]
+    assert {server_id for server_id, _ in asked} == set(servers.engines)
+
+
 def test_load_is_counted_until_it_is_released(servers: Servers) -> None:
     balancer = servers.balancer()
     got = [balancer.acquire_server(f"r{n}", prompt_ids=[n] * 50)[0] for n in range(6)]

@@ -124,6 +124,13 @@ class RankModel:
         self.copies.clear()
         self._forget_gone()
 
+    def clear_told(self) -> None:
+        """Apply AllBlocksCleared: vLLM's connector keeps what it holds."""
+        self.copies = Counter(
+            {key: count for key, count in self.copies.items() if key[1][0] in ("CPU", "STORAGE")}
+        )
+        self._forget_gone()
+
     def _settle(self) -> None:
         """Place what waits for a block that has a place, until nothing changes."""
         for block_hash, (parent, namespace, content) in list(self.waiting.items()):

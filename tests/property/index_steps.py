@@ -351,5 +351,6 @@ calls = st.builds(
         eagle=st.sampled_from([False, True, (0,), (1, 2)]),
         hash_block_size=st.sampled_from([None, None, 1, 2]),
         upper_bound=st.booleans(),
+        resets_connector=st.booleans(),
     ),
 )

@@ -200,14 +200,18 @@ class World:
 
     # -- the replay endpoint
 
+    @property
+    def replayer(self) -> Engine:
+        """Whose replay endpoint it is."""
+        return self.engine
+
     def serve(self, ask: AskReplay) -> None:
         """Answer as the engines' ROUTER does."""
         faults, random = self.faults, self.random
-        engine = self.engine
         if not self.connected or random.random() < faults.replay_silent:
             return
         delay = 0.01 + (random.random() * 6 if random.random() < faults.replay_late else 0.0)
-        replies = [batch for batch in engine.buffer if batch.seq >= ask.start_seq]
+        replies = [batch for batch in self.replayer.buffer if batch.seq >= ask.start_seq]
         for number, batch in enumerate(replies):
             delay += 0.0001
             if number >= faults.replay_sure and random.random() < faults.replay_hole:
@@ -390,3 +394,38 @@ class World:
         # While replay proves to be empty, batches are taken on trust, until it has something.
         on_trust = not action.replayed and self.sequencer.counters["replay_empty"] > 0
         assert on_trust, f"{action.batch} follows {self.delivered[-1].content}"
+
+
+class Mispaired(World):
+    """A world in which the replay endpoint is another engine's, by a slip of whoever configured it.
+
+    Until that shows, batches of both may stand together.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.neighbour = Engine(-1, options["buffer_steps"])
+        super().__init__(**options)
+
+    @property
+    def replayer(self) -> Engine:
+        return self.neighbour
+
+    def take(self, step: Step) -> None:
+        if step.kind == "neighbour":
+            for _ in range(step.amount):
+                self.publish_neighbour()
+        else:
+            super().take(step)
+
+    def publish_neighbour(self) -> None:
+        batch = self.neighbour.publish(1_000.0 + self.now)
+        self.sent[batch.content] = batch
+        self.run(0.002)
+
+    def _check_delivered(self, action: RankBatch[Any]) -> None:
+        batch = self.sent[action.batch]
+        assert batch.seq == action.seq
+        assert self.expected in (None, batch.seq)
+        self.expected = batch.seq + 1
+        self.delivered.append(batch)
+        self.unbroken.append(batch)

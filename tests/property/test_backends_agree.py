@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvindex import (
+    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     ConfigurationError,
@@ -35,6 +36,7 @@ from tests.property.index_queries import Query, about, queries
 from tests.property.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
 from tests.property.test_wire_hostile_bytes import events as hostile_events
 from tests.property.test_wire_hostile_bytes import nearly_stored
+from tests.unit.test_index_proofs import chain, label, sparse
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 many = settings(max_examples=10_000 if NIGHTLY else 200)
@@ -263,3 +265,60 @@ def test_what_has_no_native_form_is_refused(event: Event) -> None:
         index.apply(Rank("a"), EventBatch(0.0, [event]))
     with pytest.raises(ConfigurationError):
         index.configure(Rank("a"), CacheSettings(groups={2**32: GroupSpec()}))
+
+
+@st.composite
+def chained(draw: st.DrawFn) -> list[Event]:
+    """Sparse events of a model of windows only, under vLLM's own hashes, or nearly."""
+    one_in = partial(draw, st.integers(0, 9))
+    raw = draw(st.booleans())
+    told: list[Event] = []
+    known: list[tuple[tuple[int, ...], str | None]] = [((), None), ((), "salt")]
+    for _ in range(draw(st.integers(1, 15))):
+        before, salt = draw(st.sampled_from(known))
+        numbers = (*before, *draw(st.lists(st.integers(0, 2), min_size=1, max_size=4)))
+        token_ids = [number * 70_000 + i for number in numbers for i in range(4)]
+        digests = chain(token_ids, salt=salt)
+        places = range(len(before), len(numbers))
+        named = [place for place in places if draw(st.booleans())]
+        if one_in() == 0:
+            named.reverse()
+        about: dict[str, Any] = {}
+        if salt is not None and not before and named:
+            about["extra_keys"] = [(salt,), *[None] * (len(named) - 1)]
+        if one_in() == 0:
+            about["lora_name"] = "lora"
+        if one_in() == 0:
+            about["kv_cache_spec_kind"] = "mamba"
+            about["group_idx"] = 1
+        if one_in() == 0:
+            digests = chain(token_ids, seed="another")
+        start = len(before)
+        if not raw and start % 2 == len(numbers) % 2 == 0 and draw(st.booleans()):
+            about |= {"kv_cache_spec_kind": "mamba", "group_idx": 1, "size": 8}
+            digests, start = digests[1::2], start // 2
+            named = sorted({place // 2 for place in named})
+            if "extra_keys" in about:
+                about["extra_keys"] = about["extra_keys"][: len(named)]
+        told.append(sparse(token_ids, *named, start=start, digests=digests, raw=raw, **about))
+        known += [(numbers[:end], salt) for end in range(len(before) + 1, len(numbers) + 1)]
+        if draw(st.booleans()):
+            gone = [digests[place] if raw else label(digests[place]) for place in named]
+            told.append(BlockRemoved(block_hashes=gone, group_idx=draw(st.integers(0, 1))))
+        if one_in() == 0:
+            told.append(AllBlocksCleared())
+    return told
+
+
+@many
+@given(chained(), st.sampled_from([None, 1, 3, 6]))
+def test_what_the_engines_hash_chain_proves_is_the_same(
+    told: list[Event], most: int | None
+) -> None:
+    both = [module.Index(seed=SEED, max_blocks_per_rank=most) for module in (native, reference)]
+    for event in told:
+        for index in both:
+            index.apply(Rank("a"), EventBatch(0.0, [event]))
+            index.check()
+        assert counted(both[0]) == counted(both[1])
+        assert held(both[0]) == held(both[1])

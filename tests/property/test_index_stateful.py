@@ -256,7 +256,7 @@ class IndexMachine(RuleBasedStateMachine):
     def clear_event(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.models)))
         self.apply(rank, AllBlocksCleared())
-        self.models[rank].clear()
+        self.models[rank].clear_told()
 
     @precondition(lambda self: self.models)
     @rule(data=st.data())

@@ -8,7 +8,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvindex.sequencer import ReplayPolicy, SequencerConfig, State
-from tests.property.sequencer_world import CoincidenceError, Faults, Step, World
+from kvindex.sequencer.repair import MAX_DISPUTES
+from tests.property.sequencer_world import CoincidenceError, Faults, Mispaired, Step, World
 
 EXAMPLES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 500
 schedules = settings(max_examples=EXAMPLES)
@@ -74,6 +75,8 @@ def check_at_rest(world: World) -> None:
     assert sequencer.state in (State.LIVE, State.STALE)
     assert not sequencer.reason or sequencer.state is State.STALE
     assert sequencer.lag == 0
+    if len(world.unseen_lives) < MAX_DISPUTES:
+        assert sequencer.counters["foreign_replay"] == 0
     published = [batch for batch in engine.batches if batch is not None]
     held = world.unbroken
     assert held == published[len(published) - len(held) :]
@@ -227,3 +230,38 @@ def test_a_publisher_that_keeps_nothing_for_replay_still_goes_live(
     world.settle()
     check_at_rest(world)
     assert world.unbroken[-3:] == world.engine.batches[-3:]
+
+
+@schedules
+@given(
+    seed=seeds,
+    faults=st.builds(Faults, **live_faults, replay_silent=sometimes, end_lost=sometimes),
+    schedule=steps("cut", "neighbour", "neighbour", "restart"),
+    config=configs,
+    neighbour_rests=st.booleans(),
+)
+def test_nothing_of_another_publisher_stays_when_its_replay_endpoint_was_given_by_mistake(
+    seed: int,
+    faults: Faults,
+    schedule: list[Step],
+    config: SequencerConfig,
+    neighbour_rests: bool,
+) -> None:
+    world = Mispaired(seed=seed, faults=faults, config=config, buffer_steps=AMPLE)
+    for step in schedule:
+        world.take(step)
+    world.faults = Faults()
+    for _ in range(60):  # three probes, which silence may have made as rare as 40 s
+        world.publish()
+        if not neighbour_rests:
+            world.publish_neighbour()
+        world.run(3.0)
+    engine = world.engine.life
+    assert world.sequencer.state is State.LIVE
+    assert world.sequencer.lag == 0
+    assert {batch.content[0] for batch in world.delivered} == {engine}
+    held = world.unbroken
+    assert held == world.engine.batches[-len(held) :]
+    if world.sequencer.applied.complete:
+        assert held == world.engine.batches
+    event(f"foreign {world.sequencer.counters['foreign_replay'] > 0}")

@@ -16,6 +16,7 @@ from kvindex.server.app import build_app
 from kvindex.server.catalog import Catalog, Partition, Registration
 from kvindex.server.page import Page
 from kvindex.server.service import Service
+from kvindex.server.traffic import Traffic
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, worker_of
 from tests.unit.test_fleet_overview import Source, status_of
@@ -43,6 +44,8 @@ class ManyRanks(Source):
             )
         )
         self.source = self
+        self.traffic = Traffic()
+        self.missing: Any = lambda: {"http://vllm-99:8000": "nothing listens there"}
         self.catalog = Catalog(
             Registration(
                 instance_id=rank.worker, partition=MODEL, dp_rank=rank.dp_rank, endpoint="tcp://h:1"
@@ -64,9 +67,11 @@ class ManyRanks(Source):
         return self.index.explain(token_ids, **options)
 
 
-def register(service: Service, *engines: FakeEngine, **details: Any) -> None:
+def register(
+    service: Service, *engines: FakeEngine, partition: Partition = MODEL, **details: Any
+) -> None:
     for engine in engines:
-        service.registry.add(worker_of(engine), MODEL, **details)
+        service.registry.add(worker_of(engine), partition, **details)
 
 
 @contextmanager

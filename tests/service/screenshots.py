@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +21,8 @@ from kvindex.server.app import build_app
 from kvindex.server.catalog import Partition
 from kvindex.server.page import Page
 from kvindex.server.service import Service
+from kvindex.server.traffic import Totals, Traffic
+from kvindex.server.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
 from tests.service.page_server import at_a_port
@@ -108,6 +112,25 @@ def trouble(workers: Sequence[Sequence[FakeEngine]], client: Client) -> None:
     assert done, "not as many ranks are live as were left"
 
 
+def asked_of(traffic: Traffic) -> Trends:
+    """Return twenty minutes of queries, at whose end time stands still: a wave, and bad choices."""
+    now = [time.time() - 1200.0]
+    trends = Trends(Totals(lambda: [traffic]).asked, clock=lambda: now[0])
+    for n in range(240):
+        now[0] += 5
+        bad = 140 < n < 156
+        for _ in range(int(25 + 14 * math.sin(n / 18) + chance.random() * 8)):
+            asked = chance.randrange(400, 4000)
+            held = int(asked * min(1.0, max(0.0, 0.62 + 0.12 * math.sin(n / 25))))
+            chosen = int(held * (0.6 if bad else 0.93))
+            model = chance.choice((MODELS[0], MODELS[0], MODELS[2]))
+            for _ in range(10):
+                traffic.query(model, asked, held, 150_000 + chance.randrange(90_000))
+            traffic.outcome(model, asked, held, chosen, int(chosen * 0.95))
+        trends.sample(RANKS - EACH * (n > 215), RANKS)
+    return trends
+
+
 def shoot(tab: Tab, name: str) -> None:
     if name not in KEPT:
         return
@@ -121,7 +144,10 @@ def shoot(tab: Tab, name: str) -> None:
 def pictures(tab: Tab, url: str, scheme: str) -> None:
     """Take each view."""
     tab.goto(f"{url}/#fleet")
-    tab.get_by_role("option", name="vllm-23/5: connecting").click()
+    tab.locator(".pulse.live").wait_for()
+    if scheme == "dark":
+        tab.get_by_label("Colour by").select_option("Blocks")
+        tab.get_by_role("option", name="vllm-23/5: connecting").click()
     tab.wait_for_timeout(700)
     shoot(tab, f"fleet-{scheme}")
     tab.goto(f"{url}/#prefixes")
@@ -152,15 +178,18 @@ def main() -> None:
         opened.callback(page.close)
         workers = fleet(opened)
         registered(service, workers)
-        client.wait_live(timeout=60.0)
+        client.wait_live(timeout=PATIENCE)
         url = opened.enter_context(at_a_port(build_app(service, routes=page.routes)))
         trouble(workers, client)
+        page.trends = asked_of(service.traffic)
         playwright = opened.enter_context(sync_playwright())
         chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-background-networking"]
+        )
         for scheme in ("light", "dark"):
             tab = browser.new_page(
-                viewport={"width": 1280, "height": 800},
+                viewport={"width": 1280, "height": 760},
                 color_scheme="dark" if scheme == "dark" else "light",
             )
             pictures(tab, url, scheme)

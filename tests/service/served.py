@@ -7,26 +7,35 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+
+import pytest
 
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
 
-__all__ = ["BLOCK", "Answer", "Served", "engine", "matched", "register", "serving", "until"]
+__all__ = [
+    "BLOCK",
+    "Answer",
+    "Served",
+    "certificate_in",
+    "engine",
+    "matched",
+    "register",
+    "serving",
+]
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 4
-
-_T = TypeVar("_T")
 
 
 class Answer(NamedTuple):
@@ -154,18 +163,6 @@ def serving(*argv: object, env: Mapping[str, str] | None = None) -> Iterator[Ser
             pipe.close()
 
 
-def until(look: Callable[[], _T], done: Callable[[_T], object] = bool) -> _T:
-    """Look until something is as it should be, and return it."""
-    deadline = time.monotonic() + PATIENCE
-    pause = threading.Event()
-    while True:
-        found = look()
-        if done(found):
-            return found
-        assert time.monotonic() < deadline, found
-        pause.wait(0.02)
-
-
 @contextmanager
 def engine(name: str = "1", **options: Any) -> Iterator[FakeEngine]:
     """Run a fake engine."""
@@ -194,3 +191,15 @@ def matched(served: Served, tokens: list[int], instance: str = "1", **headers: s
         return -answer.status
     instances = answer.json["instances"]
     return int(instances[instance]["longest_matched"]) if instance in instances else 0
+
+
+def certificate_in(folder: Path) -> tuple[Path, Path]:
+    """Return a new certificate for localhost, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl makes the certificate")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    made += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([openssl, *made, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key

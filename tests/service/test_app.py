@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("starlette", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
-from kvindex import BusyError, Client, Rank, Worker
+from kvindex import (
+    BusyError,
+    Client,
+    ConfigurationError,
+    KVIndexError,
+    Rank,
+    RankStatus,
+    UnknownRankError,
+    Worker,
+)
+from kvindex.errors import RegistrationError
 from kvindex.server.app import build_app
 from kvindex.server.catalog import Partition
 from kvindex.server.registry import Registry
 from kvindex.server.service import Service
 from kvindex.testing import FakeEngine
-from tests.live import caught_up, client_of, worker_of
+from tests.live import PATIENCE, caught_up, client_of, worker_of
 from tests.service.asking import Asker, body_of
 
 PROMPT = list(range(64))
@@ -52,17 +64,73 @@ def test_what_is_registered_is_answered_for_until_it_is_unregistered(
         assert not client.ranks
 
 
-def test_what_cannot_be_subscribed_to_is_not_registered(client: Client) -> None:
+@pytest.mark.parametrize("error", [BusyError(1.0), ConfigurationError("no room")])
+def test_what_one_cannot_subscribe_to_is_registered_and_subscribed_to_by_nobody(
+    client: Client, error: KVIndexError
+) -> None:
     class Full:
         ranks = ()
 
+        def status(self, rank: Rank) -> RankStatus:
+            raise UnknownRankError(rank, ())
+
         def add(self, worker: Worker) -> None:
-            raise BusyError(1.0)
+            raise error
 
     registry = Registry(client, besides=[Full()])  # type: ignore[list-item]
-    with FakeEngine("1") as engine, pytest.raises(BusyError):
+    with FakeEngine("1") as engine, pytest.raises((BusyError, RegistrationError)):
         registry.add(worker_of(engine), Partition("m"))
     assert not registry.catalog.registrations
+    assert not client.ranks
+
+
+def test_what_a_late_call_has_subscribed_to_is_registered(client: Client) -> None:
+    registry = Registry(client)
+    with FakeEngine("1", dp_rank=3) as engine:
+        client.add(worker_of(engine))
+        registry.add(worker_of(engine), Partition("m"))
+        [(_, status)] = registry.statuses()
+        assert status is not None
+        assert status.endpoint == engine.endpoint
+
+
+def test_registering_rank_after_rank_looks_at_no_other_rank(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    for name in ("status", "statuses"):
+        monkeypatch.setattr(client, name, lambda *_: looked.append(1))
+    registry = Registry(client)
+    endpoints = {number: f"inproc://nobody-publishes-at-{number}" for number in range(64)}
+    registry.add(Worker("w", endpoints), Partition("m"))
+    assert len(client.ranks) == 64
+    assert not looked
+
+
+def test_whoever_asks_for_standings_waits_for_no_registration(client: Client) -> None:
+    service = Service(client)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(client.subscriber.call, hold)
+        assert begun.wait(PATIENCE)
+        worker = Worker("w", "inproc://nobody-publishes-here")
+        entered = threading.Event()
+        service.registry.on_change(lambda _: entered.set())
+        registered = pool.submit(service.registry.add, worker, Partition("m"))
+        assert entered.wait(PATIENCE)
+        try:
+            standing = pool.submit(service.standing).result(PATIENCE)
+            assert list(standing.waiting) == [Rank("w")]
+            assert not registered.done()
+        finally:
+            go_on.set()
+        held.result(PATIENCE)
+        registered.result(PATIENCE)
 
 
 def test_blocks_have_the_size_that_the_events_tell_where_nobody_told_it(client: Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +18,22 @@ pytest.importorskip("playwright")
 pytest.importorskip("httpx")
 
 import httpx
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, expect, sync_playwright
 from playwright.sync_api import Page as Tab
 from starlette.applications import Starlette
 
+from kvindex import EventBatch, Rank, State
 from kvindex.server.assets import read_assets
 from kvindex.server.page import Page
+from kvindex.server.timeline import Timeline
+from kvindex.server.traffic import Totals
+from kvindex.server.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, caught_up
-from tests.service.page_server import ManyRanks, at_a_port, paged
+from tests.service.page_server import MODEL, ManyRanks, at_a_port, paged
 from tests.service.served import BLOCK, register, serving
+from tests.unit.index_events import apply, stored
+from tests.unit.test_fleet_overview import status_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -85,14 +92,16 @@ def test_the_fleet_is_shown_and_an_engine_that_is_killed_is_told_within_seconds(
         caught_up(client, *engines)
         options = tab.get_by_role("listbox", name="Ranks of llama").get_by_role("option")
         expect(options).to_have_count(3)
-        expect(options.first).to_have_accessible_name("vllm-0/0: live, 5 GPU, 5 CPU blocks")
+        expect(options.first).to_have_accessible_name(
+            "vllm-0/0: live and complete, 5 GPU, 5 CPU blocks"
+        )
         expect(tab.locator(".totals")).to_contain_text("3 of 3")
         engines[1].close()
         expect(tab.get_by_role("option", name="vllm-1/0: connecting")).to_be_visible()
         expect(tab.locator(".totals")).to_contain_text("2 of 3")
         expect(tab.get_by_role("status")).to_contain_text("vllm-1/0: connecting")
         row = tab.get_by_role("row").filter(has_text="vllm-1/0")
-        expect(row).to_contain_text("connection to tcp://")
+        expect(row).to_contain_text("connection to its publisher lost")
 
 
 def test_a_rank_is_chosen_by_keyboard_and_its_details_are_told(
@@ -100,9 +109,9 @@ def test_a_rank_is_chosen_by_keyboard_and_its_details_are_told(
 ) -> None:
     with paged(*engines) as (_, client, url), tab_of(browser, url) as tab:
         caught_up(client, *engines)
-        tab.get_by_role("option").first.focus()
+        tiles(tab).first.focus()
         tab.keyboard.press("ArrowRight")
-        expect(tab.get_by_role("option").nth(1)).to_be_focused()
+        expect(tiles(tab).nth(1)).to_be_focused()
         tab.keyboard.press("End")
         tab.keyboard.press("Enter")
         details = tab.get_by_role("complementary", name="Rank vllm-2/0")
@@ -154,10 +163,11 @@ def test_the_explorer_tells_how_far_a_prompt_matches_and_why_it_ends(
             tab.get_by_label("Token ids", exact=True).last.fill(", ".join(map(str, PROMPTS[2])))
             tab.get_by_role("button", name="Explain the match").click()
             answers = tab.get_by_role("region", name="Answer").get_by_role("listitem")
-            expect(answers).to_have_count(3)
+            expect(answers).to_have_count(2)
             expect(answers.first).to_contain_text("vllm-2/0")
             expect(answers.first.get_by_role("img", name="112 of 112 tokens match")).to_be_visible()
             expect(answers.nth(1)).to_contain_text("64 of 112")
+            expect(answers.nth(1)).to_contain_text("and 1 more rank with the same answer")
             tab.get_by_label("Token ids", exact=True).last.fill("1, two")
             tab.get_by_role("button", name="Explain the match").click()
             expect(tab.get_by_role("alert")).to_contain_text("token 2 is no number: two")
@@ -244,29 +254,218 @@ def test_a_service_that_wants_a_token_shows_its_page_to_who_has_it(
         assert served.end() == 0
 
 
-@pytest.fixture(scope="module")
-def many() -> Iterator[str]:
-    page = Page(ManyRanks(512))
+@contextmanager
+def shown(page: Page) -> Iterator[str]:
     with at_a_port(Starlette(routes=page.routes)) as url:
         yield url
     page.close()
 
 
+@pytest.fixture(scope="module")
+def many() -> Iterator[str]:
+    with shown(Page(ManyRanks(512))) as url:
+        yield url
+
+
 def test_512_ranks_are_drawn_with_a_bounded_number_of_nodes(browser: Browser, many: str) -> None:
     with tab_of(browser, many) as tab:
-        expect(tab.get_by_role("option")).to_have_count(512)
+        expect(tiles(tab)).to_have_count(512)
         assert tab.evaluate("document.querySelectorAll('*').length") < 3000
         tab.get_by_role("searchbox", name="Find").fill("vllm-63/")
-        expect(tab.get_by_role("option")).to_have_count(8)
+        expect(tiles(tab)).to_have_count(8)
         tab.get_by_role("searchbox", name="Find").fill("")
         tab.locator(".chip.live").click()  # those that are live and complete: hidden
-        shown = tab.get_by_role("option")
-        assert all("live," not in name or "not complete" in name for name in names(shown))
+        assert not [name for name in names(tiles(tab)) if "live and complete" in name]
 
 
-def names(options: Any) -> list[str]:
+def tiles(tab: Tab) -> Locator:
+    return tab.get_by_role("listbox").get_by_role("option")
+
+
+def names(options: Locator) -> list[str]:
     found: list[str] = options.evaluate_all("all => all.map(one => one.ariaLabel)")
     return found
+
+
+def test_tiles_are_grouped_by_worker_and_say_who_they_are_on_hover_and_focus(
+    browser: Browser, many: str
+) -> None:
+    with tab_of(browser, many) as tab:
+        worker = tab.get_by_role("group", name="vllm-12", exact=True)
+        expect(worker.get_by_role("option")).to_have_count(8)
+        worker.get_by_role("option").nth(3).hover()
+        expect(tab.locator(".tip")).to_contain_text("vllm-12/3")
+        tiles(tab).first.focus()
+        tab.keyboard.press("ArrowRight")
+        expect(tab.locator(".tip")).to_contain_text("vllm-0/1")
+        tab.keyboard.press("Escape")
+        expect(tab.locator(".tip")).to_have_count(0)
+        tab.keyboard.press("ArrowDown")  # the same place in the worker below
+        expect(tab.locator(".tip b")).to_have_text(re.compile(r"vllm-[1-9]\d*/1"))
+        tab.keyboard.press("End")
+        expect(tab.locator(".tip b")).to_have_text("vllm-63/7")
+
+
+def test_tiles_are_coloured_by_what_is_asked_for_and_the_legend_says_what_it_means(
+    browser: Browser,
+) -> None:
+    fleet = ManyRanks(64)
+    apply(fleet.index, fleet.ranks[0], stored(*range(100)))
+    apply(fleet.index, fleet.ranks[1], stored(*range(30)))
+    with shown(Page(fleet)) as url, tab_of(browser, url) as tab:
+        tab.get_by_label("Colour by").select_option("Blocks")
+        for row, shade in enumerate(("h5", "h2", "none")):
+            expect(tiles(tab).nth(row)).to_have_class(re.compile(rf"shade {shade}$"))
+        legend = tab.get_by_role("region", name="Ranks", exact=True).locator(".legend")
+        expect(legend).to_contain_text("to 100")
+        tab.get_by_label("Colour by").select_option("Last event")
+        expect(legend).to_contain_text("under 10 s")
+        expect(tiles(tab).first).to_have_class(re.compile("shade h5$"))
+        tab.get_by_label("Colour by").select_option("State")
+        expect(legend).to_have_count(0)
+
+
+def test_equal_reasons_are_told_once_and_so_are_engines_that_were_not_found(
+    browser: Browser,
+) -> None:
+    reason = "nothing listens at {}, or its host is unknown (failed attempts: 8): is it up?"
+    fleet = ManyRanks(0)
+    for n in range(16):
+        at = f"tcp://h:{5557 + n}"
+        fleet.told[Rank("vllm-7", n)] = status_of(
+            Rank("vllm-7", n), State.CONNECTING, reason=reason.format(at), endpoint=at
+        )
+        fleet.index.add(Rank("vllm-7", n))
+    with shown(Page(fleet)) as url, tab_of(browser, url) as tab:
+        wrong = tab.get_by_role("region", name="What is wrong").get_by_role("listitem")
+        expect(wrong).to_have_count(2)
+        expect(wrong.first).to_contain_text("http://vllm-99:8000")
+        expect(wrong.last).to_contain_text("vllm-7: 16 ranks")
+        expect(wrong.last).to_contain_text("nothing listens at its publisher, or its host")
+        expect(wrong.last).not_to_contain_text("is it up?")
+        row = tab.get_by_role("row").filter(has_text="vllm-7/3")
+        box = row.bounding_box()
+        assert box is not None
+        assert box["height"] < 40  # one line
+        wrong.last.get_by_role("button").click()
+        expect(tab.get_by_role("complementary")).to_contain_text("is it up?")  # the details
+
+
+def test_what_was_asked_before_the_page_was_opened_is_drawn_and_read_by_keys(
+    browser: Browser,
+) -> None:
+    fleet = ManyRanks(16)
+    page = Page(fleet)
+    now = [time.time() - 300.0]
+    page.trends = Trends(Totals(lambda: [fleet.traffic]).asked, clock=lambda: now[0])
+    for number in range(60):
+        now[0] += 5
+        for _ in range(10):
+            fleet.traffic.query(MODEL, 100, 80, 1_000_000)
+            fleet.traffic.outcome(MODEL, 100, 80, 60 if number < 30 else 70, 50)
+        page.trends.sample(live=16 - (number < 30), ranks=16)
+    with shown(page) as url, tab_of(browser, url) as tab:
+        traffic = tab.get_by_role("region", name="Traffic")
+        queries = traffic.get_by_role("slider", name="Queries over the last 15 min")
+        expect(queries).to_have_attribute("aria-valuetext", re.compile("2.0$"))
+        hits = traffic.get_by_role("slider", name="Hit rate")
+        now_text = "attainable 80 %, chosen 70 %, delivered 50 %"
+        expect(hits).to_have_attribute("aria-valuetext", re.compile(now_text))
+        expect(traffic.locator(".chart").nth(2)).to_contain_text("0 of 16")
+        hits.focus()
+        tab.keyboard.press("Home")
+        expect(hits).to_have_attribute("aria-valuetext", re.compile("chosen 60 %"))
+        expect(traffic.locator(".chart").nth(2)).to_contain_text("1 of 16")  # all charts go along
+        tab.keyboard.press("Escape")
+        expect(hits).to_have_attribute("aria-valuetext", re.compile("chosen 70 %"))
+        expect(traffic.locator(".plot .unknown").first).to_be_visible()  # before it was watched
+        traffic.get_by_role("combobox").select_option("5 minutes")
+        expect(traffic.get_by_role("slider", name="Queries over the last 5 min")).to_be_visible()
+
+
+def test_prefixes_of_512_ranks_are_shaded_by_share_say_their_units_and_use_the_height(
+    browser: Browser,
+) -> None:
+    fleet = ManyRanks(512)
+    for row, rank in enumerate(fleet.ranks):
+        events = [stored(*range(20 if row < 376 else 5))]
+        if row < 20:
+            events.append(stored(*range(900, 906), parent=119))
+        fleet.index.apply(rank, EventBatch(ts=0.0, events=[*events]))
+    with shown(Page(fleet)) as url, tab_of(browser, url, "prefixes") as tab:
+        cells = tab.get_by_role("treeitem")
+        expect(cells).to_have_count(4)
+        expect(cells.nth(1)).to_contain_text("5 blocks, 512 ranks")
+        expect(cells.nth(2)).to_contain_text("15 blocks, 376 ranks")
+        expect(cells.nth(2)).to_contain_text("60 tokens")
+        for row, shade in ((1, "h5"), (2, "h4"), (3, "h1")):
+            expect(cells.nth(row)).to_have_class(re.compile(rf"\b{shade}\b"))
+        box = tab.get_by_role("tree").bounding_box()
+        assert box is not None
+        assert box["height"] > 400  # of 720, though there are three lines only
+        expect(tab.locator(".legend")).to_contain_text(re.compile(r"75 % or more\s+of 512 ranks"))
+
+
+def test_a_timeline_says_what_it_left_out_and_paints_what_is_not_known(browser: Browser) -> None:
+    now = [time.time() - 60]
+    timeline = Timeline(most=4, clock=lambda: now[0])
+    page = Page(ManyRanks(0), timeline=timeline)
+    old, new = Rank("old", 0), Rank("new", 0)
+    for rank, states in ((old, "SLSLS"), (new, "LSL")):
+        for state in states:
+            now[0] += 5
+            timeline.observe(status_of(rank, {"S": State.STALE, "L": State.LIVE}[state]))
+    with shown(page) as url, tab_of(browser, url, "timeline") as tab:
+        expect(tab.get_by_role("main")).to_contain_text(
+            re.compile(r"The latest 4 of 8 happenings: those before [\d:]+ are no longer kept")
+        )
+        lanes = tab.locator(".lane:not(.axis)")
+        widths = {}
+        for name in ("old/0", "new/0"):
+            unknown = lanes.filter(has_text=name).locator("i.unknown")
+            box = unknown.bounding_box()
+            assert box is not None
+            widths[name] = box["width"]
+        assert widths["old/0"] >= widths["new/0"] > 0  # the new one was not there yet
+        expect(tab.locator(".lanes .legend")).to_contain_text("not known")
+
+
+def test_ranks_that_hold_nothing_of_a_prompt_are_one_line(browser: Browser, many: str) -> None:
+    with tab_of(browser, many, "match") as tab:
+        tab.locator("textarea").fill(" ".join(map(str, range(64))))
+        tab.get_by_role("button", name="Explain the match").click()
+        answers = tab.locator(".answers > li")
+        expect(answers).to_have_count(1)
+        expect(answers).to_contain_text("512 ranks hold nothing of it")
+        box = answers.bounding_box()
+        assert box is not None
+        assert box["height"] < 60
+        answers.locator("summary").click()
+        expect(answers).to_contain_text("vllm-0/0")
+
+
+def test_words_instead_of_tokens_lead_to_how_to_get_them(browser: Browser, many: str) -> None:
+    with tab_of(browser, many, "match") as tab:
+        tab.locator("textarea").fill("hello world")
+        tab.get_by_role("button", name="Explain the match").click()
+        expect(tab.get_by_role("alert")).to_contain_text("hello. For words, choose Text above")
+        tab.get_by_role("button", name="Text").click()
+        expect(tab.get_by_role("note")).to_contain_text("/tokenize")
+        expect(tab.get_by_role("note")).to_contain_text('"model": "llama"')
+        expect(tab.get_by_role("button", name="Explain the match")).to_have_count(0)
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, many: str) -> None:
+    phone: Any = {"width": 390, "height": 844}
+    with tab_of(browser, many, viewport=phone) as tab:
+        for view in ("fleet", "prefixes", "match", "timeline"):
+            tab.goto(f"{many}/#{view}")
+            expect(tab.locator("nav [aria-current=page]")).to_have_attribute("href", f"#{view}")
+            expect(tab.get_by_role("main")).not_to_contain_text("Reading")
+            assert tab.evaluate("document.documentElement.scrollWidth") <= 390, view
+            header = tab.get_by_role("banner").bounding_box()
+            assert header is not None
+            assert header["height"] < 100, view  # two lines
 
 
 def test_the_table_is_sorted_by_its_headers(browser: Browser, many: str) -> None:
@@ -291,7 +490,10 @@ def test_text_has_contrast_and_controls_have_names_in_every_view(
             expect(tab.locator("nav [aria-current=page]")).to_have_attribute("href", f"#{view}")
             expect(tab.get_by_role("main")).not_to_contain_text("Reading")
             if view == "fleet":
-                tab.get_by_role("option").first.click()
+                tiles(tab).first.click()
+                for colour in ("Blocks", "Load", "Last event", "State"):
+                    tab.get_by_label("Colour by").select_option(colour)
+                    assert tab.evaluate(POOR_CONTRAST) == [], colour
             assert tab.evaluate(WITHOUT_NAME) == [], view
             assert tab.evaluate(POOR_CONTRAST) == [], view
             expect(tab.get_by_role("main")).to_have_count(1)
@@ -323,6 +525,8 @@ def test_every_palette_pair_has_a_contrast_of_4_5() -> None:
     pairs = [(name.removesuffix("-wash"), name) for name in washes]
     pairs += [("ink", name) for name in washes]
     pairs += [(f"h{n}-ink", f"h{n}") for n in range(6)]
+    pairs += [("paper", wash.removesuffix("-wash")) for wash in washes]  # tiles that are not live
+    pairs += [("ink", "tile-live")]
     pairs += [("accent-ink", "accent")]
     pairs += [(a, b) for a in ("ink", "faint", "link") for b in ("ground", "paper", "wash")]
     kinds = ("good", "warn", "bad", "cool", "orange")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -12,8 +13,9 @@ import pytest
 pytest.importorskip("starlette", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
-from kvindex import Client, State
+from kvindex import Client, State, Worker
 from kvindex.server.app import build_app
+from kvindex.server.catalog import Partition
 from kvindex.server.service import Service
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, caught_up, client_of
@@ -290,6 +292,52 @@ def test_a_server_is_ready_once_each_rank_was_live_and_strict_asks_for_now() -> 
         assert (status, list(told["given_up"])) == (200, ["dead/0"])
         assert told["given_up"]["dead/0"]
         assert ask.get("/ready?strict=1")[0] == 503
+
+
+def test_a_new_rank_that_is_not_live_yet_takes_nobodys_answers_away(fleet: Fleet) -> None:
+    now = [0.0]
+    service = Service(fleet.client, patience=30.0, clock=lambda: now[0])
+    ask = Asker(build_app(service))
+    ask.post("/register", fleet.register(fleet.engines[0]))
+    caught_up(fleet.client, fleet.engines[0])
+    for seconds in (10.0, 1000.0):  # before the server's patience is over, and long after
+        now[0] = seconds
+        assert ask.get("/ready")[0] == 200
+        new = {"modelname": "m", "instance_id": f"new{seconds:g}", "block_size": 16}
+        ask.post("/register", {**new, "endpoint": "tcp://127.0.0.1:9"})
+        status, told = ask.get("/ready")
+        assert (status, told["live"], f"new{seconds:g}/0" in told["given_up"]) == (200, False, True)
+
+
+def test_ranks_are_waited_for_since_the_server_began_not_since_somebody_asked() -> None:
+    now = [0.0]
+    with client_of() as client:
+        service = Service(client, patience=30.0, clock=lambda: now[0])
+        service.registry.add(Worker("dead", "tcp://127.0.0.1:9"), Partition("m"))
+        now[0] = 31.0
+        assert service.standing().ready
+
+
+def test_one_standing_answers_all_who_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    with client_of() as client:
+        service = Service(client, patience=30.0, clock=lambda: now[0])
+        service.registry.add(Worker("dead", "tcp://127.0.0.1:9"), Partition("m"))
+        looked = 0
+        statuses = service.statuses
+
+        def look() -> Any:
+            nonlocal looked
+            looked += 1
+            return statuses()
+
+        monkeypatch.setattr(service, "statuses", look)
+        with ThreadPoolExecutor(8) as pool:
+            for seconds, is_ready in ((0.0, False), (29.0, False), (30.0, True)):
+                now[0] = seconds
+                asked = [pool.submit(service.standing) for _ in range(100)]
+                assert {one.result(PATIENCE).ready for one in asked} == {is_ready}
+        assert looked == 3
 
 
 def test_a_rank_that_was_live_is_behind_later_even_if_nobody_asked_before(fleet: Fleet) -> None:

@@ -8,7 +8,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from kvindex.doctor import Report, Target, examine
-from tests.service.served import Served, engine, register, serving, until
+from tests.live import until
+from tests.service.served import Served, engine, register, serving
 
 
 def examined(served: Served) -> Report:

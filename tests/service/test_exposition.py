@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,19 @@ from kvindex.server.guards import Guard
 from kvindex.server.service import Service
 from kvindex.server.traffic import Totals
 from kvindex.testing import FakeEngine
+from tests.docs.pages import DOCS
 from tests.live import caught_up, client_of
 from tests.service.asking import Asker, body_of
 from tests.service.test_metrics import Samples
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "kvindex.json"
+NAMES = re.compile(r"`((?:kvindex|dynamo_kvindexer)_\w+)[`{]")
 PROMPT = list(range(64))
 
 
 @pytest.fixture(scope="module")
-def samples() -> Samples:
-    """What a server with one engine tells, after some requests."""
+def exposed() -> str:
+    """What a server with one engine exposes, after some requests."""
     with FakeEngine("1", cpu_blocks=10) as engine, client_of() as client:
         service = Service(client)
         totals = Totals(lambda: [service.traffic])
@@ -61,9 +64,13 @@ def samples() -> Samples:
         assert ask.post("/outcomes", told) == (200, {"status": "ok"})
         assert ask.post("/outcomes", {**told, "model_name": "x"})[0] == 404
         assert ask.post("/outcomes", {**told, "delivered": 66})[0] == 422
-        text = ask.send("GET", "/metrics").text
+        return str(ask.send("GET", "/metrics").text)
+
+
+@pytest.fixture(scope="module")
+def samples(exposed: str) -> Samples:
     found: Samples = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(exposed):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
     return found
@@ -103,6 +110,13 @@ def expressions() -> Iterator[tuple[str, str]]:
     for variable in dashboard["templating"]["list"]:
         metric, _, label = variable["definition"][len("label_values(") : -1].rpartition(", ")
         yield variable["name"], f"sum by ({label}) ({metric})"
+
+
+def test_the_reference_lists_the_series_that_there_are_and_no_others(exposed: str) -> None:
+    page = (DOCS / "reference" / "metrics.md").read_text()
+    listed = {name.removesuffix("_total") for name in NAMES.findall(page)}
+    families = {family.name for family in text_string_to_metric_families(exposed)}
+    assert listed == {name for name in families if name.startswith(("kvindex_", "dynamo_"))}
 
 
 @pytest.mark.parametrize(("name", "expression"), list(expressions()))

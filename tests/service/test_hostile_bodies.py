@@ -111,6 +111,12 @@ def test_a_registration_of_many_bytes_is_a_413_and_is_not_kept(
     assert service.catalog.registrations == ()
 
 
+def test_a_long_name_that_nobody_knows_is_not_repeated_in_full(ask: Asker) -> None:
+    status, answer = ask.post("/query", {"token_ids": [1], "model_name": "x" * 100_000})
+    assert status == 404
+    assert 200 < len(answer["error"]) < 500
+
+
 @pytest.mark.parametrize("data", [b'[{"x": "\xff"}]', DEEP, b"{}", b"", b"[1]"])
 def test_saved_registrations_that_are_none_are_a_clear_error(tmp_path: Path, data: bytes) -> None:
     registrations_path(tmp_path / "state").write_bytes(data)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +18,12 @@ pytest.importorskip("uvicorn", reason="needs kvindex[server]")
 from kvindex.server.connections import sweep
 from kvindex.server.event_stream import EventStreamResponse, StreamCounters
 from kvindex.server.guards import Guard, Limits
+from kvindex.server.proxy import Proxy
+from kvindex.server.snapshots import snapshot_route
 from kvindex.server.timeline import Timeline
-from tests.service.test_protocol import PATIENCE, Served, post, responses
+from tests.live import PATIENCE, until
+from tests.service.served import certificate_in
+from tests.service.test_protocol import Served, post, responses
 
 CHUNKED = b"transfer-encoding: chunked"
 
@@ -109,11 +116,12 @@ def test_a_request_gets_one_answer_even_if_its_body_is_overdue(served: Served) -
     assert served.guard.counters.values()["head"] == 1
 
 
-def test_a_client_that_reads_nothing_is_cut_off(served: Served) -> None:
+@pytest.mark.parametrize("answers", [1, 8])  # one may be in the system's buffer as a whole
+def test_a_client_that_reads_nothing_is_cut_off(served: Served, answers: int) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", served.port))
-        connection.sendall(post(b"/query", body=b"long") * 8)
+        connection.sendall(post(b"/query", body=b"long") * answers)
         assert connection.recv(1)
         state = served.server.server_state
         [held] = state.connections
@@ -128,6 +136,48 @@ def test_a_client_that_reads_nothing_is_cut_off(served: Served) -> None:
             assert swept.wait(PATIENCE)
         rest_of(connection)
     assert served.guard.counters.values()["slow_reader"] == 1
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> Iterator[Served]:
+    cert, key = certificate_in(tmp_path)
+    served = Served(Guard(limits=Limits(connections=3)), tls=(str(cert), str(key)))
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+def test_connections_without_a_handshake_count_and_the_next_is_refused(encrypted: Served) -> None:
+    with ExitStack() as opened:
+        for _ in range(3):
+            opened.enter_context(encrypted.raw())
+        until(lambda: len(encrypted.server._shaking) == 3)
+        assert rest_of(opened.enter_context(encrypted.raw())) == b""
+    assert encrypted.guard.counters.values()["connections"] == 1
+    until(lambda: encrypted.guard.counters.values()["handshake"] == 3)
+
+
+def test_a_handshake_that_never_ends_is_ended(tmp_path: Path) -> None:
+    cert, key = certificate_in(tmp_path)
+    guard = Guard(limits=Limits(head_seconds=0.05))
+    served = Served(guard, tls=(str(cert), str(key)))
+    try:
+        with served.raw() as connection:
+            assert rest_of(connection) == b""
+    finally:
+        served.stop()
+    assert guard.counters.values()["handshake"] == 1
+
+
+def test_what_comes_with_the_end_of_the_handshake_is_answered(encrypted: Served) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    for _ in range(20):
+        with context.wrap_socket(encrypted.raw(), server_hostname="localhost") as connection:
+            connection.sendall(post(b"/query", body=b"abc") + post(b"/other", body=b"abcd"))
+            assert responses(connection, 2) == [(200, b"none  3"), (200, b"app /other 4")]
+        until(lambda: not encrypted.server.server_state.connections)
 
 
 def test_a_client_is_told_once_to_go_on(served: Served) -> None:
@@ -153,3 +203,92 @@ def test_the_head_of_the_event_stream_has_an_end() -> None:
 
     start, end = asyncio.run(head())
     assert (start["status"], end["body"], end["more_body"]) == (200, b"", False)
+
+
+def test_what_a_new_event_stream_begins_with_is_made_beside_the_event_loop() -> None:
+    made_by: list[threading.Thread] = []
+
+    def present() -> dict[str, Any]:
+        made_by.append(threading.current_thread())
+        return {}
+
+    async def ask() -> None:
+        got = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                got.set()
+
+        async def receive() -> Any:
+            await got.wait()
+            return {"type": "http.disconnect"}
+
+        response = EventStreamResponse(Timeline(), present, StreamCounters())
+        await asyncio.wait_for(response({"method": "GET"}, receive, send), PATIENCE)
+
+    asyncio.run(ask())
+    assert made_by != [threading.current_thread()]
+
+
+def test_a_process_that_does_not_answer_is_a_503(tmp_path: Path) -> None:
+    guard = Guard()
+    sent: list[Any] = []
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def ask() -> None:
+        path = str(tmp_path / "http")
+        server = await asyncio.start_unix_server(silent, path)
+        proxy = Proxy(path, guard, answer_seconds=0.05)
+        scope = {"type": "http", "method": "GET", "headers": [], "raw_path": b"/workers"}
+        messages = iter([{"type": "http.request"}])
+
+        async def receive() -> Any:
+            message = next(messages, None)
+            if message is None:
+                await asyncio.Event().wait()
+            return message
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        asked = proxy({**scope, "query_string": b""}, receive, send)
+        await asyncio.wait_for(asked, PATIENCE)
+        proxy.close()
+        server.close()
+
+    asyncio.run(ask())
+    assert sent[0]["status"] == 503
+    assert guard.counters.values()["parent"] == 1
+
+
+def test_a_slow_reader_of_the_snapshot_keeps_nobody_waiting() -> None:
+    saves = 0
+    now = [0.0]
+
+    class Saved:
+        def save(self, path: str) -> None:
+            nonlocal saves
+            saves += 1
+            Path(path).write_text(str(saves))
+
+    async def ask() -> list[bytes]:
+        endpoint = snapshot_route(Saved(), clock=lambda: now[0]).endpoint  # type: ignore[arg-type]
+
+        async def begin() -> Any:
+            response = await endpoint(None)
+            return response.body_iterator, await response.body_iterator.__anext__()
+
+        answers = []
+        for seconds in (0.0, 5.0, 20.0, 100.0):  # nobody of these reads on
+            now[0] = seconds
+            answers.append(await begin())
+        for body, _ in answers:
+            assert [piece async for piece in body] == []
+        answers.append(await begin())
+        await answers[-1][0].aclose()
+        return [first for _, first in answers]
+
+    assert asyncio.run(ask()) == [b"1", b"1", b"2", b"2", b"3"]

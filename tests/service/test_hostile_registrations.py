@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +12,16 @@ import pytest
 pytest.importorskip("starlette", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
+import httpx
+
 from kvindex import Client, Worker
-from kvindex.server.app import build_app
+from kvindex.errors import EndpointRefusedError
+from kvindex.server.app import MOST_CHANGES, build_app
 from kvindex.server.catalog import Partition
+from kvindex.server.networks import Networks, parse_networks
+from kvindex.server.registry import Registry
 from kvindex.server.service import Service
-from tests.live import client_of
+from tests.live import PATIENCE, client_of
 from tests.service.asking import Asker
 
 OURS = "tcp://127.0.0.1:1"
@@ -97,3 +104,55 @@ def test_many_instances_at_one_endpoint_cost_a_line_each(
     lines = [line for line in caplog.messages if "are both at" in line]
     assert len(lines) == 9
     assert "(and 8 more ranks)" in lines[-1]
+
+
+def test_registrations_that_wait_for_names_delay_nobody_else(client: Client) -> None:
+    waiting, go_on = threading.Semaphore(0), threading.Event()
+
+    def dial(endpoint: str) -> str:
+        waiting.release()
+        assert go_on.wait(PATIENCE)
+        raise EndpointRefusedError(f"{endpoint} has no address", reason="name")
+
+    app = build_app(Service(client, Registry(client, dial=dial)))
+
+    async def ask() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+
+            async def register(number: int) -> Any:
+                return await http.post("/register", json=body(EVIL, instance_id=number))
+
+            registering = [asyncio.ensure_future(register(n)) for n in range(MOST_CHANGES)]
+            try:
+                assert await asyncio.to_thread(waiting.acquire, timeout=PATIENCE)
+                for path in ("/ready", "/workers", "/services"):
+                    asked = await asyncio.wait_for(http.get(path), PATIENCE)
+                    assert (path, asked.status_code) == (path, 200)
+                refused = await asyncio.wait_for(register(-1), PATIENCE)
+                assert (refused.status_code, refused.json()["reason"]) == (503, "busy")
+            finally:
+                go_on.set()
+            return [one.status_code for one in await asyncio.gather(*registering)]
+
+    assert asyncio.run(ask()) == [403] * MOST_CHANGES
+
+
+def test_every_refused_registration_says_why_in_a_word(client: Client) -> None:
+    networks = Networks(parse_networks(["loopback"]), lambda host: [])
+    registry = Registry(client, dial=networks.check, max_ranks=1)
+    ask = Asker(build_app(Service(client, registry)))
+    assert ask.post("/register", body(OURS))[0] == 201
+    for fields, status, reason in (
+        ({"endpoint": "tcp://10.1.1.1:1"}, 403, "network"),
+        ({"endpoint": "tcp://ghost:1"}, 403, "name"),
+        ({"endpoint": "ipc:///tmp/x"}, 403, "transport"),
+        ({"endpoint": "tcp://127.0.0.1"}, 400, "invalid"),
+        ({"instance_id": 8}, 503, "room"),
+        ({"model_name": "other"}, 409, "conflict"),
+        ({"model_name": "x" * 20_000}, 413, "body"),
+    ):
+        answer = ask.post("/register", {**body(OURS), **fields})
+        assert (answer[0], answer[1]["reason"], bool(answer[1]["error"])) == (status, reason, True)
+    status, said = ask.post("/unregister", {"instance_id": 9, "model_name": "m"})
+    assert (status, said["reason"]) == (404, "unknown")

@@ -100,7 +100,7 @@ OPERATIONS = [
     ("POST", "/api/explain"),
     *(("GET", path) for path in ("/peers", "/workers", "/services", "/health", "/ready", "/dump")),
     *(("GET", path) for path in ("/", "/metrics", "/snapshot")),
-    *(("GET", f"/api/{name}") for name in ("fleet", "timeline", "prefixes")),
+    *(("GET", f"/api/{name}") for name in ("fleet", "timeline", "traffic", "prefixes")),
 ]
 NOT_RUN = {("GET", "/openapi.json"), ("GET", "/events")}  # the latter never ends: see test_page
 

@@ -26,6 +26,7 @@ from starlette.applications import Starlette
 from kvindex import State
 from kvindex.server import event_stream
 from kvindex.server.assets import read_assets
+from kvindex.server.catalog import Partition
 from kvindex.server.event_stream import EventStreamResponse, StreamCounters
 from kvindex.server.gate import Gate
 from kvindex.server.guards import Guard
@@ -36,7 +37,8 @@ from kvindex.server.tokenizing import TokenizerError, tokenize
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.live import PATIENCE, caught_up, wait_status, worker_of
 from tests.service.asking import Asker
-from tests.service.page_server import MODEL, ManyRanks, paged
+from tests.service.page_server import MODEL, ManyRanks, paged, register
+from tests.unit.index_events import apply, removed, stored
 from tests.unit.test_fleet_overview import A, status_of
 
 # What was vendored, byte for byte: a change of these files is one of the dependency.
@@ -110,6 +112,69 @@ def test_the_fleet_is_told_and_its_prefixes_with_who_holds_them() -> None:
     assert [(node["blocks"], node["ranks"]) for node in prefixes["nodes"]] == [(1, 2), (2, 1)]
     assert prefixes["ranks"] == [["a", 0], ["b", 0]]
     assert none["nodes"] == []
+
+
+def test_prefixes_of_one_partition_have_no_totals_of_others() -> None:
+    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
+        one.serve(PROMPT)
+        two.serve([9] * 64)
+        with paged(one) as (page, client, url):
+            register(page._service, two, partition=Partition("qwen"))  # type: ignore[arg-type]
+            caught_up(client, one, two)
+            llama = httpx.get(f"{url}/api/prefixes", params={"model": MODEL.model}).json()
+            everybody = httpx.get(f"{url}/api/prefixes").json()
+    assert (llama["children"], llama["left_out"], llama["unique_blocks"]) == (1, 0, None)
+    assert (everybody["children"], everybody["unique_blocks"]) == (2, 7)
+
+
+def test_prefixes_of_the_only_partition_have_its_holes_and_the_size_of_the_tree() -> None:
+    fleet = ManyRanks(2)
+    apply(fleet.index, fleet.ranks[0], stored(0, 1, 2, 3), removed(1, 2))
+    page = Page(fleet)
+    _, found = Asker(Starlette(routes=page.routes)).get(f"/api/prefixes?model={MODEL.model}")
+    page.close()
+    assert [(node["blocks"], node["ranks"]) for node in found["nodes"]] == [(1, 1), (2, 0), (1, 1)]
+    assert found["unique_blocks"] == 4
+
+
+def test_engines_that_were_not_found_are_told(asker: Asker) -> None:
+    _, fleet = asker.get("/api/fleet")
+    assert fleet["missing"] == {"http://vllm-99:8000": "nothing listens there"}
+
+
+def test_what_was_asked_is_told_over_time_and_by_partition() -> None:
+    fleet = ManyRanks(16)
+    page = Page(fleet)
+    fleet.traffic.query(MODEL, 100, 60, 1_000)
+    page.look()
+    asker = Asker(Starlette(routes=page.routes))
+    page.close()
+    _, all_of_it = asker.get("/api/traffic?seconds=300")
+    _, other = asker.get("/api/traffic?seconds=300&model=qwen")
+    assert all_of_it["partitions"] == [{"model": "llama", "routing_group": "default"}]
+    assert sum(all_of_it["points"]["best_match"]) == 60
+    assert all_of_it["points"]["ranks"][-1] == 16
+    assert sum(other["points"]["queries"]) == 0
+    status, said = asker.get("/api/traffic?seconds=7")
+    assert (status, said["error"]) == (
+        422,
+        "seconds must be one of 300, 900, 3600, 21600, 86400, not '7'",
+    )
+
+
+def test_the_timeline_says_since_when_it_has_everything() -> None:
+    now = [100.0]
+    timeline = Timeline(most=2, clock=lambda: now[0])
+    page = Page(ManyRanks(0), timeline=timeline)
+    asker = Asker(Starlette(routes=page.routes))
+    timeline.observe(status_of(A))
+    assert asker.get("/api/timeline")[1]["since"] == 100.0
+    for losses in range(1, 4):
+        now[0] += 1
+        timeline.sweep([status_of(A, losses=losses)])
+    said = asker.get("/api/timeline")[1]
+    page.close()
+    assert (said["dropped"], said["since"]) == (2, 102.0)
 
 
 @pytest.mark.parametrize("asked", ["max_nodes=0", "max_nodes=99999", "min_blocks=x"])

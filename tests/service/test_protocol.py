@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
@@ -24,14 +24,18 @@ from kvindex.server.http import HttpServer
 from kvindex.server.protocol import query_protocol
 from kvindex.server.replies import Reply
 from kvindex.server.traffic import Traffic
+from tests.live import PATIENCE, until
 
-PATIENCE = 20.0
 TOKEN = "a-token-of-16-characters"
 
 
 async def by_the_app(scope: Any, receive: Any, send: Any) -> None:
     """Answer what reaches the app: with its path, and how long its body is."""
     size, more = 0, True
+    if scope["path"] == "/never":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
     while more:
         message = await receive()
         size += len(message.get("body", b""))
@@ -56,7 +60,7 @@ def echo(body: bytes, content_type: bytes | None, query_string: bytes) -> Reply 
 class Served:
     """A server in a thread."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, **options: Any) -> None:
         self.traffic = Traffic()
         self.guard = guard
         listening = socket.create_server(("127.0.0.1", 0))
@@ -66,6 +70,7 @@ class Served:
             guard,
             base=query_protocol(echo, self.traffic),
             shutdown_within=1.0,
+            **options,
         )
         self._thread = threading.Thread(target=self.server.run, args=([listening],))
         self._thread.start()
@@ -245,12 +250,68 @@ class Transport(asyncio.Transport):
     """A connection whose client does not read."""
 
     paused = False
+    closed = False
+    unread = 0
 
     def pause_reading(self) -> None:
         self.paused = True
 
     def is_closing(self) -> bool:
-        return False
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+
+def connection_on(transport: Transport, ask: Any = echo) -> Any:
+    """Return a connection of a server on a transport. To be called in an event loop."""
+    base = query_protocol(ask, Traffic())
+    config = Config(by_the_app, http=protocol_of(Guard(), base), log_config=None)
+    config.load()
+    make: Any = config.http_protocol_class
+    connection = make(config, ServerState(), {})
+    connection.connection_made(transport)
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("seconds", "read", "is_served"),
+    [(20, 0, True), (40, 0, False), (40, 100_000, False), (40, 200_000, True)],
+)
+def test_a_client_that_reads_nothing_or_too_little_of_a_long_answer_is_cut_off(
+    seconds: int, read: int, is_served: bool
+) -> None:
+    async def main() -> None:
+        transport = Transport()
+        connection = connection_on(transport)
+        transport.unread = 300_000
+        connection.pause_writing()
+        connection.check_time(0.0)
+        transport.unread -= read
+        connection.check_time(float(seconds))
+        assert transport.closed is not is_served
+        assert connection.guard.counters.values()["slow_reader"] == (not is_served)
+
+    asyncio.run(main())
+
+
+def test_a_client_that_reads_what_is_written_piece_by_piece_is_served() -> None:
+    async def main() -> None:
+        transport = Transport()
+        connection = connection_on(transport)
+        for second in range(100):
+            transport.unread = 300_000 - second  # as full as before whenever somebody looks
+            connection.pause_writing()
+            connection.check_time(float(second))
+            connection.resume_writing()
+        assert connection.guard.counters.values()["slow_reader"] == 0
+
+    asyncio.run(main())
 
 
 def test_a_client_that_does_not_read_gets_no_further_answers() -> None:
@@ -261,16 +322,14 @@ def test_a_client_that_does_not_read_gets_no_further_answers() -> None:
         return Reply(200)
 
     async def main() -> None:
-        base = query_protocol(ask, Traffic())
-        config = Config(by_the_app, http=protocol_of(Guard(), base), log_config=None)
-        config.load()
-        make: Any = config.http_protocol_class
-        connection = make(config, ServerState(), {})
         transport = Transport()
-        connection.connection_made(transport)
+        connection = connection_on(transport, ask)
         connection.pause_writing()
-        connection.data_received(post(b"/query", body=b"x") * 100)
+        connection.data_received(post(b"/query", body=b"x") * 10)
         assert transport.paused
+        assert not transport.closed
+        connection.data_received(post(b"/query", body=b"x") * 100)
+        assert transport.closed
         for task in connection.tasks:
             task.cancel()
 
@@ -312,15 +371,6 @@ def test_a_shutdown_waits_for_the_query_that_is_being_received() -> None:
             assert connection.recv(1) == b""
 
 
-def until(condition: Callable[[], bool]) -> None:
-    event = threading.Event()
-    for _ in range(2000):
-        if condition():
-            return
-        event.wait(0.01)
-    raise AssertionError("not in time")
-
-
 def test_a_slow_body_is_a_408() -> None:
     with serving(limits=Limits(body_seconds=0.1)) as served:
         with served.raw(post(b"/query", b"content-length: 3")) as connection:
@@ -331,3 +381,26 @@ def test_a_slow_body_is_a_408() -> None:
 def test_garbage_is_a_400(served: Served) -> None:
     with served.raw(b"POST /query HTTP/1.1\r\nhost localhost\r\n\r\n") as connection:
         assert connection.recv(64).startswith(b"HTTP/1.1 400")
+
+
+def test_a_few_requests_may_wait_on_a_connection_and_no_more(served: Served) -> None:
+    def refused() -> int:
+        return served.guard.counters.values()["pipelined"]
+
+    before = refused()
+    asked = b"GET /x HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with served.raw(asked.replace(b"/x", b"/never") + 16 * asked) as connection:
+        state: Any = served.server.server_state
+        until(lambda: [len(held.pipeline) for held in state.connections] == [16])
+        assert refused() == before
+        connection.sendall(asked)
+        assert connection.recv(1) == b""
+    assert refused() == before + 1
+
+
+def test_many_queries_at_once_are_answered_in_turns(served: Served) -> None:
+    sent = b"".join(post(b"/query", body=b"x" * (n + 1)) for n in range(20))
+    with served.raw(sent) as connection:
+        told = responses(connection, 20)
+    assert [answer for _, answer in told[:16]] == [b"none  %d" % (n + 1) for n in range(16)]
+    assert told[16] == (200, b"app /query 17")

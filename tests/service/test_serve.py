@@ -6,11 +6,9 @@ import http.client
 import os
 import re
 import resource
-import shutil
 import signal
 import socket
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,8 +20,16 @@ pytest.importorskip("xxhash")
 import xxhash
 
 from kvindex.testing import FakeEngine
-from tests.live import PATIENCE
-from tests.service.served import BLOCK, Served, engine, matched, register, serving, until
+from tests.live import PATIENCE, until
+from tests.service.served import (
+    BLOCK,
+    Served,
+    certificate_in,
+    engine,
+    matched,
+    register,
+    serving,
+)
 
 PROMPT = list(range(3 * BLOCK))
 TOKEN = "a-token-for-these-tests"
@@ -50,8 +56,7 @@ def test_an_engine_is_registered_asked_killed_and_comes_back(processes: int) -> 
             until(lambda: served.get("/ready").status, lambda status: status == 200)
             endpoint, replay = one.endpoint, one.replay_endpoint
         until(lambda: states(served), lambda found: found["1/0"] != "live")
-        reasons = served.get("/ready?strict=1")
-        assert reasons.status == 503
+        reasons = until(lambda: served.get("/ready?strict=1"), lambda answer: answer.status == 503)
         assert "1/0" in reasons.json["behind"]
         with engine(endpoint=endpoint, replay_endpoint=replay, seed=5) as again:
             again.serve(PROMPT[:BLOCK])
@@ -173,13 +178,7 @@ def test_more_connections_than_allowed_are_refused() -> None:
 
 @BOTH
 def test_it_speaks_tls_with_the_certificate_that_is_named(processes: int, tmp_path: Path) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl makes the certificate")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject]
-    subprocess.run([openssl, *made, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    cert, key = certificate_in(tmp_path)
     with serving("--processes", processes, "--tls-cert", cert, "--tls-key", key) as served:
         context = ssl.create_default_context(cafile=str(cert))
         kept = http.client.HTTPSConnection(

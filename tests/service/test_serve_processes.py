@@ -25,9 +25,9 @@ from kvindex.server.gate import Gate
 from kvindex.server.guards import Guard
 from kvindex.server.http import HttpServer
 from kvindex.server.proxy import Proxy
-from tests.live import PATIENCE
+from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
-from tests.service.served import BLOCK, Served, engine, matched, register, serving, until
+from tests.service.served import BLOCK, Served, engine, matched, register, serving
 
 pytestmark = needs_ring
 

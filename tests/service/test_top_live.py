@@ -25,6 +25,7 @@ from kvindex.server.overview import overview
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, caught_up
 from tests.service.page_server import paged
+from tests.service.served import certificate_in, serving
 from tests.unit.test_fleet_overview import Source, status_of
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,69 @@ def test_a_service_that_does_not_answer_is_told_in_words() -> None:
         ServiceFleet("127.0.0.1:1").read()
     with pytest.raises(ConfigurationError, match="no URL of a service"):
         ServiceFleet("ftp://host")
+
+
+def test_a_certificate_of_an_own_authority_is_trusted_by_its_file_and_asked_for_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    cert, key = certificate_in(tmp_path)
+    with serving("--tls-cert", cert, "--tls-key", key) as served:
+        url = f"https://localhost:{served.port}"
+        with pytest.raises(ServiceError, match=r"not trusted: .*--cacert") as error:
+            ServiceFleet(url).read()
+        assert "is kvindex serve running there" not in str(error.value)
+        assert ServiceFleet(url, str(cert)).read().ranks == []
+    with pytest.raises(ConfigurationError, match="--cacert"):
+        ServiceFleet(url, str(tmp_path / "none.pem"))
+
+
+def test_ranks_beyond_the_screen_are_scrolled_to_and_found_by_name() -> None:
+    fleet = overview(Source(*(status_of(Rank(f"w{n:03}", 0)) for n in range(100))))
+    view = View("name")
+
+    def text() -> str:
+        console = Console(file=io.StringIO(), width=200, color_system=None)
+        console.print(drawn(fleet, view, most=10))
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    assert "ranks 1-10 of 100" in text()
+    for key in ("page down", "down"):
+        view.press(key)
+    assert "ranks 12-21 of 100" in text()
+    for _ in range(20):
+        view.press("page down")
+    assert "ranks 91-100 of 100" in text()
+    for key in "/w04s":
+        view.press(key)
+    view.press("\x7f")
+    assert "find: w04_" in text()
+    view.press("\r")
+    assert "w049/0" in text()
+    assert "w050/0" not in text()
+    view.press("\x1b")
+    assert "of 100" in text()
+
+
+def test_why_ranks_are_not_well_is_said_in_full_by_a_key_and_each_reason_once() -> None:
+    why = "nothing listens at tcp://h:{}, which is a long reason " + "in many words " * 20
+    fleet = overview(
+        Source(
+            *(
+                status_of(Rank("gone", n), State.CONNECTING, reason=why.format(n), endpoint="x")
+                for n in range(8)
+            )
+        ),
+        missing={"http://never:8000": "it answers 404"},
+    )
+    view = View("state")
+    view.press("w")
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(drawn(fleet, view, most=10))
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "gone/0 and 7 more ranks: nothing listens at" in text
+    assert text.count("in many words") == 20
+    assert "not found: http://never:8000: it answers 404" in text
 
 
 def test_keys_sort_reverse_and_end() -> None:

@@ -51,6 +51,9 @@ class FollowedIndex:
         self.live = live
         self.connected = frozenset(index.ranks)
 
+    def check_open(self) -> None:
+        """Raise nothing: nobody closes it."""
+
     def connected_ranks(self) -> frozenset[Rank]:
         return self.connected
 

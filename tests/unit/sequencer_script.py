@@ -88,10 +88,10 @@ class Script:
         self.now = end
         return self._note(out)
 
-    def joined(self, *seqs: int) -> Script:
-        """Connect and join by a replay of `seqs`."""
+    def joined(self, *batches: Batch | int) -> Script:
+        """Connect and join by a replay of `batches`."""
         self.connect()
-        self.reply(*seqs, end=True)
+        self.reply(*batches, end=True)
         return self
 
     # -- what came of it

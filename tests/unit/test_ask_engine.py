@@ -13,6 +13,7 @@ import pytest
 from kvindex import ConfigurationError, PublisherAddress
 from kvindex.discovery import DiscoveryError, ask_engine
 from tests.canned import CannedServer
+from tests.live import PATIENCE
 from tests.unit.test_discovery_answers import SGLANG_0523, VLLM_033
 
 MODELS = {"data": [{"id": "llama", "owned_by": "vllm"}, {"id": "llama-lora"}]}
@@ -94,6 +95,19 @@ def test_an_answer_that_cannot_be_used_is_told(server: CannedServer) -> None:
     assert caught.value.reason == "content"
 
 
+@pytest.mark.parametrize("depth", [500, 5_000, 100_000])
+@pytest.mark.parametrize("path", ["/v1/models", "/kv_event_sources", "/server_info", "/version"])
+def test_an_answer_that_is_nested_too_deeply_cannot_be_used(
+    server: CannedServer, path: str, depth: int
+) -> None:
+    nested = b'{"page_size": 16, "data": ' + b"[" * depth + b"]" * depth + b"}"
+    other = "/version" if path == "/v1/models" else "/v1/models"
+    server.replies = {path: (200, nested), other: (200, MODELS)}
+    failures = ask_engine(server.url).failures
+    if depth > 1000:  # what is less deep may be read, by a Python that can
+        assert "answers what cannot be used" in failures[path]
+
+
 def test_a_server_that_is_no_engine_is_told_by_its_status(server: CannedServer) -> None:
     with pytest.raises(DiscoveryError, match="/kv_event_sources answers 404") as caught:
         ask_engine(server.url)
@@ -140,10 +154,10 @@ def test_a_server_that_drips_is_given_up_in_time(server: CannedServer) -> None:
     hung_up = threading.Event()
 
     def drip(request: BaseHTTPRequestHandler) -> None:
-        request.send_response(200)
-        request.send_header("Content-Length", "100000")
-        request.end_headers()
         try:
+            request.send_response(200)
+            request.send_header("Content-Length", "100000")
+            request.end_headers()
             while not hung_up.wait(0.01):
                 request.wfile.write(b" ")
         except OSError:
@@ -153,7 +167,7 @@ def test_a_server_that_drips_is_given_up_in_time(server: CannedServer) -> None:
     with pytest.raises(DiscoveryError, match=r"does not answer within 0\.2") as caught:
         ask_engine(server.url, 0.2)
     assert caught.value.reason == "timeout"
-    assert hung_up.wait(20.0)  # the connection is not left open
+    assert hung_up.wait(PATIENCE)  # the connection is not left open
 
 
 def test_a_server_that_hangs_up_and_one_that_speaks_no_http_are_told(server: CannedServer) -> None:

@@ -15,7 +15,6 @@ from types import ModuleType
 import pytest
 
 import kvindex
-from kvindex import backend
 from kvindex.backend import choose_backend, explain_fallback
 from kvindex.errors import ConfigurationError
 
@@ -104,7 +103,7 @@ def test_the_backend_in_use_is_the_one_that_was_asked_for() -> None:
 def test_a_missing_native_module_is_told_with_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backend, "distribution", not_installed)
+    monkeypatch.setattr("importlib.metadata.distribution", not_installed)
     told = explain_fallback(None)
     assert "pip install --no-cache-dir --force-reinstall" in told
     assert "KVINDEX_BACKEND=python" in told
@@ -117,7 +116,9 @@ def test_sources_that_hide_an_installed_native_build_are_told(
     built = tmp_path / "kvindex" / "_native.abi3.so"
     built.parent.mkdir()
     built.touch()
-    monkeypatch.setattr(backend, "distribution", lambda _: Installed(tmp_path, "_native.abi3.so"))
+    monkeypatch.setattr(
+        "importlib.metadata.distribution", lambda _: Installed(tmp_path, "_native.abi3.so")
+    )
     told = explain_fallback("")
     assert f"hide the native build in {built.parent}" in told
     assert "pip install -e ." in told

@@ -17,10 +17,10 @@ from kvindex.rank import Rank
 from kvindex.subscribe import Following, RankStatus, State
 from kvindex.subscribe.changes import LoopBell
 from tests.children import in_child
-from tests.unit.test_status_board import PATIENCE, Board, status
+from tests.live import PATIENCE
+from tests.unit.test_status_board import LATEST, Board, status
 
 A, B, C = Rank("a", 0), Rank("b", 0), Rank("c", 0)
-LONG = 20.0  # seconds: more than anything takes
 
 
 class Followed(Following):
@@ -49,7 +49,7 @@ def in_thread(call: Callable[[], object]) -> None:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, LONG))
+    asyncio.run(asyncio.wait_for(main, PATIENCE))
 
 
 async def ticks(number: int) -> None:
@@ -124,7 +124,7 @@ def test_closing_ends_every_iteration_on_every_loop() -> None:
         async for told in followed.watch():
             states.append(told.state)
             if len(states) == 2:
-                await asyncio.to_thread(begun.wait, LONG)
+                await asyncio.to_thread(begun.wait, PATIENCE)
         ends.append(states[2:])
 
     async def two() -> None:
@@ -133,10 +133,10 @@ def test_closing_ends_every_iteration_on_every_loop() -> None:
     loops = [threading.Thread(target=run, args=(main(),)) for main in (two, consume)]
     for loop in loops:
         loop.start()
-    begun.wait(LONG)
+    begun.wait(PATIENCE)
     followed.close()
     for loop in loops:
-        loop.join(LONG)
+        loop.join(PATIENCE)
     assert ends == [[State.CLOSED, State.CLOSED]] * 3
     assert followed.listeners == 0
 
@@ -156,7 +156,7 @@ def test_what_is_cancelled_or_broken_off_leaves_nothing_behind() -> None:
                 pass
 
         tasks = [asyncio.ensure_future(consume()) for _ in range(5)]
-        tasks += [asyncio.ensure_future(followed.wait_live_async(LONG)) for _ in range(5)]
+        tasks += [asyncio.ensure_future(followed.wait_live_async(PATIENCE)) for _ in range(5)]
         await ticks(10)
         assert followed.listeners == 10
         for task in tasks:
@@ -215,7 +215,7 @@ def test_a_loop_that_is_gone_harms_nobody() -> None:
 def test_waiting_ends_when_the_last_rank_is_live_and_the_loop_turns_meanwhile() -> None:
     async def main() -> None:
         followed = Followed()
-        waiting = asyncio.ensure_future(followed.wait_live_async(LONG))
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE))
         await ticks(1000)
         assert not waiting.done()
         in_thread(lambda: followed.board.show([status(A, state=State.REPAIRING)]))
@@ -237,13 +237,13 @@ def test_waiting_for_some_and_for_whole_histories() -> None:
         await followed.wait_live_async(0.0, ranks="a")
         followed.board.show([status(B, complete=False)])
         await followed.wait_live_async(0.0)
-        waiting = asyncio.ensure_future(followed.wait_live_async(LONG, complete=True))
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE, complete=True))
         await ticks(100)
         assert not waiting.done()
         followed.board.show([status(B)])
         await waiting
         with pytest.raises(UnknownRankError):
-            await followed.wait_live_async(LONG, ranks=["d"])
+            await followed.wait_live_async(PATIENCE, ranks=["d"])
 
     run(main())
 
@@ -264,7 +264,7 @@ def test_who_waits_too_long_is_told_which_ranks_and_why() -> None:
 def test_a_rank_that_is_removed_is_waited_for_no_longer_and_one_asked_for_is_missed() -> None:
     async def main() -> None:
         followed = Followed()
-        waiting = asyncio.ensure_future(followed.wait_live_async(LONG))
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE))
         asked = asyncio.ensure_future(followed.wait_live_async(0.05, ranks=[B]))
         await ticks(10)
         followed.board.remove([B])
@@ -278,7 +278,7 @@ def test_a_rank_that_is_removed_is_waited_for_no_longer_and_one_asked_for_is_mis
 def test_closing_ends_the_waiting() -> None:
     async def main() -> None:
         followed = Followed()
-        waiting = asyncio.ensure_future(followed.wait_live_async(LONG))
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE))
         await ticks(10)
         in_thread(followed.close)
         with pytest.raises(ClosedError, match="closed by the test"):
@@ -291,8 +291,8 @@ def test_ranks_of_a_stuck_thread_are_live_when_it_comes_round() -> None:
     async def main() -> None:
         followed = Followed()
         followed.board.show([status(B)])
-        followed.board.now += PATIENCE + 1
-        waiting = asyncio.ensure_future(followed.wait_live_async(LONG))
+        followed.board.now += LATEST + 1
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE))
         await ticks(100)
         assert not waiting.done()
         in_thread(lambda: followed.board.sign(followed.board.now))

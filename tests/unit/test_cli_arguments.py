@@ -189,13 +189,14 @@ def test_cache_settings_are_given_to_each_worker() -> None:
     add_worker_arguments(parser)
     add_cache_arguments(parser)
     text = "--worker a=tcp://h:1 --endpoint tcp://h:2 --eagle --upper-bound"
-    text += " --group 1=sliding_window:64 --report-mode full"
+    text += " --group 1=sliding_window:64 --report-mode full --resets-connector"
     arguments = parser.parse_args(text.split())
     expected = CacheSettings(
         groups={1: GroupSpec("sliding_window", 64)},
         report_mode="full",
         eagle=True,
         upper_bound=True,
+        resets_connector=True,
     )
     assert [worker.cache for worker in workers_of(arguments, cache_of(arguments))] == [expected] * 2
 

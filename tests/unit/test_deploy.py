@@ -21,7 +21,7 @@ if not DEPLOY.is_dir():
 def parsed(argv: list[str]) -> argparse.Namespace:
     """Return what the command makes of its arguments; argparse exits if it cannot."""
     parser = argparse.ArgumentParser()
-    serve.add_parser(parser.add_subparsers())
+    serve.add_parser(parser.add_subparsers(), "")
     return parser.parse_args(["serve", *argv])
 
 

@@ -23,8 +23,7 @@ from kvindex.discovery import (
 )
 from kvindex.discovery.pods import Pod, PodRules, pod_of, pool_of, rules_of, targets_of
 from tests.kube import pod
-
-PATIENCE = 20.0
+from tests.live import PATIENCE
 
 
 class Watching:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import string
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +33,8 @@ def any_of(kind: str) -> Finding:
         for _, name, _, _ in string.Formatter().parse(text)
         if name
     }
-    return found(kind, "a/0", **dict.fromkeys(names, "x"))
+    evidence: dict[str, Any] = {name.split("[")[0]: defaultdict(lambda: "x") for name in names}
+    return found(kind, "a/0", **evidence)
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -52,12 +55,36 @@ def test_the_page_documents_no_other_findings() -> None:
     assert rows == list(CAUSES)
 
 
-def test_the_worst_comes_first_and_what_follows_from_it_is_left_out() -> None:
-    kinds = ["all-well", "caches-unpublished", "replay-missing", "events-off"]
-    kept = [one.id for one in ordered(any_of(kind) for kind in kinds)]
-    assert kept == ["events-off", "replay-missing", "all-well"]
-    alone = [one.id for one in ordered([any_of("caches-unpublished")])]
-    assert alone == ["caches-unpublished"]
+def kept(*kinds: str) -> list[str]:
+    return [one.id for one in ordered(map(any_of, kinds))]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["all-well", "block-large", "prefix-caching-off"], ["prefix-caching-off", "block-large"]),
+        (["all-well", "dp-behind-one-port"], ["dp-behind-one-port", "all-well"]),
+        (["publisher-refused", "replay-refused", "events-off"], ["events-off"]),
+        (["caches-unpublished", "endpoints-differ"], ["endpoints-differ"]),
+        (["caches-unpublished"], ["caches-unpublished"]),
+        (["index-misses", "stream-not-live", "replay-refused"], ["replay-refused"]),
+        (["index-misses", "stream-not-live"], ["stream-not-live"]),
+        (["index-misses", "replay-running"], ["replay-running"]),
+        (["blocks-left-out", "replay-missing"], ["replay-missing"]),
+        (["all-well", "topic-filtered", "replay-running"], ["topic-filtered"]),
+        (["all-well", "block-size-assumed"], ["block-size-assumed"]),
+    ],
+)
+def test_what_follows_from_a_finding_is_not_listed_beside_it(
+    kinds: list[str], expected: list[str]
+) -> None:
+    assert kept(*kinds) == expected
+
+
+def test_what_is_wrong_with_one_rank_explains_nothing_of_another() -> None:
+    refused = found("replay-refused", "a/0", endpoint="tcp://h:1", error="")
+    not_live = [found("stream-not-live", f"a/{rank}", state="x", reason="y") for rank in (0, 1)]
+    assert [one.subject for one in ordered([refused, *not_live])] == ["a/1", "a/0"]
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,16 @@ from kvindex.fanout.frames import (
     encode_frame,
 )
 from kvindex.fanout.guest import Guest
-
-DEADLINE = 10.0
+from tests.live import PATIENCE
 
 
 class Party:
     """A guest that is served by a thread, and the joiner's end of its connection."""
 
-    def __init__(self, answer: Welcome | Refused, patience: float = DEADLINE) -> None:
+    def __init__(self, answer: Welcome | Refused, patience: float = PATIENCE) -> None:
         ours, self.joiner = socket.socketpair()
         ours.setblocking(False)
-        self.joiner.settimeout(DEADLINE)
+        self.joiner.settimeout(PATIENCE)
         self.taking = False
         self.joined = threading.Event()
         self.failure: Exception | None = None
@@ -74,7 +73,7 @@ class Party:
 
     def ends(self) -> None:
         """Wait until it is served no more; raise why, unless it has all been said."""
-        self._thread.join(DEADLINE)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
         if self.failure is not None:
             raise self.failure
@@ -108,7 +107,7 @@ def test_a_joiner_is_greeted_sent_every_part_and_then_follows(
     assert (party.guest.following, party.guest.place, party.guest.pid) == (False, 3, 42)
     party.says(Attached())
     assert party.hears(5 + (1 << 22)) == b"first" + bytes(1 << 22)
-    assert party.joined.wait(DEADLINE)
+    assert party.joined.wait(PATIENCE)
     assert party.guest.following
     assert not party.taking
     party.says(Leave())

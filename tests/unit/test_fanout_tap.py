@@ -202,6 +202,8 @@ def test_names_of_ports_follow_their_ranks() -> None:
     follow_names(names, RanksRenamed(((A, c),)))
     assert names == {A: B, B: c}
     follow_names(names, RankRemoved(c))
+    assert names == {A: B}, "a rank that stays keeps its port's name"
+    follow_names(names, RankRemoved(B))
     assert names == {}
 
 

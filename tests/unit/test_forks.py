@@ -16,9 +16,9 @@ from kvindex.forks import Fork, prepare_forks
 from kvindex.rank import Rank
 from kvindex.wire import BlockStored, EventBatch, encode_batch
 from tests.children import in_child
+from tests.live import PATIENCE
 
 RANK = Rank("a", 0)
-PATIENCE = 20.0
 
 
 class Noted:

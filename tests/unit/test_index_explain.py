@@ -137,6 +137,22 @@ def test_media_that_do_not_count() -> None:
     assert ending(index.explain(prompt(3))) == (Ending.WHOLE, 3 * SIZE)
 
 
+def test_a_medium_that_a_rank_has_no_block_on_and_negative_tokens_are_noted() -> None:
+    index = index_of(stored(0), stored(1, 2, medium="CPU"))
+    assert (
+        index.explain(prompt(3), media=["gpu", "cpu"])[A].notes == index.explain(prompt(3))[A].notes
+    )
+    notes = index.explain(prompt(3), media=["VRAM"])[A].notes
+    assert "none of its blocks is on VRAM; its media: CPU, GPU" in notes
+    explained = index.explain([*prompt(2), -100])
+    assert "token 8 of the prompt is -100: no engine has a negative token id" in str(explained)
+
+
+def test_a_console_prints_an_explanation() -> None:
+    explained = index_of(stored(0)).explain(prompt(1))
+    assert repr(explained) == str(explained) != ""
+
+
 @pytest.mark.parametrize(
     ("kind", "window"), [("sliding_window", 9), ("mamba", None)], ids=["window", "mamba"]
 )
@@ -189,7 +205,7 @@ def test_answers_that_are_upper_bounds_are_noted() -> None:
 def test_orphans_and_ignored_blocks_are_noted() -> None:
     index = index_of(stored(0), stored(5, 6), stored(9, block_size=3))
     text = str(index.explain(prompt(9)))
-    assert "2 blocks wait for a parent" in text
+    assert "a lower bound: no event told where some of its blocks belong (2 wait)" in text
     assert "blocks were ignored: token_count 1" in text
 
 

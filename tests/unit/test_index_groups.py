@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import BlockStored, CacheSettings, EventBatch, GroupSpec, Index
+from kvindex import AllBlocksCleared, BlockStored, CacheSettings, EventBatch, GroupSpec, Index
 from kvindex.index.groups import Cache, GroupCoverage, Spans, engine_hit
 from kvindex.wire import Event
 from tests.unit.index_events import SIZE, A, apply, index_of, matched, prompt, removed, stored, told
@@ -413,6 +413,15 @@ def test_a_store_that_no_lookup_would_have_found_is_a_copy_in_report_mode_full()
     assert told(index)["reannounced"] == 0
     index.apply(A, EventBatch(ts=0.0, events=both))  # found this time
     assert told(index)["reannounced"] == 6
+
+
+@pytest.mark.parametrize("gone", [removed(0, 1), AllBlocksCleared()], ids=["removed", "cleared"])
+def test_blocks_announced_then_gone_then_stored_in_one_batch_are_resident(gone: Event) -> None:
+    index = full_mode()
+    apply(index, A, stored(0, 1))
+    index.apply(A, EventBatch(ts=0.0, events=[stored(0, 1), gone, stored(0, 1)]))
+    index.check()
+    assert (matched(index, prompt(2)), told(index)["reannounced"]) == (2, 2)
 
 
 def test_a_hit_within_the_first_block_counts_as_one_although_no_whole_block_does() -> None:

@@ -36,9 +36,8 @@ from kvindex.index import read_batch, reference
 from kvindex.index.guard import Guard
 from kvindex.wire import encode_batch
 from tests.children import in_child
+from tests.live import PATIENCE
 from tests.unit.index_events import A, B, prompt, stored
-
-PATIENCE = 30.0
 
 
 def batch(*numbers: int) -> EventBatch:

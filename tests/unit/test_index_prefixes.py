@@ -159,7 +159,7 @@ def test_only_what_the_ranks_hold_that_are_asked_for_is_shown() -> None:
     found = index.prefixes(ranks=["b"])
     assert found.ranks == (B,)
     assert lines(found) == [(-1, 0, 6, 1), (-1, 0, 5, 1), (0, 6, 1, 1)]
-    assert (found.nodes[0].children, found.nodes[0].left_out) == (2, 1)
+    assert (found.nodes[0].children, found.nodes[0].left_out) == (1, 0)
     both = index.prefixes(ranks=[Rank("c"), A, A])
     assert both.ranks == (Rank("c"), A)
     assert lines(both) == [(-1, 0, 6, 2), (0, 6, 1, 2)]
@@ -264,3 +264,15 @@ def test_a_walk_is_whole_while_others_change_the_index() -> None:
         stop.set()
         thread.join()
     index.check()
+
+
+def test_what_only_other_ranks_hold_is_not_counted_as_left_out() -> None:
+    index = Index()
+    store(index, A, "pabc", "pdef")
+    store(index, B, "pxyz", "qrst", "uvw")
+    of_a = index.prefixes(ranks=[A])
+    assert (of_a.children, of_a.left_out, of_a.left_out_blocks) == (1, 0, 0)
+    assert (of_a.nodes[0].children, of_a.nodes[0].left_out) == (2, 0)
+    shown = index.prefixes(2, ranks=[A])
+    assert (shown.nodes[0].left_out, shown.nodes[0].left_out_blocks) == (1, 3)
+    assert index.prefixes().children == 3

@@ -72,6 +72,32 @@ def test_children_before_their_parents_match_nothing_and_then_everything() -> No
     assert (told(index)["orphans"], told(index)["orphans_attached"]) == (0, 4)
 
 
+def test_answers_are_lower_bounds_while_a_blocks_place_is_unknown() -> None:
+    index = index_of(stored(0), stored(2))
+    assert index.match(prompt(3))[A].lower_bound
+    assert index.match(tokens(9))[A].lower_bound, "where the rank holds nothing, too"
+    assert index.match(prompt(3)).to_dict()["a/0"]["lower_bound"] is True
+    assert Index.from_bytes(index.to_bytes()).match(prompt(3))[A].lower_bound
+    apply(index, A, stored(1))
+    assert not index.match(prompt(3))[A].lower_bound
+    assert not index.match(tokens(9))[A].lower_bound
+    apply(index, A, stored(7), removed(7))
+    assert not index.match(prompt(3))[A].lower_bound, "it is gone"
+
+
+def test_answers_stay_lower_bounds_after_an_orphan_was_given_up_until_all_is_cleared() -> None:
+    index = index_of(stored(5), max_orphans=0)
+    assert index.match(prompt(1))[A].lower_bound
+    assert Index.from_bytes(index.to_bytes()).match(prompt(1))[A].lower_bound
+    apply(index, A, AllBlocksCleared())
+    assert not index.match(prompt(1))[A].lower_bound
+
+
+def test_answers_are_lower_bounds_where_the_engine_tells_no_position() -> None:
+    index = index_of(paged(3, parent=None))
+    assert index.match(prompt(1))[A].lower_bound
+
+
 def test_orphans_that_came_in_any_order_attach() -> None:
     index = index_of(stored(3), stored(2), stored(4), stored(1), stored(0))
     assert matched(index, prompt(5)) == 5
@@ -168,6 +194,58 @@ def test_clear_and_new_stores_in_one_batch_leave_only_the_new() -> None:
     index.apply(A, EventBatch(ts=1.0, events=[AllBlocksCleared(), fresh]))
     index.check()
     assert (matched(index, prompt(8)), matched(index, tokens(20, 21))) == (0, 2)
+
+
+def tiers(**options: Any) -> Index:
+    """Blocks on the device, on the host as vLLM and SGLang call it, and in storage."""
+    index = Index()
+    index.configure(A, CacheSettings(**options))
+    apply(index, A, stored(0, 1, 2, 3), stored(4), stored(4), stored(20))
+    apply(index, A, located(0, 1, medium="cpu"), located(20, medium="CPU"), located(30))
+    apply(index, A, located(0, 1, 2, medium="STORAGE"), located(0, 1, 2, 3, medium="CPU_PINNED"))
+    return index
+
+
+def test_a_clear_leaves_what_vllm_holds_off_the_device_as_upper_bounds() -> None:
+    index = tiers()
+    apply(index, A, AllBlocksCleared())
+    found = index.match(prompt(5))[A]
+    assert (found.blocks, found.device_tokens, found.host_tokens) == (3, 0, 2 * SIZE)
+    assert found.upper_bound
+    assert (found.by_medium, told(index)["orphans"]) == ({"CPU": 2, "STORAGE": 3}, 1)
+    apply(index, A, stored(0, 1, 2, 3))
+    assert index.match(prompt(5))[A].device_tokens == 4 * SIZE
+    apply(index, A, removed(*range(4)), removed(0, 1, medium="CPU"), removed(0, medium="STORAGE"))
+    assert matched(index, prompt(5)) == 0
+
+
+def test_a_reset_with_the_connector_leaves_only_what_lies_in_storage() -> None:
+    index = tiers(resets_connector=True)
+    index = Index.from_bytes(index.to_bytes())
+    apply(index, A, AllBlocksCleared())
+    found = index.match(prompt(5))[A]
+    assert (found.blocks, found.host_tokens, found.by_medium) == (3, 0, {"STORAGE": 3})
+    assert told(index)["orphans"] == 0
+
+
+def test_clears_by_the_thousand_drop_all_tiers_rather_than_look_at_all_blocks_each_time() -> None:
+    index = Index()
+    many = 1 << 14
+    index.apply(A, EventBatch(ts=0.0, events=[stored(*range(many)), located(0, medium="CPU")]))
+    labels = range(10**6, 10**6 + many - 1)
+    offloaded = BlockStored(block_hashes=[*labels], token_ids=[], block_size=0, medium="CPU")
+    index.apply(A, EventBatch(ts=0.0, events=[AllBlocksCleared(), offloaded]))
+    assert (told(index)["media"], told(index)["orphans"]) == ({"CPU": 1}, many - 1)
+    clears = [AllBlocksCleared()] * ((1 << 23) // many)
+    index.apply(A, EventBatch(ts=0.0, events=[*clears, *clears]))
+    index.check()
+    assert (len(index), told(index)["orphans"]) == (0, 0)
+
+
+def test_a_clear_takes_all_tiers_of_sglang() -> None:
+    index = index_of(stored(0, 1), located(0, 1, medium="CPU_PINNED"), located(0, medium="DISK"))
+    apply(index, A, located(0, medium="EXTERNAL"), AllBlocksCleared())
+    assert (matched(index, prompt(2)), len(index)) == (0, 0)
 
 
 def test_a_clear_forgets_orphans_and_labels() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections import UserList
+from collections import UserDict, UserList
 from typing import Any
 
 import msgspec
@@ -88,7 +88,9 @@ def test_signed_and_unsigned_buffers_of_one_value_agree(signed: str) -> None:
 @pytest.mark.parametrize(
     ("refused", "why"),
     [
-        ("text", "str"),
+        ("text", r"not str; pass tokenizer\.encode\(text\)"),
+        ({"input_ids": [1]}, r"not dict; pass its \['input_ids'\]"),
+        (UserDict(input_ids=[1]), r"not UserDict; pass its \['input_ids'\]"),
         (5, "int"),
         (None, "NoneType"),
         ({1, 2, 3, 4}, "set"),

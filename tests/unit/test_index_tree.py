@@ -156,7 +156,7 @@ def test_nothing_is_left_once_everything_is_gone(way: str) -> None:
         gone = [removed(0, 3, 2, 1), removed(2, medium="CPU"), removed(1), removed(31, 30, 9)]
         apply(index, A, *gone)
     elif way == "clear event":
-        apply(index, A, AllBlocksCleared())
+        apply(index, A, AllBlocksCleared(), removed(2, medium="CPU"))  # the host is not cleared
     elif way == "clear tree":
         index.tree(A).clear()
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import kvindex
@@ -51,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"kvindex", "errors", "discovery", "wire"},
     "metrics": {"kvindex", "routing"},
     "server": {"kvindex", "errors", "discovery", "fanout", "log_rate", "metrics", "queries"}
-    | {"routing", "wire"},
+    | {"index", "routing", "wire"},
     "testing": {"errors", "rank", "wire", "publish", "subscribe", "index", "client", "kvindex"}
     | {"waker"},
     "cli": {
@@ -136,3 +138,47 @@ def test_all_is_sorted_and_complete() -> None:
     assert sorted(set(kvindex.__all__)) == sorted(kvindex.__all__)
     for name in kvindex.__all__:
         assert hasattr(kvindex, name), name
+
+
+LATE = ("asyncio", "ssl", "http", "email", "urllib.request", "importlib.metadata", "tempfile")
+LISTED = """
+import sys
+before = set(sys.modules)
+{code}
+print(*sorted(set(sys.modules) - before), file=sys.stderr)
+"""
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the modules that a new process loads for this code."""
+    command = [sys.executable, "-c", LISTED.format(code=code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(done.stderr.splitlines()[-1].split())
+
+
+def packages(loaded: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in loaded if name.startswith("kvindex.")}
+
+
+def test_importing_kvindex_loads_neither_asyncio_nor_tls_nor_parts_that_are_not_used() -> None:
+    loaded = loaded_by("import kvindex")
+    assert not loaded.intersection(LATE)
+    parts = {"discovery", "routing", "fanout", "server", "audit", "doctor", "metrics", "cli"}
+    assert not packages(loaded) & parts
+
+
+def test_a_client_of_named_endpoints_loads_no_discovery() -> None:
+    loaded = loaded_by(
+        'import kvindex\nkvindex.connect([kvindex.Worker("a", "tcp://127.0.0.1:1")]).close()'
+    )
+    assert not loaded.intersection(LATE)
+    assert "discovery" not in packages(loaded)
+
+
+def test_the_help_loads_no_command_and_a_command_loads_no_other() -> None:
+    help_ = "from kvindex.cli import main\ntry: main({arguments})\nexcept SystemExit: pass"
+    loaded = loaded_by(help_.format(arguments=["--help"]))
+    assert not loaded.intersection(LATE)
+    commands = {"demo", "serve", "doctor", "audit", "top", "status", "record"}
+    assert not {name.removeprefix("kvindex.cli.") for name in loaded} & commands
+    assert "kvindex.server" not in loaded_by(help_.format(arguments=["status", "--help"]))

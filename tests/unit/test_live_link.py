@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvindex.errors import ConfigurationError
 from kvindex.rank import Rank
-from kvindex.subscribe.links import LiveLink
+from kvindex.sequencer import AskReplay
+from kvindex.subscribe.links import LiveLink, ReplayLink
 from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.reading import Connected, Disconnected, TopicCheck
+from kvindex.subscribe.reading import Connected, Disconnected, ReplayOver, TopicCheck
 
 Look = tuple[list[str], bool, list[bool]]  # messages, whether that was all, changes
 
@@ -25,8 +28,10 @@ class Scripted:
         self.drained = False
         self.connected = True
         self.closed = False
+        self.socket: Any = SimpleNamespace(send_multipart=lambda *_: None)
         self.postponed_at: float | None = None
         self.again = 0
+        self.overfull = self.hung_up = False
 
     def look_again(self) -> None:
         self.again += 1
@@ -47,6 +52,16 @@ class Scripted:
     def postpone(self, now: float) -> None:
         self.postponed_at = now
 
+    def is_overfull(self) -> bool:
+        return self.overfull
+
+    def drop(self) -> tuple[int, list[bytes]]:
+        messages = self.receive()
+        return len(messages), (messages or [[]])[-1]
+
+    def hang_up(self) -> None:
+        self.hung_up = True
+
 
 class Words:
     """A reader to which each message is a word, in place of what it says."""
@@ -56,6 +71,9 @@ class Words:
     def live(self, messages: deque[list[bytes]]) -> Iterator[str]:
         while messages:
             yield messages.popleft()[0].decode()
+
+    def reply(self, request: int, frames: list[bytes]) -> Iterator[str]:
+        yield frames[0].decode()
 
 
 class Link:
@@ -235,3 +253,42 @@ def test_a_socket_that_is_replaced_for_giving_up_takes_the_parting_along() -> No
     assert link.take() == ["a"]
     assert link.live.reopen(1.5)
     assert link.take() == [True, "n"]
+
+
+def test_where_too_much_waits_it_is_dropped_but_for_the_newest_which_shows_the_gap() -> None:
+    connection = Scripted((["a", "b"], False, []), (["c", "d", "e"], True, []))
+    link = Link(connection)
+    assert link.take(most=1) == ["a"]
+    assert link.live.is_behind
+    assert link.live.shed() == 0
+    connection.overfull = True
+    assert link.live.shed() == 2
+    connection.overfull = False
+    assert link.take() == ["b", "e"]
+
+
+def test_a_replay_of_which_too_much_waits_is_cut_and_what_it_brought_is_taken_first() -> None:
+    connection = Scripted((["0", "1"], False, []), (["2"], True, []))
+    made: Any = connection
+    reader: Any = Words()
+    again: list[bool] = []
+    link = ReplayLink(
+        lambda: made, reader, Notes(Rank("engine", 0), lambda: 0.0), lambda: again.append(True)
+    )
+    link.ask(AskReplay(7, 0))
+
+    def take(most: int = 10) -> list[Any]:
+        return list(islice(link.take(1.0), most))
+
+    assert take(1) == ["0"]
+    assert not link.shed()
+    connection.overfull = True
+    assert link.is_behind
+    assert link.shed()
+    assert connection.hung_up
+    assert not link.shed(), "once is enough"
+    assert take() == ["1"]
+    assert take() == ["2"]
+    assert connection.closed
+    again.clear()
+    assert take() == [ReplayOver(7, failed=True)]

@@ -88,9 +88,20 @@ def test_a_run_proves_life_and_puts_the_probe_off() -> None:
     assert script.sequencer.deadline == script.now + 30.0
 
     script = Script(probe_interval=5.0).joined(0)
+    script.live(1)
+    script.pass_time(5.0)
+    script.reply(1, end=True)  # the first probe showed whose replay it is
+    script.pass_time(4.0)
+    take_run(script, 2, 2)
+    assert script.sequencer.deadline == script.now + 5.0
+
+
+def test_a_run_does_not_put_off_the_probe_that_shows_whose_replay_it_is() -> None:
+    script = Script(probe_interval=5.0).joined(0)
+    due = script.now + 5.0
     script.pass_time(4.0)
     take_run(script, 1, 2)
-    assert script.sequencer.deadline == script.now + 5.0
+    assert script.sequencer.deadline == due
 
 
 # -- when `live` must see each batch

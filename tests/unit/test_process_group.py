@@ -1,8 +1,7 @@
-"""Process groups without a network: values, addresses, who shares memory, torch's groups."""
+"""Process groups without a network: values, who shares memory, torch's groups."""
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +13,10 @@ import pytest
 
 from kvindex.errors import ConfigurationError, DecodeError, SegmentError
 from kvindex.ring import Segment
-from kvindex.shm.groups.joining import parse_address
 from kvindex.shm.groups.objects import pack_object, unpack_object
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.same_node import ranks_that_share_memory
-from kvindex.shm.groups.tcp_group import TcpProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
-
-TOKEN = b"0123456789abcdef"
-
 
 # Values
 
@@ -62,81 +56,6 @@ def test_bytes_that_are_no_value_are_a_decode_error(data: bytes) -> None:
         unpack_object(data)
 
 
-# Addresses and arguments
-
-
-@pytest.mark.parametrize(
-    ("text", "host", "port"),
-    [
-        ("127.0.0.1:0", "127.0.0.1", 0),
-        ("node-7.local:65535", "node-7.local", 65535),
-        ("[::1]:29500", "::1", 29500),
-    ],
-)
-def test_an_address_is_a_host_and_a_port(text: str, host: str, port: int) -> None:
-    assert parse_address(text) == (host, port)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "host", ":1", "host:", "::1:5", "[]:5", "host:65536", "tcp://host:5", "a:1:2"]
-)
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="not host:port"):
-        parse_address(text)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"rank": 2}, "rank=2"),
-        ({"rank": -1}, "rank=-1"),
-        ({"world_size": 0}, "world_size=0"),
-        ({"token": b"short"}, "token must be 16 bytes"),
-        ({"token": "0123456789abcdef"}, "token must be 16 bytes"),
-        ({"timeout": 0.0}, "timeout=0"),
-        ({"timeout": float("nan")}, "timeout=nan"),
-        ({"max_object_bytes": 0}, "max_object_bytes=0"),
-        ({"address": "127.0.0.1"}, "not host:port"),
-        ({"rank": 1}, "needs rank 0's port"),
-        ({"address": "203.0.113.1:0"}, "cannot listen at"),
-    ],
-)
-def test_a_group_refuses_what_cannot_work(changed: dict[str, Any], said: str) -> None:
-    usual = {"rank": 0, "world_size": 2, "address": "127.0.0.1:0", "token": TOKEN}
-    with pytest.raises(ConfigurationError, match=said):
-        TcpProcessGroup(**{**usual, **changed})
-
-
-def test_without_curve_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zmq.has", lambda what: False)
-    with pytest.raises(ConfigurationError, match="built without CURVE"):
-        TcpProcessGroup(0, 2, "127.0.0.1:0", token=TOKEN)
-
-
-def test_a_host_that_nobody_knows_is_refused_at_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    def getaddrinfo(*args: Any, **kwargs: Any) -> Any:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
-    with pytest.raises(ConfigurationError, match=r"cannot listen at nowhere:0: Name or service"):
-        TcpProcessGroup(0, 2, "nowhere:0", token=TOKEN)
-
-
-def test_a_group_of_one_needs_nobody() -> None:
-    with TcpProcessGroup(0, 1, "127.0.0.1:0", token=TOKEN) as group:
-        assert isinstance(group, ProcessGroup)
-        assert group.broadcast_object((1, "a"), 0) == [1, "a"]
-        assert group.gather_object(b"x", 0) == [b"x"]
-        group.barrier()
-        assert group.same_node(0) == [True]
-        for call in (group.broadcast_object, group.gather_object):
-            with pytest.raises(ConfigurationError, match="=1 is no rank"):
-                call(None, 1)
-            for nonsense in ("0", None, False, 0.0):
-                with pytest.raises(ConfigurationError, match=f"={nonsense!r} is no rank"):
-                    call(None, nonsense)  # type: ignore[arg-type]
-
-
 # Shared memory
 
 
@@ -145,7 +64,7 @@ class Board:
 
     def __init__(self, world_size: int) -> None:
         self.boxes: list[dict[int, Any]] = []
-        self.meeting = threading.Barrier(world_size, timeout=10)
+        self.meeting = threading.Barrier(world_size, timeout=120)
 
 
 class BoardGroup:

@@ -39,7 +39,7 @@ def public_functions(owner: object) -> Iterator[Any]:
 
 def hints(something: Any) -> dict[str, Any]:
     module = inspect.getmodule(something)
-    names = {**vars(module), "Unpack": _Unpack}
+    names = {**vars(kvindex.discovery), **vars(module), "Unpack": _Unpack}
     return typing.get_type_hints(something, names, names)
 
 

@@ -8,8 +8,7 @@ import pytest
 from kvindex.errors import ClosedError
 from kvindex.publish.batch_queue import BatchQueue
 from kvindex.wire import EventBatch
-
-DEADLINE = 10.0
+from tests.live import PATIENCE
 
 
 class Wakes:
@@ -65,11 +64,11 @@ def test_a_full_queue_that_blocks_waits_for_room_and_loses_nothing() -> None:
     thread = in_thread(lambda: [queue.put(batch(number)) for number in range(100)])
     seen: list[int] = []
     while len(seen) < 100:
-        assert woken.wait(DEADLINE)
+        assert woken.wait(PATIENCE)
         woken.clear()
         assert len(queue) <= 2
         seen += [seq for seq, _ in queue.take(9)]
-    thread.join(DEADLINE)
+    thread.join(PATIENCE)
     assert seen == list(range(100))
     assert queue.dropped == 0
 
@@ -78,7 +77,7 @@ def test_concurrent_callers_get_numbers_without_gap_or_duplicate() -> None:
     queue = BatchQueue(10_000, drop_when_full=False, wake=Wakes())
     threads = [in_thread(lambda: [queue.put(batch()) for _ in range(500)]) for _ in range(4)]
     for thread in threads:
-        thread.join(DEADLINE)
+        thread.join(PATIENCE)
     assert [seq for seq, _ in queue.take(10_000)] == list(range(2000))
 
 
@@ -96,9 +95,9 @@ def test_closing_releases_a_caller_that_waits_for_room() -> None:
             errors.append(str(error))
 
     thread = in_thread(put)
-    assert is_about_to_wait.wait(DEADLINE)
+    assert is_about_to_wait.wait(PATIENCE)
     queue.close("closed for a test")
-    thread.join(DEADLINE)
+    thread.join(PATIENCE)
     assert errors == ["closed for a test"]
     assert queue.next_seq == 1
 

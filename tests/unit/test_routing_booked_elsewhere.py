@@ -38,6 +38,14 @@ def test_the_funnel_is_of_what_was_decided_here(router: Router) -> None:
     assert statistics["ranks"]["a/0"]["suspicion"] == ""
 
 
+def test_what_another_router_chose_is_no_decision_of_this_one(router: Router) -> None:
+    router.book(Rank("a"), 100, 40).finish()
+    assert router.statistics()["decisions"] == 0
+    router.place(Rank("a"), [1] * 40).finish()
+    router.select([1] * 40)
+    assert router.statistics()["decisions"] == 2
+
+
 def test_an_unknown_rank_and_an_id_that_is_taken_are_refused(router: Router) -> None:
     with pytest.raises(UnknownRankError):
         router.book(Rank("c"), 10, 10)

@@ -35,6 +35,16 @@ def test_all_stages_count_the_same_finished_requests() -> None:
     assert router.statistics()["ranks"]["a/0"]["funnel"]["reported"] == funnel["reported"]
 
 
+def test_a_request_that_no_cache_could_help_is_not_in_the_funnel() -> None:
+    router = Router(fleet({"a": 5}))
+    for _ in range(30):
+        router.reserve(PROMPT, reads_cache=False).finish(cached_tokens=0)
+    statistics = router.statistics()
+    assert statistics["bookings"]["finished"] == statistics["decisions"] == 30
+    assert statistics["funnel"]["finished"]["requests"] == 0
+    assert statistics["ranks"]["a/0"]["suspicion"] == ""
+
+
 def test_what_another_rank_holds_is_attainable_though_not_chosen() -> None:
     router = Router(fleet({"a": 5, "b": 10}), policy="least-requests")
     router.reserve(PROMPT).finish(0)

@@ -58,6 +58,16 @@ def test_what_was_given_stays_finite_for_years() -> None:
     assert given.tolist() == [0.0, 100.0]
 
 
+def test_a_clock_that_goes_back_starves_no_rank() -> None:
+    board = LocalLoadBoard()
+    board.arrange([A, B])
+    board.give(A, 10, now=1_000.0)
+    board.give(A, 10, now=20_000.0)
+    board.give(B, 10, now=2_000.0)
+    given = board.columns(now=2_000.0).given
+    assert given[1] > given[0]  # else B is taken as long as what A was given weighs more
+
+
 def test_rows_keep_what_their_ranks_were_given() -> None:
     loads = board(A, B)
     loads.give(B, 100, now=0.0)

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
+from array import array
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from kvindex import ConfigurationError, Index, Rank, UnknownRankError
+from kvindex import (
+    BlockStored,
+    ConfigurationError,
+    EventBatch,
+    Index,
+    Rank,
+    TokenError,
+    UnknownRankError,
+)
 from kvindex.routing import (
     Asked,
     Candidates,
@@ -29,7 +41,9 @@ from kvindex.routing import (
     Stage,
     UnknownBookingError,
     Weights,
+    reads_cache,
 )
+from kvindex.wire import text_token
 from tests.children import in_child
 from tests.unit.routing_fleet import BLOCK, PROMPT, Clock, FollowedIndex, fleet, hold
 
@@ -44,6 +58,31 @@ def test_the_rank_that_holds_the_prompt_is_chosen() -> None:
     assert decision.by_tier == {"device": 9 * BLOCK, "host": 0, "storage": 0}
     assert decision.cost == 3 * decision.new_tokens
     assert decision.attainable == decision.tokens
+
+
+def test_a_request_whose_engine_reads_no_cache_goes_by_load_alone() -> None:
+    router = Router(fleet({"a": 10, "b": 0}))
+    router.reserve(PROMPT[:BLOCK], ranks="a")
+    assert router.select(PROMPT).rank == A
+    booking = router.reserve(PROMPT, reads_cache=False)
+    decision = booking.decision
+    assert (decision.rank, decision.tokens, decision.new_tokens) == (B, 0, len(PROMPT))
+    assert [candidate.tokens for candidate in decision.candidates] == [0, 0]
+    assert "b/0 costs least of 2 ranks: the engine reads no cache for these 161 tokens, " in (
+        decision.reason
+    )
+    assert router.load(B) == Load(len(PROMPT), 1, 11)
+    placed = router.place(A, PROMPT, reads_cache=False)  # others may have chosen so, too
+    assert placed.decision.new_tokens == len(PROMPT)
+
+
+def test_what_an_engine_caches_without_reading_it_is_predicted_for_those_that_read() -> None:
+    router = Router(fleet({"a": 0, "b": 0}), predict=5.0)
+    first = router.reserve(PROMPT, reads_cache=False)
+    again = router.select(PROMPT, reads_cache=False)
+    assert (again.rank != first.rank, again.tokens, again.predicted_tokens) == (True, 0, 0)
+    sibling = router.select(PROMPT)
+    assert (sibling.rank, sibling.predicted_tokens) == (first.rank, 160)
 
 
 def test_the_last_token_is_never_credited() -> None:
@@ -95,7 +134,14 @@ def test_an_output_of_no_tokens_does_not_end_the_prefill() -> None:
     assert (booking.stage, router.load(A).queued_tokens) == (Stage.CHOSEN, len(PROMPT))
 
 
-@pytest.mark.parametrize("tokens", [-1, math.nan, math.inf, "5"])
+class NoIndex:
+    """As a numpy array of several numbers: it has the method, and no one number."""
+
+    def __index__(self) -> int:
+        raise TypeError("only integer scalar arrays can be converted to a scalar index")
+
+
+@pytest.mark.parametrize("tokens", [-1, math.nan, math.inf, "5", NoIndex()])
 def test_numbers_of_tokens_that_are_none_are_refused_and_leave_the_load_whole(tokens: Any) -> None:
     router = Router(fleet({"a": 0}))
     booking = router.reserve(PROMPT)
@@ -107,6 +153,25 @@ def test_numbers_of_tokens_that_are_none_are_refused_and_leave_the_load_whole(to
     assert (booking.stage, router.load(A)) == (Stage.FINISHED, NOTHING)
     funnel = router.statistics()["funnel"]
     assert (funnel["finished"]["requests"], funnel["reported"]["requests"]) == (1, 0)
+
+
+def test_news_of_a_booking_calls_nothing_slow_of_the_typing_module() -> None:
+    router = Router(fleet({"a": 0}))
+    called = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            called.append(frame.f_globals["__name__"])
+
+    with router.reserve(PROMPT) as booking:
+        sys.setprofile(note)
+        try:
+            booking.output(1)
+            booking.finish()
+        finally:
+            sys.setprofile(None)
+    assert "kvindex.routing.bookings" in called
+    assert "typing" not in called  # a runtime protocol takes 10 µs, for each token
 
 
 def test_a_booking_is_finished_by_its_with_and_cancelled_by_an_exception() -> None:
@@ -470,10 +535,41 @@ def test_what_was_sent_to_a_rank_that_went_is_forgotten() -> None:
     assert router.select(PROMPT, ranks="a").tokens == 0  # it has been restarted
 
 
+DIGEST = "sha256:ab"  # TensorRT-LLM has the digests of images among its tokens
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [DIGEST, *range(1, 33)],
+        [*range(32), DIGEST],  # only the last token, which nobody looks up, is text
+        [2**63 + 5, *range(32)],
+        [-1, *range(32)],
+        deque(range(33)),
+        array("I", [2**32 - 1, *range(32)]),
+        memoryview(array("Q", [2**64 - 1, *range(32)])),
+    ],
+    ids=["text", "text at the end", "large", "negative", "deque", "4 bytes", "8 bytes"],
+)
+def test_every_prompt_that_is_routed_is_predicted_too(tokens: Any) -> None:
+    index = fleet({"a": 0, "b": 0})
+    stored = BlockStored(
+        block_hashes=[1], token_ids=[text_token(DIGEST), *range(101, 116)], block_size=BLOCK
+    )
+    index.apply(A, EventBatch(ts=0.0, events=[stored]))
+    router = Router(index, predict=5.0)
+    router.reserve(PROMPT)  # so that the predictions are asked, though they have seen no text
+    first, second = router.reserve(tokens), router.reserve(tokens)
+    assert second.decision.predicted_tokens == 32
+    assert second.rank == first.rank
+
+
 def test_a_prompt_that_cannot_be_predicted_leaks_no_load() -> None:
     router = Router(fleet({"a": 0}), predict=5.0)
-    with pytest.raises(OverflowError):
-        router.reserve([2**63] * 32)
+    unread = [*range(5_000), 2**64, *range(32)]  # the index looks at the beginning: nobody holds it
+    assert router.select(unread).rank == A
+    with pytest.raises(TokenError, match="does not fit into 64 bits"):
+        router.reserve(unread)
     assert router.load(A) == NOTHING
 
 
@@ -573,6 +669,25 @@ def test_a_filter_that_calls_the_router_while_ranks_change_mixes_no_rows() -> No
     decision = router.select(PROMPT, ranks=iter(["a"]))
     assert (decision.rank, decision.tokens) == (A, 9 * BLOCK)
     assert [one.rank for one in decision.candidates] == [A, Rank("0")]
+
+
+@pytest.mark.parametrize(
+    ("body", "reads"),
+    [
+        ({"prompt": "a"}, True),
+        ({"prompt": "a", "prompt_logprobs": None, "logprobs": 1}, True),
+        ({"prompt": "a", "prompt_logprobs": 0}, False),  # 0: of the prompt's own tokens alone
+        ({"prompt": "a", "prompt_logprobs": 1}, False),
+        ({"prompt": "a", "echo": True}, True),
+        ({"prompt": "a", "echo": True, "logprobs": 0}, False),
+        ({"prompt": "a", "echo": False, "logprobs": 1}, True),
+        ({"messages": [], "logprobs": True, "top_logprobs": 1}, True),
+        ({"messages": [], "echo": True}, False),  # top_logprobs is 0 by default
+        ({"messages": [], "echo": True, "top_logprobs": None}, True),
+    ],
+)
+def test_a_body_shows_whether_its_engine_reads_the_cache(body: Any, reads: bool) -> None:
+    assert reads_cache(body) is reads
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -62,11 +62,19 @@ def test_a_request_without_one_host_name_is_refused(hosts: list[bytes]) -> None:
     assert status(Guard(), *((b"host", host) for host in hosts)) == 400
 
 
+def test_a_request_with_two_tokens_has_none() -> None:
+    guard = Guard(tokens=[TOKEN])
+    assert status(guard, HOST, bearer(TOKEN)) == 200
+    assert status(guard, HOST, bearer("another-token-of-16"), bearer(TOKEN)) == 401
+
+
 def test_a_page_of_another_origin_is_refused() -> None:
     guard = Guard()
-    for origin in (b"http://evil.example", b"null", b"http://localhost:9999"):
+    evil = b"http://evil.example", b"http://evil//localhost:8090", b"//localhost:8090"
+    for origin in (*evil, b"null", b"http://localhost:9999"):
         assert status(guard, HOST, (b"origin", origin)) == 403
-    assert status(guard, HOST, (b"origin", b"http://localhost:8090")) == 200
+    for scheme in (b"http", b"https"):  # a proxy may speak TLS for this server
+        assert status(guard, HOST, (b"origin", scheme + b"://localhost:8090")) == 200
     assert status(guard, (b"host", b"[::1]:1"), (b"origin", b"http://[::1]:1")) == 200
 
 

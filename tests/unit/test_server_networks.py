@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+
 import pytest
 
 from kvindex import ConfigurationError
 from kvindex.errors import EndpointRefusedError
-from kvindex.server.networks import Networks, parse_networks
+from kvindex.server.networks import Networks, parse_networks, resolved
 
 NAMES = {
     "engine": ["10.1.2.3"],
@@ -57,6 +60,15 @@ def test_a_name_without_an_address_is_refused() -> None:
         "[::ffff:169.254.169.254]",
         "[64:ff9b::a9fe:a9fe]",
         "[2002:a9fe:a9fe::1]",
+        "[::169.254.169.254]",
+        "[64:ff9b:1::a9fe:a9fe]",
+        "[fd00:ec2::254]",
+        "[fd20:ce::254]",
+        "100.100.100.200",
+        "168.63.129.16",
+        "192.0.0.192",
+        "0.0.0.1",
+        "240.0.0.1",
         "224.0.0.1",
         "[ff02::1]",
         "0.0.0.0",
@@ -111,3 +123,29 @@ def test_an_endpoint_of_another_form_is_refused(endpoint: str) -> None:
 def test_a_network_that_is_none_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigurationError, match=r"'10\.0\.0\.1/8'"):
         parse_networks(["10.0.0.1/8"])
+
+
+def test_a_name_whose_server_is_silent_is_given_up_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said, gone = threading.Event(), threading.Event()
+
+    def silent(*_: object, **__: object) -> list[object]:
+        said.wait()
+        gone.set()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    try:
+        asked = Networks(parse_networks(["any"]), lambda host: resolved(host, within=0.0))
+        assert reason(asked, "tcp://engine.example:5557") == "name"
+    finally:
+        said.set()
+    assert gone.wait(60)
+
+
+def test_a_metadata_address_that_is_named_itself_may_be_dialled() -> None:
+    asked = networks("100.100.100.200/32", "fd00:ec2::254")
+    assert asked.check("tcp://100.100.100.200:80") == "tcp://100.100.100.200:80"
+    assert asked.check("tcp://[fd00:ec2::254]:80") == "tcp://[fd00:ec2::254]:80"
+    assert reason(networks("100.100.100.0/24"), "tcp://100.100.100.200:80") == "network"

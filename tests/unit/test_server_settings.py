@@ -116,3 +116,13 @@ def test_registrations_reach_loopback_only_where_the_server_is_on_loopback() -> 
 def test_a_setting_that_cannot_work_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         ServeSettings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"x=" + b"[" * 100_000])
+def test_a_file_that_is_empty_or_nested_without_end_is_an_error(
+    tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "kvindex.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"is empty|is no TOML"):
+        read_config(path)

@@ -126,6 +126,7 @@ def test_a_snapshot_is_fetched_with_the_token(tmp_path: Path) -> None:
     ("status", "length", "body", "says"),
     [
         (200, 500, b"cut off", "cut off after 7 of 500 bytes"),
+        (302, 0, b"", "status 302"),
         (401, 29, b'{"error": "wants a token ..."', "status 401"),
         (503, 17, b'{"error": "busy"}', r"status 503 \(busy\)"),
     ],
@@ -142,3 +143,12 @@ def test_a_snapshot_that_is_not_whole_leaves_no_file(
 def test_only_a_server_is_asked_for_a_snapshot(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="http://HOST:PORT"):
         fetch_snapshot("file:///etc/passwd", tmp_path / "warm")
+
+
+def test_a_snapshot_is_fetched_without_the_proxy_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with other_server(200, 5, b"whole") as server:
+        fetch_snapshot(server.url, tmp_path / "warm", token="secret")
+        assert server.asked == [("/snapshot", "Bearer secret")]

@@ -23,9 +23,9 @@ from kvindex.discovery import Target
 from kvindex.server.settings import ConfigFile
 from kvindex.server.sources import source_of
 from kvindex.server.workers import BLOCK_SIZE, ConfigSource, Defaults, read_targets
+from tests.live import PATIENCE
 
 DEFAULTS = Defaults(model="llama", block_size=16)
-LIMIT = 20.0  # seconds that a test waits at most
 
 
 def test_an_entry_says_where_its_ranks_are_and_whom_they_serve() -> None:
@@ -162,11 +162,11 @@ class Watched:
     def next(self) -> list[str] | str:
         """Return the names that are told next, or the error."""
         self.source.look()
-        return self.told.get(timeout=LIMIT)
+        return self.told.get(timeout=PATIENCE)
 
     def close(self) -> None:
         self.source.close()
-        self._thread.join(LIMIT)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
 
@@ -235,3 +235,27 @@ def test_a_closed_source_returns(path: Path) -> None:
     source = ConfigSource(str(path), DEFAULTS)
     source.close()
     source.watch(lambda targets: None)
+
+
+def test_a_file_that_is_being_written_is_read_once_it_stays_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter("AAABCCCDDDDD")  # as it looks, time after time: only D stays for long
+    looked = ""
+
+    def look(_: str) -> str:
+        nonlocal looked
+        looked += next(looks, "D")
+        return looked[-1]
+
+    monkeypatch.setattr("kvindex.server.workers._looks", look)
+    source = ConfigSource(str(path), DEFAULTS, every=0.0)
+    told: list[str] = []
+
+    def tell(targets: Iterable[Target]) -> None:
+        told.append(looked)
+        if len(told) == 2:
+            source.close()
+
+    source.watch(tell)
+    assert told == ["A", "AAABCCCDDDD"]

@@ -542,3 +542,23 @@ def test_an_index_that_is_restored_goes_on_being_dumped() -> None:
         index = Index.from_bytes(index.to_bytes())
     index.check()
     assert matched(index, prompt(4)) == 3
+
+
+def test_a_save_removes_what_killed_savers_left_and_nothing_else(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    path = tmp_path / "state"
+    left, written, others = (tmp_path / f".state.{end}" for end in ("abcdefgh", "ijklmnop", "txt"))
+    for one in (left, written, others):
+        one.write_bytes(b"half")
+    with open(written) as living:  # another saver at work
+        fcntl.flock(living, fcntl.LOCK_EX)
+        Index().save(path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, written, others])
+
+
+def test_orphans_given_up_before_a_clear_leave_no_lower_bound_after_a_restore() -> None:
+    index = index_of(stored(1, 2, 3), max_orphans=2)
+    assert Index.load(index.to_bytes(), max_orphans=2).match(prompt(1))[A].lower_bound
+    index.apply(A, EventBatch(ts=0.0, events=[AllBlocksCleared()]))
+    assert not index.match(prompt(1))[A].lower_bound
+    assert not Index.load(index.to_bytes(), max_orphans=2).match(prompt(1))[A].lower_bound

@@ -14,7 +14,7 @@ from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import RankStatus
 
 A, B = Rank("a", 0), Rank("b", 0)
-PATIENCE = 10.0
+LATEST = 10.0
 
 
 def status(rank: Rank, **fields: Any) -> RankStatus:
@@ -38,7 +38,7 @@ class Board(StatusBoard):
 
     def __init__(self) -> None:
         self.now = 0.0
-        super().__init__(lambda: self.now, PATIENCE)
+        super().__init__(lambda: self.now, LATEST)
         self.show([status(A), status(B, state=State.SYNCING, complete=False, lag=3)])
 
 
@@ -90,7 +90,7 @@ def test_ranks_that_come_go_or_are_renamed_show_at_once() -> None:
 def test_what_was_live_is_stale_while_the_thread_is_stuck_and_only_then() -> None:
     board = Board()
     live = board.trusts()
-    board.now = PATIENCE
+    board.now = LATEST
     stuck = board.trusts()
     assert stuck[A] == Trust(State.STALE, True, 0)
     assert stuck[B] == live[B]
@@ -130,7 +130,7 @@ def test_ranks_come_to_life_and_die_at_once() -> None:
 def test_nobody_is_live_while_the_thread_is_stuck_and_only_then() -> None:
     board = Board()
     live = board.live()
-    board.now = PATIENCE
+    board.now = LATEST
     stuck = board.live()
     assert stuck == frozenset()
     assert board.live() is stuck
@@ -150,6 +150,26 @@ def test_a_renamed_rank_is_found_by_the_text_of_its_ports_name_too() -> None:
     board.show([status(Rank("a", 3))])
     for name in (A, "a/0", "a/3", "a"):
         assert board.get(name).rank == Rank("a", 3)
+
+
+def test_ranks_and_names_that_a_board_does_not_keep_are_unknown_and_leave_nothing() -> None:
+    board, moved = Board(), Rank("a", 3)
+    board.rename((), {A: A, B: B})
+    told: list[RankStatus] = []
+    _, stop = board.listen(told.extend)
+    board.keep([moved], {A: moved})
+    stop()
+    assert {s.rank: s.reason.split()[-1] for s in told} == {A: "name", B: "more"}
+    for name in ("a/0", "a/3"):  # its status comes later
+        with pytest.raises(UnknownRankError):
+            board.get(name)
+    board.show([status(moved)])
+    assert board.get("a/0").rank == moved
+    with pytest.raises(UnknownRankError):
+        board.wait_live([B.worker], LATEST)
+    for number in range(100):
+        board.keep([moved], {A: moved, Rank("b", number): Rank("b", number)})
+    assert len(board._names) == 2
 
 
 def test_all_ranks_of_a_worker_are_waited_for_and_none_of_them_is_the_workers_status() -> None:
@@ -177,13 +197,13 @@ def test_a_disowned_board_needs_no_lock_and_is_closed_with_the_reason() -> None:
     assert {status.reason for status in board.all().values()} == {"forked"}
     assert {status.state for status in board.all().values()} == {State.CLOSED}
     with pytest.raises(ClosedError, match="forked"):
-        board.wait_live(None, timeout=PATIENCE)
+        board.wait_live(None, timeout=LATEST)
 
 
 def test_nobody_is_live_for_those_who_wait_while_the_thread_is_stuck() -> None:
     board = Board()
     board.wait_live([A], 0.0)
-    board.now = PATIENCE
+    board.now = LATEST
     with pytest.raises(NotLiveError, match="stuck for 10 s"):
         board.wait_live([A], 0.0)
     assert not board.wait_for(lambda statuses: statuses[A].state is State.LIVE, 0.0)

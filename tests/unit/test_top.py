@@ -68,3 +68,27 @@ def test_either_a_service_or_engines_are_named(
 ) -> None:
     assert main(["top", *argv]) == 2
     assert "by its URL, or engines" in capsys.readouterr().err
+
+
+def test_a_reason_that_many_ranks_have_is_one_line_and_engines_that_were_not_found_are_named() -> (
+    None
+):
+    told = [
+        status_of(
+            Rank("gone", n),
+            State.CONNECTING,
+            reason=f"nothing listens at tcp://h:{n} (failed attempts: {n})",
+            endpoint=f"tcp://h:{n}",
+        )
+        for n in range(8)
+    ]
+    text = fleet_text(overview(Source(*told), missing={"http://e:1": "refused"}))
+    assert text.count("nothing listens") == 1
+    assert "gone/0 and 7 more ranks: nothing listens at tcp://h:0" in text
+    assert "not found: http://e:1: refused" in text
+
+
+def test_blocks_are_told_once_with_their_medium(fleet: Fleet) -> None:
+    lines = fleet_text(fleet, sort="name").splitlines()
+    assert "on" not in lines[2].split()
+    assert "2 GPU" in lines[3]

@@ -92,7 +92,9 @@ def test_what_cannot_work_is_refused_with_the_reason(
 
 
 def test_the_collision_of_adjacent_ports_is_known() -> None:
-    near = Worker("w", "tcp://h:5557", replay="tcp://h:5558", dp_size=2)
+    with pytest.raises(ConfigurationError, match="one publishes at tcp://h:5558, where another"):
+        Worker("w", "tcp://h:5557", replay="tcp://h:5558", dp_size=2)
+    near = Worker("w", ["tcp://h:5557", "tcp://h:5558"], replay=["tcp://h:5558", "tcp://h:5559"])
     far = Worker("w", "tcp://h:5557", replay="tcp://h:5657", dp_size=2)
     assert near.shared_endpoints() == ["tcp://h:5558"]
     assert far.shared_endpoints() == []
@@ -108,6 +110,15 @@ def test_equal_workers_are_one_in_a_set_whatever_their_endpoints_are_kept_in() -
     assert {Worker("c", "tcp://h:7")} - told() == {Worker("c", "tcp://h:7")}
 
 
+@pytest.mark.parametrize("given", ["vllm-0:8000", "127.0.0.1:8000", "[::1]:8000"])
+def test_a_host_and_a_port_alone_are_taken_for_an_http_server_without_its_scheme(
+    given: str,
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        connect(given)
+    assert f'write "http://{given}" if that is the engine\'s HTTP server' in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
@@ -121,6 +132,6 @@ def test_equal_workers_are_one_in_a_set_whatever_their_endpoints_are_kept_in() -
     ],
 )
 def test_what_is_no_worker_is_shown_whole_with_what_to_write(given: Any, shown: str) -> None:
-    wanted = rf'{shown} is no Worker: write Worker\("NAME", "tcp://HOST:PORT"'
+    wanted = rf'{shown} is no Worker: write Worker\("NAME", "tcp://(HOST:PORT|h:5557)"'
     with pytest.raises(ConfigurationError, match=wanted):
         connect(given)

@@ -20,6 +20,7 @@ _U64 = Annotated[int, msgspec.Meta(ge=0)]  # the rest: _check_u64, since msgspec
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 _MOST_MODELS = 20  # that a 404 names
+_MOST_SHOWN = 200  # characters of a name that it repeats
 _ENDPOINT = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*)://)?(.*)", re.DOTALL)
 
 STATUS = {
@@ -123,7 +124,8 @@ def registered(outcome: Outcome) -> Reply:
 def nobody(catalog: Catalog, partition: Partition) -> Reply:
     """Return the answer for a partition that nobody is registered for, with models that are."""
     models = catalog.models[:_MOST_MODELS]
-    return json_reply(404, {"error": f"no indexer for {partition}", "models": models})
+    named = Partition(*(f"{name:.{_MOST_SHOWN}}" for name in partition))
+    return json_reply(404, {"error": f"no indexer for {named}", "models": models})
 
 
 def unregistered() -> Reply:

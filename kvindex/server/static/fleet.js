@@ -1,21 +1,19 @@
-// The fleet at a glance: totals, a tile for each rank, and a table of them all.
+// The fleet at a glance: totals, what is wrong, traffic, a tile for each rank, and a table of them all.
 
 import { html, useMemo, useState } from "./vendor/htm-preact-3.1.1.js";
-import {
-  STANDINGS, age, compact, counted, mediaOf, number, partitionKey, partitionName, rankName,
-  standing, sum,
-} from "./format.js";
+import { STANDINGS, age, compact, counted, mediaOf, number, rankName, standing, sum } from "./format.js";
 import { RankDetails } from "./rank.js";
 import { RankTable } from "./table.js";
-
-const MOST_TILES = 2_048;
-const WITH_NAMES = 48; // so few tiles have room for words
+import { COLOURS, Tiles } from "./tiles.js";
+import { Traffic } from "./traffic.js";
+import { Troubles } from "./troubles.js";
 
 export function FleetView({ live }) {
   const { fleet } = live;
   const [text, setText] = useState("");
   const [hidden, setHidden] = useState(() => new Set());
   const [chosen, setChosen] = useState(null);
+  const [colour, setColour] = useState("state");
   const shown = useMemo(() => {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     return fleet.ranks.filter((rank) => {
@@ -23,19 +21,23 @@ export function FleetView({ live }) {
       return !hidden.has(standing(rank)) && words.every((word) => name.includes(word));
     });
   }, [fleet, text, hidden]);
-  if (!fleet.ranks.length) return html`<${NoRanks} />`;
+  if (!fleet.ranks.length) return html`<${Troubles} fleet=${fleet} /><${NoRanks} />`;
   const rank = fleet.ranks.find((some) => rankName(some) === chosen);
   return html`
     <h2 class="unseen">Fleet</h2>
     <${Totals} fleet=${fleet} />
+    <${Troubles} fleet=${fleet} choose=${setChosen} />
+    <${Traffic} live=${live} />
     <section class="filters" aria-label="Filter">
       <label>Find <input type="search" value=${text} placeholder="worker, model or reason"
         onInput=${(event) => setText(event.target.value)} /></label>
+      <label>Colour by <select value=${colour} onChange=${(event) => setColour(event.target.value)}>
+        ${Object.entries(COLOURS).map(([name, [title]]) => html`<option value=${name}>${title}</option>`)}</select></label>
       <${Standings} ranks=${fleet.ranks} hidden=${hidden} setHidden=${setHidden} />
     </section>
     <div class=${rank ? "split" : ""}>
       <div>
-        <${Tiles} ranks=${shown} chosen=${chosen} choose=${setChosen} />
+        <${Tiles} ranks=${shown} live=${live} colour=${colour} chosen=${chosen} choose=${setChosen} />
         <${RankTable} ranks=${shown} totals=${fleet.totals} choose=${setChosen} chosen=${chosen} />
       </div>
       ${rank && html`<${RankDetails} rank=${rank} live=${live} close=${() => setChosen(null)} />`}
@@ -68,7 +70,8 @@ function Totals({ fleet }) {
       more=${`${counted(totals.workers, "worker")}, ${counted(fleet.partitions.length, "partition")}`}
       share=${live / totals.ranks} tone=${live === totals.ranks ? "good" : "warn"} />
     <${Total} name="Complete" value=${`${number(totals.complete)} of ${number(totals.ranks)}`}
-      more="all history applied" share=${totals.complete / totals.ranks}
+      more=${totals.complete === totals.ranks ? "all history applied" : `${number(totals.ranks - totals.complete)} with unseen history`}
+      share=${totals.complete / totals.ranks}
       tone=${totals.complete === totals.ranks ? "good" : "warn"} />
     <${Total} name="Blocks" value=${compact(copies)} more=${media.join(", ") || "none yet"} />
     <${Total} name="Copies of a block" value=${totals.unique_blocks ? (copies / totals.unique_blocks).toFixed(2) : "–"}
@@ -106,73 +109,4 @@ function Standings({ ranks, hidden, setHidden }) {
         ${STANDINGS[name].label} <b>${number(counts[name])}</b>
       </button>`)}
   </div>`;
-}
-
-function Tiles({ ranks, chosen, choose }) {
-  const shown = ranks.slice(0, MOST_TILES);
-  const groups = new Map();
-  for (const rank of shown) {
-    const key = partitionKey(rank);
-    if (!groups.has(key)) groups.set(key, []);
-    groups.get(key).push(rank);
-  }
-  if (!shown.length) {
-    return html`<p class="empty">No rank matches the filter. Clear the search, or switch states on.</p>`;
-  }
-  return html`<section aria-label="Ranks">
-    ${[...groups.values()].map((members) => html`
-      <${Group} key=${partitionKey(members[0])} ranks=${members} chosen=${chosen} choose=${choose}
-        named=${shown.length <= WITH_NAMES} />`)}
-    ${ranks.length > shown.length && html`<p class="faint">
-      ${number(ranks.length - shown.length)} more ranks: use the filter or the table.</p>`}
-  </section>`;
-}
-
-function Group({ ranks, chosen, choose, named }) {
-  const [at, setAt] = useState(null);
-  const home = ranks.find((rank) => rankName(rank) === (at ?? chosen)) || ranks[0];
-  const live = ranks.filter((rank) => rank.state === "live").length;
-  const name = partitionName(ranks[0]);
-  return html`<div class="group">
-    <h3>${name} <span class="faint">${number(live)} of ${counted(ranks.length, "rank")} live</span></h3>
-    <div class=${named ? "tiles named" : "tiles"} role="listbox" aria-label=${`Ranks of ${name}`}
-      onKeyDown=${moveFocus}
-      onFocusIn=${(event) => setAt(event.target.dataset.rank)}>
-      ${ranks.map((rank) => html`<${Tile} key=${rankName(rank)} rank=${rank} named=${named}
-        home=${rank === home} chosen=${rankName(rank) === chosen} choose=${choose} />`)}
-    </div>
-  </div>`;
-}
-
-function Tile({ rank, named, home, chosen, choose }) {
-  const stands = standing(rank);
-  const { glyph, label } = STANDINGS[stands];
-  const media = mediaOf(rank.blocks).map((medium) => `${compact(rank.blocks[medium])} ${medium}`);
-  const blocks = media.length ? `${media.join(", ")} blocks` : "no blocks";
-  const words = `${rankName(rank)}: ${label}, ${blocks}`;
-  return html`<div class=${`tile ${stands}`} role="option" aria-selected=${chosen} aria-label=${words}
-    title=${rank.reason ? `${words}. ${rank.reason}` : words} data-rank=${rankName(rank)}
-    tabindex=${home ? 0 : -1} onClick=${() => choose(rankName(rank))}>
-    <span class="glyph">${glyph}</span>
-    ${named && html`<span class="name">${rankName(rank)}</span>
-      <span class="more">${stands === "live" ? "" : `${label} · `}${blocks}</span>`}
-  </div>`;
-}
-
-// Arrow keys go from tile to tile, as they lie on the screen.
-function moveFocus(event) {
-  const tiles = [...event.currentTarget.children];
-  const from = tiles.indexOf(document.activeElement);
-  if (from < 0) return;
-  const row = tiles.findIndex((tile) => tile.offsetTop !== tiles[0].offsetTop);
-  const columns = row < 0 ? tiles.length : row;
-  const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns };
-  let to = null;
-  if (event.key in steps) to = from + steps[event.key];
-  if (event.key === "Home") to = 0;
-  if (event.key === "End") to = tiles.length - 1;
-  if (event.key === "Enter" || event.key === " ") tiles[from].click();
-  else if (to === null) return;
-  event.preventDefault();
-  if (to !== null && tiles[to]) tiles[to].focus();
 }

@@ -32,6 +32,8 @@ const DAY = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "
 export const clock = (seconds) => CLOCK.format(seconds * 1000);
 export const day = (seconds) => DAY.format(seconds * 1000);
 
+export const NAMES = new Intl.Collator("en", { numeric: true }); // "vllm-9" before "vllm-10"
+
 export const rankName = (rank) => `${rank.worker}/${rank.dp_rank}`;
 
 export const partitionName = (some) =>
@@ -41,7 +43,7 @@ export const partitionKey = (some) => JSON.stringify([some.model, some.routing_g
 
 // How a rank stands, worst last. The glyph says the same as the colour.
 export const STANDINGS = {
-  live: { glyph: "●", label: "live", says: "All that is known to exist was applied." },
+  live: { glyph: "●", label: "live and complete", says: "All that is known to exist was applied." },
   partial: {
     glyph: "◐",
     label: "live, not complete",
@@ -66,6 +68,14 @@ export const KINDS = {
   added: { glyph: "+", label: "added" },
   removed: { glyph: "−", label: "removed" },
 };
+
+// The first clause of why a rank stands as it does, without addresses: what ranks have in common.
+export function headline({ reason, endpoint, replay_endpoint: replay }) {
+  let words = reason;
+  if (endpoint) words = words.replaceAll(endpoint, "its publisher");
+  if (replay) words = words.replaceAll(replay, "its replay endpoint");
+  return words.replace(/ \([^()]*\)/g, "").split(/[;:] /)[0];
+}
 
 const MEDIA = ["GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "FS", "OBJ", "EXTERNAL"];
 

@@ -5,7 +5,8 @@ import { rankName } from "./format.js";
 const REFRESH = 3_000; // ms between reads of the fleet while the page is looked at
 const NEWS_GAP = 400; // ms at least between a read that news caused and the one before it
 const SILENCE = 25_000; // ms without a byte of the stream after which it is taken for dead
-const MOST_HAPPENINGS = 2_000;
+const MOST_HAPPENINGS = 5_000; // as many as the server keeps
+const PACE_OVER = 20_000; // ms over which batches are counted
 const LONGEST_WAIT = 15_000;
 
 export class AskError extends Error {
@@ -43,7 +44,8 @@ export class Live {
     this.fleetAt = 0; // ms, by this machine's clock
     this.skew = 0; // s, the server's clock before this machine's
     this.happenings = []; // newest last
-    this.dropped = 0;
+    this.since = 0; // s; from then on all that happened is known
+    this.reads = []; // {at, seqs}: the last batches of all ranks, oldest first
     this.connection = "starting"; // live | lost
     this.trouble = "";
     this.lostAt = 0;
@@ -105,6 +107,7 @@ export class Live {
         this.fleet = fleet;
         this.fleetAt = Date.now();
         this.skew = fleet.now - this.fleetAt / 1000;
+        this.note(fleet);
         this.changed();
       })
       .finally(() => (this.reading = null));
@@ -113,9 +116,35 @@ export class Live {
 
   async remember() {
     const past = await askJson("/api/timeline");
-    this.happenings = past.happenings.slice(-MOST_HAPPENINGS);
-    this.dropped = past.dropped;
+    this.since = past.since;
+    this.keep(past.happenings);
     this.lastId = past.id;
+  }
+
+  keep(happenings) {
+    this.happenings = happenings.slice(-MOST_HAPPENINGS);
+    if (happenings.length > MOST_HAPPENINGS) this.since = this.happenings[0].at;
+  }
+
+  // How many things have happened since the service started: the ids count them.
+  get happened() {
+    return Number(this.lastId.split("-").at(-1)) || 0;
+  }
+
+  note(fleet) {
+    const last = this.reads.at(-1);
+    if (last && this.fleetAt - last.at < 2_000) return;
+    const seqs = new Map(fleet.ranks.map(({ epoch, seq, ...rank }) => [rankName(rank), { epoch, seq }]));
+    this.reads = [...this.reads.filter((read) => this.fleetAt - read.at < PACE_OVER), { at: this.fleetAt, seqs }];
+  }
+
+  // Batches a second of a rank, or null while that is not known.
+  pace(rank) {
+    const first = this.reads[0];
+    const then = first && first.seqs.get(rankName(rank));
+    const seconds = first ? (this.fleetAt - first.at) / 1000 : 0;
+    if (seconds < 1 || !then || then.seq === null || rank.epoch !== then.epoch) return null;
+    return Math.max(0, rank.seq - then.seq) / seconds;
   }
 
   async stream(opened) {
@@ -164,7 +193,7 @@ export class Live {
       this.changed();
       return;
     }
-    this.happenings = [...this.happenings, data].slice(-MOST_HAPPENINGS);
+    this.keep([...this.happenings, data]);
     this.unsaid.push(data);
     this.changed();
     this.refreshSoon();

@@ -4,7 +4,7 @@ import { html, useEffect, useMemo, useState } from "./vendor/htm-preact-3.1.1.js
 import { compact, counted, mediaOf, number, partitionKey, partitionName } from "./format.js";
 import { askJson } from "./live.js";
 import { Icicle } from "./icicle.js";
-import { growTree, holders, legendOf, ranksOf } from "./tree.js";
+import { differentBlocks, growTree, holders, legendOf, ranksOf } from "./tree.js";
 
 const MOST_RANKS = 60;
 const ROWS = 200;
@@ -32,7 +32,7 @@ export function PrefixesView({ live }) {
         ${[1, 2, 4, 16, 64].map((least) => html`<option value=${least}>${counted(least, "block")}</option>`)}</select></label>
       <label>At most <select value=${asked.nodes} onChange=${set("nodes")}>
         ${[300, 1000, 3000].map((most) => html`<option value=${most}>${number(most)} prefixes</option>`)}</select></label>
-      <div class="chips" role="group" aria-label="Form">
+      <div class="chips one" role="group" aria-label="Form">
         ${["picture", "table"].map((name) => html`<button class="chip" aria-pressed=${form === name}
           onClick=${() => setForm(name)}>${name === "picture" ? "Picture" : "Table"}</button>`)}
       </div>
@@ -43,13 +43,13 @@ export function PrefixesView({ live }) {
     ${found && !found.nodes.length && html`<${NoPrefixes} ranks=${live.fleet.ranks.length} />`}
     ${found && found.nodes.length > 0 && html`
       <p class="summary">${counted(found.nodes.length, "prefix", "prefixes")} of
-        ${" "}${compact(found.unique_blocks)} different blocks, the most widely held first${found.left_out ? `; ${number(found.left_out)} more begin prompts and are left out` : ""}.</p>
+        ${" "}${compact(differentBlocks(found))} different blocks, the most widely held first${found.left_out ? `; ${number(found.left_out)} more begin prompts and are left out` : ""}.</p>
       <div class="split wide">
         <div>
           ${form === "picture"
             ? html`<${Icicle} key=${measure} found=${found} grown=${grown} chosen=${chosen} choose=${setChosen} />`
             : html`<${PrefixTable} found=${found} grown=${grown} choose=${setChosen} chosen=${chosen} />`}
-          <${Legend} most=${grown.most} />
+          <${Legend} all=${found.ranks.length} />
         </div>
         <${Details} found=${found} grown=${grown} chosen=${chosen} />
       </div>`}
@@ -83,9 +83,9 @@ const NoPrefixes = ({ ranks }) => html`<section class="empty">
   <p>${ranks ? "The engines are followed, and hold no blocks that match. Send them a prompt that is longer than a block, or lower “at least”, then read again." : "No engines are followed: the Fleet view says how to register one."}</p>
 </section>`;
 
-const Legend = ({ most }) => html`<p class="legend">Held by
-  ${legendOf(most).map(({ shade, words }) => html`<span key=${shade}><i class=${`cell ${shade}`}></i> ${words}</span>`)}
-  ranks <span><i class="cell hole"></i> a hole</span></p>`;
+const Legend = ({ all }) => html`<p class="legend">Held by
+  ${legendOf(all).map(({ shade, words }) => html`<span key=${shade}><i class=${`shade ${shade}`}></i> ${words}</span>`)}
+  ${" "}of ${counted(all, "rank")} <span><i class="shade hole"></i> a hole</span></p>`;
 
 export function nameOf(some) {
   const { node } = some;
@@ -95,10 +95,16 @@ export function nameOf(some) {
   return parts.join(", ");
 }
 
+function percentOf(some, found) {
+  const counts = some.nodes.map((node) => Math.round((node.ranks / found.ranks.length) * 100));
+  const [least, most] = [Math.min(...counts), Math.max(...counts)];
+  return least === most ? `${most || "under 1"} %` : `${least}–${most} %`;
+}
+
 function Details({ found, grown, chosen }) {
   const some = grown.runs[chosen];
   if (!some) {
-    return html`<aside class="panel" aria-label="The chosen prefix">
+    return html`<aside class="panel hint" aria-label="The chosen prefix">
       <h3>No prefix chosen</h3>
       <p>Each cell is a run of blocks that prompts share, with what follows it below. Click one to zoom
         in and to see who holds it. In the picture the arrow keys move, Enter zooms in, Escape out.</p>
@@ -112,8 +118,8 @@ function Details({ found, grown, chosen }) {
     <p>Tokens ${number(node.depth * node.block_size)} to ${number((node.depth + blocks) * node.block_size - 1)} of
       their prompts.</p>
     <dl>
-      <div><dt>Blocks</dt><dd>${number(blocks)} of ${counted(node.block_size, "token")}</dd></div>
-      <div><dt>Held by</dt><dd>${node.ranks ? `${ranksOf(some)}, of ${number(found.ranks.length)}` : "no rank: a hole, what follows is resident"}</dd></div>
+      <div><dt>Blocks</dt><dd>${number(blocks)}, each of ${counted(node.block_size, "token")}</dd></div>
+      <div><dt>Held by</dt><dd>${node.ranks ? `${ranksOf(some)} of ${number(found.ranks.length)}, ${percentOf(some, found)}` : "no rank: a hole, what follows is resident"}</dd></div>
       <div><dt>LoRA</dt><dd>${node.lora ?? "none"}</dd></div>
       <div><dt>Salted</dt><dd>${node.salted ? "yes: under a salt, or other first extra keys" : "no"}</dd></div>
       <div><dt>Followed by</dt><dd>${counted(last.children, "prefix", "prefixes")}${last.left_out ? `, ${number(last.left_out)} of them not shown` : ""}</dd></div>

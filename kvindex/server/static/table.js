@@ -2,30 +2,31 @@
 
 import { html, useState } from "./vendor/htm-preact-3.1.1.js";
 import {
-  STANDINGS, age, counted, mediaOf, number, partitionName, rankName, standing,
+  NAMES, STANDINGS, age, counted, headline, mediaOf, number, partitionName, rankName, standing,
 } from "./format.js";
 
 const ROWS = 50;
 const MOST_MEDIA = 4;
 const ORDER = Object.keys(STANDINGS);
-const NAMES = new Intl.Collator("en", { numeric: true });
 
 function columnsFor(totals) {
   const media = mediaOf(totals.blocks).slice(0, MOST_MEDIA);
-  const count = (key, title) => ({ key, title, sort: (rank) => rank[key], number: true });
+  const count = (key, title, minor = true) => ({ key, title, minor, sort: (rank) => rank[key], number: true });
   return [
     { key: "rank", title: "Rank", sort: rankName },
-    { key: "model", title: "Model", sort: partitionName, show: partitionName },
+    { key: "model", title: "Model", minor: true, sort: partitionName, show: partitionName },
     { key: "state", title: "State", sort: (rank) => ORDER.indexOf(standing(rank)), show: badge },
-    count("lag", "Lag"),
+    count("lag", "Lag", false),
     { key: "age", title: "Last event", number: true, sort: (rank) => rank.last_event_age ?? Infinity, show: (rank) => age(rank.last_event_age) },
-    ...media.map((medium) => ({ key: `m:${medium}`, title: medium, number: true, sort: (rank) => rank.blocks[medium] || 0 })),
+    ...media.map((medium) => ({ key: `m:${medium}`, title: medium, number: true, minor: true, sort: (rank) => rank.blocks[medium] || 0 })),
     count("gaps", "Gaps"),
     count("losses", "Losses"),
     count("restarts", "Restarts"),
-    { key: "reason", title: "Reason", sort: (rank) => rank.reason, show: (rank) => rank.reason || "–", wide: true },
+    { key: "reason", title: "Reason", sort: (rank) => rank.reason, show: reason, wide: true, minor: true },
   ];
 }
+
+const reason = (rank) => (rank.reason ? html`<span title=${rank.reason}>${headline(rank)}</span>` : "–");
 
 function badge(rank) {
   const stands = standing(rank);
@@ -48,7 +49,7 @@ export function RankTable({ ranks, totals, chosen, choose }) {
     <table>
       <caption class="unseen">${counted(ranks.length, "rank")}, sorted by ${by.title}</caption>
       <thead><tr>${columns.map((column) => html`<th key=${column.key} scope="col"
-        class=${column.number ? "number" : ""}
+        class=${`${column.number ? "number" : ""} ${column.minor ? "minor" : ""}`}
         aria-sort=${sort.key === column.key ? (sort.down ? "descending" : "ascending") : null}>
         <button onClick=${() => order(column.key)}>${column.title}
           <span aria-hidden="true">${sort.key === column.key ? (sort.down ? "↓" : "↑") : ""}</span></button></th>`)}
@@ -67,7 +68,7 @@ function Cell({ column, rank, choose }) {
   }
   const shown = column.show ? column.show(rank) : number(column.sort(rank));
   const quiet = column.number && !column.show && !column.sort(rank) ? "zero" : "";
-  return html`<td class=${`${column.number ? "number" : ""} ${column.wide ? "wide" : ""} ${quiet}`}>${shown}</td>`;
+  return html`<td class=${`${column.number ? "number" : ""} ${column.wide ? "line" : ""} ${column.minor ? "minor" : ""} ${quiet}`}>${shown}</td>`;
 }
 
 function Pager({ at, pages, all, turn }) {

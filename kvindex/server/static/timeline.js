@@ -37,8 +37,10 @@ export function TimelineView({ live }) {
       <label>Find <input type="search" value=${text} placeholder="worker or words" onInput=${(event) => setText(event.target.value)} /></label>
       <${Kinds} happenings=${live.happenings} hidden=${hidden} toggle=${toggle} />
     </section>
-    <${Lanes} happenings=${shown} now=${now} seconds=${window_} ranks=${live.fleet.ranks} />
-    ${live.dropped > 0 && html`<p class="faint">${counted(live.dropped, "older happening")} did not fit into the history.</p>`}
+    <${Lanes} happenings=${shown} all=${live.happenings} since=${live.since} now=${now} seconds=${window_} ranks=${live.fleet.ranks} />
+    <p class="summary faint">${live.happened > live.happenings.length
+      ? `The latest ${number(live.happenings.length)} of ${counted(live.happened, "happening")}: those before ${clock(live.since)} are no longer kept.`
+      : `All ${counted(live.happened, "happening")} since the service started at ${clock(live.since)}.`}</p>
     ${shown.length
       ? html`<${List} shown=${shown.slice(0, rows)} now=${now} known=${known} />`
       : html`<p class="empty">${live.happenings.length ? "Nothing fits the filter." : "Nothing has happened since the service started. Gaps, losses, restarts and changes of state will be listed here as they come."}</p>`}
@@ -57,14 +59,13 @@ function Kinds({ happenings, hidden, toggle }) {
   </div>`;
 }
 
-function Lanes({ happenings, now, seconds, ranks }) {
-  const first = happenings.length ? happenings[happenings.length - 1].at : now;
-  const span = Math.min(seconds, Math.max(SHORTEST, (now - first) * 1.05));
+function Lanes({ happenings, all, since, now, seconds, ranks }) {
+  const span = Math.min(seconds, Math.max(SHORTEST, (now - since) * 1.05));
   const from = now - span;
   const lanes = new Map();
-  for (const some of [...happenings].reverse()) {
+  for (const some of happenings) {
     const name = rankName(some);
-    if (!lanes.has(name)) lanes.set(name, { name, marks: [], gravity: 0 });
+    if (!lanes.has(name)) lanes.set(name, { name, marks: [], states: [], gravity: 0 });
     const lane = lanes.get(name);
     lane.marks.push(some);
     if (some.at >= from) lane.gravity += GRAVE[some.kind] + (some.kind === "state" ? AWAY[some.state] || 0 : 0);
@@ -74,40 +75,54 @@ function Lanes({ happenings, now, seconds, ranks }) {
   if (!drawn.length) {
     return html`<p class="summary">All quiet: in the last ${age(seconds)} no rank of ${number(ranks.length)} had anything to report.</p>`;
   }
+  for (const some of all) {
+    const lane = lanes.get(rankName(some)); // states of what the filter hides, too
+    if (lane) lane.states.push(some);
+  }
   const there = new Set(ranks.map(rankName));
+  const stands = new Set(drawn.slice(0, LANES).flatMap((lane) => lane.states.map(standsOf)));
   return html`<section class="lanes" role="img"
     aria-label=${`${counted(drawn.length, "rank")} with happenings in the last ${age(seconds)}; the list below has them all`}>
     <div class="lane axis"><span></span><div>${[1, 0.75, 0.5, 0.25, 0].map((part) => html`<span style=${{ left: `${(1 - part) * 100}%` }}>
       ${clock(now - span * part)}</span>`)}</div></div>
     ${drawn.slice(0, LANES).map((lane) => html`<div class="lane" key=${lane.name}>
       <span class="name" title=${lane.name}>${lane.name}</span>
-      <div><${Lane} marks=${lane.marks} from=${from} now=${now} there=${there.has(lane.name)} /></div></div>`)}
+      <div><${Lane} lane=${lane} since=${since} from=${from} now=${now} there=${there.has(lane.name)} /></div></div>`)}
     ${drawn.length > LANES && html`<p class="faint">${number(drawn.length - LANES)} more ranks: narrow the filter.</p>`}
+    <p class="legend">${Object.keys(STANDINGS).filter((name) => name !== "closed" && stands.has(name)).map((name) => html`<span key=${name}>
+      <i class=${`band ${name}`}></i> ${STANDINGS[name].label}</span>`)}
+      <span><i class="unknown"></i> not known</span> <span><i class="absent"></i> not there</span></p>
   </section>`;
 }
 
 const standsOf = (some) => (some.kind === "removed" ? "closed" : some.state === "live" && !some.complete ? "partial" : some.state);
 
-function Lane({ marks, from, now, there }) {
+// What is known of a rank begins when it was added, or with the first that is kept of it; then
+// how it stood before is not known, and least of all before the history begins.
+function Lane({ lane, since, from, now, there }) {
   const share = (at) => Math.min(100, Math.max(0, ((at - from) / (now - from)) * 100));
-  const bands = marks.map((some, place) => {
-    const next = marks[place + 1];
-    return { stands: standsOf(some), start: share(some.at), stop: next ? share(next.at) : there || some.kind !== "removed" ? 100 : share(some.at) };
-  });
-  const seen = marks.filter((some) => some.at >= from && MARKED.includes(some.kind));
+  const states = lane.states;
+  const first = states[0];
+  const bands = states.map((some, place) => {
+    const next = states[place + 1];
+    return { stands: standsOf(some), start: share(some.at), stop: next ? share(next.at) : there ? 100 : share(some.at) };
+  }).filter((band) => band.stop > band.start && STANDINGS[band.stands] && band.stands !== "closed");
+  const unknown = share(first && first.kind !== "added" ? first.at : since);
+  const seen = lane.marks.filter((some) => some.at >= from && MARKED.includes(some.kind));
   return html`
-    ${bands.filter((band) => band.stop > band.start && STANDINGS[band.stands]).map((band) => html`<i class=${`band ${band.stands}`}
+    ${unknown > 0 && html`<i class="unknown" title="not known" style=${{ left: 0, width: `${unknown}%` }}></i>`}
+    ${bands.map((band) => html`<i class=${`band ${band.stands}`} title=${STANDINGS[band.stands].label}
       style=${{ left: `${band.start}%`, width: `${band.stop - band.start}%` }}></i>`)}
     ${seen.map((some) => html`<b class=${`mark kind ${some.kind}`} key=${some.id} title=${`${clock(some.at)} ${some.text}`}
       style=${{ left: `${share(some.at)}%` }}>${KINDS[some.kind].glyph}</b>`)}`;
 }
 
-const List = ({ shown, now, known }) => html`<div class="scroll" tabindex="0" role="region" aria-label="Table of happenings, scrollable"><table>
+const List = ({ shown, now, known }) => html`<div class="scroll" tabindex="0" role="region" aria-label="Table of happenings, scrollable"><table class="stack">
   <caption class="unseen">What happened, newest first</caption>
-  <thead><tr><th scope="col">When</th><th scope="col">Rank</th><th scope="col">Model</th><th scope="col">Kind</th><th scope="col">What</th></tr></thead>
+  <thead><tr><th scope="col">When</th><th scope="col">Rank</th><th scope="col" class="minor">Model</th><th scope="col">Kind</th><th scope="col">What</th></tr></thead>
   <tbody>${shown.map((some) => html`<tr key=${some.id}>
     <td title=${day(some.at)}><time datetime=${new Date(some.at * 1000).toISOString()}>${clock(some.at)}</time>
       <span class="faint"> ${ago(Math.max(0, now - some.at))}</span></td>
-    <th scope="row">${rankName(some)}</th><td>${partitionName(some.model ? some : known.get(rankName(some)) || some)}</td>
+    <th scope="row">${rankName(some)}</th><td class="minor">${partitionName(some.model ? some : known.get(rankName(some)) || some)}</td>
     <td><span class=${`kind ${some.kind}`}><span aria-hidden="true">${KINDS[some.kind].glyph}</span> ${KINDS[some.kind].label}</span></td>
     <td class="wide">${some.text}</td></tr>`)}</tbody></table></div>`;

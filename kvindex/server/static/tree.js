@@ -1,20 +1,20 @@
 // The radix tree as /api/prefixes tells it, made ready to be drawn. No DOM in here.
 
-// Classes of "how many ranks hold it"; the last one has no end.
-const EDGES = [1, 2, 4, 8, 16, 32];
+// Classes of "which share of the ranks holds it": each from its edge on.
+const EDGES = [0, 0.02, 0.1, 0.25, 0.5, 0.75];
 
-export const shadeOf = (ranks) => {
-  if (!ranks) return "hole";
-  const place = EDGES.findLastIndex((edge) => ranks >= edge);
-  return `h${place}`;
-};
+export const shadeOf = (ranks, all) =>
+  ranks ? `h${EDGES.findLastIndex((edge) => ranks / all >= edge)}` : "hole";
 
-export function legendOf(most) {
-  return EDGES.filter((edge) => edge <= Math.max(1, most)).map((edge, place) => {
+// The classes that some number of ranks falls into.
+export function legendOf(all) {
+  const percent = (edge) => `${Math.round(edge * 100)}`;
+  return EDGES.map((edge, place) => {
     const next = EDGES[place + 1];
-    const words = !next ? `${edge} or more` : next - 1 === edge ? `${edge}` : `${edge}–${next - 1}`;
-    return { shade: `h${place}`, words };
-  });
+    const least = Math.max(1, Math.ceil(edge * all));
+    const words = !next ? `${percent(edge)} % or more` : edge ? `${percent(edge)}–${percent(next)} %` : `under ${percent(next)} %`;
+    return { shade: `h${place}`, words, some: next === undefined || least < next * all };
+  }).filter((one) => one.some);
 }
 
 // Returns the root and what grows from it: {row, node, nodes, parent, children, level, weight}.
@@ -28,7 +28,7 @@ export function growTree(found, measure) {
   found.nodes.forEach((node, row) => {
     const before = node.parent < 0 ? root : runs[node.parent];
     let run = before;
-    if (before === root || !alone[node.parent] || !isLike(before.nodes.at(-1), node)) {
+    if (before === root || !alone[node.parent] || !isLike(before.nodes.at(-1), node, found.ranks.length)) {
       run = { row, node, nodes: [], parent: before, children: [], level: before.level + 1, own: 0, blocks: 0 };
       before.children.push(run);
       grown.push(run);
@@ -41,16 +41,20 @@ export function growTree(found, measure) {
   });
   for (const some of [...grown].reverse()) weigh(some);
   weigh(root);
-  return { root, runs, all: grown, most: Math.max(0, ...found.nodes.map((node) => node.ranks)) };
+  return { root, runs, all: grown };
 }
+
+// Of the whole tree; of some ranks only those that were looked at.
+export const differentBlocks = (found) => found.unique_blocks ??
+  found.nodes.reduce((total, node) => total + node.blocks + node.left_out_blocks, found.left_out_blocks);
 
 // By row: whether exactly one node follows it.
 function countChildren(found) {
   return found.nodes.map((node) => node.children === 1 && !node.left_out);
 }
 
-const isLike = (node, next) =>
-  shadeOf(node.ranks) === shadeOf(next.ranks) && node.salted === next.salted && node.lora === next.lora;
+const isLike = (node, next, all) =>
+  shadeOf(node.ranks, all) === shadeOf(next.ranks, all) && node.salted === next.salted && node.lora === next.lora;
 
 // How many ranks hold a run: "97–98 ranks".
 export function ranksOf(some) {

@@ -1,5 +1,5 @@
 """Process groups: what ranks agree by before they share a queue.
 
-`ProcessGroup` says what is needed; `TcpProcessGroup` needs nothing but a network, and
-`TorchProcessGroup` adapts a group of `torch.distributed`.
+`ProcessGroup` is the protocol that any group can fulfil; `TorchProcessGroup` adapts a group of
+`torch.distributed`.
 """

@@ -12,8 +12,8 @@ class ProcessGroup(Protocol):
     """A fixed number of processes that exchange small values, all of them taking part each time.
 
     Every method is collective: each rank calls it, in the same order and with the same arguments
-    (but for the values), or the others wait for it. `TcpProcessGroup` needs nothing but a network;
-    `TorchProcessGroup` adapts a `torch.distributed` group.
+    (but for the values), or the others wait for it. `TorchProcessGroup` adapts a
+    `torch.distributed` group; a group of your own needs these methods and nothing else.
 
     Values are what msgpack carries: None, bool, int of 64 bits, float, str, bytes, lists and maps
     of these. Every rank, that which gave the value included, is returned what msgpack makes of

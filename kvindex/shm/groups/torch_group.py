@@ -44,8 +44,8 @@ class TorchProcessGroup:
             import torch.distributed as dist
         except ImportError as error:
             raise ConfigurationError(
-                "TorchProcessGroup needs torch: pip install 'kvindex[torch]', or use "
-                "TcpProcessGroup, which needs nothing"
+                "TorchProcessGroup needs torch: pip install 'kvindex[torch]', or pass a group of "
+                "your own with the methods of ProcessGroup"
             ) from error
         self._torch: Any = torch
         self._dist: Any = dist

@@ -1,7 +1,6 @@
-"""Connections of queues and process groups: how they begin, and when they have ended.
+"""Connections of queues: how they begin, and when they have ended.
 
-The writer, and a group's rank 0, have a ROUTER with many `Callers`; a reader, and every other rank,
-a DEALER with one `Connection`.
+The writer has a ROUTER with many `Callers`; a reader a DEALER with one `Connection`.
 """
 
 from __future__ import annotations

@@ -98,26 +98,18 @@ class WatchedSocket:
         self._poller.register(self.monitor, _POLLIN)
 
     @classmethod
-    def bind(
-        cls,
-        host: str,
-        link: RemoteLink,
-        curve: Curve | None,
-        *,
-        port: int = 0,
-        max_part_bytes: int = MAX_CONTROL_BYTES,
-    ) -> WatchedSocket:
-        """Return the writer's socket, bound to this port of this host; 0 takes a free one."""
+    def bind(cls, host: str, link: RemoteLink, curve: Curve | None) -> WatchedSocket:
+        """Return the writer's socket, bound to a free port of this host."""
         events = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
         watched = cls(zmq.ROUTER, events, link, ipv6=host.startswith("["))
         socket = watched.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, max_part_bytes + _OVERHEAD)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES + _OVERHEAD)
         socket.sndhwm = 0  # bounded by the readers' windows
         socket.rcvhwm = MAX_WINDOW + _SPARE  # of each reader
         if curve is not None:
             curve.configure(socket)
-        return watched._open(f"tcp://{host}:{port or '*'}", bind=True)
+        return watched._open(f"tcp://{host}:*", bind=True)
 
     @classmethod
     def connect(
