@@ -1,8 +1,8 @@
 """A PUB socket's side of ZMTP 3.0 over plain TCP, for streams that were framed beforehand.
 
 A publishing libzmq needs 8 µs of CPU for a message, which on two cores would be measured instead
-of the subscriber. Here sending is the kernel's copy and nothing else. Heartbeats (PING) are not
-answered: a stream must be read within the subscriber's heartbeat timeout.
+of the subscriber. Here sending is the kernel's copy and nothing else. Commands (PING) are not
+answered; kvindex sends none.
 
 Format: https://rfc.zeromq.org/spec/23/
 """

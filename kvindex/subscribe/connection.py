@@ -55,8 +55,9 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
             and a replay is cut and asked for again (Linux and TCP only).
         max_unread_bytes_in_all: bytes that may wait in all sockets of a subscriber together.
             Beyond them, that happens to each socket in which more than 1 MiB waits.
-        heartbeat: seconds between ZMTP pings, so that a dead peer is noticed.
-        heartbeat_timeout: seconds without a pong after which the connection counts as dead.
+        keepalive: seconds of silence after which the system asks the other host whether it is
+            there (TCP keepalive, in whole seconds), and between two such questions.
+        keepalive_timeout: seconds without an answer after which the connection counts as dead.
         reconnect: seconds before the first new try; doubles up to `max_reconnect`.
         max_reconnect: longest wait between tries, in seconds.
         handshake_timeout: seconds that a ZeroMQ handshake may take.
@@ -69,8 +70,8 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = 8 * 1024 * 1024
     max_unread_bytes: int = 256 * 1024 * 1024
     max_unread_bytes_in_all: int = 1024 * 1024 * 1024
-    heartbeat: float = 5.0
-    heartbeat_timeout: float = 15.0
+    keepalive: float = 5.0
+    keepalive_timeout: float = 15.0
     reconnect: float = 0.1
     max_reconnect: float = 2.0
     handshake_timeout: float = 10.0
@@ -92,15 +93,17 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         socket.linger = 0
         socket.rcvhwm = self.queued(repairable=repairable)
         socket.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(self.heartbeat))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _milliseconds(self.heartbeat_timeout))
-        socket.setsockopt(zmq.HEARTBEAT_TTL, _milliseconds(self.heartbeat_timeout))
         socket.setsockopt(zmq.HANDSHAKE_IVL, _milliseconds(self.handshake_timeout))
         socket.setsockopt(zmq.RECONNECT_IVL, _milliseconds(self.reconnect))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _milliseconds(self.max_reconnect))
+        # Not ZMTP's heartbeats: a full queue stops libzmq from reading the pong, so it gives up a
+        # connection that works, and may then abort the process (zeromq/libzmq#3937).
+        pause = max(1, round(self.keepalive))
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, round(self.heartbeat)))
-        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, round(self.heartbeat)))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, pause)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, pause)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, max(1, round(self.keepalive_timeout / pause) - 1))
+        socket.setsockopt(zmq.TCP_MAXRT, _milliseconds(self.keepalive_timeout))  # where data waits
         socket.setsockopt(zmq.IPV6, 1)
         if curve is not None:
             curve.configure(socket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from tests.live import (
     assert_true,
     caught_up,
     client_of,
+    until,
     wait_status,
     worker_of,
 )
@@ -92,8 +94,13 @@ def test_a_rank_is_removed_by_its_text_and_by_its_ports_own_name() -> None:
     with two_engines() as (zero, one), client_of() as client:
         client.add(Worker("engine", {4: zero.endpoint}))
         client.add(worker_of(one))
-        zero.run(Workload(3, seed=5))  # its batches name dp_rank 0, where the port says 4
-        wait_status(client, ZERO, seq=zero.published - 1)
+        seeds = itertools.count(5)
+
+        def ranks_after_a_batch() -> tuple[Rank, ...]:
+            zero.run(Workload(1, seed=next(seeds)))  # names dp_rank 0, where the port says 4
+            return client.ranks
+
+        until(ranks_after_a_batch, lambda ranks: ZERO in ranks)
         client.remove("engine/1")
         assert client.ranks == (ZERO,)
         with pytest.raises(UnknownRankError):
