@@ -10,6 +10,7 @@ import msgspec
 from kvindex import Client, Ending, Explanation, RankExplanation
 from kvindex.doctor.case import Case
 from kvindex.doctor.finding import Finding, found
+from kvindex.wire.requests import field_against_cache
 
 __all__ = ["Prompt", "check_prompt", "first_difference"]
 
@@ -49,7 +50,7 @@ def check_prompt(
     case = next((case for case in cases if case.http is not None), None)
     findings: list[Finding] = []
     seen = _as_seen(prompt, case, model) if case is not None else []
-    field = "" if prompt.body is None else _leaves_cache_unread(prompt.body)
+    field = "" if prompt.body is None else field_against_cache(prompt.body)
     if field:
         findings.append(found("prompt-logprobs", _SUBJECT, field=field))
     if prompt.tokens is not None:
@@ -80,15 +81,6 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
         return None
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _leaves_cache_unread(body: Mapping[str, Any]) -> str:
-    """The field for which vLLM computes the whole prompt; "" if there is none."""
-    if body.get("prompt_logprobs") is not None:
-        return "prompt_logprobs"
-    if body.get("echo") and "messages" in body:
-        return "echo"
-    return "echo with logprobs" if body.get("echo") and body.get("logprobs") is not None else ""
 
 
 def _as_seen(prompt: Prompt, case: Case, model: str) -> list[_Seen]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvindex.wire.requests import field_against_cache
+
 __all__ = ["reads_cache"]
 
 
@@ -12,8 +14,8 @@ def reads_cache(body: Mapping[str, Any]) -> bool:
     """Return whether the engine looks into its cache for an OpenAI request, by the request's body.
 
     vLLM does not where it must return the log probabilities of the prompt's own tokens: with
-    `prompt_logprobs`, with `echo` and `logprobs` in a completion, with `echo` in a chat. Nor does
-    SGLang, with `echo` and `logprobs`.
+    `prompt_logprobs`, with `echo` and `logprobs` in a completion, with `echo` in a chat (unless its
+    `top_logprobs` is null). Nor does SGLang, with `echo` and `logprobs`.
 
     Examples:
         >>> reads_cache({"prompt": "Once upon a time", "logprobs": 1})
@@ -23,10 +25,4 @@ def reads_cache(body: Mapping[str, Any]) -> bool:
         >>> reads_cache({"prompt": "Once upon a time", "prompt_logprobs": 0})
         False
     """
-    if body.get("prompt_logprobs") is not None:
-        return False
-    if not body.get("echo"):
-        return True
-    # vLLM takes the number for the prompt from the answer's, which for a chat is 0 by default.
-    asked = body.get("top_logprobs", 0) if "messages" in body else body.get("logprobs")
-    return asked is None
+    return not field_against_cache(body)

@@ -11,6 +11,7 @@ import msgspec
 
 from kvindex.errors import ConfigurationError
 from kvindex.testing.text import chat_images, chat_tokens, text_tokens
+from kvindex.wire.requests import field_against_cache
 
 __all__ = ["Prompt", "RequestError", "completion", "new_tokens", "read_body", "tokenized"]
 
@@ -90,7 +91,7 @@ def completion(body: Mapping[str, Any], *, default_model: str, header_rank: str)
             salt=salt,
             dp_rank=None if rank is None else _rank(rank),
             images=images,
-            reads_cache=_reads_cache(body),
+            reads_cache=not field_against_cache(body),
         )
         for tokens in token_lists
     ]
@@ -112,11 +113,6 @@ def new_tokens(prompt: Prompt) -> list[int]:
     """Return what is generated: lower-case letters that the prompt alone decides."""
     seed = zlib.crc32(repr(prompt.token_ids).encode())
     return [ord("a") + (seed + 7 * step) % 26 for step in range(prompt.max_tokens)]
-
-
-def _reads_cache(body: Mapping[str, Any]) -> bool:
-    echoes = body.get("echo") and ("messages" in body or body.get("logprobs") is not None)
-    return not echoes and body.get("prompt_logprobs") is None
 
 
 def _token_lists(body: Mapping[str, Any]) -> list[list[int]]:

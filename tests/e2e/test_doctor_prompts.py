@@ -100,7 +100,13 @@ def test_a_match_that_ends_at_an_image_says_so_if_the_engine_renders(engine: Fak
         ({"prompt": TEXT, "echo": True, "logprobs": 0}, "echo with logprobs"),
         ({"prompt": TEXT, "echo": True}, ""),
         ({"prompt": TEXT, "logprobs": 1}, ""),
+        (
+            {"prompt": TEXT, "prompt_logprobs": None, "echo": True, "logprobs": 1},
+            "echo with logprobs",
+        ),
         ({"messages": CHAT, "echo": True}, "echo"),
+        ({"messages": CHAT, "echo": True, "top_logprobs": None}, ""),
+        ({"messages": CHAT, "echo": False, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"messages": CHAT, "logprobs": True}, ""),
     ],
 )
