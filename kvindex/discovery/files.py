@@ -21,6 +21,7 @@ from kvindex.wire import CacheSettings
 __all__ = ["FileSource", "read_targets"]
 
 _MAX_BYTES: Final = 16 << 20
+_SETTLED: Final = 3  # further looks at which a changed file is still the same before it is read
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -124,9 +125,10 @@ class FileSource:
     """Tells of the engines that a file lists, and reads it again whenever it changes.
 
     The form is told by the name: .toml, .json, or .ndjson and .jsonl with an entry on each line;
-    what it may hold says `read_targets`. A file that is missing or cannot be understood takes
-    nobody away: what it said last stays true. Write a new file and rename it over the old one, so
-    that no half of it is read.
+    what it may hold says `read_targets`. A file that is missing, empty or cannot be understood
+    takes nobody away: what it said last stays true, and the error is counted and logged once. Since
+    half of a file may look whole, one that has changed is read once three more looks find it the
+    same. To list no engine, write `[]` (TOML: `engines = []`).
 
     Args:
         path: the file.
@@ -155,17 +157,22 @@ class FileSource:
             _toml()
         self._interval = interval
         self._closed = threading.Event()
-        self._seen: tuple[int, ...] | None = None
+        self._looked: tuple[int, ...] | None = None  # what the last look found,
+        self._same = 0  # as so many looks before it
+        self._seen: tuple[int, ...] | None = None  # what it looked like when it was read
         self._told: tuple[Target, ...] | None = None
 
     def watch(self, tell: Tell) -> None:
         """Tell of the engines in the file, and again whenever they change."""
         while not self._closed.is_set():
-            seen = self._look()
-            if seen != self._seen:
+            looks = self._look()
+            self._same = self._same + 1 if looks == self._looked else 0
+            self._looked = looks
+            # The first reading takes nobody away.
+            if looks != self._seen and (self._told is None or self._same >= _SETTLED):
                 targets = self.read()
-                self._seen = seen
-                if targets != self._told:
+                self._seen = looks if looks == self._look() else None
+                if self._seen and targets != self._told:
                     self._told = targets
                     tell(targets)
             self._closed.wait(self._interval)
@@ -195,6 +202,8 @@ class FileSource:
         try:
             if len(content) > _MAX_BYTES:
                 raise ConfigurationError(f"it has more than {_MAX_BYTES} bytes")
+            if not content.strip():
+                raise ConfigurationError("it is empty")
             return read_targets(self._decoded(content))
         except (ValueError, RecursionError) as error:
             raise self._error("content", f"cannot be understood: {error}") from None

@@ -158,6 +158,47 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
         assert "engines.json cannot be understood" in str(error)
 
 
+def test_a_file_that_is_being_written_is_believed_once_it_stays_the_same(tmp_path: Path) -> None:
+    # What each look finds: (what the file looks like, its text). Only the last stays for long.
+    whole = '["http://a:1", "http://b:2"]'
+    looks = iter([*[("A", whole)] * 2, *[("B", "[]")] * 3, *[("C", '["http://a:1"]')] * 3])
+    now = ("", "")
+
+    class Written(FileSource):
+        def _look(self) -> Any:
+            nonlocal now
+            now = next(looks, ("D", '["http://a:1", "http://c:3"]'))
+            self.path.write_text(now[1])
+            return now[0]
+
+    with Watching(Written(tmp_path / "engines.json", interval=1e-9)) as watching:
+        assert [target.name for target in watching.next()] == ["a:1", "b:2"]
+        assert [target.name for target in watching.next()] == ["a:1", "c:3"]
+
+
+def test_what_was_read_while_the_file_changed_is_not_believed(tmp_path: Path) -> None:
+    class Written(FileSource):
+        def read(self) -> tuple[Target, ...]:
+            found = super().read()
+            if len(found) == 1:
+                self.path.write_text('["http://a:1", "http://b:2"]')
+            return found
+
+    path = tmp_path / "engines.json"
+    path.write_text('["http://a:1"]')
+    with Watching(Written(path, interval=1e-9)) as watching:
+        assert [target.name for target in watching.next()] == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize("name", ["e.json", "e.ndjson", "e.jsonl", "e.toml"])
+def test_an_empty_file_takes_nobody_away(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("tomllib")
+    path = tmp_path / name
+    path.write_text("\n")
+    with pytest.raises(DiscoveryError, match="it is empty"):
+        FileSource(path).read()
+
+
 def test_a_file_that_is_missing_is_told(tmp_path: Path) -> None:
     with Watching(FileSource(tmp_path / "engines.json")) as watching:
         assert "No such file" in str(watching.next())
