@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 import kvindex
 from kvindex.backend import hidden_native_build
+from tests.hung import Watch
 
 collect_ignore = ["typing"]  # for type checkers, which is why it is never imported
 _LONG = [Path(__file__).parent / name for name in ("engines", "service", "docs/test_site.py")]
@@ -38,9 +39,11 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Refuse a run that would not test what it seems to; say what children inherit."""
     _check_backend()
+    if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":  # its many examples take hours
+        config.pluginmanager.register(Watch())
     # As in pyproject.toml: programs that tests start fork beside threads on purpose, too.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:This process:DeprecationWarning")
     # A shell starts its background jobs with Ctrl-C ignored, and nohup starts its program with
