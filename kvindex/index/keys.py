@@ -10,7 +10,7 @@ These keys have 128 bits; the native core's have 64, and docs/guarantees.md says
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,6 +27,7 @@ __all__ = [
     "Lora",
     "Namespace",
     "PromptKeys",
+    "Salts",
     "block_contents",
     "first_extra",
     "has_own_extras",
@@ -44,6 +45,8 @@ ExtraKeys: TypeAlias = Sequence[Iterable[Any] | None]
 """For each block of a prompt what its identity covers besides tokens; None for nothing."""
 
 _KEY_BYTES = 16
+_MAX_SALTS = 64  # distinct first extra keys remembered
+_MAX_SALT_BYTES = 256  # longer ones are not: a publisher chooses their length
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -167,6 +170,32 @@ def first_extra(event: BlockStored) -> bytes:
     if not items and not event.cache_salt:
         return b""
     return pack_extra(items, lora=_lora(event), salt=event.cache_salt)
+
+
+class Salts:
+    """The last LoRAs and extra keys that a rank's prompts started under, for `explain` to try."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Lora, bytes], None] = {}  # the newest last
+
+    def __iter__(self) -> Iterator[tuple[Lora, bytes]]:
+        return iter(self._known)
+
+    def learn(self, event: BlockStored, namespace: Namespace) -> bool:
+        """Remember the extra keys that an event's prompt starts under; say if it has some."""
+        extra = first_extra(event)
+        if extra and len(extra) <= _MAX_SALT_BYTES:
+            self._known.pop((namespace.lora, extra), None)
+            self._known[namespace.lora, extra] = None
+            if len(self._known) > _MAX_SALTS:
+                del self._known[next(iter(self._known))]
+        return bool(extra)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
 
 
 def lora_tag(lora: Lora) -> bytes:

@@ -1,0 +1,191 @@
+"""Blocks of sparse events: which blocks their labels name, since they leave out some, unnamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvindex.index.guard import HOLD_BLOCKS, Hold
+from kvindex.index.keys import Namespace, Salts, stored_namespace
+from kvindex.index.labels import Label
+from kvindex.index.placing import Chain, Placing
+from kvindex.index.proofs import Proofs, Step, proven_places, step_key
+from kvindex.index.rank_groups import RankGroups
+from kvindex.index.tree import Block, Owner, ancestors
+from kvindex.wire import BlockHash, BlockStored
+from kvindex.wire.quirks import fold_hash
+
+__all__ = ["MAX_UNITS", "Sparse"]
+
+MAX_UNITS = HOLD_BLOCKS
+"""Most units of a block: it counts once for all bounds, and is placed in one go."""
+
+_MAX_MISSES = 8  # of proofs, and none that succeeded: then the engine hashes otherwise
+
+
+class Sparse:
+    """Stores one rank's blocks of which events tell the tokens, but not which labels are theirs.
+
+    Owned by the rank's `RankBlocks`, whose groups, places and salts it is given.
+    """
+
+    def __init__(
+        self,
+        placing: Placing,
+        groups: RankGroups,
+        owners: Mapping[tuple[str, int], Owner],
+        salts: Salts,
+    ) -> None:
+        self._placing = placing
+        self._groups = groups
+        self._owners = owners
+        self._salts = salts
+        self._proofs = Proofs()
+
+    def clear(self) -> None:
+        """Forget the engine's hash chains."""
+        self._proofs.clear()
+
+    def store(
+        self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner, hold: Hold
+    ) -> None:
+        """Store blocks of a sparse event (vLLM's windows, Mamba): it leaves out some, unnamed.
+
+        A label's place is known if a whole event has named it, in whichever group. Of a window, the
+        engine keeps tails: blocks in a row, up to a place where a hit may end. Such a place has a
+        label from a whole event where other groups have larger blocks. So the labels that nobody
+        has named lie in a row before the next one that somebody has.
+        """
+        first = 0
+        before: Block | None = None  # the last block whose place is known
+        for i, block_hash in enumerate(hashes):
+            label = self._placing.labels.get(block_hash)
+            if label is None:
+                continue
+            if first < i:
+                reach = len(event.token_ids) // self._groups.unit
+                tail = self._tail_before(label, i - first, event.block_size, owner, before, reach)
+                for unnamed, block in zip(hashes[first:i], tail, strict=False):
+                    if self._placing.add_copies(unnamed, block, {owner: 1}):
+                        self._placing.counters["stored"] += 1
+                        self._placing.attach([(unnamed, block)], hold)
+                first = i if tail else first
+            self._placing.relocate(hashes[first : i + 1], owner, hold)
+            first, before = i + 1, label.block
+        self._placing.relocate(hashes[first:], owner, hold)
+
+    def store_proven(
+        self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner, hold: Hold
+    ) -> bool:
+        """Store blocks where the engine's hash chain has their labels; False if that is unsure.
+
+        What a request computes again looks like what report mode "full" announces: there only
+        whole events count.
+        """
+        unit = self._groups.unit
+        scale = event.block_size // unit
+        full = self._groups.settings.report_mode == "full"
+        counters = self._placing.counters
+        hopeless = counters["proofs_missed"] >= _MAX_MISSES and not counters["proofs"]
+        if hopeless or full or scale > MAX_UNITS:
+            return False
+        steps = self._proofs.chain(event, unit, hold)
+        if steps is None:
+            return False
+        places = proven_places(hashes, steps, scale)
+        if places is None:
+            counters["proofs_missed"] += 1
+            return False
+        self._proofs.keep(steps, unit)
+        if not places:
+            return True
+        counters["proofs"] += 1
+        namespace = stored_namespace(event, unit)
+        anchor = self._anchor(event.parent_block_hash, namespace)
+        if anchor is None:
+            return False
+        parent, gap = anchor
+        if event.parent_block_hash is None:
+            self._salts.learn(event, namespace)
+        contents = [step.content for step in (*gap, *steps)]
+        salted = parent is None and (*gap, *steps)[0].salted
+        chain = Chain(namespace, hashes, contents, scale, owner, salted)
+        self._place_sparsely(parent, chain, [len(gap) + place * scale for place in places], hold)
+        return True
+
+    def _place_sparsely(
+        self, parent: Block | None, chain: Chain, starts: Sequence[int], hold: Hold
+    ) -> None:
+        """Put a chain into the tree of which only blocks that start at these units have labels."""
+        first = reached = 0
+        while first < len(starts):
+            start = starts[first]
+            stop = start
+            last = first
+            while last < len(starts) and starts[last] == stop:
+                stop, last = stop + chain.scale, last + 1
+            some = chain._replace(
+                hashes=chain.hashes[first:last], contents=chain.contents[start:stop]
+            )
+            # Blocks without an owner stay where a block after them has one.
+            parent = self._placing.place(parent, some, hold, unnamed=chain.contents[reached:start])
+            if parent is None:
+                self._placing.ignored[self._placing.no_room()] += len(starts) - last
+                return
+            first, reached = last, stop
+
+    def _anchor(
+        self, parent_hash: BlockHash | None, namespace: Namespace
+    ) -> tuple[Block | None, list[Step]] | None:
+        """Return the last resident block before a proven chain, and the steps after it."""
+        gap: list[Step] = []
+        by_bytes = isinstance(parent_hash, bytes)
+        key = None if parent_hash is None else step_key(fold_hash(parent_hash))
+        while key is not None:
+            step = self._proofs.look(key)
+            if step is None:
+                return None
+            name = step.digest if by_bytes else key
+            label = self._placing.labels.get(name)
+            if label is not None and label.other is None and not self._placing.is_torn(name):
+                if label.block.run.namespace != namespace:
+                    return None
+                return label.block, gap[::-1]
+            gap.append(step)
+            key = step.parent
+        return None, gap[::-1]
+
+    def _tail_before(
+        self,
+        label: Label,
+        count: int,
+        size: int,
+        owner: Owner,
+        before: Block | None,
+        reach: int,
+    ) -> list[Block]:
+        """Return the places of so many blocks in a row before a label's, or none if unsure.
+
+        Sure is what lies between two places where a hit may end, the label's being the first that
+        ends a tail: every other one since `before`, as far as the event reaches, has a label too,
+        and so would have been named.
+        """
+        group = self._groups.known()[owner.group_idx]
+        step, scale = self._groups.alignment // self._groups.unit, size // self._groups.unit
+        if not group.spec.has_window or self._groups.kinds_untold or label.other is not None:
+            return []
+        if step <= count * scale:
+            return []
+        places: list[Block] = []
+        for distance, block in enumerate(ancestors(label.block), 1):
+            if distance >= reach or (before is not None and block.depth <= before.depth):
+                break
+            if len(places) < count and distance % scale == 0:
+                places.append(block)
+            if (block.depth + 1) % step:
+                continue
+            if len(places) < count or places[-1] is block or not self._holds(block):
+                return []
+        return places[::-1] if len(places) == count else []
+
+    def _holds(self, block: Block) -> bool:
+        return any(owner in block.run.owners for owner in self._owners.values())
