@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_backend()
     if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":  # its many examples take hours
         config.pluginmanager.register(Watch())
+    # Container images forbid compiled files beside the sources. Hundreds of children would each
+    # compile kvindex anew, and so would each worker the tests.
+    if sys.dont_write_bytecode and hasattr(config, "cache"):
+        sys.pycache_prefix = str(config.cache.mkdir("compiled"))
+        sys.dont_write_bytecode = False
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # As in pyproject.toml: programs that tests start fork beside threads on purpose, too.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:This process:DeprecationWarning")
     # A shell starts its background jobs with Ctrl-C ignored, and nohup starts its program with

@@ -5,7 +5,6 @@ Collected only where the native module was built (conftest.py here); CI fails wh
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex import (
@@ -32,14 +31,14 @@ from kvindex import (
 from kvindex.index import native, reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import CacheSettings, Event, GroupSpec, decode, decode_batch
+from tests.property.examples import examples
 from tests.property.index_queries import Query, about, queries
 from tests.property.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
 from tests.property.test_wire_hostile_bytes import events as hostile_events
 from tests.property.test_wire_hostile_bytes import nearly_stored
 from tests.unit.test_index_proofs import chain, label, sparse
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-many = settings(max_examples=10_000 if NIGHTLY else 200)
+many = examples(100)
 
 SEED = 7
 ROWS = RankRows([Rank("nobody"), *reversed(RANKS)])
@@ -181,7 +180,7 @@ steps = themes.flatmap(
 )
 
 
-@many
+@examples(60)
 @given(limits, steps)
 def test_whatever_is_told_both_hold_and_answer_the_same(
     limits: dict[str, Any], steps: list[tuple[Sent | Call, Query]]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.errors import ClosedError, DecodeError, UnknownRankError
@@ -31,6 +31,7 @@ from kvindex.subscribe import (
     State,
 )
 from tests.native_ring import needs_ring
+from tests.property.examples import examples
 
 pytestmark = needs_ring
 
@@ -234,7 +235,7 @@ STEPS = st.tuples(st.sampled_from(["step", "step", "attach"]), st.integers(0, 1)
 SCHEDULE = st.lists(st.one_of(EVENTS, CHANGES, STEPS), max_size=50)
 
 
-@settings(max_examples=500)
+@examples(200)
 @given(SCHEDULE)
 def test_a_joiner_holds_what_the_server_holds_whatever_happens_meanwhile(
     schedule: list[tuple[str, Any]],
@@ -309,7 +310,7 @@ def _closed(function: Callable[[], _Result]) -> _Result:
     raise ClosedError("closed")
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(SCHEDULE, st.data())
 def test_a_message_that_is_missing_is_noticed(
     schedule: list[tuple[str, Any]], data: st.DataObject

@@ -6,12 +6,11 @@ a request, and what the sequencer delivers is applied to an `Index`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex import EventBatch, Index, Rank
@@ -24,9 +23,9 @@ from kvindex.sequencer import (
 )
 from kvindex.subscribe import ReplayPolicy
 from kvindex.testing import FakeEngine, Request, Workload
+from tests.property.examples import examples
 from tests.property.sequencer_world import CoincidenceError, Faults, Step, World
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 RANK = Rank("fake-0", 0)
 REPLAY = ReplayPolicy(timeout=2.0, attempts=4, backoff=0.1, max_backoff=1.0)
 
@@ -140,7 +139,7 @@ def run(world: CacheWorld, schedule: list[Step]) -> bool:
     return True
 
 
-@settings(max_examples=10_000 if NIGHTLY else 500)
+@examples(120)
 @given(seed=st.integers(0, 2**32), schedule=steps, faults=faults)
 def test_when_replay_reaches_back_the_index_equals_the_engine(
     seed: int, schedule: list[Step], faults: Faults
@@ -153,7 +152,7 @@ def test_when_replay_reaches_back_the_index_equals_the_engine(
         world.compare()
 
 
-@settings(max_examples=10_000 if NIGHTLY else 200)
+@examples(80)
 @given(
     seed=st.integers(0, 2**32),
     schedule=st.lists(st.one_of(steps.map(tuple), st.just((Step("unencodable"),))), max_size=4),

@@ -22,6 +22,7 @@ from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Ind
 from kvindex.errors import ConfigurationError
 from kvindex.wire import BlockHash, Event
 from tests.property import index_prefixes
+from tests.property.examples import examples
 from tests.property.index_model import Content, Prompt, RankModel
 
 MEDIA = ("GPU", "CPU")
@@ -349,4 +350,4 @@ class LimitedMachine(IndexMachine):
 
 @pytest.mark.parametrize("machine", [ExactMachine, LimitedMachine])
 def test_index_agrees_with_the_model(machine: type[IndexMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(examples(40), stateful_step_count=25))

@@ -22,6 +22,7 @@ from kvindex.ring.sender import RingSender
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
 from kvindex.shm.codec import decoder_of
 from tests.native_ring import needs_ring
+from tests.property.examples import examples
 
 pytestmark = needs_ring
 
@@ -267,4 +268,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 def test_each_reader_sees_exactly_the_messages_from_its_start_on_each_once() -> None:
-    run_state_machine_as_test(QueueMachine, settings=settings(stateful_step_count=60))
+    run_state_machine_as_test(QueueMachine, settings=settings(examples(50), stateful_step_count=60))

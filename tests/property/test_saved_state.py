@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, Worker
@@ -17,6 +17,7 @@ from kvindex.index import Fingerprints
 from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
 from kvindex.sequencer import Cursor
 from kvindex.subscribe.resumption import SavedCursor
+from tests.property.examples import examples
 
 SEED = 3
 RANKS = [Rank("a", 0), Rank("a", 1), Rank("b", 0), Rank("c", 0)]
@@ -115,7 +116,7 @@ class Router:
         assert self.client.statistics()["resume"]["aside"] == len(self.aside)
 
 
-@settings(max_examples=150)
+@examples(50)
 @given(st.lists(STEPS, max_size=12))
 def test_each_saved_rank_is_used_once_and_lost_only_by_that(
     steps: list[tuple[str, str, int]],

@@ -9,7 +9,7 @@ from itertools import chain
 from random import Random
 from typing import Any
 
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvindex.sequencer import (
@@ -21,10 +21,10 @@ from kvindex.sequencer import (
     Sequencer,
     SequencerConfig,
 )
+from tests.property.examples import examples
 from tests.property.sequencer_world import RANK, Faults, Step, World
 from tests.property.test_sequencer_schedules import (
     AMPLE,
-    EXAMPLES,
     check_at_rest,
     configs,
     live_faults,
@@ -182,7 +182,7 @@ class Puppet:
         return Batch(seq, when, (life, seq), hash((life, seq)), 10)
 
 
-@settings(max_examples=EXAMPLES)
+@examples(150)
 @given(
     config=small_configs,
     first_seq=st.sampled_from([0, 0, 0, 7, 2**64 - 4]),
@@ -234,7 +234,7 @@ class BurstyWorld(World):
         super().disconnect()
 
 
-bursty = settings(max_examples=EXAMPLES // 5)
+bursty = examples(40, nightly=2_000)
 
 
 @bursty

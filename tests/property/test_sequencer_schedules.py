@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvindex.sequencer import ReplayPolicy, SequencerConfig, State
 from kvindex.sequencer.repair import MAX_DISPUTES
+from tests.property.examples import examples
 from tests.property.sequencer_world import CoincidenceError, Faults, Mispaired, Step, World
 
-EXAMPLES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 500
-schedules = settings(max_examples=EXAMPLES)
+schedules = examples(150)
 
 AMPLE = 10_000
 

@@ -5,14 +5,13 @@ Both backends are tested, whichever runs; the native one where it was built.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex import KVIndexError, Rank
@@ -20,11 +19,11 @@ from kvindex.errors import SnapshotError
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.index.snapshot_section import open_section, seal_section
+from tests.property.examples import examples
 from tests.property.index_queries import Query, about, queries
 from tests.property.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-many = settings(max_examples=10_000 if NIGHTLY else 60)
+many = examples(30)
 
 SEED = 7
 SWEEP = [
@@ -186,7 +185,7 @@ edits = st.lists(
 
 
 @each_backend
-@settings(max_examples=20_000 if NIGHTLY else 60)
+@examples(25, nightly=20_000)
 @given(histories, histories, st.lists(edits, min_size=1, max_size=8))
 def test_a_section_made_by_an_enemy_is_refused_or_restored_whole(
     backend: Callable[..., BaseIndex],
