@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import threading
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,33 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
+def who_answers(served: Served, connection: http.client.HTTPConnection) -> int:
+    """Return the process that has the other end of a connection, by the kernel's word."""
+    ports = (served.port, connection.sock.getsockname()[1])
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if tuple(int(end.rpartition(":")[2], 16) for end in fields[1:3]) == ports:
+            socket_name = f"socket:[{fields[9]}]"
+            for pid in served.children():
+                if socket_name in map(os.readlink, Path(f"/proc/{pid}/fd").iterdir()):
+                    return pid
+    raise AssertionError("nobody has it")
+
+
+def one_to_each(served: Served, opened: ExitStack) -> list[http.client.HTTPConnection]:
+    """Return a connection to each of two processes."""
+    kept: dict[int, http.client.HTTPConnection] = {}
+
+    def connect() -> int:
+        connection = opened.enter_context(closing(served.connection()))
+        served.ask("GET", "/health", via=connection)  # so that somebody has taken it
+        kept.setdefault(who_answers(served, connection), connection)
+        return len(kept)
+
+    until(connect, lambda processes: processes == 2)
+    return list(kept.values())
+
+
 def test_a_killed_child_is_started_again_and_others_answer_meanwhile() -> None:
     with serving("--processes", 2) as served, engine() as one:
         register(served, one)
@@ -76,6 +105,43 @@ def test_the_private_directory_is_gone_after_the_end(tmp_path: Path) -> None:
         assert made.stat().st_mode & 0o077 == 0
         assert served.end() == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
+    query = {"token_ids": PROMPT, "model_name": "m"}
+    routed = {"model_name": "m", "asked": 12, "attainable": 8, "chosen": 8, "delivered": 4}
+    best: list[int] = []  # of each query
+
+    with serving("--processes", 2) as served, engine() as one, ExitStack() as opened:
+
+        def ask(via: http.client.HTTPConnection) -> int:
+            instances = served.ask("POST", "/query", query, via=via).json["instances"]
+            best.append(instances.get("1", {}).get("longest_matched", 0))
+            return best[-1]
+
+        def sums() -> dict[str, int]:
+            points = served.get("/api/traffic?seconds=3600").json["points"]
+            return {name: sum(points[name]) for name in expected}
+
+        assert register(served, one).status == 201
+        one.serve(PROMPT)
+        for via, more in zip(one_to_each(served, opened), (2, 4), strict=True):
+            until(partial(ask, via), lambda tokens: tokens == len(PROMPT))
+            for _ in range(more):
+                ask(via)
+            assert served.ask("POST", "/outcomes", routed, via=via).status == 200
+        expected = {
+            "queries": len(best),
+            "tokens": len(best) * len(PROMPT),
+            "best_match": sum(best),
+            "requests": 2,
+            "asked": 24,
+            "attainable": 16,
+            "chosen": 16,
+            "reported": 24,
+            "delivered": 8,
+        }
+        until(sums, lambda found: found == expected)
 
 
 def test_all_processes_know_of_a_registration_that_was_answered() -> None:
