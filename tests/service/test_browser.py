@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +304,23 @@ def test_tiles_are_grouped_by_worker_and_say_who_they_are_on_hover_and_focus(
         expect(tab.locator(".tip b")).to_have_text(re.compile(r"vllm-[1-9]\d*/1"))
         tab.keyboard.press("End")
         expect(tab.locator(".tip b")).to_have_text("vllm-63/7")
+
+
+def test_the_blocks_of_a_few_ranks_are_written_out_on_their_tiles(browser: Browser) -> None:
+    with ExitStack() as opened:
+        engines = [
+            opened.enter_context(
+                FakeEngine("vllm-0", dp_rank=n, block_size=4, num_blocks=500, cpu_blocks=250)
+            )
+            for n in range(4)
+        ]
+        for one in engines:
+            one.serve(list(range(1200)))
+        _, _, url = opened.enter_context(paged(*engines))
+        with tab_of(browser, url) as tab:
+            expect(tiles(tab).locator(".more")).to_have_text(["300 GPU, 250 CPU"] * 4)
+            cut = "all => all.filter(one => one.scrollWidth > one.clientWidth).length"
+            assert tiles(tab).locator(".more").evaluate_all(cut) == 0
 
 
 def test_tiles_are_coloured_by_what_is_asked_for_and_the_legend_says_what_it_means(

@@ -49,7 +49,7 @@ export function ExplorerView({ live }) {
     <h2 class="unseen">Match</h2>
     <form class="ask" onSubmit=${submit} aria-label="A prompt">
       <div class="filters">
-        <label>Partition <select value=${place} onChange=${(event) => setPlace(Number(event.target.value))}>
+        <label class="place">Partition <select value=${place} onChange=${(event) => setPlace(Number(event.target.value))}>
           ${partitions.map((some, row) => html`<option value=${row}>${partitionName(some)}</option>`)}</select></label>
         <label>LoRA <input name="lora" placeholder="none" /></label>
         <label>Salt <input name="salt" placeholder="none" autocomplete="off" /></label>

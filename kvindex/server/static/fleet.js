@@ -29,7 +29,7 @@ export function FleetView({ live }) {
     <${Troubles} fleet=${fleet} choose=${setChosen} />
     <${Traffic} live=${live} />
     <section class="filters" aria-label="Filter">
-      <label>Find <input type="search" value=${text} placeholder="worker, model or reason"
+      <label>Find <input type="search" value=${text} placeholder="worker or words"
         onInput=${(event) => setText(event.target.value)} /></label>
       <label>Colour by <select value=${colour} onChange=${(event) => setColour(event.target.value)}>
         ${Object.entries(COLOURS).map(([name, [title]]) => html`<option value=${name}>${title}</option>`)}</select></label>

@@ -22,7 +22,7 @@ export function PrefixesView({ live }) {
   return html`
     <h2 class="unseen">Prefixes</h2>
     <section class="filters" aria-label="What is shown">
-      <label>Partition <select value=${asked.partition} onChange=${set("partition")}>
+      <label class="place">Partition <select value=${asked.partition} onChange=${set("partition")}>
         ${partitions.map((some, row) => html`<option value=${row}>${partitionName(some)}</option>`)}
       </select></label>
       <label>Width <select value=${measure} onChange=${(event) => setMeasure(event.target.value)}>
