@@ -222,12 +222,14 @@ def test_an_idle_publisher_answers_at_once(context: Context, make: Make) -> None
     publisher = make(1)
     asker = Asker(context, publisher.replay_endpoint)
     asker.replay(END_SEQ)
-    took = []
-    for _ in range(50):
+
+    def took() -> float:
         began = time.monotonic()
         assert parse_replay(asker_frames(asker)).end
-        took.append(time.monotonic() - began)
-    assert min(took) < 0.05  # each is asked just after a look: none would be so quick
+        return time.monotonic() - began
+
+    # Each is asked just after a look: not one would be so quick.
+    assert any(took() < 0.05 for _ in range(500))
 
 
 def test_a_publisher_without_replay_endpoint_has_none(make: Make) -> None:

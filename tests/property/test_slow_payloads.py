@@ -7,7 +7,6 @@ HYPOTHESIS_PROFILE=nightly it looks for long and at larger sizes.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from functools import cache
@@ -15,21 +14,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings, target
+from hypothesis import given, target
 from hypothesis import strategies as st
 
 import kvindex
 from kvindex import DecodeError, Index, Rank
 from kvindex.index import read_batch
+from tests.property.examples import NIGHTLY, examples
 
 pytestmark = pytest.mark.skipif(
     kvindex.BACKEND == "python",
     reason="a cut in a run of the Python tree costs the smaller half of it",
 )
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 SMALL = 4_000 if NIGHTLY else 500  # blocks, or other things, of a payload
 TIMES = 8  # as many in the large one
+ROUNDS = 10  # other processes lengthen some measurements; what is slow is so in each
 RANK = Rank("hostile")
 Payload = bytes
 Labels = Callable[[int], list[Any]]
@@ -169,7 +169,7 @@ def usual_byte() -> float:
     return seconds([payload], 5) / len(payload)
 
 
-@settings(max_examples=3_000 if NIGHTLY else 40)
+@examples(25, nightly=3_000)
 @given(stories)
 def test_no_payload_takes_much_longer_than_others_of_its_length(
     story: list[Callable[[int], list[Any]]],
@@ -179,9 +179,11 @@ def test_no_payload_takes_much_longer_than_others_of_its_length(
     short, long = seconds(few, 1), seconds(many, 1)
     target(long / length / usual_byte(), label="time of a byte, in ordinary bytes")
     target(long / max(short, 1e-4), label="growth")
-    if too_slow(short, long, length):  # measured anew: another process may have been in the way
+    for _ in range(ROUNDS):
+        if not too_slow(short, long, length):
+            return
         short, long = seconds(few, 3), seconds(many, 3)
-    assert not too_slow(short, long, length), f"{long / max(short, 1e-9):.0f} × for {TIMES} ×"
+    raise AssertionError(f"{long / max(short, 1e-9):.0f} × for {TIMES} ×")
 
 
 def too_slow(short: float, long: float, length: int) -> bool:

@@ -24,6 +24,8 @@ from tests.unit.index_events import A, B, apply, index_of, matched, prompt, remo
 
 # Time
 
+ROUNDS = 10  # other processes lengthen some measurements; what costs too much does so in each
+
 
 def chain(labels: list[Any], parent: int | None = None, **fields: Any) -> BlockStored:
     tokens = [number & 127 for number in range(len(labels))]
@@ -106,8 +108,11 @@ def seconds(events: list[Event]) -> float:
 def test_cost_grows_as_the_blocks_of_a_label_do(
     pattern: Callable[[int], list[Event]],
 ) -> None:
-    few, many = seconds(pattern(2_000)), seconds(pattern(32_000))
-    assert many < 64 * few + 0.01  # 16 times as much; what is quadratic takes 256 times as long
+    def grows() -> bool:
+        few, many = seconds(pattern(2_000)), seconds(pattern(32_000))
+        return many < 64 * few + 0.01  # 16 times as much; what is quadratic takes 256 times as long
+
+    assert any(grows() for _ in range(ROUNDS))
 
 
 def test_a_second_label_costs_the_same_however_many_blocks_the_rank_holds() -> None:
@@ -120,8 +125,11 @@ def test_a_second_label_costs_the_same_however_many_blocks_the_rank_holds() -> N
             times.append(time.thread_time() - started)
         return min(times)
 
-    few, many = seconds_for_one(2_000), seconds_for_one(64_000)
-    assert many < 4 * few + 0.002
+    def costs_the_same() -> bool:
+        few, many = seconds_for_one(2_000), seconds_for_one(64_000)
+        return many < 4 * few + 0.002
+
+    assert any(costs_the_same() for _ in range(ROUNDS))
 
 
 @pytest.mark.parametrize("turned", range(6))
