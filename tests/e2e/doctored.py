@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from kvindex import Worker
@@ -30,7 +31,13 @@ PATIENT = Limits(
 HEARING = replace(PATIENT, listen=0.5)
 LIVE = replace(PATIENT, listen=0.02)
 NEVER_LIVE = replace(LIVE, live=0.5)
-NEVER_GREETED = replace(NEVER_LIVE, handshake=3.0)
+BRIEFLY = 0.1  # for what will not come
+
+
+def briefly(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """Have a function, whose last argument is a time-out, wait in vain for a moment only."""
+    waits = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: waits(*given[:-1], BRIEFLY))
 
 
 def look_at(*targets: str | Worker | Target, limits: Limits = NEVER_LIVE, **options: Any) -> Report:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvindex.cli import main
-from kvindex.doctor import CAUSES
+from kvindex.doctor import CAUSES, ports
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from tests.e2e.doctored import briefly
 
 
 @pytest.fixture
@@ -67,8 +68,12 @@ def test_findings_are_printed_with_what_was_seen_and_what_to_do(
 
 
 def test_what_the_headline_says_is_not_printed_once_more(
-    engine: FakeEngine, server: HttpEngine, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine,
+    server: HttpEngine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    briefly(monkeypatch, ports, "_who_dials")
     worker = f"a={engine.endpoint},replay={engine.replay_endpoint},dp=2"
     assert main(["doctor", "--passive", worker, "--engine", server.url]) == 1
     first, *rest = capsys.readouterr().out.splitlines()

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from kvindex import Worker
-from kvindex.doctor import Limits, Report, Target
+from kvindex.doctor import Limits, Report, Target, ports
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
 from tests.e2e.doctored import (
     HEARING,
     LIVE,
-    NEVER_GREETED,
+    NEVER_LIVE,
     PATIENT,
+    briefly,
     ids,
     look_at,
     port_of,
@@ -168,9 +169,12 @@ def given(server: HttpEngine, worker: Worker, limits: Limits = HEARING) -> Repor
     return look_at(Target(url=server.url, worker=worker), limits=limits)
 
 
-def test_a_wrong_event_port_is_named_beside_the_one_that_the_engine_says() -> None:
+def test_a_wrong_event_port_is_named_beside_the_one_that_the_engine_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    briefly(monkeypatch, ports, "_who_dials")
     with FakeEngine() as engine, HttpEngine(engine) as server, unused() as endpoint:
-        report = given(server, Worker("a", endpoint, replay=engine.replay_endpoint), NEVER_GREETED)
+        report = given(server, Worker("a", endpoint, replay=engine.replay_endpoint), NEVER_LIVE)
         assert ids(report) == ["endpoints-differ"]
         what = the(report, "endpoints-differ").what
         assert f"publishes at port {port_of(engine.endpoint)}" in what

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,23 @@ import zmq
 from msgspec.structs import replace
 
 from kvindex import ConfigurationError, Curve, Worker, ZmqEventPublisher, connect
-from kvindex.doctor import Peer, look
-from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
-from tests.e2e.doctored import LIVE, NEVER_GREETED, ids, look_at, port_of, stranger, the, unused
-from tests.live import worker_of
+from kvindex.doctor import Peer, look, ports, zmtp
+from kvindex.testing import FakeEngine, HttpEngine, HttpOptions, ManualClock
+from tests.e2e.doctored import (
+    BRIEFLY,
+    LIVE,
+    NEVER_LIVE,
+    briefly,
+    ids,
+    look_at,
+    port_of,
+    stranger,
+    the,
+    unused,
+)
+from tests.live import PATIENCE, worker_of
 
-SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+zmtp_greet = zmtp.greet
 
 
 @contextmanager
@@ -74,15 +86,22 @@ def test_an_encrypted_socket_tells_its_mechanism() -> None:
     ],
 )
 def test_whatever_bytes_come_are_read_within_bounds(sent: bytes, kind: str) -> None:
-    with stranger(lambda connection: connection.sendall(sent)) as endpoint:
-        peer = look(endpoint, NEVER_GREETED.handshake)
+    def send(connection: socket.socket) -> None:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+
+    with stranger(send) as endpoint:
+        peer = look(endpoint, LIVE.handshake)
         assert peer.kind == kind
         assert peer.socket_type == ""
 
 
-def test_a_server_that_waits_for_a_request_is_told_by_its_answer() -> None:
+def test_a_server_that_waits_for_a_request_is_told_by_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    briefly(monkeypatch, zmtp, "greet")
     with FakeEngine(publish=False) as engine, HttpEngine(engine) as server:
-        assert look(server.url.replace("http", "tcp"), NEVER_GREETED.handshake).kind == "http"
+        assert look(server.url.replace("http", "tcp"), LIVE.handshake).kind == "http"
 
 
 def test_a_tls_server_is_told_by_its_handshake(tmp_path: Path) -> None:
@@ -109,9 +128,10 @@ def test_a_tls_server_is_told_by_its_handshake(tmp_path: Path) -> None:
 # Publishers ------------------------------------------------------------------------------------
 
 
-def test_a_port_where_nobody_listens_is_refused() -> None:
+def test_a_port_where_nobody_listens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    briefly(monkeypatch, ports, "_who_dials")
     with unused() as endpoint:
-        report = look_at(Worker("a", endpoint), limits=NEVER_GREETED)
+        report = look_at(Worker("a", endpoint))
         assert ids(report) == ["publisher-refused", "replay-missing"]
         assert report.exit_code == 1
 
@@ -123,9 +143,19 @@ def test_a_publisher_that_connects_is_caught_by_listening_there() -> None:
         assert the(report, "publisher-connects").evidence["socket_type"] == "PUB"
 
 
-def test_a_subscriber_that_dials_a_dead_port_is_no_engine() -> None:
+def test_a_subscriber_that_dials_a_dead_port_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+
+    def greet_last(caller: socket.socket, left: float) -> Peer:
+        """After which no publisher is waited for."""
+        peer = zmtp.greet(caller, left)
+        clock.advance(PATIENCE * bool(peer.socket_type))
+        return peer
+
+    monkeypatch.setattr(ports, "greet", greet_last)
+    monkeypatch.setattr(ports, "time", SimpleNamespace(monotonic=clock))
     with unused() as endpoint, connect([Worker("other", endpoint)]):
-        report = look_at(Worker("a", endpoint), limits=NEVER_GREETED)
+        report = look_at(Worker("a", endpoint))
         assert ids(report) == ["subscriber-dials", "replay-missing"]
         assert the(report, "subscriber-dials").evidence["socket_type"] == "SUB"
 
@@ -163,10 +193,16 @@ def test_a_host_that_is_unknown_could_not_be_looked_at() -> None:
     assert ids(report)[0] == "endpoint-unreachable"
 
 
-def test_another_server_at_the_port_is_named() -> None:
+def test_another_server_at_the_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeEngine() as engine, HttpEngine(engine) as server:
-        worker = Worker("a", server.url.replace("http", "tcp"), replay=engine.replay_endpoint)
-        report = look_at(worker, limits=NEVER_GREETED)
+        endpoint = server.url.replace("http", "tcp")
+
+        def greet(connection: socket.socket, timeout: float) -> Peer:
+            waits_for_a_request = connection.getpeername()[1] == port_of(endpoint)
+            return zmtp_greet(connection, BRIEFLY if waits_for_a_request else timeout)
+
+        monkeypatch.setattr(zmtp, "greet", greet)
+        report = look_at(Worker("a", endpoint, replay=engine.replay_endpoint))
         assert ids(report) == ["port-not-zmq"]
         assert the(report, "port-not-zmq").evidence["protocol"] == "an HTTP server"
 
@@ -178,7 +214,7 @@ def test_a_proxy_without_a_server_behind_it_is_told_by_its_reset() -> None:
 
 def test_a_port_that_says_nothing_is_found() -> None:
     with stranger(lambda connection: None) as endpoint:
-        report = look_at(Worker("a", endpoint), limits=replace(NEVER_GREETED, handshake=0.3))
+        report = look_at(Worker("a", endpoint), limits=replace(NEVER_LIVE, handshake=BRIEFLY))
         assert ids(report) == ["port-silent", "replay-missing"]
 
 
@@ -227,9 +263,10 @@ def test_a_replay_port_where_nobody_listens_is_found() -> None:
         assert "replay-refused" in ids(report)
 
 
-def test_a_replay_port_that_never_answers_is_found() -> None:
+def test_a_replay_port_that_never_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    briefly(monkeypatch, ports, "_replays")
     with FakeEngine() as engine, bound(zmq.ROUTER) as endpoint:
-        report = look_at(Worker("a", engine.endpoint, replay=endpoint), limits=NEVER_GREETED)
+        report = look_at(Worker("a", engine.endpoint, replay=endpoint))
         assert "replay-silent" in ids(report)
 
 
