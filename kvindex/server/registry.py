@@ -281,13 +281,15 @@ class Registry:
             )
         if not new.block_size:
             return
-        for one in self.catalog.of(new.partition):
-            if one is not present and one.block_size not in (0, new.block_size):
-                raise RegistrationError(
-                    f"block_size mismatch for {new.partition}: existing={one.block_size}, "
-                    f"requested={new.block_size}",
-                    reason="conflict",
-                )
+        # All that told one have the same: the first one's is enough.
+        others = (one for one in self.catalog.of(new.partition) if one is not present)
+        known = next((one.block_size for one in others if one.block_size), new.block_size)
+        if known != new.block_size:
+            raise RegistrationError(
+                f"block_size mismatch for {new.partition}: existing={known}, "
+                f"requested={new.block_size}",
+                reason="conflict",
+            )
 
     def _check_room(self, new: Registration) -> None:
         ranks = len(self.catalog.registrations)
