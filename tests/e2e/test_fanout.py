@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvindex import (
     BACKEND,
@@ -48,12 +49,13 @@ from tests.e2e.fanout_peers import (
     nursery,
 )
 from tests.e2e.queue_peers import Nursery, ProcessPeer
-from tests.live import PATIENCE, caught_up, link_to, until, wait_status, worker_of
+from tests.live import PATIENCE, QUICK, caught_up, link_to, until, wait_status, worker_of
 from tests.native_ring import needs_ring
 
 pytestmark = needs_ring
 
 ROOT = Path(__file__).parents[2]
+SOON_LOST = replace(QUICK, attempts=1_000)  # without replay; with it, nothing is given up
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,8 @@ def test_processes_that_join_while_events_pour_in_miss_nothing(
 
 def test_an_engine_restart_and_a_declared_loss_travel_along(processes: Nursery, path: str) -> None:
     with FakeEngine("a") as a, FakeEngine("b", replay=False) as b:
-        with link_to(b) as link, fan_out(path, worker_of(a), worker_of(b, link)) as fanout:
+        workers = worker_of(a), worker_of(b, link := link_to(b))
+        with link, fan_out(path, *workers, replay_policy=SOON_LOST) as fanout:
             client = fanout.client
             a.run(BEFORE)
             first = 0

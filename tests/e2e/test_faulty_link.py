@@ -89,13 +89,30 @@ class Reader:
                 return last
         raise AssertionError("nothing wanted arrived")
 
-    def replay(self, timeout: float = PATIENCE) -> list[list[bytes]]:
-        """Ask from 0; return the replies until the end marker, or until none comes any more."""
+    def asker(self) -> zmq.Socket[bytes]:
+        """A socket that asks for a replay from 0."""
         asker = self._context.socket(zmq.DEALER)
         assert self._link.replay_endpoint is not None
         asker.connect(self._link.replay_endpoint)
         asker.send_multipart(replay_request(0))
-        replies: list[list[bytes]] = []
+        return asker
+
+    def replay_of(self, count: Callable[[dict[str, int]], int]) -> list[list[bytes]]:
+        """Return the replies once as many came as follows from the link's statistics."""
+        asker, replies = self.asker(), list[list[bytes]]()
+
+        def come() -> int:
+            if asker.poll(5):
+                replies.append(asker.recv_multipart())
+            return len(replies)
+
+        until(come, lambda number: number == count(self._link.statistics()))
+        asker.close()
+        return replies
+
+    def replay(self, timeout: float = PATIENCE) -> list[list[bytes]]:
+        """Ask from 0; return the replies until the end marker, or until none comes any more."""
+        asker, replies = self.asker(), list[list[bytes]]()
         while asker.poll(int(timeout * 1000)):
             replies.append(asker.recv_multipart())
             if readable(replies[-1]) and parse_replay(replies[-1]).end:
@@ -224,11 +241,10 @@ def test_replay_has_faults_of_its_own(
     publish(engine, 100)
     link.set_faults(Faults(replay=LaneFaults(drop=0.3)))
     reader = Reader(context, link)
-    replies = reader.replay(timeout=0.5)
-    assert len(replies) == 101 - link.statistics()["replay.dropped"]
+    replies = reader.replay_of(lambda met: 101 - met.get("replay.dropped", 0))
     assert 30 < len(replies) < 95
     link.set_faults(Faults(replay=LaneFaults(corrupt=0.5, duplicate=0.5)))
-    damaged = reader.replay(timeout=0.5)
+    damaged = reader.replay_of(lambda met: 101 + met.get("replay.duplicated", 0))
     assert len(damaged) > 101
     assert not all(map(readable, damaged))
     assert reader.joined(engine), "live messages do not suffer"

@@ -30,6 +30,7 @@ from kvindex.testing import FakeEngine, Faults, LaneFaults
 from kvindex.wire import encode_batch
 from tests.live import (
     PATIENCE,
+    QUICK,
     REPLAYS,
     assert_true,
     caught_up,
@@ -199,7 +200,7 @@ def test_more_bytes_than_may_wait_are_dropped_and_declared_lost_and_the_stream_g
         with Subscriber(
             [Worker("engine", f"tcp://127.0.0.1:{port}")],
             sink=sink,
-            replay_policy=REPLAYS,
+            replay_policy=QUICK,
             socket_options=SocketOptions(max_unread_bytes=8 * mib),
         ) as subscriber:
             _wait_subscribed(publisher)

@@ -70,7 +70,7 @@ def test_loss_with_policy_keep_leaves_the_old_answers_flagged() -> None:
 
 def test_gap_without_a_replay_endpoint_is_a_loss_and_live_goes_on() -> None:
     with FakeEngine("engine", replay=False) as engine, FaultyLink(engine.endpoint) as link:
-        with client_of(worker_of(engine, link)) as client:
+        with client_of(worker_of(engine, link), replay_policy=QUICK) as client:
             wait_status(client, RANK, connected=True)
             number = 0
             while client.status(RANK).seq is None and number < 1000:
