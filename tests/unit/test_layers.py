@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import kvindex
@@ -78,9 +79,15 @@ ALLOWED: dict[str, set[str]] = {
 IMPURE = {"zmq", "threading", "time", "socket", "select", "selectors", "asyncio", "kvindex.wire"}
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All of a module, read once."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -120,7 +127,7 @@ def test_the_sequencer_is_pure() -> None:
 
 def test_parts_import_no_private_names_of_each_other() -> None:
     for path, part in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvindex."):
                 for alias in node.names:
                     private = alias.name.startswith("_")
