@@ -300,7 +300,14 @@ class Connection:
         monitor = self.monitor
         if monitor is None or not self.drained:
             return 0
-        return self._inflow.cut(self._open, lambda: not int(monitor.get(zmq.EVENTS)) & _POLLIN)
+
+        def has_no_news() -> bool:
+            if not int(monitor.get(zmq.EVENTS)) & _POLLIN:
+                return True
+            self.look_again()  # to ask has taken the descriptor's sign away
+            return False
+
+        return self._inflow.cut(self._open, has_no_news)
 
     def is_overfull(self) -> bool:
         """Return whether more bytes wait to be received than may."""
