@@ -1,15 +1,34 @@
-"""Forked children that check something, for tests."""
+"""Children of tests: forked ones that check something, and programs; none outlives its test."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["in_child"]
+__all__ = ["ended_after", "in_child"]
 
 _LIMIT = 120  # seconds after which a child that hangs is ended by SIGALRM
+_LONGEST = 3 * _LIMIT  # seconds for a program, which does more than one thing
+
+
+@contextmanager
+def ended_after(program: subprocess.Popen[Any]) -> Iterator[None]:
+    """End a program with the test, or long before: reading what it never says ends then, too."""
+    late = threading.Timer(_LONGEST, program.kill)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+        program.kill()
+        program.communicate(timeout=_LIMIT)
 
 
 def in_child(check: Callable[[], object]) -> int:

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine
+from tests.children import ended_after
 from tests.docs.pages import PAGES, ROOT, Fence, fences_in, name_of
 from tests.live import PATIENCE
 from tests.native_ring import MISSING
@@ -67,6 +69,7 @@ class Shell:
         self.http = HttpEngine(engines)
         self.served = SERVED
         self.running: list[subprocess.Popen[str]] = []
+        self.stack = ExitStack()  # ends them
         shim = folder / "bin" / "kvindex"
         shim.parent.mkdir()
         shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kvindex "$@"\n')
@@ -127,6 +130,7 @@ class Shell:
             text=True,
         )
         self.running.append(process)
+        self.stack.enter_context(ended_after(process))
         assert process.stdout is not None
         wanted = [shows, *([f"vllm-0/{rank}: live" for rank in range(2)] if live else [])]
         for printed in process.stdout:
@@ -155,9 +159,7 @@ def shell() -> Iterator[Shell]:
     try:
         yield opened
     finally:
-        for process in opened.running:
-            process.kill()
-            process.communicate()
+        opened.stack.close()
         opened.http.close()
         for engine in engines:
             engine.close()

@@ -15,6 +15,7 @@ import zmq
 from kvindex.errors import KVIndexError
 from kvindex.shm.remote import RemoteLink, RemoteReader, RemoteSender
 from kvindex.shm.remote.frames import Welcome, encode, parse_reader
+from tests.children import ended_after
 from tests.live import PATIENCE
 
 MILLISECONDS = int(PATIENCE * 1000)
@@ -135,6 +136,8 @@ class Process:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._stack = ExitStack()
+        self._stack.enter_context(ended_after(self._process))
 
     def line(self) -> str:
         assert self._process.stdout is not None
@@ -153,8 +156,7 @@ class Process:
         self._process.wait(PATIENCE)
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=PATIENCE)
+        self._stack.close()
 
 
 class Collector(threading.Thread):

@@ -124,7 +124,7 @@ def test_a_replica_is_waited_for_and_watched_too(tmp_path: Path) -> None:
             await closed
 
     with FakeEngine("engine") as engine, fan_out(path, worker_of(engine)) as fanout:
-        asyncio.run(main())
+        asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 def test_a_stream_is_iterated_in_a_task_and_gives_every_item_in_order() -> None:

@@ -24,6 +24,7 @@ from kvindex.cli import main, states
 from kvindex.subscribe import RankBatch
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
 from kvindex.testing.ports import reserve_port
+from tests.children import ended_after
 from tests.live import PATIENCE, worker_of
 
 ROOT = Path(__file__).parents[2]
@@ -57,11 +58,8 @@ def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
     )
-    try:
+    with ended_after(process):
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from kvindex import State, Worker
 from kvindex.cli import main
 from kvindex.fanout import FanOut, ask, join
 from kvindex.testing import FakeEngine, FaultyLink, Workload
+from tests.children import ended_after
 from tests.live import PATIENCE, caught_up, worker_of
 from tests.native_ring import needs_ring
 
@@ -38,11 +39,8 @@ def sidecar(*argv: str, code: Sequence[str] = ("-m", "kvindex")) -> Iterator[sub
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    try:
+    with ended_after(process):
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def ended(process: subprocess.Popen[str], number: signal.Signals) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from kvindex.discovery import (
 )
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
 from tests.canned import CannedServer
+from tests.children import in_child
 from tests.e2e.doctored import unused
 from tests.live import PATIENCE, REPLAYS, resident, truth, until
 
@@ -201,18 +201,15 @@ def test_closing_ends_every_thread_and_may_be_done_twice(engine: FakeEngine) -> 
 def test_a_forked_child_has_a_closed_discovery(engine: FakeEngine) -> None:
     with HttpEngine(engine) as server, connect(server.url) as client:
         client.wait_live(PATIENCE)
-        child = os.fork()
-        if child == 0:
+
+        def child() -> None:
             discovery = client.discovery
-            try:
-                assert discovery is not None
-                assert discovery.is_closed
-                assert discovery.statistics()["engines"]
-                client.close()
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert discovery is not None
+            assert discovery.is_closed
+            assert discovery.statistics()["engines"]
+            client.close()
+
+        assert in_child(child) == 0
         engine.serve(PROMPT[::-1])
         client.wait_live(PATIENCE)
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvindex.fanout import FanOut
 from kvindex.testing import FakeEngine
+from tests.children import ended_after
 from tests.e2e.publish_peers import wait_until
 from tests.live import PATIENCE, caught_up, worker_of
 from tests.native_ring import needs_ring
@@ -65,13 +66,16 @@ def test_a_replica_that_joined_anew_leaves_when_its_process_ends(
     path = str(tmp_path / "fanout")
     server = FanOut((), path)
     try:
-        with subprocess.Popen(
-            [sys.executable, "-c", JOIN + AGAIN, path],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
+        with (
+            subprocess.Popen(
+                [sys.executable, "-c", JOIN + AGAIN, path],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            ) as process,
+            ended_after(process),
+        ):
             assert process.stdout is not None
             assert process.stdout.readline() == "joined\n"
             server.close()
@@ -116,13 +120,16 @@ print("fine")
 def test_a_replica_is_collected_inside_a_lock_that_its_thread_wants(tmp_path: Path) -> None:
     path = str(tmp_path / "fanout")
     with FanOut((), path) as server:
-        with subprocess.Popen(
-            [sys.executable, "-c", JOIN + COLLECTED, path],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
+        with (
+            subprocess.Popen(
+                [sys.executable, "-c", JOIN + COLLECTED, path],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as process,
+            ended_after(process),
+        ):
             assert process.stdout is not None
             assert process.stdout.readline() == "joined\n"
             server.close()

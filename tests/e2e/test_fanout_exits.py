@@ -12,6 +12,7 @@ import pytest
 
 from kvindex.fanout import join
 from kvindex.testing import FakeEngine, Workload
+from tests.children import ended_after
 from tests.live import PATIENCE, caught_up
 from tests.native_ring import needs_ring
 
@@ -45,13 +46,10 @@ def serving(path: str, engine: FakeEngine, then: str) -> Iterator[subprocess.Pop
         stderr=subprocess.PIPE,
         text=True,
     )
-    try:
+    with ended_after(process):
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

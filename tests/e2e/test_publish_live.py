@@ -47,6 +47,7 @@ def test_a_live_message_is_topic_seq_payload(context: Context, make: Make) -> No
     live = Live(context, publisher.endpoint, topic=b"kv@pod")
     first = live.join(publisher)
     publisher.publish(batch(7))
+    assert live.socket.poll(int(PATIENCE * 1000))
     topic, seq, payload = live.socket.recv_multipart()
     assert (topic, seq) == (b"kv@pod@model", first.to_bytes(8, "big"))
     assert decode_batch(payload).ts == 7.0

@@ -13,6 +13,7 @@ import zmq
 from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import decode_batch
+from tests.children import ended_after
 from tests.e2e.publish_peers import Asker, Context, Live, batch, wait_until
 from tests.live import PATIENCE
 
@@ -156,7 +157,7 @@ def test_batches_of_the_last_moment_leave_at_exit(context: Context) -> None:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    with process:
+    with process, ended_after(process):
         live = Live(context, None)
         live.socket.set_hwm(10)  # so that much is still on its way when the process ends
         live.socket.connect(process.stdout.readline().strip())

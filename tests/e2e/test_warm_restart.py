@@ -29,6 +29,7 @@ from kvindex.errors import SnapshotError
 from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
 from kvindex.subscribe import Subscriber
 from kvindex.testing import FakeEngine, Workload
+from tests.children import ended_after
 from tests.live import (
     BEFORE,
     LATER,
@@ -456,7 +457,7 @@ def test_a_process_killed_while_it_saves_leaves_the_old_file_whole(path: Path) -
         engine.run(MEANWHILE)
         process = child(path, "save", engine)
         assert process.stdout is not None
-        with process.stdout as stdout:
+        with process.stdout as stdout, ended_after(process):
             assert stdout.readline() == "writing\n"
             process.send_signal(signal.SIGKILL)
             assert process.wait(PATIENCE) == -signal.SIGKILL

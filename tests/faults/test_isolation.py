@@ -97,6 +97,7 @@ def test_publisher_killed_mid_batch_and_started_again_only_the_new_contents_are_
     here, there = spawn.Pipe()
     first = spawn.Process(target=_publish_until_killed, args=(there, "tcp://*:0", "tcp://*:0", 1))
     first.start()
+    assert here.poll(PATIENCE)
     endpoint, replay = here.recv()
     with client_of(Worker("engine", endpoint, replay=replay)) as client:
         reached = client.wait_for(lambda s: (s[RANK].seq or 0) > 50, PATIENCE)
@@ -110,6 +111,7 @@ def test_publisher_killed_mid_batch_and_started_again_only_the_new_contents_are_
         second = spawn.Process(target=_publish_until_killed, args=again)
         second.start()
         try:
+            assert here.poll(PATIENCE)
             here.recv()
             reached = client.wait_for(
                 lambda s: s[RANK].epoch >= 1 and (s[RANK].seq or 0) > 50, PATIENCE

@@ -67,6 +67,7 @@ class Bench:
             workers, sink=self._sink, context=self.context, clock=self.clock
         )
         for publisher in self.publishers.values():
+            assert publisher.poll(int(PATIENCE * 1000))
             assert publisher.recv() == b"\x01"
             self._send(publisher, 0)
         self.wait(slow=0, good=0)
@@ -186,6 +187,7 @@ def test_a_call_is_served_after_a_few_ranks_however_many_are_behind() -> None:
             Subscriber([*workers, gone], sink=sink, context=context, clock=clock)
         )
         for publisher in publishers:
+            assert publisher.poll(int(PATIENCE * 1000))
             assert publisher.recv() == b"\x01"
 
         def send() -> None:
