@@ -261,6 +261,7 @@ def test_closing_the_server_tells_the_replicas_and_leaves_nothing(path: str) -> 
             before = answers(fanout.client, PROMPTS)
             ring = fanout._outflow.handle[3]
             assert Path("/dev/shm", ring).exists()
+            until(lambda: fanout.statistics()["joined"] == 1)  # noted once all has been sent
             fanout.close()
             fanout.close()
             assert fanout.wait(0)
