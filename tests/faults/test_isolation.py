@@ -138,6 +138,7 @@ def _publish_until_killed(parent: Connection, endpoint: str, replay: str, token:
             block_size=16,
         )
         publisher.publish(EventBatch(ts=time.time(), events=[stored]))
+        time.sleep(0.0005)  # a flood would outrun the replay buffer, and the root be lost
 
 
 def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on() -> None:
