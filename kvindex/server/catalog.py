@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-__all__ = ["BY_CLIENTS", "DEFAULT_GROUP", "Catalog", "Partition", "Registration"]
+__all__ = ["BY_CLIENTS", "DEFAULT_GROUP", "Catalog", "Change", "Partition", "Registration"]
 
 DEFAULT_GROUP = "default"
 
@@ -59,6 +59,18 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     def worker(self) -> str:
         """The name of its worker in kvindex."""
         return str(self.instance_id)
+
+
+class Change(msgspec.Struct, frozen=True, tag=True):
+    """What makes a later catalog of an earlier one.
+
+    Attributes:
+        gone: what is not registered any more.
+        came: what was registered since, or registered anew, in this order.
+    """
+
+    gone: tuple[Registration, ...]
+    came: tuple[Registration, ...]
 
 
 _Ranks: TypeAlias = dict[tuple[str, int], Registration]
@@ -161,6 +173,21 @@ class Catalog:
             if ids:
                 partitions[partition] = ids
         return Catalog()._set(ranks, instances, partitions)
+
+    def since(self, before: Catalog) -> Change:
+        """Return what has changed since an earlier catalog. O(registrations), but a short loop."""
+        mine, old = self._ranks, before._ranks
+        return Change(
+            gone=tuple(one for key, one in old.items() if key not in mine),
+            came=tuple(one for key, one in mine.items() if old.get(key) is not one),
+        )
+
+    def changed(self, change: Change) -> Catalog:
+        """Return this with a change."""
+        catalog = self.without(change.gone)
+        for one in change.came:
+            catalog = catalog.with_(one)
+        return catalog
 
     def _copies(self) -> tuple[_Ranks, _Instances, _Partitions]:
         return self._ranks.copy(), self.instances.copy(), self.partitions.copy()

@@ -18,7 +18,7 @@ import msgspec
 
 from kvindex.fanout import join
 from kvindex.server.asking import answer
-from kvindex.server.catalog import Catalog, Partition
+from kvindex.server.catalog import Catalog, Change, Partition
 from kvindex.server.counters import Counters
 from kvindex.server.gate import Gate, Message, Receive, Scope, Send
 from kvindex.server.guards import REASONS, Guard
@@ -141,6 +141,8 @@ class Orders:
                     break
                 if isinstance(order, Registered):
                     self._follow(Catalog(order.registrations))
+                elif isinstance(order, Change):
+                    self._follow(self._catalog.changed(order))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             why = f"an order could not be read ({error})"
         if why:

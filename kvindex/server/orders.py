@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvindex.server.catalog import Registration
+from kvindex.server.catalog import Change, Registration
 from kvindex.server.guards import Limits
 
 __all__ = ["Order", "Registered", "Start", "Stop", "read_order", "write_order"]
@@ -43,7 +43,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):
-    """All that is registered, whenever that changes."""
+    """All that is registered, once; a `Change` says what has changed since."""
 
     registrations: tuple[Registration, ...]
 
@@ -52,7 +52,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """The last line: finish the open requests and end."""
 
 
-Order = Start | Registered | Stop
+Order = Start | Registered | Change | Stop
 
 _decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 

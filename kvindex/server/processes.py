@@ -14,15 +14,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
-from kvindex.server.catalog import Registration
+from kvindex.server.catalog import Catalog
 from kvindex.server.counters import Counters
-from kvindex.server.orders import Registered, Start, Stop, write_order
+from kvindex.server.orders import Order, Registered, Start, Stop, write_order
 from kvindex.server.traffic import Traffic
 
 __all__ = ["Children"]
@@ -50,7 +50,7 @@ class Children:
         self._start = start
         self._names = names
         self._changed = threading.Condition()
-        self._registered: tuple[Registration, ...] = ()
+        self._catalog = Catalog()
         self._version = 0
         self._closing = threading.Event()
         self._exits: Counter[str] = Counter()
@@ -67,10 +67,10 @@ class Children:
         for thread in self._threads:
             thread.start()
 
-    def tell(self, registrations: Iterable[Registration]) -> None:
+    def tell(self, catalog: Catalog) -> None:
         """Tell every process what is registered now."""
         with self._changed:
-            self._registered = tuple(registrations)
+            self._catalog = catalog
             self._version += 1
             self._changed.notify_all()
 
@@ -158,14 +158,18 @@ class Children:
         """Write to one process until it ends, or all are to end."""
         assert process.stdin is not None
         told = -1
+        before: Catalog | None = None
         with suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(write_order(start))
             while not self._closing.is_set() and process.returncode is None:
                 with self._changed:
-                    registered, version = self._registered, self._version
+                    catalog, version = self._catalog, self._version
                 if version != told:
-                    told = version
-                    pipe.write(write_order(Registered(registered)))
+                    order: Order = Registered(catalog.registrations)
+                    if before is not None:
+                        order = catalog.since(before)
+                    pipe.write(write_order(order))
+                    told, before = version, catalog
                     pipe.flush()
                 with self._changed:
                     self._changed.wait_for(

@@ -295,7 +295,7 @@ class Running:
 
     def _tell_children(self, catalog: Any) -> None:
         assert self._children is not None
-        self._children.tell(catalog.registrations)
+        self._children.tell(catalog)
 
     def _found(self, found: Found) -> None:
         labels = dict(found.labels)

@@ -14,6 +14,7 @@ pytest.importorskip("httpx")
 
 from kvindex import Client, ConfigurationError
 from kvindex.server.app import build_app
+from kvindex.server.catalog import Catalog
 from kvindex.server.explaining import RefusedError, read_question
 from kvindex.server.orders import Registered, read_order, write_order
 from kvindex.server.service import Service
@@ -98,8 +99,8 @@ def test_a_profile_as_clients_send_it_is_told_to_others(service: Service, ask: A
     body = msgspec.msgpack.encode({**CONDUCTOR, "hash_profile": profile})
     assert ask.send("POST", "/register", content=body, headers=PACKED).status_code == 200
     assert ask.get("/services")[1]["services"][0]["HashProfile"] == profile
-    order = Registered(service.catalog.registrations)
-    assert read_order(write_order(order)) == order
+    for order in (Registered(service.catalog.registrations), service.catalog.since(Catalog())):
+        assert read_order(write_order(order)) == order
 
 
 def test_a_registration_of_many_bytes_is_a_413_and_is_not_kept(

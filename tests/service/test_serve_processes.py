@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import threading
-from contextlib import ExitStack, closing
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,38 +42,29 @@ def answering(served: Served, count: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
+    return state_of(pid) not in ("", "Z")
+
+
+def state_of(pid: int) -> str:
+    """Return a process's state as the kernel writes it, "" if there is no such process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state != "Z"
+        return ""
 
 
-def who_answers(served: Served, connection: http.client.HTTPConnection) -> int:
-    """Return the process that has the other end of a connection, by the kernel's word."""
-    ports = (served.port, connection.sock.getsockname()[1])
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if tuple(int(end.rpartition(":")[2], 16) for end in fields[1:3]) == ports:
-            socket_name = f"socket:[{fields[9]}]"
-            for pid in served.children():
-                if socket_name in map(os.readlink, Path(f"/proc/{pid}/fd").iterdir()):
-                    return pid
-    raise AssertionError("nobody has it")
-
-
-def one_to_each(served: Served, opened: ExitStack) -> list[http.client.HTTPConnection]:
-    """Return a connection to each of two processes."""
-    kept: dict[int, http.client.HTTPConnection] = {}
-
-    def connect() -> int:
-        connection = opened.enter_context(closing(served.connection()))
-        served.ask("GET", "/health", via=connection)  # so that somebody has taken it
-        kept.setdefault(who_answers(served, connection), connection)
-        return len(kept)
-
-    until(connect, lambda processes: processes == 2)
-    return list(kept.values())
+@contextmanager
+def alone(served: Served, process: int) -> Iterator[None]:
+    """Have one process take every new connection: the others are stopped."""
+    others = [pid for pid in served.children() if pid != process]
+    try:
+        for pid in others:
+            os.kill(pid, signal.SIGSTOP)
+        until(lambda: [pid for pid in others if state_of(pid) != "T"], lambda left: not left)
+        yield
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_a_killed_child_is_started_again_and_others_answer_meanwhile() -> None:
@@ -112,10 +103,10 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
     routed = {"model_name": "m", "asked": 12, "attainable": 8, "chosen": 8, "delivered": 4}
     best: list[int] = []  # of each query
 
-    with serving("--processes", 2) as served, engine() as one, ExitStack() as opened:
+    with serving("--processes", 2) as served, engine() as one:
 
-        def ask(via: http.client.HTTPConnection) -> int:
-            instances = served.ask("POST", "/query", query, via=via).json["instances"]
+        def ask() -> int:
+            instances = served.post("/query", query).json["instances"]
             best.append(instances.get("1", {}).get("longest_matched", 0))
             return best[-1]
 
@@ -125,11 +116,12 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
 
         assert register(served, one).status == 201
         one.serve(PROMPT)
-        for via, more in zip(one_to_each(served, opened), (2, 4), strict=True):
-            until(partial(ask, via), lambda tokens: tokens == len(PROMPT))
-            for _ in range(more):
-                ask(via)
-            assert served.ask("POST", "/outcomes", routed, via=via).status == 200
+        for pid, more in zip(answering(served, 2), (2, 4), strict=True):
+            with alone(served, pid):
+                until(ask, lambda tokens: tokens == len(PROMPT))
+                for _ in range(more):
+                    ask()
+                assert served.post("/outcomes", routed).status == 200
         expected = {
             "queries": len(best),
             "tokens": len(best) * len(PROMPT),
@@ -150,6 +142,31 @@ def test_all_processes_know_of_a_registration_that_was_answered() -> None:
         assert register(served, one).status == 201
         for _ in range(20):
             assert matched(served, PROMPT) >= 0  # not 404, whoever answers
+
+
+def test_each_process_hears_who_comes_and_who_goes() -> None:
+    with serving("--processes", 2) as served, ExitStack() as opened:
+        engines = [opened.enter_context(engine(str(n))) for n in (1, 2, 3)]
+
+        def listed() -> set[str]:
+            return set(served.post("/query", query).json["instances"])
+
+        def each_lists(*names: str) -> None:
+            for pid in answering(served, 2):
+                with alone(served, pid):
+                    until(listed, lambda found: found == set(names))
+
+        query = {"token_ids": PROMPT, "model_name": "m"}
+        for one in engines:
+            one.serve(PROMPT)
+            assert register(served, one).status == 201
+        each_lists("1", "2", "3")
+        for instance in (1, 3):
+            gone = served.post("/unregister", {"instance_id": instance, "model_name": "m"})
+            assert gone.status == 200
+        each_lists("2")
+        assert register(served, engines[2]).status == 201
+        each_lists("2", "3")
 
 
 def test_a_kept_connection_carries_queries_and_what_is_passed_on() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvindex.server.catalog import Catalog, Partition, Registration
+from kvindex.server.catalog import Catalog, Change, Partition, Registration
 
 A, B = Partition("a"), Partition("b", "blue")
 
@@ -45,6 +45,22 @@ def test_changes_one_by_one_end_as_a_catalog_that_is_made_at_once() -> None:
         assert catalog.instances == made.instances
         assert catalog.partitions == made.partitions
         assert catalog.models == made.models
+
+
+def test_what_has_changed_since_a_catalog_makes_the_later_one_of_it() -> None:
+    drawn = random.Random(7)
+    catalog = told = Catalog()
+    for step in range(1_000):
+        new = one(drawn.randrange(8), drawn.randrange(3), drawn.choice([A, B]))
+        catalog = catalog.with_(new) if drawn.random() < 0.6 else catalog.without([new])
+        if step % drawn.randrange(1, 5) == 0:
+            change = catalog.since(told)
+            told = told.changed(change)
+            assert told.registrations == catalog.registrations
+            assert told.instances == catalog.instances
+            assert told.partitions == catalog.partitions
+    assert catalog.since(catalog) == Change(gone=(), came=())
+    assert catalog.with_(one("new")).since(catalog) == Change(gone=(), came=(one("new"),))
 
 
 def test_what_is_not_there_cannot_be_taken_away() -> None:
