@@ -18,7 +18,7 @@ from kvindex.errors import ConfigurationError, DiscoveryError
 from kvindex.subscribe import Worker
 from kvindex.wire import CacheSettings
 
-__all__ = ["FileSource", "read_targets"]
+__all__ = ["FileSource", "FollowedFile", "read_targets"]
 
 _MAX_BYTES: Final = 16 << 20
 _SETTLED: Final = 3  # further looks at which a changed file is still the same before it is read
@@ -121,14 +121,100 @@ def _by_rank(endpoints: str | list[str] | dict[str, str] | None) -> Any:
     return {int(rank): endpoint for rank, endpoint in endpoints.items()}
 
 
-class FileSource:
+class FollowedFile:
+    """A file as a source: tells its engines, and again whenever it changes.
+
+    A file that is missing, empty or cannot be understood takes nobody away: what it said last stays
+    true, and the error is raised once. Since half of a file may look whole, one that has changed is
+    read once three more looks find it the same; after `look`, at once.
+
+    Args:
+        path: the file.
+        interval: seconds between two looks at it.
+
+    Thread safety: `watch` on one thread; `look` and `close` from any, and from signal handlers.
+    """
+
+    is_certain = True
+
+    def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
+        self.path = Path(path)
+        self.name = f"file {path}"
+        self._interval = interval
+        self._wake = threading.Event()
+        self._closed = False
+        self._is_asked = True  # to read it at once; so it is at first
+        self._looked: object = self  # what the file looked like at the last look,
+        self._same = 0  # and at how many looks before that
+        self._seen: object = self  # what it looked like when it was last read
+        self._is_good = False  # whether it could be used then
+
+    def read(self) -> Iterable[Target]:
+        """Return the engines that the file lists now; `DiscoveryError` if it cannot be used."""
+        raise NotImplementedError
+
+    def watch(self, tell: Tell) -> None:
+        """Tell the engines, and again after each change, until `close`.
+
+        Raises:
+            DiscoveryError: the file cannot be read or used.
+        """
+        told = False  # by this call: whoever calls again wants to be told again
+        while not self._closed:
+            self._wake.clear()
+            looks, asked, self._is_asked = self._look(), self._is_asked, False
+            self._same = self._same + 1 if looks == self._looked else 0
+            self._looked = looks
+            is_changed = looks != self._seen and (asked or self._same >= _SETTLED)
+            if is_changed or (self._is_good and not told):
+                self._seen, self._is_good = looks, False
+                targets = self._read()
+                if looks == self._look():
+                    tell(targets)
+                    self._is_good = told = True
+                else:  # part of it may be old: it is read once more
+                    self._seen = self
+            self._wake.wait(self._interval)
+
+    def look(self) -> None:
+        """Look at the file now, and read it if it has changed."""
+        self._is_asked = True
+        self._wake.set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """End `watch`. Idempotent."""
+        self._closed = True
+        self._wake.set()
+
+    def _look(self) -> tuple[int, ...] | None:
+        """Return what tells one state of the file from the next, or None if it is not there."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> Iterable[Target]:
+        try:
+            return self.read()
+        except DiscoveryError as error:
+            if error.reason == "unreachable" and self._looked is not None:
+                self._seen = self  # it is there: perhaps it can be read the next time
+            raise
+
+
+class FileSource(FollowedFile):
     """Tells of the engines that a file lists, and reads it again whenever it changes.
 
     The form is told by the name: .toml, .json, or .ndjson and .jsonl with an entry on each line;
-    what it may hold says `read_targets`. A file that is missing, empty or cannot be understood
-    takes nobody away: what it said last stays true, and the error is counted and logged once. Since
-    half of a file may look whole, one that has changed is read once three more looks find it the
-    same. To list no engine, write `[]` (TOML: `engines = []`).
+    what it may hold says `read_targets`. When it is read again, and what a mistake in it does, says
+    `FollowedFile`: the file of `kvindex serve` is followed likewise. To list no engine, write `[]`
+    (TOML: `engines = []`).
 
     Args:
         path: the file.
@@ -142,11 +228,8 @@ class FileSource:
         'file engines.toml'
     """
 
-    is_certain = True
-
     def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
-        self.path = Path(path)
-        self.name = f"file {path}"
+        super().__init__(path, interval=interval)
         if self.path.suffix not in (".toml", ".json", ".ndjson", ".jsonl"):
             raise ConfigurationError(
                 f"{path}: expected a name that ends with .toml, .json, .ndjson or .jsonl"
@@ -154,36 +237,7 @@ class FileSource:
         if not 0 < interval < 1e6:
             raise ConfigurationError(f"interval must be above 0 seconds, not {interval!r}")
         if self.path.suffix == ".toml":
-            _toml()
-        self._interval = interval
-        self._closed = threading.Event()
-        self._looked: tuple[int, ...] | None = None  # what the last look found,
-        self._same = 0  # as so many looks before it
-        self._seen: tuple[int, ...] | None = None  # what it looked like when it was read
-        self._told: tuple[Target, ...] | None = None
-
-    def watch(self, tell: Tell) -> None:
-        """Tell of the engines in the file, and again whenever they change."""
-        while not self._closed.is_set():
-            looks = self._look()
-            self._same = self._same + 1 if looks == self._looked else 0
-            self._looked = looks
-            # The first reading takes nobody away.
-            if looks != self._seen and (self._told is None or self._same >= _SETTLED):
-                targets = self.read()
-                self._seen = looks if looks == self._look() else None
-                if self._seen and targets != self._told:
-                    self._told = targets
-                    tell(targets)
-            self._closed.wait(self._interval)
-
-    def _look(self) -> tuple[int, ...]:
-        """Return what is different once the file has changed."""
-        try:
-            found = os.stat(self.path)
-        except OSError as error:
-            raise self._error("unreachable", f"cannot be read: {error.strerror}") from None
-        return found.st_mtime_ns, found.st_ino, found.st_size
+            _toml()  # raises now rather than at the first reading
 
     def _error(self, reason: str, text: str) -> DiscoveryError:
         return DiscoveryError(f"{self.path} {text}", url=str(self.path), reason=reason)
@@ -217,10 +271,6 @@ class FileSource:
                 raise ConfigurationError("expected a list or an object")
             return found
         return [msgspec.json.decode(line) for line in content.splitlines() if line.strip()]
-
-    def close(self) -> None:
-        """End `watch`."""
-        self._closed.set()
 
 
 def _toml() -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +10,7 @@ import msgspec
 from kvindex import CacheSettings, ConfigurationError, Worker
 from kvindex.discovery import Target
 from kvindex.discovery import read_targets as read_listed
+from kvindex.discovery.files import FollowedFile
 from kvindex.errors import DiscoveryError
 from kvindex.server.settings import ConfigFile, Table, read_config
 
@@ -22,9 +21,6 @@ TABLES: Final = ("workers", "engines", "discovery")
 
 BLOCK_SIZE: Final = "kvindex/block-size"
 """The label that carries a worker's tokens per block through discovery."""
-
-_LOOK: Final = 1.0  # seconds between looks at whether the file has changed
-_SETTLED: Final = 3  # further looks at which a changed file is still the same before it is read
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -124,29 +120,18 @@ def _sized(name: str, block_size: object) -> dict[str, str]:
     return {BLOCK_SIZE: str(block_size)}
 
 
-class ConfigSource:
+class ConfigSource(FollowedFile):
     """The file as a discovery source: tells its workers, again whenever it changes.
-
-    A file that cannot be read, or names what cannot work, changes nothing: the workers that were
-    told stay, and the error is logged once and shown in the statistics of the discovery. A file
-    that has changed is read once it stays the same for three seconds, since part of it may be
-    written; after `look`, at once.
 
     Args:
         path: of the file.
         defaults: for entries that do not say.
         on_config: called with what the file says whenever it was read anew; it may raise
             ConfigurationError, and then nothing of it counts.
-        every: seconds between two looks at the file.
+        interval: seconds between two looks at the file.
 
-    Attributes:
-        name: for logs and statistics.
-        is_certain: True: what is not in the file is gone.
-
-    Thread safety: `watch` on one thread; `look` and `close` from any, and from signal handlers.
+    Thread safety: as `FollowedFile`.
     """
-
-    is_certain = True
 
     def __init__(
         self,
@@ -154,72 +139,26 @@ class ConfigSource:
         defaults: Defaults,
         on_config: Callable[[ConfigFile], None] = lambda config: None,
         *,
-        every: float = _LOOK,
+        interval: float = 1.0,
     ) -> None:
-        self.name = f"file {path}"
-        self._path = path
+        super().__init__(path, interval=interval)
         self._defaults = defaults
         self._on_config = on_config
-        self._every = every
-        self._wake = threading.Event()
-        self._closed = False
-        self._is_asked = True  # to read it at once; so it is at first
-        self._looked: object = self  # what it looked like at the last look,
-        self._same = 0  # and at how many looks before that
-        self._seen: object = self  # what the file looked like when it was last read
-        self._is_good = False  # whether it could be used then
 
-    def watch(self, tell: Callable[[Iterable[Target]], None]) -> None:
-        """Tell the workers, and again after each change, until `close`.
+    def read(self) -> list[Target]:
+        """Return the workers that the file names now.
 
         Raises:
-            DiscoveryError: the file cannot be read or used, with the line or entry.
+            DiscoveryError: it cannot be read or used, with the line or entry.
         """
-        told = False  # by this call: whoever calls again wants to be told again
-        while not self._closed:
-            self._wake.clear()
-            looks, asked, self._is_asked = _looks(self._path), self._is_asked, False
-            self._same = self._same + 1 if looks == self._looked else 0
-            self._looked = looks
-            is_changed = looks != self._seen and (asked or self._same >= _SETTLED)
-            if is_changed or (self._is_good and not told):
-                self._seen, self._is_good = looks, False
-                tell(self._read())
-                self._is_good = told = True
-            self._wake.wait(self._every)
-
-    def look(self) -> None:
-        """Look at the file now, and read it if it has changed."""
-        self._is_asked = True
-        self._wake.set()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    def close(self) -> None:
-        """Have `watch` return. Idempotent."""
-        self._closed = True
-        self._wake.set()
-
-    def _read(self) -> list[Target]:
+        path = str(self.path)
         try:
-            config = read_config(self._path, TABLES)
+            config = read_config(path, TABLES)
             targets = read_targets(config.tables, self._defaults)
             self._on_config(config)
-        except (ConfigurationError, OSError) as error:
-            text = str(error)
-            if not text.startswith(self._path):
-                text = f"{self._path}: {text}"
-            raise DiscoveryError(text, url=self._path, reason="content") from None
+        except OSError as error:
+            raise DiscoveryError(f"{path}: {error}", url=path, reason="unreachable") from None
+        except ConfigurationError as error:
+            text = str(error) if str(error).startswith(path) else f"{path}: {error}"
+            raise DiscoveryError(text, url=path, reason="content") from None
         return targets
-
-
-def _looks(path: str) -> tuple[int, int, int] | None:
-    """Return what tells one state of a file from the next, or None if it is not there."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
