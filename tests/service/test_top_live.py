@@ -5,9 +5,13 @@ from __future__ import annotations
 import io
 import os
 import pty
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -29,6 +33,30 @@ from tests.service.served import certificate_in, serving
 from tests.unit.test_fleet_overview import Source, status_of
 
 ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def redirecting(to: socket.socket) -> Iterator[str]:
+    """Run a server that sends everybody to another one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", f"http://127.0.0.1:{to.getsockname()[1]}/")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_a_service_is_shown_once_through_a_pipe() -> None:
@@ -63,8 +91,20 @@ def test_news_of_a_service_are_heard_at_once() -> None:
 def test_a_service_that_does_not_answer_is_told_in_words() -> None:
     with pytest.raises(ServiceError, match="is kvindex serve running there"):
         ServiceFleet("127.0.0.1:1").read()
-    with pytest.raises(ConfigurationError, match="no URL of a service"):
+    with pytest.raises(ConfigurationError, match="no URL of a server"):
         ServiceFleet("ftp://host")
+
+
+def test_a_redirect_is_not_followed_and_its_token_goes_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVINDEX_TOKEN", "t" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere, redirecting(elsewhere) as url:
+        with pytest.raises(ServiceError, match="it answers 302"):
+            ServiceFleet(url).read()
+        elsewhere.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
 
 
 def test_a_certificate_of_an_own_authority_is_trusted_by_its_file_and_asked_for_else(
