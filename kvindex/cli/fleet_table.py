@@ -1,4 +1,4 @@
-"""A fleet as rows and lines of text: what `kvindex top` shows, with or without colours."""
+"""A fleet as rows and lines of text: what `kvindex top` shows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from kvindex import State
-from kvindex.cli.output import counted, in_options, printable, table
+from kvindex.cli.output import counted, in_options, printable
 from kvindex.server.overview import Fleet, RankView, Totals
 
-__all__ = ["HEADER", "SORTS", "fleet_text", "reasons", "row", "sorted_ranks", "totals_line"]
+__all__ = ["HEADER", "SORTS", "reasons", "row", "sorted_ranks", "totals_line"]
 
 _MOST_MISSING: Final = 5
 
@@ -97,18 +97,6 @@ def row(rank: RankView) -> tuple[str, ...]:
         rank.restarts,
     )
     return tuple(printable(str(cell)) for cell in cells)
-
-
-def fleet_text(fleet: Fleet, *, sort: str = "state", most: int | None = None) -> str:
-    """Return a fleet as plain text: sums, a table, and what is wrong, each reason once."""
-    ranks = sorted_ranks(fleet.ranks, sort)
-    shown = ranks[:most]
-    lines = [totals_line(fleet.totals)]
-    if shown:
-        lines += ["", table(HEADER, map(row, shown))]
-    if len(ranks) > len(shown):
-        lines.append(f"and {counted(len(ranks) - len(shown), 'more rank')}")
-    return "\n".join([*lines, *reasons(fleet, shown)])
 
 
 def reasons(fleet: Fleet, ranks: Iterable[RankView]) -> list[str]:

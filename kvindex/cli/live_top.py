@@ -1,4 +1,4 @@
-"""`kvindex top` at a terminal: drawn again on news, steered by keys. Needs rich."""
+"""What `kvindex top` draws: again on news, steered by keys; through a pipe once. Needs rich."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvindex.cli.fleet_table import HEADER, SORTS, reasons, row, sorted_ranks, t
 from kvindex.cli.output import printable
 from kvindex.server.overview import Fleet, RankView
 
-__all__ = ["View", "drawn", "show"]
+__all__ = ["View", "drawn", "print_once", "show"]
 
 _COLOURS: Final = {
     "live": "green",
@@ -31,6 +31,7 @@ _COLOURS: Final = {
     "closed": "bright_black",
 }
 _NUMBERS = ("lag", "idle s", "gaps", "losses", "restarts")
+_WIDE: Final = 10_000  # columns: what a program reads is not cut
 _FRAME = 8  # lines around the ranks and their reasons
 _REASONS = 3
 _SEQUENCES: Final = {
@@ -99,14 +100,17 @@ class View:
             self.find += key
 
 
-def drawn(fleet: Fleet | None, view: View, *, most: int, trouble: str = "") -> Group:
-    """Return what the terminal shows of a fleet.
+def drawn(
+    fleet: Fleet | None, view: View, *, most: int, trouble: str = "", once: bool = False
+) -> Group:
+    """Return what is shown of a fleet.
 
     Args:
         fleet: as it was read last, if it was.
         view: how.
         most: ranks at most.
         trouble: why it could not be read just now.
+        once: with each reason in full and without help, as it is not drawn again.
     """
     parts: list[Text | Table] = []
     if trouble:
@@ -129,10 +133,17 @@ def drawn(fleet: Fleet | None, view: View, *, most: int, trouble: str = "") -> G
         if len(ranks) > len(shown):
             place = f"ranks {view.first + 1}-{view.first + len(shown)} of {len(ranks)}"
             parts.append(Text(place, "bright_black"))
-        for line in why[:_REASONS]:
+        for line in why if once else why[:_REASONS]:
             parts.append(Text(line, "bright_black", no_wrap=True, overflow="ellipsis"))
-    parts.append(_help(view))
+    if not once:
+        parts.append(_help(view))
     return Group(*parts)
+
+
+def print_once(fleet: Fleet, *, sort: str, most: int | None) -> None:
+    """Print a fleet for a program or a file: all ranks, or `most` of them."""
+    most = max(1, len(fleet.ranks)) if most is None else most
+    Console(width=_WIDE).print(drawn(fleet, View(sort), most=most, once=True))
 
 
 def _grid(ranks: list[RankView]) -> Table:

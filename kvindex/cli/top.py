@@ -7,22 +7,19 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Final
 
 from kvindex import ConfigurationError, State, connect
 from kvindex.cli.arguments import Commands, count, seconds
 from kvindex.cli.endpoints import add_engine_arguments, engines_of
-from kvindex.cli.fleet_table import SORTS, fleet_text
+from kvindex.cli.fleet_table import SORTS
 from kvindex.cli.service_fleet import ServiceFleet
 from kvindex.server.overview import Fleet, overview
 
 __all__ = ["add_parser"]
 
-_MISSING: Final = (
-    "kvindex top at a terminal needs the package rich: pip install 'kvindex[server]', or send the "
-    "output through a pipe (kvindex top … | cat) to have it once"
-)
+_MISSING: Final = "kvindex top needs the package rich: pip install 'kvindex[server]'"
 
 
 def add_parser(commands: Commands, text: str) -> None:
@@ -82,6 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             "name either a running service by its URL, or engines (--worker, --endpoint, --engine)"
         )
+    try:
+        from kvindex.cli.live_top import print_once, show
+    except ImportError as error:
+        raise ConfigurationError(f"{_MISSING} ({error})") from None
     live = sys.stdout.isatty()
     with ExitStack() as opened:
         if arguments.url:
@@ -89,9 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             read, watch = _engines(arguments, opened, wait=not live)
         if not live:
-            print(fleet_text(read(), sort=arguments.sort, most=arguments.ranks))
+            print_once(read(), sort=arguments.sort, most=arguments.ranks)
             return 0
-        _show(read, watch, arguments)
+        changed = threading.Event()
+        watch(changed)
+        with suppress(KeyboardInterrupt):  # the normal end
+            show(read, changed, sort=arguments.sort, most=arguments.ranks, every=arguments.every)
     return 0
 
 
@@ -123,22 +127,3 @@ def _engines(
         return overview(client, missing=None if found is None else found.missing())
 
     return read, watch
-
-
-def _show(read: _Read, watch: _Watch, arguments: argparse.Namespace) -> None:
-    try:
-        from kvindex.cli.live_top import show
-    except ImportError as error:
-        raise ConfigurationError(f"{_MISSING} ({error})") from None
-    changed = threading.Event()
-    watch(changed)
-    try:
-        show(
-            read,
-            changed,
-            sort=arguments.sort,
-            most=arguments.ranks,
-            every=arguments.every,
-        )
-    except KeyboardInterrupt:
-        pass  # the normal end

@@ -172,6 +172,8 @@ def test_the_commands_of_a_page_run(page: Path, shell: Shell) -> None:
         pytest.skip(MISSING)
     if any(line.startswith("kvindex serve ") for line in RUN_HERE[page]):
         pytest.importorskip("uvicorn", reason="needs kvindex[server]")
+    if any(line.startswith("kvindex top ") for line in RUN_HERE[page]):
+        pytest.importorskip("rich", reason="needs kvindex[server]")
     for line in RUN_HERE[page]:
         shell.run(line)
     shell.interrupt()
