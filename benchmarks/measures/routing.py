@@ -10,6 +10,7 @@ from typing import Final
 from benchmarks.bench import Bench
 from benchmarks.results import OURS, Bar, Result
 from benchmarks.routing.engine import Model
+from benchmarks.routing.field import FIELD, POLICIES
 from benchmarks.routing.plots import Line, line_chart
 from benchmarks.routing.referee import referee
 from benchmarks.routing.runs import (
@@ -22,13 +23,10 @@ from benchmarks.routing.runs import (
     spread,
 )
 from benchmarks.routing.simulation import Loss
-from kvindex.routing import POLICIES
 
 __all__ = ["run"]
 
 DEFAULT: Final = "kvindex"
-FIELD: Final = ("lmetric", "dynamo", "dynamo-agentic", "llm-d", "smg-gate", "two-tier")
-"""What others route by: the default is held against the best of these."""
 LOAD_ALONE: Final = "least-queued"
 SPEEDS: Final = (1.0, 3.0, 4.0)
 LOADS: Final[dict[str, tuple[float, ...]]] = {

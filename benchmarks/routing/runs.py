@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.routing.engine import Model
+from benchmarks.routing.field import make_policy
 from benchmarks.routing.generated import generate
 from benchmarks.routing.sharing import Boards
 from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
@@ -170,7 +171,7 @@ def simulate(run: Run) -> Outcome:
     routers = [
         Router(
             index,
-            policy=run.policy,
+            policy=make_policy(run.policy),
             loads=board,
             predict=fleet.predict,
             clock=clock,

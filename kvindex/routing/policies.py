@@ -1,15 +1,13 @@
-"""The policies by name: ours, and the field's own to compare with."""
+"""The policies by name: ours, and plain ones to compare with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Final
 
 from kvindex.errors import ConfigurationError
 from kvindex.routing.candidates import Candidates, Choice, Policy
 from kvindex.routing.choosing import Weights, choose
-from kvindex.routing.gates import RoundRobin, SpillGate, TwoTier
 
 __all__ = ["POLICIES", "CostPolicy", "make_policy"]
 
@@ -67,49 +65,32 @@ class CostPolicy:
         return scaled
 
 
-_PEAK_PREFILL: Final = 15_928.0  # tokens/s, of llm-d's configuration
+class RoundRobin:
+    """Each rank in its turn, whatever it holds or has to do."""
 
-_DYNAMO: Final = Weights(host=0.75, storage=0.25, decode=1.0)
-_AGENTIC_BLOCK: Final = 16  # tokens: Dynamo weighs a request as 64 blocks
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """Choose a rank; see `Policy`."""
+        rows = candidates.rows()
+        self._turn += 1
+        return Choice(rows[(self._turn - 1) % len(rows)], why="it is its turn")
+
+
 _WEIGHTS: Final[dict[str, tuple[Weights, float | None]]] = {
     # Ours. A token that is computed again costs its time, and as much twice more: all behind it
     # wait, and what it fills pushes others out. docs/routing.md says what was tried beside it.
     "kvindex": (Weights(new=3.0, request=256.0, backlog=1.0, churn=1.0), None),
     # Keep homes: ranks that hold 0.8 of the prompt, unless they are 5 s of prefill behind.
     "affinity": (Weights(request=256.0, affinity=0.8), 5.0),
-    # arXiv 2603.15202, with the credits of vllm-router 0.1.17.
-    "lmetric": (Weights(product=True), None),
-    # Dynamo 1.6.1's default: prefill that waits plus blocks that decode.
-    "dynamo": (_DYNAMO, None),
-    # Dynamo's preset for agents: prefill scale 4, 64 blocks for a request, and credit 2, which is
-    # for the device alone ("device-local prefix overlap").
-    "dynamo-agentic": (
-        _DYNAMO._replace(device=2.0, new=4.0, queued=4.0, request=64.0 * _AGENTIC_BLOCK),
-        None,
-    ),
-    # llm-d's optimized baseline: a filter, then the fewest tokens in flight.
-    "llm-d": (
-        Weights(
-            host=1.0,
-            storage=1.0,
-            new=0.0,
-            queued=0.0,
-            decode=1.0,
-            affinity=0.8,
-            slack=18.0 * _PEAK_PREFILL,
-        ),
-        None,
-    ),
     "least-queued": (Weights(0.0, 0.0, 0.0, new=0.0), None),
     "least-requests": (Weights(0.0, 0.0, 0.0, new=0.0, queued=0.0, request=1.0), None),
     "longest-prefix": (Weights(queued=0.0), None),
 }
-_GATES: Final[dict[str, Callable[[], Policy]]] = {
-    "smg-gate": SpillGate,
-    "two-tier": TwoTier,
-    "round-robin": RoundRobin,
-}
-POLICIES: Final = (*_WEIGHTS, *_GATES)
+POLICIES: Final = (*_WEIGHTS, RoundRobin.name)
 """The names of the policies; "kvindex" is the default, "least-queued" looks at load alone."""
 
 
@@ -124,6 +105,6 @@ def make_policy(policy: Policy | str) -> Policy:
     if policy in _WEIGHTS:
         weights, seconds = _WEIGHTS[policy]
         return CostPolicy(policy, weights, slack_seconds=seconds)
-    if policy in _GATES:
-        return _GATES[policy]()
+    if policy == RoundRobin.name:
+        return RoundRobin()
     raise ConfigurationError(f"policy is {policy!r}; the names are: {', '.join(POLICIES)}")

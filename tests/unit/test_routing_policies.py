@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.routing.field import POLICIES, make_policy
 from kvindex import Hits, Rank
 from kvindex.routing import (
-    POLICIES,
     Candidates,
     Choice,
     LoadColumns,
     Weights,
     choosing,
-    make_policy,
 )
 from kvindex.routing.choosing import choose_in_python
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.routing.cache import PrefixCache
 from benchmarks.routing.engine import Engine, Job, Model, Stored, Told, idle_ttft
+from benchmarks.routing.field import POLICIES, make_policy
 from benchmarks.routing.generated import KINDS, generate
 from benchmarks.routing.payloads import payload
 from benchmarks.routing.plots import Line, line_chart
@@ -20,7 +21,7 @@ from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
 from benchmarks.routing.traces import mooncake
 from benchmarks.routing.traffic import BLOCK, Session, Turn, tokens_of
 from kvindex import Index, Rank
-from kvindex.routing import POLICIES, Router
+from kvindex.routing import Router
 
 MODEL = Model(cache=256 * BLOCK)
 NOT_WHOLE = 100  # tokens
@@ -51,7 +52,9 @@ def simulation(
     event_delay: float = 0.0,
 ) -> tuple[Simulation, list[Router], Index, Boards]:
     index, clock, boards = Index(seed=1), Clock(), Boards(gateways)
-    routers = [Router(index, policy=policy, loads=b, clock=clock, seed=1) for b in boards]
+    routers = [
+        Router(index, policy=make_policy(policy), loads=b, clock=clock, seed=1) for b in boards
+    ]
     made = Simulation(index, routers, clock, ranks=3, model=MODEL, event_delay=event_delay)
     boards.share(made, delay=shared, period=None)
     return made, routers, index, boards

@@ -1,4 +1,4 @@
-"""Policies of the field that follow a prefix until loads differ too much."""
+"""The policies that other routers choose by, to hold ours against: each by its name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvindex.routing.candidates import Candidates, Choice
+from kvindex import routing
+from kvindex.routing import Candidates, Choice, CostPolicy, Policy, Weights
 
-__all__ = ["RoundRobin", "SpillGate", "TwoTier"]
+__all__ = ["FIELD", "POLICIES", "make_policy"]
 
 _LONG_MATCH: Final = 0.3  # of the prompt, as in SGLang's router
 _MOST_APART: Final = 64  # open requests
@@ -73,24 +74,47 @@ class TwoTier:
         return Choice(by_load, why="no rank holds 0.3 of the prompt; it has the fewest requests")
 
 
-class RoundRobin:
-    """Each rank in its turn, whatever it holds or has to do."""
-
-    name = "round-robin"
-
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def choose(self, candidates: Candidates) -> Choice:
-        """Choose a rank; see `Policy`."""
-        rows = candidates.rows()
-        self._turn += 1
-        return Choice(rows[(self._turn - 1) % len(rows)], why="it is its turn")
-
-
 def _first(candidates: Candidates, rows: Iterable[int], cost: Callable[[int], float]) -> int:
     """Return the row of least cost; of equal ones one that was given least lately, by chance."""
     order = {row: (cost(row), candidates.loads.given[row]) for row in rows}
     least = min(order.values())
     equal = [row for row, key in order.items() if key == least]
     return equal[int(candidates.chance * len(equal))]
+
+
+_PEAK_PREFILL: Final = 15_928.0  # tokens/s, of llm-d's configuration
+_AGENTIC_BLOCK: Final = 16  # tokens: Dynamo weighs a request as 64 blocks
+_DYNAMO: Final = Weights(host=0.75, storage=0.25, decode=1.0)
+_WEIGHTS: Final = {
+    # arXiv 2603.15202, with the credits of vllm-router 0.1.17.
+    "lmetric": Weights(product=True),
+    # Dynamo 1.6.1's default: prefill that waits plus blocks that decode.
+    "dynamo": _DYNAMO,
+    # Dynamo's preset for agents: prefill scale 4, 64 blocks for a request, and credit 2, which is
+    # for the device alone ("device-local prefix overlap").
+    "dynamo-agentic": _DYNAMO._replace(
+        device=2.0, new=4.0, queued=4.0, request=64.0 * _AGENTIC_BLOCK
+    ),
+    # llm-d's optimized baseline: a filter, then the fewest tokens in flight.
+    "llm-d": Weights(
+        host=1.0,
+        storage=1.0,
+        new=0.0,
+        queued=0.0,
+        decode=1.0,
+        affinity=0.8,
+        slack=18.0 * _PEAK_PREFILL,
+    ),
+}
+_GATES: Final[dict[str, Callable[[], Policy]]] = {"smg-gate": SpillGate, "two-tier": TwoTier}
+FIELD: Final = (*_WEIGHTS, *_GATES)
+"""The names of what others route by."""
+POLICIES: Final = (*routing.POLICIES, *FIELD)
+"""The names of all that are compared."""
+
+
+def make_policy(name: str) -> Policy:
+    """Return a policy by its name, kvindex' own included."""
+    if name in _WEIGHTS:
+        return CostPolicy(name, _WEIGHTS[name])
+    return _GATES[name]() if name in _GATES else routing.make_policy(name)
