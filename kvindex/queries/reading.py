@@ -49,20 +49,20 @@ def read_query(body: bytes | bytearray | memoryview, *, max_tokens: int | None =
 
     Raises:
         QueryError: the body is no JSON object, or `token_ids` is no array of whole numbers from 0
-            to 4294967295. The first fault of the body is told. Values more than 100 levels deep
-            count as malformed, and a second `token_ids` as a fault.
+            to 4294967295. The first fault of the body is told (in Python, one of them). Values
+            more than 100 levels deep count as malformed, and a second `token_ids` as a fault.
         ConfigurationError: `max_tokens` is negative.
         TypeError: `body` has no row of bytes to give.
 
     Complexity: O(bytes of the body) in time and in memory: 8,192 tokens take some 40 µs natively,
-        5 ms in Python. The GIL is released for bodies of 256 KiB and more.
+        2 ms by msgspec. The GIL is released for bodies of 256 KiB and more.
 
     Thread safety: any thread may call it.
 
     Examples:
-        >>> query = read_query(b'{"model_name": "m", "token_ids": [1, 2, 3]}')
+        >>> query = read_query(b'{"model_name":"m", "token_ids": [1, 2, 3]}')
         >>> query.token_ids.tolist(), query.rest
-        ([1, 2, 3], b'{"model_name": "m"}')
+        ([1, 2, 3], b'{"model_name":"m"}')
         >>> read_query(b'{"token_ids": [1, 2.5]}')
         Traceback (most recent call last):
         ...
@@ -86,7 +86,7 @@ def _error(body: bytes, fault: Fault, at: int, index: int) -> QueryError:
     if fault is Fault.TOO_MANY:
         return _about_tokens(f"more than {index} tokens: send fewer", "too_many", index)
     if fault is Fault.REPEATED:
-        return _about_tokens(f"a second time at byte {at}: send it once", "repeated")
+        return _about_tokens("given more than once: send it once", "repeated")
     kind = None if fault in (Fault.SYNTAX, Fault.TOO_DEEP, Fault.NO_TEXT) else _kind(body, at)
     if fault is Fault.NO_ARRAY and kind is not None:
         return _about_tokens(f"{kind}: it must be an array of tokens", "type")

@@ -1,18 +1,23 @@
-"""One pass over a query's JSON that finds its tokens; native/core/query_reader.hpp says how.
+"""A query's JSON taken apart by msgspec, for where the native module was not built.
 
-`scan_in_python` is its twin, for where the native module was not built.
+The tokens, the rest and what is refused are those of native/core/query_reader.hpp. Of a body with
+several faults it may name another one, and of malformed JSON another byte.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import re
 from array import array
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, Final, NoReturn, TypeAlias
+
+import msgspec
 
 __all__ = ["Fault", "Scanned", "scan_in_python"]
 
-_MAX_DEPTH = 100
+_MAX_DEPTH: Final = 100
+_FIELD: Final = "token_ids"
 
 
 class Fault(enum.IntEnum):
@@ -31,187 +36,105 @@ class Fault(enum.IntEnum):
 Scanned: TypeAlias = tuple[bytes | None, bytes] | tuple[int, int, int]
 """The tokens as packed uint32 and the rest; or the fault, its byte, and the tokens before it."""
 
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_VALUES = msgspec.json.Decoder(list[msgspec.Raw])
+_TOKENS = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]])
+_TOKEN = re.compile(rb"0|[1-9][0-9]{0,9}")
+_SPACE: Final = b" \n\r\t"
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
+_PLACE = re.compile(r"\(byte (\d+)\)")
+
 
 def scan_in_python(body: bytes | bytearray | memoryview, max_tokens: int) -> Scanned:
-    """Return a body's tokens and its rest, or its first fault.
+    """Return a body's tokens and its rest, or a fault of it.
 
     Raises:
         TypeError: `body` has no row of bytes to give.
     """
-    text = body if isinstance(body, bytes) else _bytes(body)
-    tokens = array("I")
-    try:
-        cut = _object(text, tokens, max_tokens)
-    except _FoundError as found:
-        return found.fault.value, found.at, len(tokens)
-    rest = text if cut is None else text[: cut.start] + text[cut.stop :]
-    try:
-        rest.decode()
-    except UnicodeDecodeError:
-        return Fault.NO_TEXT.value, len(text), len(tokens)
-    return (None if cut is None else tokens.tobytes()), rest
-
-
-def _bytes(body: bytearray | memoryview) -> bytes:
-    try:
-        view = memoryview(body)
-    except TypeError:
-        view = None
-    if view is None or not view.c_contiguous:
+    if not isinstance(body, bytes | bytearray | memoryview) or not memoryview(body).c_contiguous:
         raise TypeError("a body is bytes, a bytearray or a memoryview")
-    return view.tobytes()
+    text = bytes(body)
+    try:
+        members = _members(text)
+        given = members.pop(_FIELD, None)
+        if given is None:
+            return None, text
+        return _tokens(text, bytes(given), max_tokens), msgspec.json.encode(members)
+    except _FoundError as found:
+        return found.fault.value, found.at, found.index
 
 
 class _FoundError(Exception):
-    def __init__(self, fault: Fault, at: int) -> None:
-        super().__init__(fault, at)
+    def __init__(self, fault: Fault, at: int = 0, index: int = 0) -> None:
+        super().__init__(fault, at, index)
         self.fault = fault
         self.at = at
+        self.index = index
 
 
-class _Member(NamedTuple):
-    """Where a member begins and ends, the comma that goes with it included."""
+def _members(text: bytes) -> dict[str, msgspec.Raw]:
+    """Return the values of a body by their names."""
+    begin = len(text) - len(text.lstrip(_SPACE))
+    if text[begin : begin + 1] != b"{":
+        raise _FoundError(Fault.NO_OBJECT, begin)
+    _check_depth(text)
+    try:
+        text.decode()
+        members = _MEMBERS.decode(text)
+    except UnicodeDecodeError:
+        raise _FoundError(Fault.NO_TEXT, len(text)) from None
+    except msgspec.DecodeError as error:
+        place = _PLACE.search(str(error))  # of what follows the object, the byte behind
+        at = len(text) if place is None else min(int(place[1]), len(text) - 1)
+        raise _FoundError(Fault.SYNTAX, at) from None
+    names: list[str] = []
 
-    start: int
-    stop: int
+    def note(pairs: list[tuple[str, object]]) -> None:
+        names[:] = [name for name, _ in pairs]  # the outermost object is the last one to end
 
-
-_SPACE = re.compile(rb"[ \n\r\t]*")
-_UNESCAPED = re.compile(rb'[^"\\]*')
-_SCALAR = re.compile(rb"[^,} \n\r\t]*")
-_PLAIN = re.compile(rb'[^"\[\]{}]*')
-_TOKEN = re.compile(rb"(0|[1-9][0-9]{0,9})(?=[ \n\r\t,\]])")
-_DIGITS = re.compile(rb"[0-9]{0,11}")
-# A letter stands as it is, or as \u and four hexadecimal digits.
-_NAME = re.compile(b"".join(rb"(?:%c|\\u00(?i:%02x))" % (c, c) for c in b"token_ids"))
-
-
-def _object(text: bytes, tokens: array[int], max_tokens: int) -> _Member | None:
-    """Read the whole body; return what to leave out of it, None if there are no tokens."""
-    at = _skip_space(text, 0)
-    if text[at : at + 1] != b"{":
-        raise _FoundError(Fault.NO_OBJECT, at)
-    at = _skip_space(text, at + 1)
-    cut = None
-    if text[at : at + 1] == b"}":
-        at += 1
-    else:
-        at, cut = _members(text, at, tokens, max_tokens)
-    at = _skip_space(text, at)
-    if at != len(text):
-        raise _FoundError(Fault.SYNTAX, at)
-    return cut
+    # A dict holds the last of two values; this shows both. Numbers are not read: they may be long.
+    json.loads(text, object_pairs_hook=note, parse_int=len, parse_float=len)
+    if names.count(_FIELD) > 1:
+        raise _FoundError(Fault.REPEATED)
+    return members
 
 
-def _members(
-    text: bytes, at: int, tokens: array[int], max_tokens: int
-) -> tuple[int, _Member | None]:
-    cut = None
-    comma = None
-    while True:
-        start = at
-        name, at = _string(text, at)
-        is_tokens = _NAME.fullmatch(name) is not None
-        if is_tokens and cut is not None:
-            raise _FoundError(Fault.REPEATED, start)
-        at = _skip_space(text, _take(text, _skip_space(text, at), b":"))
-        at = _tokens(text, at, tokens, max_tokens) if is_tokens else _skip_value(text, at)
-        value_end = at
-        at = _skip_space(text, at)
-        is_last = text[at : at + 1] != b","
-        if is_tokens and is_last:
-            cut = _Member(start if comma is None else comma, value_end)
-        elif is_tokens:
-            cut = _Member(start, at + 1)
-        if is_last:
-            return _take(text, at, b"}"), cut
-        comma = at
-        at = _skip_space(text, at + 1)
-
-
-def _tokens(text: bytes, at: int, tokens: array[int], max_tokens: int) -> int:
-    if at == len(text):
-        raise _FoundError(Fault.SYNTAX, at)
-    if text[at : at + 1] != b"[":
-        raise _FoundError(Fault.NO_ARRAY, at)
-    at = _skip_space(text, at + 1)
-    if text[at : at + 1] == b"]":
-        return at + 1
-    while True:
-        at = _token(text, at, tokens, max_tokens)
-        at = _skip_space(text, at)
-        if text[at : at + 1] == b"]":
-            return at + 1
-        at = _skip_space(text, _take(text, at, b","))
-
-
-def _token(text: bytes, at: int, tokens: array[int], max_tokens: int) -> int:
-    if at == len(text):
-        raise _FoundError(Fault.SYNTAX, at)
-    if len(tokens) == max_tokens:
-        raise _FoundError(Fault.TOO_MANY, at)
-    found = _TOKEN.match(text, at)
-    if found is None or (value := int(found[1])) >= 2**32:
-        end = _skip(_DIGITS, text, at)
-        if end == len(text):
-            raise _FoundError(Fault.SYNTAX, end)
-        raise _FoundError(Fault.BAD_TOKEN, at)
-    tokens.append(value)
-    return found.end()
-
-
-def _skip_value(text: bytes, at: int) -> int:
-    first = text[at : at + 1]
-    if first == b'"':
-        return _string(text, at)[1]
-    if first in (b"{", b"["):
-        return _skip_nested(text, at)
-    end = _skip(_SCALAR, text, at)
-    if end == at:
-        raise _FoundError(Fault.SYNTAX, at)
-    return end
-
-
-def _skip_nested(text: bytes, at: int) -> int:
+def _check_depth(text: bytes) -> None:
     depth = 0
-    while True:
-        at = _skip(_PLAIN, text, at)
-        found = text[at : at + 1]
-        if found == b'"':
-            at = _string(text, at)[1]
-            continue
-        if not found:
-            raise _FoundError(Fault.SYNTAX, at)
-        depth += 1 if found in b"{[" else -1
-        if depth > _MAX_DEPTH:
-            raise _FoundError(Fault.TOO_DEEP, at)
-        at += 1
-        if depth == 0:
-            return at
+    for found in _BRACKET.finditer(_STRING.sub(lambda string: b" " * len(string[0]), text)):
+        depth += 1 if found[0] in b"[{" else -1
+        if depth > _MAX_DEPTH + 1:
+            raise _FoundError(Fault.TOO_DEEP, found.start())
 
 
-def _string(text: bytes, at: int) -> tuple[bytes, int]:
-    """Return what stands between the quotes, and where the string ends."""
-    first = _take(text, at, b'"')
-    at = _skip(_UNESCAPED, text, first)
-    while text[at : at + 1] == b"\\":
-        at = _skip(_UNESCAPED, text, at + 2)
-    if at >= len(text):
-        raise _FoundError(Fault.SYNTAX, len(text))
-    return text[first:at], at + 1
+def _tokens(text: bytes, given: bytes, max_tokens: int) -> bytes:
+    """Return the packed tokens of `given`, which stands in the body."""
+    try:
+        tokens = _TOKENS.decode(given)
+        is_good = b"-0" not in given  # msgspec takes that for 0
+    except msgspec.DecodeError:
+        is_good = False
+    if not is_good:
+        _raise_fault(text, given, max_tokens)
+    if len(tokens) > max_tokens:
+        raise _FoundError(Fault.TOO_MANY, index=max_tokens)
+    return array("I", tokens).tobytes()
 
 
-def _take(text: bytes, at: int, wanted: bytes) -> int:
-    if text[at : at + 1] != wanted:
-        raise _FoundError(Fault.SYNTAX, at)
-    return at + 1
-
-
-def _skip_space(text: bytes, at: int) -> int:
-    return _skip(_SPACE, text, at)
-
-
-def _skip(pattern: re.Pattern[bytes], text: bytes, at: int) -> int:
-    found = pattern.match(text, at)
-    assert found is not None  # each of these matches nothing at all, too
-    return found.end()
+def _raise_fault(text: bytes, given: bytes, max_tokens: int) -> NoReturn:
+    """Say which of the tokens is none."""
+    place = re.search(b":[%b]*(%b)[%b]*[,}]" % (_SPACE, re.escape(given), _SPACE), text)
+    assert place is not None
+    at = place.start(1)
+    if not given.startswith(b"["):
+        raise _FoundError(Fault.NO_ARRAY, at)
+    at += 1
+    for index, value in enumerate(map(bytes, _VALUES.decode(given))):
+        at = text.index(value, at)
+        if index == max_tokens:
+            raise _FoundError(Fault.TOO_MANY, at, index)
+        if not _TOKEN.fullmatch(value) or int(value) >= 2**32:
+            raise _FoundError(Fault.BAD_TOKEN, at, index)
+        at += len(value)
+    raise AssertionError("all are tokens")

@@ -1,15 +1,17 @@
 """An answer's JSON for all instances at once, from columns of what their ranks hold.
 
-What each dialect looks like stands here; native/core/answer_writer.cpp is the twin that is used
-where the native module was built.
+What each dialect looks like stands here; native/core/answer_writer.cpp writes the same bytes, where
+the native module was built.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from array import array
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 __all__ = ["AnswerDialect", "PythonWriter"]
 
@@ -22,27 +24,15 @@ class AnswerDialect(enum.IntEnum):
     MOTOR = 2
 
 
-class _Instance(NamedTuple):
-    name: str
-    rows: range
-
-
 class _Columns(NamedTuple):
     device: array[int]
     host: array[int]
     tokens: array[int]
     block_size: array[int]
 
-    def most(self, rows: range) -> tuple[int, int, int]:
-        """Return the most that any of these ranks holds: on the device, with the host, in all."""
-        device, host, tokens = (
-            max(column[rows.start : rows.stop], default=0) for column in self[:3]
-        )
-        return max(device, 0), max(host, 0), max(tokens, 0)
-
 
 class PythonWriter:
-    """As the native `AnswerWriter`.
+    """As the native `AnswerWriter`, by msgspec: for where the native module was not built.
 
     Args:
         dialect: an `AnswerDialect`.
@@ -53,13 +43,10 @@ class PythonWriter:
 
     def __init__(self, dialect: int, tenant: str, instances: list[tuple[str, list[str]]]) -> None:
         self._dialect = AnswerDialect(dialect)
-        self._tenant = tenant
-        self._ranks = [rank for _, ranks in instances for rank in ranks]
-        self._instances: list[_Instance] = []
-        row = 0
-        for name, ranks in instances:
-            self._instances.append(_Instance(name, range(row, row + len(ranks))))
-            row += len(ranks)
+        self._tenant = _text(tenant)
+        self._ranks = [_text(rank) for _, ranks in instances for rank in ranks]
+        row = itertools.count()
+        self._instances = [(_text(name), [next(row) for _ in ranks]) for name, ranks in instances]
 
     def write(
         self,
@@ -80,57 +67,43 @@ class PythonWriter:
                 raise ValueError(f"{name} must be a column of {len(self._ranks)} numbers")
         if trusts is not None and len(trusts) != len(self._instances):
             raise ValueError("trusts must be a tuple with a text for each instance")
-        shown = (
-            f"{one.name}:{self._shown(columns, one.rows)}"
-            f"{'' if trusts is None else trusts[at].decode()}}}"
-            for at, one in enumerate(self._instances)
-            if columns.most(one.rows)[2] > 0
-        )
+        scores: dict[str, dict[str, int]] = {}
+        shown: dict[str, msgspec.Raw] = {}
+        for at, (name, rows) in enumerate(self._instances):
+            if any(device[row] > 0 for row in rows):
+                scores[name] = {self._ranks[row]: device[row] for row in rows if device[row] > 0}
+            if any(tokens[row] > 0 for row in rows):
+                told = msgspec.json.encode(self._shown(columns, rows))
+                trust = b"" if trusts is None else trusts[at]
+                shown[name] = msgspec.Raw(told[:-1] + trust + b"}")
         if self._dialect is AnswerDialect.DYNAMO:
-            text = (
-                f'{{"scores":{self._scores(device)},"frequencies":[],"instances":{_braced(shown)}}}'
-            )
-        else:
-            text = f"{{{self._tenant}:{_braced(shown)}}}"
-        return text.encode()
+            return msgspec.json.encode({"scores": scores, "frequencies": [], "instances": shown})
+        return msgspec.json.encode({self._tenant: shown})
 
-    def _scores(self, device: array[int]) -> str:
-        return _braced(
-            f"{one.name}:{self._holders(one.rows, device, device.__getitem__)}"
-            for one in self._instances
-            if any(device[row] > 0 for row in one.rows)
-        )
-
-    def _shown(self, columns: _Columns, rows: range) -> str:
-        """Return an instance's object without its end."""
-        device, host, tokens = columns.most(rows)
-        if self._dialect is AnswerDialect.DYNAMO:
-            ranks = self._holders(rows, columns.tokens, columns.device.__getitem__)
-            return (
-                f'{{"longest_matched":{tokens},"gpu":{device},"dp":{ranks},'
-                f'"cpu":{host},"disk":{tokens}'
-            )
-        if self._dialect is AnswerDialect.RFC:
-            ranks = self._holders(rows, columns.tokens, columns.tokens.__getitem__)
-            return (
-                f'{{"longest_matched":{tokens},"GPU":{device},"DP":{ranks},'
-                f'"CPU":{host},"DISK":{tokens}'
-            )
-
-        def blocks(row: int) -> str:
-            size = max(columns.block_size[row], 1)
-            npu, cpu, disk = (max(column[row], 0) // size for column in columns[:3])
-            return (
-                f'{{"matched_tokens":{columns.tokens[row]},"npu_blocks":{npu},'
-                f'"cpu_blocks":{cpu - npu},"disk_blocks":{disk - cpu}}}'
-            )
-
-        return f'{{"longest_matched":{tokens},"DP":{self._holders(rows, columns.tokens, blocks)}'
-
-    def _holders(self, rows: range, counted: array[int], value: Callable[[int], int | str]) -> str:
-        """Return an object of those ranks of which this counts anything."""
-        return _braced(f"{self._ranks[row]}:{value(row)}" for row in rows if counted[row] > 0)
+    def _shown(self, columns: _Columns, rows: list[int]) -> dict[str, Any]:
+        """Return what an instance's ranks hold."""
+        device, host, tokens = (max(0, *(column[row] for row in rows)) for column in columns[:3])
+        holders = {self._ranks[row]: row for row in rows if columns.tokens[row] > 0}
+        if self._dialect is AnswerDialect.MOTOR:
+            by_rank = {rank: _blocks(columns, row) for rank, row in holders.items()}
+            return {"longest_matched": tokens, "DP": by_rank}
+        is_rfc = self._dialect is AnswerDialect.RFC
+        column = columns.tokens if is_rfc else columns.device
+        names = ("GPU", "DP", "CPU", "DISK") if is_rfc else ("gpu", "dp", "cpu", "disk")
+        held = (device, {rank: column[row] for rank, row in holders.items()}, host, tokens)
+        return {"longest_matched": tokens, **dict(zip(names, held, strict=True))}
 
 
-def _braced(members: Iterable[str]) -> str:
-    return f"{{{','.join(members)}}}"
+def _blocks(columns: _Columns, row: int) -> dict[str, int]:
+    size = max(columns.block_size[row], 1)
+    npu, cpu, disk = (max(column[row], 0) // size for column in columns[:3])
+    return {
+        "matched_tokens": columns.tokens[row],
+        "npu_blocks": npu,
+        "cpu_blocks": cpu - npu,
+        "disk_blocks": disk - cpu,
+    }
+
+
+def _text(json_string: str) -> str:
+    return msgspec.json.decode(json_string, type=str)
