@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,7 +29,6 @@ _TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
-    ".txt": "text/plain; charset=utf-8",
 }
 
 
@@ -42,21 +41,14 @@ class Asset(NamedTuple):
 
 
 def read_assets() -> dict[str, Asset]:
-    """Return the package's static files by their path, e.g. "vendor/LICENSE-htm.txt"."""
-    return dict(_read(importlib.resources.files("kvindex.server") / "static", ""))
-
-
-def _read(folder: Any, prefix: str) -> list[tuple[str, Asset]]:
-    found = []
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.is_dir():
-            found += _read(entry, f"{prefix}{entry.name}/")
-            continue
+    """Return the package's static files by their name, e.g. "app.js"."""
+    found = {}
+    for entry in (importlib.resources.files("kvindex.server") / "static").iterdir():
         media_type = _TYPES.get("." + entry.name.rpartition(".")[2])
         if media_type is not None:
             body = entry.read_bytes()
             etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
-            found.append((prefix + entry.name, Asset(body, media_type, etag)))
+            found[entry.name] = Asset(body, media_type, etag)
     return found
 
 

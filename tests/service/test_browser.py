@@ -497,6 +497,127 @@ def test_the_table_is_sorted_by_its_headers(browser: Browser, many: str) -> None
         expect(tab.get_by_role("row")).to_have_count(51)
 
 
+READ_AGAIN = "document.dispatchEvent(new Event('visibilitychange'))"
+
+
+def test_focus_caret_and_what_was_typed_stay_when_the_fleet_changes(browser: Browser) -> None:
+    fleet = ManyRanks(64)
+
+    def change(losses: int) -> None:
+        fleet.told[Rank("vllm-3", 4)] = status_of(Rank("vllm-3", 4), losses=losses)
+        tab.evaluate(READ_AGAIN)
+
+    with shown(Page(fleet)) as url, tab_of(browser, url) as tab:
+        expect(tab.locator(".pulse.live")).to_be_visible()
+        tab.get_by_role("columnheader", name="Losses").get_by_role("button").click()
+        rows = tab.locator("tbody tr")
+        expect(rows.first).not_to_contain_text("vllm-3/4")
+        rows.filter(has_text="vllm-3/4").get_by_role("button").focus()
+        change(1_000)
+        expect(rows.first).to_contain_text("vllm-3/4")  # the row moved, and kept the focus
+        expect(rows.first.get_by_role("button")).to_be_focused()
+
+        find = tab.get_by_role("searchbox", name="Find")
+        find.press_sequentially("vlm-3")
+        find.press("Home")
+        find.press("ArrowRight")
+        change(2_000)
+        expect(tab.locator(".totals")).to_contain_text("2,0")
+        find.press_sequentially("l")  # where the caret was
+        expect(find).to_have_value("vllm-3")
+        expect(rows).to_have_count(8)
+        expect(find).to_be_focused()
+
+        tab.goto(f"{url}/#match")
+        tab.get_by_label("Salt").fill("secret")
+        tab.locator("textarea").fill("1 2 3")
+        with tab.expect_response("**/api/fleet"):
+            tab.evaluate(READ_AGAIN)
+        tab.get_by_role("button", name="Text").click()  # another prompt, the same form
+        expect(tab.get_by_label("Salt")).to_have_value("secret")
+
+
+def test_a_view_that_cannot_be_shown_says_so_and_the_others_go_on(browser: Browser) -> None:
+    with shown(Page(ManyRanks(8))) as url, tab_of(browser, url) as tab:
+        expect(tiles(tab)).to_have_count(8)
+        fleet = httpx.get(f"{url}/api/fleet").json()
+        told = {**fleet, "totals": None}
+        tab.route("**/api/fleet", lambda route: route.fulfill(json=told))
+        tab.evaluate(READ_AGAIN)
+        expect(tab.get_by_role("alert")).to_contain_text("This view cannot be shown")
+        expect(tiles(tab)).to_have_count(0)
+        tab.get_by_role("link", name="Timeline").click()
+        expect(tab.get_by_role("main")).to_contain_text("All 8 happenings")
+        told |= {"totals": fleet["totals"], "version": "whole again"}
+        expect(tab.get_by_role("contentinfo")).to_have_text("kvindex whole again")
+        tab.get_by_role("link", name="Fleet").click()
+        expect(tiles(tab)).to_have_count(8)
+
+
+# What html.js makes of a list: each step is a list of names, of which null shows nothing.
+KEPT = """async (steps) => {
+  const { html, render, useEffect, useState } = await import("/static/html.js");
+  const box = document.body.appendChild(document.createElement("div"));
+  const left = [];
+  let show;
+  const Item = ({ name }) => {
+    useEffect(() => () => left.push(name), []);
+    return html`<li data-name=${name}><input aria-label=${name} /></li>`;
+  };
+  const List = () => {
+    const [names, setNames] = useState(steps[0]);
+    show = setNames;
+    return html`<ul>${names.map((name) => name && html`<${Item} key=${name} name=${name} />`)}
+      ${!names.includes("b") && html`<li>no b</li>`}</ul>`;
+  };
+  render(html`<${List} />`, box);
+  const item = (name) => box.querySelector(`[data-name=${name}]`);
+  const before = item("c");
+  before.firstChild.focus();
+  const seen = [];
+  for (const names of steps) {
+    show(names);
+    await new Promise((done) => setTimeout(done));
+    const texts = [...box.querySelectorAll("li")].map((one) => one.dataset.name || one.textContent);
+    const stays = item("c") === before && document.activeElement === before.firstChild;
+    seen.push([texts.join(" "), stays]);
+  }
+  box.remove();
+  return { seen, left };
+}"""
+
+
+def test_what_is_drawn_again_is_the_same_element_wherever_it_moves(
+    browser: Browser, many: str
+) -> None:
+    steps = [*map(list, ("abc", "cab", "acb", "xbyczd")), ["b", None, "c"], ["c"], list("dcba")]
+    with tab_of(browser, many) as tab:
+        told = tab.evaluate(KEPT, steps)
+    assert told["seen"] == [
+        ["a b c", True],
+        ["c a b", True],
+        ["a c b", True],
+        ["x b y c z d", True],
+        ["b c", True],
+        ["c no b", True],
+        ["d c b a", True],
+    ]
+    assert sorted(told["left"]) == list("abdxyz")
+
+
+def test_an_object_of_the_network_is_no_element(browser: Browser, many: str) -> None:
+    drawn = """async (evil) => {
+      const { html, render } = await import("/static/html.js");
+      const box = document.createElement("div");
+      render(html`<p title=${evil}>${evil} <b>x</b></p>`, box);
+      return box.innerHTML;
+    }"""
+    with tab_of(browser, many) as tab:
+        evil = {"type": "img", "attributes": {"src": "x"}, "children": []}
+        told = tab.evaluate(drawn, evil)
+    assert told == '<p title="[object Object]">[object Object] <b>x</b></p>'
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast_and_controls_have_names_in_every_view(
     browser: Browser, many: str, scheme: str

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import importlib.resources
 import json
 import logging
 import socket
@@ -25,7 +23,6 @@ from starlette.applications import Starlette
 
 from kvindex import State
 from kvindex.server import event_stream
-from kvindex.server.assets import read_assets
 from kvindex.server.catalog import Partition
 from kvindex.server.event_stream import EventStreamResponse, StreamCounters
 from kvindex.server.gate import Gate
@@ -41,12 +38,6 @@ from tests.service.page_server import MODEL, ManyRanks, paged, register
 from tests.unit.index_events import apply, removed, stored
 from tests.unit.test_fleet_overview import A, status_of
 
-# What was vendored, byte for byte: a change of these files is one of the dependency.
-VENDORED = {
-    "htm-preact-3.1.1.js": "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7",
-    "LICENSE-htm.txt": "740725f7252e750af735d0028cc534970772f513331e9f68150fede8fb3ce00f",
-    "LICENSE-preact.txt": "1fe6958409c8c257a70c587a18b6f7f412b179b456630790d30b2ec9a8e4b7d4",
-}
 PROMPT = list(range(48))
 
 
@@ -58,14 +49,6 @@ def asker() -> Iterator[Asker]:
 
 
 # Files
-
-
-def test_what_is_vendored_has_the_pinned_content() -> None:
-    folder = importlib.resources.files("kvindex.server") / "static" / "vendor"
-    for path, digest in VENDORED.items():
-        assert hashlib.sha256((folder / path).read_bytes()).hexdigest() == digest, path
-    served = {path for path in read_assets() if path.startswith("vendor/")}
-    assert served == {f"vendor/{path}" for path in VENDORED}
 
 
 def test_the_page_lets_nothing_in_from_elsewhere_and_nothing_inline(asker: Asker) -> None:

@@ -1,6 +1,6 @@
 // The page: its header, its four views, and what is said when something is wrong.
 
-import { html, render, useEffect, useErrorBoundary, useMemo, useState } from "./vendor/htm-preact-3.1.1.js";
+import { html, render, useEffect, useErrorBoundary, useMemo, useState } from "./html.js";
 import { ago, clock } from "./format.js";
 import { Live } from "./live.js";
 import { FleetView } from "./fleet.js";

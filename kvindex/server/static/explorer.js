@@ -1,6 +1,6 @@
 // The match explorer: a prompt, and how far it matches on which ranks, where it ends and why.
 
-import { html, useState } from "./vendor/htm-preact-3.1.1.js";
+import { html, useState } from "./html.js";
 import { STANDINGS, counted, mediaOf, number, partitionName, rankName, standing } from "./format.js";
 import { askJson } from "./live.js";
 
@@ -61,7 +61,7 @@ export function ExplorerView({ live }) {
       ${withoutTokens
         ? html`<${AskEngine} partition=${partition} />`
         : html`<label class="prompt" key=${form}>${asText ? "Prompt, with its chat template applied" : "Token ids"}
-            <textarea name="prompt" rows="5" spellcheck=${false} required
+            <textarea name="prompt" rows="5" spellcheck="false" required
               placeholder=${asText ? "You are a helpful assistant. …" : "[151644, 8948, 198, …] or numbers with spaces"}></textarea></label>
           <button class="main" disabled=${state.asking}>${state.asking ? "Asking …" : "Explain the match"}</button>`}
     </form>

@@ -1,6 +1,6 @@
 // The fleet at a glance: totals, what is wrong, traffic, a tile for each rank, and a table of them all.
 
-import { html, useMemo, useState } from "./vendor/htm-preact-3.1.1.js";
+import { html, useMemo, useState } from "./html.js";
 import { STANDINGS, age, compact, counted, mediaOf, number, rankName, standing, sum } from "./format.js";
 import { RankDetails } from "./rank.js";
 import { RankTable } from "./table.js";

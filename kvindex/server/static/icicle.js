@@ -1,6 +1,6 @@
 // The picture: each prefix above what follows it, as wide as its share. Click or keys zoom.
 
-import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact-3.1.1.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 import { counted, number } from "./format.js";
 import { differentBlocks, layOut, ranksOf, shadeOf } from "./tree.js";
 import { nameOf } from "./prefixes.js";

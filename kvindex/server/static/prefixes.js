@@ -1,6 +1,6 @@
 // Who holds which prefixes: an icicle of the radix tree, the same as a table, and details.
 
-import { html, useEffect, useMemo, useState } from "./vendor/htm-preact-3.1.1.js";
+import { html, useEffect, useMemo, useState } from "./html.js";
 import { compact, counted, mediaOf, number, partitionKey, partitionName } from "./format.js";
 import { askJson } from "./live.js";
 import { Icicle } from "./icicle.js";

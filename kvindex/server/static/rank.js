@@ -1,6 +1,6 @@
 // One rank: how it stands, what it holds, what was counted, and what happened to it last.
 
-import { html } from "./vendor/htm-preact-3.1.1.js";
+import { html } from "./html.js";
 import {
   KINDS, STANDINGS, age, ago, counted, mediaOf, number, partitionName, rankName, standing, sum,
 } from "./format.js";

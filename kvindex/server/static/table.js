@@ -1,6 +1,6 @@
 // All ranks as a table: sortable, a page of rows at a time.
 
-import { html, useState } from "./vendor/htm-preact-3.1.1.js";
+import { html, useState } from "./html.js";
 import {
   NAMES, STANDINGS, age, counted, headline, mediaOf, number, partitionName, rankName, standing,
 } from "./format.js";

@@ -1,6 +1,6 @@
 // A tile for each rank, grouped by worker, coloured by what is asked for; whom it stands for on hover and focus.
 
-import { html, useRef, useState } from "./vendor/htm-preact-3.1.1.js";
+import { html, useRef, useState } from "./html.js";
 import {
   NAMES, STANDINGS, ago, compact, counted, headline, mediaOf, number, partitionKey, partitionName, rankName, standing, sum,
 } from "./format.js";

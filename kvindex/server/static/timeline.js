@@ -1,6 +1,6 @@
 // What happened: a lane for each rank that had trouble, and all happenings as a list.
 
-import { html, useMemo, useState } from "./vendor/htm-preact-3.1.1.js";
+import { html, useMemo, useState } from "./html.js";
 import {
   KINDS, STANDINGS, age, ago, clock, counted, day, number, partitionName, rankName,
 } from "./format.js";

@@ -1,6 +1,6 @@
 // What was asked over time, as small charts: the server keeps the past, so it is there from the first look.
 
-import { html, useEffect, useState } from "./vendor/htm-preact-3.1.1.js";
+import { html, useEffect, useState } from "./html.js";
 import { age, clock, compact, number, partitionKey, partitionName, sum } from "./format.js";
 import { askJson } from "./live.js";
 

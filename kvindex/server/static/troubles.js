@@ -1,6 +1,6 @@
 // What is wrong: engines that were not found, and why ranks are not well, each reason once.
 
-import { html } from "./vendor/htm-preact-3.1.1.js";
+import { html } from "./html.js";
 import { STANDINGS, counted, headline, rankName, standing } from "./format.js";
 
 const MOST_REASONS = 4;
