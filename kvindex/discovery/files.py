@@ -18,10 +18,11 @@ from kvindex.errors import ConfigurationError, DiscoveryError
 from kvindex.subscribe import Worker
 from kvindex.wire import CacheSettings
 
-__all__ = ["FileSource", "FollowedFile", "read_targets"]
+__all__ = ["LOOK_EVERY", "FileSource", "FollowedFile", "read_targets"]
 
 _MAX_BYTES: Final = 16 << 20
-_SETTLED: Final = 3  # further looks at which a changed file is still the same before it is read
+LOOK_EVERY: Final = 0.1  # seconds
+_SETTLED: Final = 27  # further looks at which a changed file is still the same before it is read
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -126,7 +127,7 @@ class FollowedFile:
 
     A file that is missing, empty or cannot be understood takes nobody away: what it said last stays
     true, and the error is raised once. Since half of a file may look whole, one that has changed is
-    read once three more looks find it the same; after `look`, at once.
+    read once 27 more looks find it the same, 2.7 s by default; after `look`, at once.
 
     Args:
         path: the file.
@@ -137,7 +138,7 @@ class FollowedFile:
 
     is_certain = True
 
-    def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, interval: float = LOOK_EVERY) -> None:
         self.path = Path(path)
         self.name = f"file {path}"
         self._interval = interval
@@ -228,7 +229,7 @@ class FileSource(FollowedFile):
         'file engines.toml'
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, interval: float = LOOK_EVERY) -> None:
         super().__init__(path, interval=interval)
         if self.path.suffix not in (".toml", ".json", ".ndjson", ".jsonl"):
             raise ConfigurationError(

@@ -10,7 +10,7 @@ import msgspec
 from kvindex import CacheSettings, ConfigurationError, Worker
 from kvindex.discovery import Target
 from kvindex.discovery import read_targets as read_listed
-from kvindex.discovery.files import FollowedFile
+from kvindex.discovery.files import LOOK_EVERY, FollowedFile
 from kvindex.errors import DiscoveryError
 from kvindex.server.settings import ConfigFile, Table, read_config
 
@@ -139,7 +139,7 @@ class ConfigSource(FollowedFile):
         defaults: Defaults,
         on_config: Callable[[ConfigFile], None] = lambda config: None,
         *,
-        interval: float = 1.0,
+        interval: float = LOOK_EVERY,
     ) -> None:
         super().__init__(path, interval=interval)
         self._defaults = defaults

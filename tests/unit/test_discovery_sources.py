@@ -150,7 +150,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
 def test_a_file_that_is_being_written_is_believed_once_it_stays_the_same(tmp_path: Path) -> None:
     # What each look finds: (what the file looks like, its text). Only the last stays for long.
     whole = '["http://a:1", "http://b:2"]'
-    looks = iter([*[("A", whole)] * 2, *[("B", "[]")] * 3, *[("C", '["http://a:1"]')] * 3])
+    looks = iter([*[("A", whole)] * 2, *[("B", "[]")] * 27, *[("C", '["http://a:1"]')] * 27])
     now = ("", "")
 
     class Written(FileSource):
