@@ -282,7 +282,6 @@ def open_writing_end(
                 n_remote,
                 _LOOPBACK if settings.connect_ip is None else settings.connect_ip,
                 window=settings.remote_window,
-                max_message_bytes=settings.max_message_bytes + 1,  # the kind
                 curve=curve,
                 waiting=waiting,
             )

@@ -7,14 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import zmq
 
 from kvindex.errors import KVIndexError
-from kvindex.shm.remote import RemoteLink, RemoteReader, RemoteSender
-from kvindex.shm.remote.frames import Welcome, encode, parse_reader
+from kvindex.shm.remote import RemoteReader, RemoteSender
+from kvindex.shm.remote.protocol import Message, Welcome, decode, encode
 from tests.children import ended_after
 from tests.live import PATIENCE
 
@@ -48,7 +48,7 @@ WRITER_PROCESS = """
 import sys
 from kvindex.shm.remote import RemoteSender
 
-sender = RemoteSender(1, "127.0.0.1", max_message_bytes=1 << 20)
+sender = RemoteSender(1, "127.0.0.1")
 print(sender.address, sender.token.hex(), flush=True)
 sender.wait_connected(120.0)
 for number in range(int(sys.argv[1])):
@@ -66,9 +66,8 @@ class Queue:
         self._stack = ExitStack()
 
     def sender(self, n_remote: int = 1, ip: str = "127.0.0.1", **knobs: Any) -> RemoteSender:
-        knobs.setdefault("link", RemoteLink(linger=0.0))
-        sender = RemoteSender(n_remote, ip, max_message_bytes=MAX_BYTES, **knobs)
-        return self._stack.enter_context(sender)
+        knobs.setdefault("linger", 0.0)
+        return self._stack.enter_context(closing(RemoteSender(n_remote, ip, **knobs)))
 
     def reader(self, sender: RemoteSender, rank: int = 0, **knobs: Any) -> RemoteReader:
         token = knobs.pop("token", sender.token)
@@ -78,7 +77,7 @@ class Queue:
         self, address: str, token: bytes = bytes(32), rank: int = 0, **knobs: Any
     ) -> RemoteReader:
         knobs.setdefault("max_message_bytes", MAX_BYTES)
-        return self._stack.enter_context(RemoteReader(address, token, rank, **knobs))
+        return self._stack.enter_context(closing(RemoteReader(address, token, rank, **knobs)))
 
     def pair(self, **knobs: Any) -> tuple[RemoteSender, RemoteReader]:
         """A sender and its only reader, joined."""
@@ -213,10 +212,10 @@ class Impostor:
         """Wait for the reader's hello."""
         assert self._socket.poll(MILLISECONDS)
         self._identity, said = self._socket.recv_multipart()
-        parse_reader(said)
+        decode(said)
 
     def welcome(self, next_seq: int = 0, *, ready: bool = True) -> None:
-        self.say(encode(Welcome(next_seq, 16, 1000, ready)))
+        self.say(encode(Welcome(next_seq, 16, ready)))
 
     def hear(self) -> bytes:
         """Return what the reader says next."""
@@ -225,3 +224,8 @@ class Impostor:
 
     def say(self, *parts: bytes) -> None:
         self._socket.send_multipart([self._identity, *parts])
+
+
+def small(seq: int, *frames: bytes) -> bytes:
+    """Return the part of a small message."""
+    return encode(Message(seq, [memoryview(frame) for frame in frames]))

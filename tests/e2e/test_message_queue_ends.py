@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -539,7 +539,7 @@ def test_a_remote_reader_reads_over_ipv6() -> None:
     [[b""], [b"\x02"], [b"\x01"], [b"\x63", b"x"], [b"\x01", b"\xc1"], [b"\x01\x01", b"\xc0"]],
 )
 def test_what_a_foreign_writer_sends_is_an_error_of_ours(frames: list[bytes]) -> None:
-    with RemoteSender(1, "127.0.0.1", max_message_bytes=100) as foreign:
+    with closing(RemoteSender(1, "127.0.0.1")) as foreign:
         handle = Handle(
             n_reader=1,
             local_reader_ranks=[],

@@ -20,20 +20,14 @@ from kvindex.errors import (
     WaitCancelledError,
     WriterDiedError,
 )
-from kvindex.shm.remote import RemoteLink, RemoteReader, RemoteSender
-from kvindex.shm.remote.credits import SendWindow
-from kvindex.shm.remote.frames import (
-    Acknowledgement,
-    Closed,
-    encode,
-    message_header,
-    packed_message,
-)
+from kvindex.shm.remote import RemoteReader, RemoteSender
+from kvindex.shm.remote.credit import SendWindow
+from kvindex.shm.remote.protocol import Acknowledgement, Closed, LargeMessage, encode
 from tests.e2e.publish_peers import wait_until
-from tests.e2e.remote_peers import MAX_BYTES, Queue, drain
+from tests.e2e.remote_peers import MAX_BYTES, Queue, drain, small
 from tests.live import PATIENCE
 
-PATIENT = RemoteLink(linger=3600.0)
+PATIENT = 3600.0
 
 
 @pytest.fixture
@@ -53,7 +47,7 @@ def various(number: int) -> list[bytes]:
 
 
 def test_readers_of_different_speed_get_all_in_order(queue: Queue) -> None:
-    sender = queue.sender(3, link=PATIENT)
+    sender = queue.sender(3, linger=PATIENT)
     readers = [queue.reader(sender, rank) for rank in range(3)]
     sender.wait_connected(PATIENCE)
     collectors = [queue.collect(readers[i], slow_every=(0, 200, 50)[i]) for i in range(3)]
@@ -70,7 +64,7 @@ def test_readers_of_different_speed_get_all_in_order(queue: Queue) -> None:
 
 
 def test_readers_in_other_processes_get_all_in_order(queue: Queue) -> None:
-    sender = queue.sender(2, link=PATIENT)
+    sender = queue.sender(2, linger=PATIENT)
     processes = [queue.process(sender, rank) for rank in range(2)]
     sender.wait_connected(PATIENCE)
     sender.send_ready()
@@ -144,9 +138,11 @@ def test_nothing_is_sent_before_all_have_joined(queue: Queue) -> None:
     sender = queue.sender(2)
     first = queue.reader(sender, 0)
     wait_until(lambda: not sender.serve() and sender.connected == {0}, "the first has joined")
-    with pytest.raises(QueueTimeoutError, match="1 remote readers that never joined"):
+    with pytest.raises(
+        QueueTimeoutError, match=r"1 remote readers to join; connected: ranks \[0\]"
+    ):
         sender.send([b"too early"], 0.0)
-    with pytest.raises(QueueTimeoutError, match=r"joined: ranks \[0\]"):
+    with pytest.raises(QueueTimeoutError, match=r"connected: ranks \[0\]"):
         sender.wait_connected(0.0)
     second = queue.reader(sender, 1)
     sender.send([b"now"], PATIENCE)
@@ -173,7 +169,7 @@ def test_a_message_makes_ready_and_is_not_lost(queue: Queue) -> None:
 
 def test_a_timeout_of_nothing_returns_what_is_there(queue: Queue) -> None:
     sender, reader = queue.pair()
-    with pytest.raises(QueueTimeoutError, match="no message came in 0 s: waited for"):
+    with pytest.raises(QueueTimeoutError, match="waited 0 s for the writer at"):
         reader.receive(0.0)
     sender.send([b"there"], PATIENCE)
     assert reader.receive(PATIENCE) == [b"there"]
@@ -217,7 +213,7 @@ def test_cancel_ends_every_wait(queue: Queue) -> None:
 
 
 def test_a_closed_queue_is_read_to_its_end(queue: Queue) -> None:
-    sender, reader = queue.pair(window=4096, link=PATIENT)
+    sender, reader = queue.pair(window=4096, linger=PATIENT)
     for number in range(1000):
         sender.send([b"%d" % number, bytes(3000)], PATIENCE)
     closing = threading.Thread(target=sender.close)
@@ -241,7 +237,7 @@ def test_a_reader_that_waits_to_be_ready_is_told_that_the_queue_closed(queue: Qu
 def test_closing_does_not_wait_longer_than_said(
     queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender = queue.sender(2, link=RemoteLink(linger=0.2))
+    sender = queue.sender(2, linger=0.2)
     reader, quick = queue.reader(sender, 0), queue.reader(sender, 1)
     sender.send([b"unread"], PATIENCE)
     assert quick.receive(PATIENCE) == [b"unread"]
@@ -270,7 +266,7 @@ def test_a_reader_that_comes_for_no_more_has_told_what_it_read(queue: Queue) -> 
 def test_closing_waits_for_nobody_who_has_read_all(
     queue: Queue, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
-    sender, reader = queue.pair(window=1000, link=PATIENT)
+    sender, reader = queue.pair(window=1000, linger=PATIENT)
     for number in range(count):
         sender.send([b"%d" % number], PATIENCE)
     for number in range(count):
@@ -286,7 +282,7 @@ def test_closing_waits_for_nobody_who_has_read_all(
 
 
 def test_who_reads_the_last_message_frees_a_writer_that_closes(queue: Queue) -> None:
-    sender, reader = queue.pair(link=PATIENT)
+    sender, reader = queue.pair(linger=PATIENT)
     for number in range(3):
         sender.send([b"%d" % number], PATIENCE)
     closing = threading.Thread(target=sender.close)
@@ -305,7 +301,7 @@ def test_the_farewell_behind_the_last_message_keeps_nobody_waiting(queue: Queue)
     reader = queue.reader_at(impostor.address)
     impostor.meet()
     impostor.welcome(ready=False)
-    impostor.say(packed_message(0, [b"last"]))
+    impostor.say(small(0, b"last"))
     reader.wait_ready(PATIENCE)  # has the message now
     impostor.say(encode(Closed(1)))
     wait_until(lambda: has_come(reader), "the farewell waits")
@@ -320,7 +316,7 @@ def test_a_message_that_was_waited_for_is_acknowledged_at_once(queue: Queue) -> 
     reader = queue.reader_at(impostor.address)
     impostor.meet()
     impostor.welcome()
-    sending = threading.Timer(0.1, impostor.say, [packed_message(0, [b"late"])])
+    sending = threading.Timer(0.1, impostor.say, [small(0, b"late")])
     sending.start()
     assert reader.receive(PATIENCE) == [b"late"]
     sending.join(PATIENCE)
@@ -332,9 +328,9 @@ def test_what_is_read_is_not_acknowledged_while_more_waits(queue: Queue) -> None
     reader = queue.reader_at(impostor.address)
     impostor.meet()
     impostor.welcome(ready=False)
-    impostor.say(packed_message(0, [b"first"]))
+    impostor.say(small(0, b"first"))
     reader.wait_ready(PATIENCE)
-    impostor.say(message_header(1, 1), b"last")
+    impostor.say(encode(LargeMessage(1, 1)), b"last")
     wait_until(lambda: has_come(reader), "the other waits")
     assert reader.receive(PATIENCE) == [b"first"]
     assert reader.receive(PATIENCE) == [b"last"]
@@ -347,7 +343,7 @@ def has_come(reader: RemoteReader) -> bool:
 
 
 def test_who_comes_while_the_queue_closes_is_told(queue: Queue) -> None:
-    sender, reader = queue.pair(link=PATIENT)
+    sender, reader = queue.pair(linger=PATIENT)
     sender.send([b"unread"], PATIENCE)
     closing = threading.Thread(target=sender.close)
     closing.start()
@@ -359,9 +355,9 @@ def test_who_comes_while_the_queue_closes_is_told(queue: Queue) -> None:
 
 
 def test_who_was_not_let_in_yet_is_told_that_the_queue_closed(queue: Queue) -> None:
-    sender = queue.sender(link=PATIENT)
+    sender = queue.sender(linger=PATIENT)
     reader = queue.reader(sender)
-    wait_until(lambda: bool(sender._watched.socket.poll(0)), "it said hello")
+    wait_until(lambda: bool(sender._socket.poll(0)), "it said hello")
     sender.close()
     with pytest.raises(QueueClosedError, match="at message 0"):
         reader.receive(PATIENCE)
@@ -392,21 +388,6 @@ def test_a_reader_that_leaves_is_waited_for_no_more(queue: Queue) -> None:
     assert (statistics["left"], statistics["died"], statistics["connected"]) == (1, 0, 1)
 
 
-def test_a_reader_that_leaves_before_it_is_let_in_never_was_there(queue: Queue) -> None:
-    sender = queue.sender()
-    waiting = queue.reader(sender)
-
-    _wait_obstacle(waiting, "connected, and not accepted")
-    waiting.close()
-    # ZeroMQ has read all that the first one said when it notices that the connection has ended.
-    wait_until(lambda: bool(list(sender._callers.ended())), "its end is noticed")
-    staying = queue.reader(sender)
-    sender.send([b"first"], PATIENCE)
-    assert staying.receive(PATIENCE) == [b"first"]
-    statistics = sender.statistics()
-    assert (statistics["joined"], statistics["died"], statistics["refused_not_joined"]) == (1, 0, 0)
-
-
 def test_a_reader_in_place_of_one_who_left_begins_with_the_next_message(queue: Queue) -> None:
     sender, first = queue.pair()
     sender.send_ready()
@@ -420,7 +401,6 @@ def test_a_reader_in_place_of_one_who_left_begins_with_the_next_message(queue: Q
     second.wait_ready(PATIENCE)
     sender.send([b"3"], PATIENCE)
     assert second.receive(PATIENCE) == [b"3"]
-    assert second.next_seq == 4
 
 
 def test_a_second_reader_of_a_rank_waits_until_the_first_has_left(queue: Queue) -> None:
@@ -430,12 +410,11 @@ def test_a_second_reader_of_a_rank_waits_until_the_first_has_left(queue: Queue) 
     serving = threading.Event()
     server = threading.Thread(target=lambda: [sender.serve() for _ in _until(serving)])
     server.start()
-    _wait_obstacle(second, "rank 0, which another reader has")
+    _wait_obstacle(second, "connected, and not accepted yet")
     first.close()
     second.wait_ready(PATIENCE)
     serving.set()
     server.join(PATIENCE)
-    assert sender.statistics()["refused_rank_taken"] >= 1
     assert sender.statistics()["joined"] == 2
 
 
@@ -456,22 +435,15 @@ def _until(event: threading.Event) -> Iterator[None]:
 
 
 def test_a_second_reader_of_a_rank_is_refused_when_the_first_stays(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvindex.shm.remote.reader._HANDOVER", 0.3)
+    monkeypatch.setattr("kvindex.shm.remote.sender._HANDOVER", 0.3)
     sender, _ = queue.pair()
     second = queue.reader(sender)
-    serving = threading.Event()
-    server = threading.Thread(target=lambda: [sender.serve() for _ in _until(serving)])
-    server.start()
-    with caplog.at_level(logging.WARNING, "kvindex.shm.remote.reader"):
-        for _ in range(2):
-            with pytest.raises(ConfigurationError, match="refused: rank 0 has another reader"):
-                second.receive(PATIENCE)
-    serving.set()
-    server.join(PATIENCE)
-    told = [line for line in caplog.messages if "rank 0, which another reader has" in line]
-    assert len(told) == 1
+    wait_until(lambda: not sender.serve() and sender.statistics()["refused"] == 1, "refused")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="refused: rank 0 has another"):
+            second.receive(PATIENCE)
 
 
 def test_a_rank_that_nobody_expects_is_refused_for_good(queue: Queue) -> None:
@@ -479,9 +451,7 @@ def test_a_rank_that_nobody_expects_is_refused_for_good(queue: Queue) -> None:
     right = queue.reader(sender, 4)
     sender.wait_connected(PATIENCE)
     wrong = queue.reader(sender, 5)
-    wait_until(
-        lambda: not sender.serve() and sender.statistics()["refused_unknown_rank"] == 1, "refused"
-    )
+    wait_until(lambda: not sender.serve() and sender.statistics()["refused"] == 1, "refused")
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="rank 5 is none of its remote readers'"):
             wrong.wait_ready(PATIENCE)
@@ -519,35 +489,6 @@ def _interrupt(window: SendWindow, size: int) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    "frames", [[], [b""] * 65_537, [bytes(MAX_BYTES + 1)], [bytes(MAX_BYTES), b"x"]]
-)
-def test_a_message_that_cannot_go_is_refused(queue: Queue, frames: list[bytes]) -> None:
-    sender, reader = queue.pair()
-    with pytest.raises(ConfigurationError):
-        sender.send(frames, PATIENCE)
-    sender.send([bytes(MAX_BYTES)], PATIENCE)
-    assert reader.receive(PATIENCE)[0].nbytes == MAX_BYTES
-
-
-@pytest.mark.parametrize("frame", ["text", 3, memoryview(bytes(100))[::2]])
-def test_a_frame_that_is_no_run_of_bytes_is_refused(queue: Queue, frame: Any) -> None:
-    sender, reader = queue.pair()
-    with pytest.raises(ConfigurationError, match="a frame must be"):
-        sender.send([b"fine", frame], PATIENCE)
-    sender.send([b"goes on"], PATIENCE)
-    assert reader.receive(PATIENCE) == [b"goes on"]
-
-
-def test_a_frame_may_have_any_shape(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    for count in (6, 60_000):
-        content = bytes(range(6)) * (count // 6)
-        sender.send([memoryview(content).cast("B", (2, count // 2))], PATIENCE)
-        sender.send([memoryview(content).cast("H")], PATIENCE)
-        assert [bytes(reader.receive(PATIENCE)[0]) for _ in range(2)] == [content] * 2
-
-
 def test_a_message_too_large_for_its_reader_ends_the_connection(queue: Queue) -> None:
     sender = queue.sender()
     reader = queue.reader(sender, max_message_bytes=1000)
@@ -565,35 +506,27 @@ def test_addresses_of_ipv6_work(queue: Queue) -> None:
     assert reader.receive(PATIENCE) == [b"six"]
 
 
-@pytest.mark.parametrize("ip", ["*", "0.0.0.0", "::", "::%lo", "::ffff:0.0.0.0"])
+@pytest.mark.parametrize("ip", ["0.0.0.0", "::", "::%lo", "::ffff:0.0.0.0"])
 def test_all_interfaces_are_never_listened_on(ip: str) -> None:
     with pytest.raises(ConfigurationError, match="give the address of one of them"):
-        RemoteSender(1, ip, max_message_bytes=1)
+        RemoteSender(1, ip)
 
 
-@pytest.mark.parametrize("ip", ["", "localhost", "tcp://127.0.0.1", 5, b"\x7f\0\0\1", None])
+@pytest.mark.parametrize("ip", ["", "*", "localhost", "tcp://127.0.0.1", 5, b"\x7f\0\0\1", None])
 def test_what_is_no_address_is_not_bound_to(ip: Any) -> None:
     with pytest.raises(ConfigurationError, match="connect_ip must be an IP address"):
-        RemoteSender(1, ip, max_message_bytes=1)
+        RemoteSender(1, ip)
 
 
 def test_an_address_that_is_not_ours_cannot_be_bound_to() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot bind to 'tcp://192\.0\.2\.1:"):
-        RemoteSender(1, "192.0.2.1", max_message_bytes=1)
+        RemoteSender(1, "192.0.2.1")
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"max_message_bytes": 0},
-        {"max_message_bytes": 1, "window": 0},
-        {"max_message_bytes": 1, "window": 4097},
-        {"max_message_bytes": 1, "max_window_bytes": 0},
-    ],
-)
-def test_a_sender_of_impossible_size_is_refused(knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("window", [0, -1, 4097])
+def test_a_sender_of_impossible_window_is_refused(window: int) -> None:
     with pytest.raises(ConfigurationError):
-        RemoteSender(1, "127.0.0.1", **knobs)
+        RemoteSender(1, "127.0.0.1", window=window)
 
 
 @pytest.mark.parametrize(
@@ -601,7 +534,6 @@ def test_a_sender_of_impossible_size_is_refused(knobs: dict[str, Any]) -> None:
     [
         ("ipc:///x", bytes(32), 0),
         ("tcp://", bytes(32), 0),
-        ("tcp://127.0.0.1:1", b"short", 0),
         ("tcp://127.0.0.1:1", bytes(32), -1),
     ],
 )
@@ -640,12 +572,3 @@ def test_a_reader_without_the_writers_key_is_told(
         reader.wait_ready(PATIENCE)
     assert sender.serve() == frozenset()
     assert sender.connected == frozenset()
-
-
-def test_who_is_forgotten_is_closed(queue: Queue) -> None:
-    sender = RemoteSender(1, "127.0.0.1", max_message_bytes=10)
-    reader = queue.reader(sender)
-    sender.wait_connected(PATIENCE)
-    del sender
-    with pytest.raises(WriterDiedError):
-        reader.receive(PATIENCE)

@@ -2,152 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import errno
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from kvindex.errors import ConfigurationError
-from kvindex.shm.remote.credits import SendWindow
-from kvindex.shm.remote.frames import VERSION, Bye, Hello, Refusal, encode
-from kvindex.shm.remote.readers import Readers
+from kvindex.shm.remote.protocol import VERSION, Bye, Hello, encode
+from kvindex.shm.remote.sender import RemoteSender
 
-TOKEN = bytes(range(32))
+
+class Router:
+    """Stands for the writer's socket: tests say what it received and whose connection ended."""
+
+    def __init__(self) -> None:
+        self.mail: list[list[bytes]] = []
+        self.ended: set[bytes] = set()
+        self.sent: list[tuple[bytes, str]] = []
+        self._to = b""
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.mail:
+            raise zmq.Again
+        return self.mail.pop(0)
+
+    def send(self, part: bytes, flags: int, copy: bool = True) -> None:
+        if not flags & zmq.SNDMORE:
+            self.sent.append((self._to, msgspec.msgpack.decode(part)[0]))
+        elif part in self.ended:
+            raise zmq.ZMQError(errno.EHOSTUNREACH)
+        else:
+            self._to = part
 
 
 class Desk:
-    """Stands for the connections: tests say what is heard and who hangs up."""
+    """A sender whose socket is a `Router`, and which probes its readers each time."""
 
-    def __init__(self) -> None:
-        self.mail: list[tuple[bytes, list[zmq.Frame]]] = []
-        self.hung_up: list[tuple[bytes, bool]] = []
-        self.connected = True
-        self.said: list[tuple[bytes, Any]] = []
+    def __init__(self, n_remote: int = 1) -> None:
+        self.sender = RemoteSender(n_remote, "127.0.0.1", window=4, linger=0.0)
+        self.router = Router()
+        self._socket, self.sender._socket = self.sender._socket, self.router  # type: ignore[assignment]
 
-    def hear(self) -> tuple[bytes, list[zmq.Frame]] | None:
-        return self.mail.pop(0) if self.mail else None
+    def receives(self, name: bytes, packet: Hello | Bye) -> None:
+        self.router.mail.append([name, encode(packet)])
 
-    def send(self, name: bytes, parts: Sequence[bytes]) -> bool:
-        self.said.append((name, msgspec.msgpack.decode(parts[0])[0]))
-        return self.connected
+    def serve(self) -> frozenset[int]:
+        self.sender._probe_at = 0.0
+        dead = self.sender.serve()
+        self.router.sent = [sent for sent in self.router.sent if sent[1] != "Probe"]
+        return dead
 
-    def introduce(self, name: bytes, frame: zmq.Frame) -> bool:
-        return self.connected
+    def hello(self, rank: int, token: bytes | None = None, version: int = VERSION) -> Hello:
+        return Hello(version, rank, self.sender.token if token is None else token)
 
-    def ended(self) -> Iterator[tuple[bytes, bool]]:
-        while self.hung_up:
-            yield self.hung_up.pop(0)
+    @property
+    def counted(self) -> dict[str, int]:
+        return {name: count for name, count in self.sender.statistics().items() if count}
 
-
-def readers_of(desk: Any, n_remote: int = 1) -> Readers:
-    window = SendWindow(messages=4, size=100)
-    return Readers(desk, window, n_remote=n_remote, token=TOKEN)
-
-
-def says(desk: Desk, name: bytes, word: Hello | Bye) -> None:
-    desk.mail.append((name, [zmq.Frame(encode(word))]))
+    def close(self) -> None:
+        self.sender._socket = self._socket
+        self.sender.close()
 
 
-def hello(rank: int, token: bytes = TOKEN, version: int = VERSION) -> Hello:
-    return Hello(version, rank, token)
+@pytest.fixture
+def desks() -> Iterator[Any]:
+    made: list[Desk] = []
+
+    def make(n_remote: int = 1) -> Desk:
+        made.append(Desk(n_remote))
+        return made[-1]
+
+    yield make
+    for desk in made:
+        desk.close()
 
 
-def refused(readers: Readers) -> dict[str, int]:
-    counters = readers.statistics()
-    return {name[8:]: n for name, n in counters.items() if name.startswith("refused_") and n}
-
-
-def test_so_many_different_ranks_are_let_in() -> None:
-    desk = Desk()
-    readers = readers_of(desk, 2)
+def test_so_many_different_ranks_are_let_in(desks: Any) -> None:
+    desk = desks(2)
     for rank in (8, 1, 2):
-        says(desk, b"%d" % rank, hello(rank))
-    readers.serve()
-    assert set(readers.ranks.values()) == {1, 8}
-    assert (readers.awaited, readers.absent) == (0, 0)
-    assert refused(readers) == {"unknown_rank": 1}
-    assert desk.said == [(b"8", "Welcome"), (b"1", "Welcome"), (b"2", "Refused")]
+        desk.receives(b"%d" % rank, desk.hello(rank))
+    desk.serve()
+    assert desk.sender.connected == {1, 8}
+    assert desk.counted == {"joined": 2, "refused": 1, "connected": 2}
+    assert desk.router.sent == [(b"8", "Welcome"), (b"1", "Welcome"), (b"2", "Refused")]
 
 
-def test_a_rank_is_free_again_when_its_reader_left() -> None:
-    desk = Desk()
-    readers = readers_of(desk)
-    says(desk, b"first", hello(4))
-    readers.serve()
-    says(desk, b"second", hello(4))
-    readers.serve()
-    assert refused(readers) == {Refusal.RANK_TAKEN.name.lower(): 1}
-    says(desk, b"first", Bye())
-    readers.serve()
-    assert (readers.awaited, readers.absent) == (0, 1)
-    says(desk, b"third", hello(5))
-    says(desk, b"second", hello(4))
-    readers.serve()
-    assert readers.ranks == {b"second": 4}
-    assert refused(readers) == {"rank_taken": 1, "unknown_rank": 1}
+def test_a_rank_is_free_again_when_its_reader_left(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"second", desk.hello(4))
+    desk.serve()
+    assert desk.router.sent == [(b"first", "Welcome")]  # the other waits for its rank
+    desk.receives(b"first", Bye())
+    desk.receives(b"third", desk.hello(5))
+    desk.serve()
+    assert desk.router.sent[1:] == [(b"second", "Welcome"), (b"third", "Refused")]
+    assert desk.counted == {"joined": 2, "left": 1, "refused": 1, "connected": 1}
 
 
-def test_who_comes_before_the_farewell_of_its_predecessor_is_read_takes_its_place() -> None:
-    desk = Desk()
-    readers = readers_of(desk)
-    says(desk, b"first", hello(4))
-    readers.serve()
-    says(desk, b"second", hello(4))
-    says(desk, b"first", Bye())
-    readers.serve()
-    assert readers.ranks == {b"second": 4}
-    assert readers.take_dead() == frozenset()
+def test_a_rank_that_stays_taken_is_refused(desks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvindex.shm.remote.sender._HANDOVER", 0.0)
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"second", desk.hello(4))
+    desk.serve()
+    assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Refused")]
 
 
-def test_who_hangs_up_is_dead_and_its_place_is_free() -> None:
-    desk = Desk()
-    readers = readers_of(desk)
-    says(desk, b"first", hello(4))
-    readers.serve()
-    says(desk, b"second", hello(4))
-    desk.hung_up = [(b"first", False), (b"", True), (b"", False)]
-    readers.serve()
-    assert readers.ranks == {b"second": 4}
-    assert readers.take_dead() == {4}
-    assert readers.take_dead() == frozenset()
-    assert refused(readers) == {"handshake": 1, "cut_off": 1}
+def test_who_comes_before_the_farewell_of_its_predecessor_is_read_takes_its_place(
+    desks: Any,
+) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"second", desk.hello(4))
+    desk.receives(b"first", Bye())
+    assert desk.serve() == frozenset()
+    assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Welcome")]
 
 
-def test_who_hung_up_before_it_was_let_in_never_was_there() -> None:
-    desk = Desk()
-    readers = readers_of(desk)
-    says(desk, b"first", hello(4))
-    desk.connected = False
-    readers.serve()
-    assert (readers.ranks, readers.awaited) == ({}, 1)
-    assert refused(readers) == {"cut_off": 1}
+def test_a_reader_that_leaves_before_it_is_let_in_never_was_there(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.receives(b"first", Bye())
+    desk.serve()
+    assert (desk.router.sent, desk.counted) == ([], {})
 
 
-def test_a_connection_that_cannot_be_sent_to_is_dead() -> None:
-    desk = Desk()
-    readers = readers_of(desk)
-    says(desk, b"first", hello(4))
-    readers.serve()
-    desk.connected = False
-    readers.say(b"first", [encode(Bye())])
-    readers.serve()
-    assert readers.take_dead() == {4}
+def test_whose_connection_ends_is_dead_and_its_place_is_free(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"second", desk.hello(4))
+    desk.router.ended = {b"first"}
+    assert desk.serve() == {4}
+    assert desk.serve() == frozenset()
+    assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Welcome")]
+    assert desk.counted == {"joined": 2, "died": 1, "connected": 1}
 
 
-@pytest.mark.parametrize("token", [bytes(32), b"", TOKEN[:-1]])
-def test_a_reader_shows_the_token(token: bytes) -> None:
-    desk = Desk()
-    readers = readers_of(desk)
-    says(desk, b"one", hello(0, token))
-    says(desk, b"other", hello(0, TOKEN, VERSION + 1))
-    readers.serve()
-    assert readers.ranks == {}
-    assert refused(readers) == {"wrong_token": 1, "version": 1}
+def test_whose_last_word_was_a_farewell_has_left_and_did_not_die(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"first", Bye())
+    desk.router.ended = {b"first"}
+    assert desk.sender.send([b"message"], 0.0) == frozenset()
+    assert desk.counted["left"] == 1
 
 
-@pytest.mark.parametrize("n_remote", [0, -1])
-def test_a_queue_for_nobody_is_refused(n_remote: int) -> None:
-    with pytest.raises(ConfigurationError):
-        readers_of(Desk(), n_remote)
+def test_whose_connection_ended_before_it_was_let_in_never_was_there(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.router.ended = {b"first"}
+    assert desk.serve() == frozenset()
+    assert desk.counted == {}
+
+
+@pytest.mark.parametrize("token", [bytes(32), b"", b"x" * 31])
+def test_a_reader_shows_the_token(desks: Any, token: bytes) -> None:
+    desk = desks()
+    desk.receives(b"one", desk.hello(0, token))
+    desk.receives(b"other", desk.hello(0, version=VERSION + 1))
+    desk.serve()
+    assert desk.counted == {"refused": 2}
+    assert desk.router.sent == [(b"one", "Refused"), (b"other", "Refused")]

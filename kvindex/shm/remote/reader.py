@@ -1,10 +1,12 @@
-"""A reader's side of a queue over TCP."""
+"""A reader's end of a queue over TCP."""
 
 from __future__ import annotations
 
-import logging
+import math
+import struct
 import threading
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -14,66 +16,46 @@ from kvindex.errors import (
     ConfigurationError,
     KVIndexError,
     QueueClosedError,
-    QueueTimeoutError,
     ReaderEvictedError,
     WriterDiedError,
 )
 from kvindex.ring import Patience, Waiting
-from kvindex.shm.remote.connections import Connection
-from kvindex.shm.remote.credits import ReadLedger
-from kvindex.shm.remote.frames import (
-    MAX_RANK,
-    MESSAGE_HEADER_BYTES,
-    PACKED_BYTES,
-    TOKEN_BYTES,
-    VERSION,
-    Acknowledgement,
-    Bye,
-    Closed,
-    Evicted,
-    Hello,
-    Malformed,
-    ReadersWord,
-    Ready,
-    Refusal,
-    Refused,
-    Welcome,
-    WritersWord,
-    encode,
-    parse_header,
-    parse_writer,
-    unpack_message,
-)
-from kvindex.shm.remote.sockets import RemoteLink, WatchedSocket
+from kvindex.shm.remote import protocol
+from kvindex.shm.remote.protocol import LargeMessage, Malformed, Message, encode
 
 __all__ = ["RemoteReader"]
 
-logger = logging.getLogger(__name__)
-
 _NOBLOCK = int(zmq.NOBLOCK)
-_MESSAGES = (b"P", b"M")  # how a message begins, and nothing else that a writer says
-_NOT_TAKEN: list[memoryview] = []
-_FLUSH = 1.0  # seconds at most until a farewell is with the system
-_ASK_AGAIN = 0.2  # seconds until a reader asks again whose rank was taken
-_HANDOVER = 2.0  # seconds that a rank may be taken still while who had it is leaving
+_POLLIN = int(zmq.POLLIN)
+_EVENT = struct.Struct("=Hi")
+_HANDSHAKE_FAILED = int(
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_EVENTS = _HANDSHAKE_FAILED | int(
+    zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+)
+_NEVER = 2**31 - 1  # milliseconds
+_DRAIN = 0.5  # seconds until every packet of a broken connection can be received
+_FLUSH = 1.0  # seconds in which ZeroMQ may send the last packets
 
 
 class RemoteReader:
-    """Receives each message of a queue's writer on another machine once, in order.
+    """Receives each message of a writer on another machine once, in order.
 
-    It says hello when it is made; its first message is the one that the writer sends next after
-    it has let the reader in.
+    The constructor sends the hello. The first message is the one that the writer sends next after
+    it admitted the reader.
+
+    A reader never reconnects: messages under way on the old connection would be lost. A connection
+    that breaks is an error, which is raised after every message that had arrived was returned.
 
     Args:
-        address, token: the queue's, from its handle.
+        address, token: from the queue's handle.
         rank: this reader's; a rank has one reader at a time.
-        max_message_bytes: a larger message ends the connection; as the writer's.
+        max_message_bytes: a larger message ends the connection.
         curve: keys, if the writer has them.
-        link: heartbeats.
-        waiting: how often a wait looks at `cancel`, and when it warns.
-
-    Raises:
-        ConfigurationError: a value cannot work.
+        waiting: how to wait.
 
     Thread safety: one thread at a time; end a wait by `cancel` before another thread calls `close`.
     """
@@ -86,62 +68,41 @@ class RemoteReader:
         *,
         max_message_bytes: int,
         curve: Curve | None = None,
-        link: RemoteLink | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        if not address.startswith("tcp://"):
-            raise ConfigurationError(f"a writer's address is tcp://host:port, not {address!r}")
-        if len(token) != TOKEN_BYTES:
-            raise ConfigurationError(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
-        if not 0 <= rank <= MAX_RANK:
-            raise ConfigurationError(f"rank must be 0 to {MAX_RANK}, not {rank!r}")
-        if max_message_bytes < 1:
-            raise ConfigurationError("max_message_bytes must be positive")
-        self.address = address
-        self.rank = rank
-        self._token = token
+        if not 0 <= rank <= protocol.MAX_RANK:
+            raise ConfigurationError(f"rank must be 0 to {protocol.MAX_RANK}, not {rank!r}")
+        self._address = address
+        self._rank = rank
         self._max_message_bytes = max_message_bytes
-        self._ledger: ReadLedger | None = None  # from the welcome on
-        self._ready = False
-        self._ahead: bytes | None = None  # a part that was looked at, and not read yet
-        self._ask_at: float | None = None
-        self._taken_since: float | None = None  # when it was first said that the rank is taken
-        self._link = link or RemoteLink()
         self._waiting = waiting or Waiting()
-        self._trouble: str | None = None  # why there is no welcome yet
-        self._end: KVIndexError | None = None
+        self._next_seq: int | None = None  # of the next message; None before the welcome
+        self._acknowledged = 0  # all messages before this seq
+        self._acknowledge_every = 1  # small messages, while others wait
+        self._ready = False
+        self._ahead: protocol.Packet | None = None  # received, and not applied or returned yet
+        self._obstacle = "its connection"  # why the writer has not admitted this reader yet
+        self._connected = False
+        self._lost_at = math.inf
+        self._end: KVIndexError | None = None  # what every call raises from now on
         self._closed = False
-        self._watched = WatchedSocket.connect(
-            address,
-            self._link,
-            curve,
-            max_part_bytes=max(max_message_bytes, PACKED_BYTES) + MESSAGE_HEADER_BYTES,
-        )
-        self._socket = self._watched.socket
-        self._connection = Connection(self._watched)
-        self._say_hello()
-
-    @property
-    def next_seq(self) -> int | None:
-        """The seq of the message that comes next; None before the writer has let us in."""
-        return None if self._ledger is None else self._ledger.next_seq
-
-    @property
-    def _awaited(self) -> str:
-        """What would come next: a message, or to be let in by whom."""
-        return "a message" if self._ready else f"the writer at {self.address}: {self._obstacle}"
+        limit = max(max_message_bytes, protocol.SMALL_BYTES)
+        self._socket, self._monitor = _connect(address, curve, max_part_bytes=limit)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, _POLLIN)
+        self._poller.register(self._monitor, _POLLIN)
+        self._send(protocol.Hello(protocol.VERSION, rank, token))
 
     def wait_ready(
         self, timeout: float | None = None, cancel: threading.Event | None = None
     ) -> None:
-        """Wait until the writer says that all readers have joined, or sends a message.
+        """Wait until the writer reports that all readers have joined, or sends a message.
 
         Raises: as `receive`.
         """
-        patience = Patience(self._waiting, timeout)
-        while not self._ready:
-            if self._look(take=False) is None and not self._ready:
-                self._pause(patience, cancel, "the queue was not ready")
+        self._wait_until(
+            lambda: self._next_message() or self._ready, Patience(self._waiting, timeout), cancel
+        )
 
     def receive(
         self,
@@ -150,252 +111,208 @@ class RemoteReader:
         *,
         quiet: bool = False,
     ) -> list[memoryview]:
-        """Return the frames of the next message; `quiet`: warn of no long wait.
+        """Return the frames of the next message. Their memory is the caller's.
 
-        The memory is the caller's: it stays as it is for as long as the frames are held. If
-        nothing more waits to be read, the writer is told that this was: it may close meanwhile.
+        If no other message waits, the reader acknowledges this one at once: the writer can close
+        while the reader is busy with it.
 
-        Raises:
-            QueueTimeoutError: none came in time.
-            WaitCancelledError: `cancel` was set, and none was there.
-            WriterDiedError: the writer is gone, or a message is missing, after all that came
-                before was returned; or what is at the address is no queue's writer.
-            QueueClosedError: the writer closed the queue, and all was returned.
-            ReaderEvictedError: the writer took this reader off the queue.
-            ConfigurationError: the writer refuses this reader for good: its token is not the
-                queue's, its rank is none of the queue's or another reader's who stays, or it is
-                of another version.
-            ClosedError: this reader was closed.
+        Raises: as `MessageQueue.dequeue`. An error that ends the queue for this reader is raised
+            after the messages that arrived before it, and by each later call.
         """
-        message = self._read()
-        if message is not None:
-            self._look_ahead()
-            return message
-        patience = Patience(self._waiting, timeout, quiet=quiet)
-        while (message := self._look()) is None:
-            self._pause(patience, cancel, "no message came")
-        self._acknowledge_pending()  # it came just now: hardly is another behind it
-        return message
-
-    def __enter__(self) -> RemoteReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._next_message() is None:
+            self._wait_until(
+                self._next_message, Patience(self._waiting, timeout, quiet=quiet), cancel
+            )
+        frames = self._consume()
+        if not isinstance(self._next_packet(), Message | LargeMessage):
+            self._acknowledge()  # the caller may never call again
+        return frames
 
     def close(self) -> None:
-        """Tell the writer that this reader leaves, and close (idempotent)."""
+        """Notify the writer that this reader leaves, and close. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        usable = not self._is_lost() and self._connected
         try:
-            lost = self._connection.is_lost()
-            if self._end is None and not lost:
-                self._say(Bye())
+            if usable and self._end is None:
+                self._send(protocol.Bye())
         finally:
-            self._connection.close(_FLUSH)
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            protocol.close_socket(self._socket, _FLUSH if usable else 0.0)
 
-    # -- reading
+    # Receiving -----------------------------------------------------------------------------------
 
-    def _look(self, *, take: bool = True) -> list[memoryview] | None:
-        """Return a message if one is there; raise how it ended if none can come."""
-        # Before reading: what had come before is still to be read.
-        lost = not self._closed and self._connection.is_lost()
-        message = self._read(take=take)
-        if message is None and lost:
-            self._end = self._end or WriterDiedError(self._how_lost())
-            raise _again(self._end)
-        return message
+    def _next_packet(self) -> protocol.Packet | None:
+        """Return the next packet, still unread; None if there is none."""
+        if self._ahead is None and self._end is None:
+            try:
+                self._ahead = protocol.decode(self._socket.recv(_NOBLOCK))
+            except zmq.Again:
+                pass
+            except Malformed as error:
+                self._end = self._broken(error)
+        return self._ahead
 
-    def _read(self, *, take: bool = True) -> list[memoryview] | None:
-        """Do what the writer says, up to a message; return that if one is there.
-
-        Without `take` it is left there, and nothing in it is returned.
-        """
+    def _next_message(self) -> Message | LargeMessage | None:
+        """Apply the packets before the next message; return this one, still unread, or None."""
         if self._closed:
             raise ClosedError("this reader was closed")
+        while (packet := self._next_packet()) is not None:
+            if isinstance(packet, Message | LargeMessage) and self._next_seq is not None:
+                return packet
+            self._ahead = None
+            try:
+                self._apply(packet)
+            except KVIndexError as error:
+                self._end = error
         if self._end is not None:
-            raise _again(self._end)
+            raise type(self._end)(*self._end.args)
+        return None
+
+    def _apply(self, packet: protocol.Packet) -> None:
+        """Apply a packet of the writer; raise if it ends the queue for this reader."""
+        match packet:
+            case protocol.Welcome():
+                if self._next_seq is not None:
+                    raise self._broken("a second welcome")
+                self._next_seq = self._acknowledged = packet.next_seq
+                self._acknowledge_every = max(1, packet.window // 4)
+                self._ready = packet.ready
+                self._obstacle = "other readers to join"
+            case protocol.Ready():
+                self._ready = True
+            case protocol.Refused():
+                raise ConfigurationError(f"the writer at {self._address} refused: {packet.reason}")
+            case protocol.Evicted():
+                raise ReaderEvictedError(f"the writer removed reader {self._rank}: attach again")
+            case protocol.Closed():
+                if self._next_seq not in (None, packet.next_seq):
+                    raise self._broken(f"closed, but message {self._next_seq} is missing")
+                self._send(protocol.Bye())
+                raise QueueClosedError(f"the writer closed the queue at message {packet.next_seq}")
+            case Message() | LargeMessage():
+                raise self._broken("a message before the welcome")
+            case protocol.Hello() | protocol.Acknowledgement() | protocol.Bye():
+                raise self._broken("a packet that no writer sends")
+
+    def _consume(self) -> list[memoryview]:
+        """Return the frames of the next message, and count it as consumed."""
+        message, self._ahead = self._ahead, None
+        assert isinstance(message, Message | LargeMessage)
         try:
-            while True:
-                part, self._ahead = self._ahead, None
-                if part is None:
-                    part = self._socket.recv(_NOBLOCK)
-                if part[:1] not in _MESSAGES:
-                    self._obey(parse_writer(part))
-                elif take:
-                    return self._take(part)
-                elif self._ledger is None:
-                    raise Malformed("a message before the welcome")
-                else:
-                    self._ahead, self._ready = part, True
-                    return _NOT_TAKEN
-        except zmq.Again:
-            return None
-        except (Malformed, WriterDiedError) as error:
-            raise self._finish(WriterDiedError(f"{self.address}: {error}")) from None
-
-    def _look_ahead(self) -> None:
-        """Acknowledge if no message waits, having all: who is at work does not come to do it.
-
-        In a flood this costs nothing, as what is received here the next call need not receive.
-        """
-        try:
-            if self._ahead is None:
-                self._ahead = self._socket.recv(_NOBLOCK)
-            if self._ahead[:1] in _MESSAGES:
-                return
-        except zmq.Again:
-            pass
-        self._acknowledge_pending()
-
-    def _take(self, part: bytes) -> list[memoryview]:
-        """Return the frames of the message that begins with this part."""
-        ledger = self._ledger
-        if ledger is None:
-            raise Malformed("a message before the welcome")
-        seq, frames = unpack_message(part) if part[:1] == b"P" else self._receive_frames(part)
-        size = frames[0].nbytes if len(frames) == 1 else sum(frame.nbytes for frame in frames)
-        if size > self._max_message_bytes:
-            raise Malformed(
-                f"a message of {size} bytes; max_message_bytes is {self._max_message_bytes}"
-            )
-        ledger.take(seq, size)
+            if isinstance(message, LargeMessage):
+                frames = self._receive_frames(message.count)
+            else:
+                frames = message.frames
+            size = sum(frame.nbytes for frame in frames)
+            if size > self._max_message_bytes:
+                raise Malformed(
+                    f"a message of {size} bytes; max_message_bytes is {self._max_message_bytes}"
+                )
+            if message.seq != self._next_seq:
+                raise Malformed(f"message {message.seq} came, but {self._next_seq} was next")
+        except Malformed as error:
+            self._end = self._broken(error)
+            raise self._end from None
+        self._next_seq += 1
         self._ready = True
-        if ledger.due:
-            self._acknowledge(ledger)
+        large = isinstance(message, LargeMessage)
+        if large or self._next_seq - self._acknowledged >= self._acknowledge_every:
+            self._acknowledge()
         return frames
 
-    def _receive_frames(self, part: bytes) -> tuple[int, list[memoryview]]:
-        """Return the seq of a long message, and the frames that follow its header."""
-        seq, count = parse_header(part)
+    def _receive_frames(self, count: int) -> list[memoryview]:
+        """Return the frames of a large message, which arrived with its header."""
         frames: list[memoryview] = []
         for left in reversed(range(count)):
             frame = self._socket.recv(_NOBLOCK, copy=False)
             frames.append(frame.buffer)
             if frame.more != (left > 0):
                 raise Malformed(f"{len(frames)} frames of a message of {count}")
-        return seq, frames
+        return frames
 
-    def _obey(self, said: WritersWord) -> None:
-        if isinstance(said, Welcome):
-            if self._ledger is not None:
-                raise Malformed("a second welcome")
-            self._ledger = ReadLedger(said.next_seq, messages=said.window, size=said.window_bytes)
-            self._ready = said.ready
-            self._trouble = "other readers to join"
-        elif isinstance(said, Ready):
-            self._ready = True
-        elif isinstance(said, Refused):
-            self._take_refusal(said.reason)
-        elif isinstance(said, Evicted):
-            raise self._finish(
-                ReaderEvictedError(f"the writer took reader {self.rank} off the queue: join anew")
-            )
-        elif isinstance(said, Closed):
-            self._take_closed(said.next_seq)
+    def _acknowledge(self) -> None:
+        if self._next_seq is not None and self._next_seq != self._acknowledged:
+            self._acknowledged = self._next_seq
+            self._send(protocol.Acknowledgement(self._next_seq))
 
-    def _take_refusal(self, reason: Refusal) -> None:
-        if reason is Refusal.RANK_TAKEN and self._may_be_handed_over():
-            self._ask_at = time.monotonic() + _ASK_AGAIN
-            return
-        raise self._finish(
-            ConfigurationError(f"the writer at {self.address} refused: {self._why(reason)}")
-        )
-
-    def _may_be_handed_over(self) -> bool:
-        """Return whether who has our rank may be about to leave, or to be found dead."""
-        now = time.monotonic()
-        if self._taken_since is None:
-            self._taken_since = now
-            self._trouble = f"rank {self.rank}, which another reader has"
-            logger.warning("waiting for %s", self._awaited)
-        return now < self._taken_since + _HANDOVER
-
-    def _why(self, reason: Refusal) -> str:
-        if reason is Refusal.VERSION:
-            return f"it does not speak this reader's version ({VERSION}) of the protocol"
-        if reason is Refusal.WRONG_TOKEN:
-            return "the token is another queue's: is this the queue's own handle?"
-        if reason is Refusal.UNKNOWN_RANK:
-            return f"rank {self.rank} is none of its remote readers': all places are other ranks'"
-        return (
-            f"rank {self.rank} has another reader (attach anew when that has left; one whose "
-            f"machine vanished is found dead after {self._link.heartbeat_timeout:g} s)"
-        )
-
-    def _take_closed(self, next_seq: int) -> None:
-        if self._ledger is not None and self._ledger.next_seq != next_seq:
-            expected = self._ledger.next_seq
-            raise WriterDiedError(
-                f"the queue ended before message {next_seq}, but message {expected} never came"
-            )
-        self._say(Bye())
-        raise self._finish(QueueClosedError(f"the writer closed the queue at message {next_seq}"))
-
-    # -- what is owed to the writer
-
-    def _pause(self, patience: Patience, cancel: threading.Event | None, failure: str) -> None:
-        """Say what is owed, then wait a little for the writer."""
-        self._acknowledge_pending()
-        if self._ask_at is not None and time.monotonic() >= self._ask_at:
-            self._ask_at = None
-            self._say_hello()
-        patience.check_cancel(cancel, self._awaited)
-        if patience.exhausted:
-            why = "" if self._ready else f": waited for {self._awaited}"
-            raise QueueTimeoutError(
-                f"{failure} in {patience.timeout:g} s{why}", timeout=patience.timeout
-            )
-        patience.warn(self._awaited)
-        self._connection.wait(patience.slice())
-
-    def _acknowledge_pending(self) -> None:
-        if self._ledger is not None and self._ledger.pending:
-            self._acknowledge(self._ledger)
-
-    def _acknowledge(self, ledger: ReadLedger) -> None:
-        self._say(Acknowledgement(ledger.acknowledge()))
-
-    def _say_hello(self) -> None:
-        self._say(Hello(VERSION, self.rank, self._token))
-
-    def _say(self, word: ReadersWord) -> None:
+    def _send(self, packet: protocol.Packet) -> None:
         try:
-            self._socket.send(encode(word), _NOBLOCK)
+            self._socket.send(encode(packet), _NOBLOCK)
         except zmq.Again:
-            pass  # there is no connection any more, as is noticed presently
+            pass  # the connection has ended, as `_is_lost` will notice
 
-    # -- how it ends
+    # Waiting -------------------------------------------------------------------------------------
 
-    @property
-    def _obstacle(self) -> str:
-        """Why there is no welcome yet."""
-        if self._connection.handshake_failure is not None:
-            return "a handshake, which failed: do both sides have the right CURVE keys?"
-        if self._trouble is not None:
-            return self._trouble
-        if not self._connection.made:
-            return "its connection"
-        return (
-            "connected, and not accepted yet: it lets readers in only inside its own calls "
-            "(enqueue, wait_until_ready)"
-        )
+    def _wait_until(
+        self, reached: Callable[[], object], patience: Patience, cancel: threading.Event | None
+    ) -> None:
+        """Wait until `reached` returns something."""
+        while True:
+            lost = not self._closed and self._is_lost()  # first: packets from before are still read
+            if reached():
+                return
+            if lost:
+                self._end = WriterDiedError(self._how_lost())
+                raise self._end
+            self._acknowledge()
+            writer = f"the writer at {self._address}: {self._obstacle}"
+            protocol.pause(patience, cancel, "a message" if self._ready else writer, self._poller)
+
+    def _is_lost(self) -> bool:
+        """Return whether the connection has ended, and every packet from it can be received.
+
+        ZeroMQ announces this by CONNECT_RETRIED (it never connects again, see `_connect`). After an
+        error of protocol it only announces DISCONNECTED, a moment too early.
+        """
+        while int(self._monitor.get(zmq.EVENTS)) & _POLLIN:
+            event, _ = _EVENT.unpack(self._monitor.recv_multipart(_NOBLOCK)[0])
+            if event == zmq.EVENT_CONNECTED:
+                self._connected = True
+                self._obstacle = (
+                    "connected, and not accepted yet: it admits readers only inside its own calls "
+                    "(enqueue, wait_until_ready)"
+                )
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._lost_at = min(self._lost_at, time.monotonic() + _DRAIN)
+            else:
+                self._lost_at = -math.inf
+                if event & _HANDSHAKE_FAILED:
+                    self._obstacle = (
+                        "a handshake, which failed: do both sides have the right CURVE keys?"
+                    )
+        return time.monotonic() >= self._lost_at
 
     def _how_lost(self) -> str:
-        if self._ledger is None:
-            return f"no connection to {self.address} while waiting for {self._obstacle}"
+        if self._next_seq is None:
+            return f"no connection to {self._address} while waiting for {self._obstacle}"
         return (
-            f"the connection to {self.address} broke before message {self._ledger.next_seq}: the"
-            " writer died, cannot be reached, or sent a message of more than max_message_bytes"
-            f" ({self._max_message_bytes})"
+            f"the connection to {self._address} broke before message {self._next_seq}: the "
+            "writer died, cannot be reached, or sent a message of more than max_message_bytes "
+            f"({self._max_message_bytes})"
         )
 
-    def _finish(self, error: KVIndexError) -> KVIndexError:
-        self._end = error
-        return error
+    def _broken(self, why: object) -> WriterDiedError:
+        return WriterDiedError(f"{self._address}: {why}")
 
 
-def _again(error: KVIndexError) -> KVIndexError:
-    """Return the same error, to be raised from another place."""
-    return type(error)(*error.args)
+def _connect(
+    address: str, curve: Curve | None, *, max_part_bytes: int
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Return a DEALER that connects to this address, once only, and its monitor."""
+    if not address.startswith("tcp://"):
+        raise ConfigurationError(f"a writer's address is tcp://host:port, not {address!r}")
+    socket = protocol.open_socket(zmq.DEALER, address, curve, max_part_bytes=max_part_bytes)
+    # Never, and not -1: with that, libzmq 4.3.5 drops messages that were received and not read yet.
+    socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
+    monitor = socket.get_monitor_socket(_EVENTS)
+    monitor.rcvhwm = 0  # a full monitor would stop ZeroMQ's thread
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        monitor.close(linger=0)
+        protocol.close_socket(socket, 0.0)
+        raise ConfigurationError(f"cannot connect to {address!r}: {error}") from error
+    return socket, monitor

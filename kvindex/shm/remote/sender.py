@@ -1,64 +1,64 @@
-"""The writer's side of a queue over TCP."""
+"""The writer's end of a queue over TCP."""
 
 from __future__ import annotations
 
+import errno
+import hmac
+import ipaddress
 import logging
-import math
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import zmq
 
 from kvindex.curve import Curve
 from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
+from kvindex.log_rate import LogRate
 from kvindex.ring import Buffer, Patience, Waiting
-from kvindex.shm.remote.address import endpoint_host
-from kvindex.shm.remote.connections import Callers
-from kvindex.shm.remote.credits import SendWindow
-from kvindex.shm.remote.frames import (
-    MAX_FRAMES,
-    PACKED_BYTES,
-    TOKEN_BYTES,
-    Ready,
-    message_header,
-    packed_message,
-)
-from kvindex.shm.remote.readers import Readers
-from kvindex.shm.remote.sockets import MAX_WINDOW, RemoteLink, WatchedSocket
+from kvindex.shm.remote import protocol
+from kvindex.shm.remote.credit import SendWindow
+from kvindex.shm.remote.protocol import Acknowledgement, Bye, Hello, Refused, encode
 
 __all__ = ["RemoteSender"]
 
 logger = logging.getLogger(__name__)
 
-_FLUSH = 0.1  # seconds for what the farewell left in ZeroMQ's hands
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_TURN = 1000  # packets applied in a row, however many readers and strangers send
+_MAX_QUEUED = 2 * protocol.MAX_WINDOW  # packets of one reader or stranger that ZeroMQ queues
+_PROBE_EVERY = 1.0  # seconds
+_HANDOVER = 2.0  # seconds that a reader waits for its rank while another reader has it
+_FLUSH = 0.1  # seconds in which ZeroMQ may send the last packets
 
 
 class RemoteSender:
-    """Sends each message to every reader on other machines, and loses none silently.
+    """Sends each message to every remote reader, and loses none silently.
 
-    A reader is sent a message only while it has credit: fewer than `window` messages, and no more
-    than `max_window_bytes`, that it has not acknowledged. Otherwise `send` waits. Readers that die
-    are removed, and their ranks returned; who comes in place of one that died or left begins with
-    the message that is sent next. What readers say is taken, and a new one let in, when `send`,
-    `serve` or one of the waits is called: there is no thread inside but ZeroMQ's.
+    A reader has credit: at most `window` messages, and `max_window_bytes`, that it has not
+    acknowledged. Without credit `send` waits. There is no thread but ZeroMQ's: readers are
+    admitted, and their acknowledgements read, during the calls of this class.
+
+    ROUTER refuses to send to a connection that has ended. So a reader's death is noticed by the
+    next message or, where the writer waits, by a probe each second.
 
     Args:
-        n_remote: how many readers are expected; `send` waits until each has joined once.
-        connect_ip: the address to bind to, and that readers connect to; see `endpoint_host`.
-        window: messages that each reader may have unacknowledged, 1 to 4096.
-        max_window_bytes: the same in bytes; a larger message goes when all else is acknowledged.
-        max_message_bytes: a larger message is refused by `send`.
-        curve: the writer's keys; without them the token and all messages travel in the clear.
-        link: heartbeats, and how long `close` waits.
-        waiting: how often a wait looks at `cancel`, and when it warns.
+        n_remote: how many readers are expected; `send` waits until each of them has joined once.
+        connect_ip: the address to listen on.
+        window, max_window_bytes: a reader's credit; 1 to 4096 messages.
+        curve: the writer's keys; without them token and messages travel in the clear.
+        linger: seconds that `close` waits at most for readers to read the rest.
+        waiting: how to wait.
 
     Raises:
-        ConfigurationError: a value cannot work, or the address cannot be bound to.
+        ConfigurationError: a value cannot work, or the address cannot be listened on.
 
     Attributes:
         address: where readers connect; the system chose the port.
-        token: what readers must show: 32 random bytes. Give it only to readers.
+        token: what readers show to be admitted. Give it only to readers.
 
     Thread safety: one thread at a time; `statistics` and `connected` may be asked by any.
     """
@@ -70,59 +70,57 @@ class RemoteSender:
         *,
         window: int = 256,
         max_window_bytes: int = 64 * 1024 * 1024,
-        max_message_bytes: int,
         curve: Curve | None = None,
-        link: RemoteLink | None = None,
+        linger: float = 5.0,
         waiting: Waiting | None = None,
     ) -> None:
-        if not 1 <= window <= MAX_WINDOW:
-            raise ConfigurationError(f"window must be 1 to {MAX_WINDOW} messages, not {window!r}")
-        if max_window_bytes < 1 or max_message_bytes < 1:
-            raise ConfigurationError("max_window_bytes and max_message_bytes must be positive")
-        host = endpoint_host(connect_ip)
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._link = link or RemoteLink()
+        if not 1 <= window <= protocol.MAX_WINDOW:
+            raise ConfigurationError(
+                f"window must be 1 to {protocol.MAX_WINDOW} messages, not {window!r}"
+            )
+        self.token = secrets.token_bytes(32)
+        self._n_remote = n_remote
+        self._linger = linger
         self._waiting = waiting or Waiting()
-        self._max_message_bytes = max_message_bytes
+        self._window = SendWindow(messages=window, size=max_window_bytes)
         self._serve_every = max(1, window // 4)
         self._unserved = 0  # messages sent since `_serve`
-        self._waits = 0
+        self._ranks: dict[bytes, int] = {}  # by routing id; a new dict at each change
+        self._joined: set[int] = set()  # ranks that have joined at any time
+        self._hellos: dict[bytes, tuple[Hello, float]] = {}  # with their time
+        self._unreachable: set[bytes] = set()  # routing ids, until `_serve` removes them
+        self._dead: set[int] = set()  # ranks that are to be returned
+        self._ready = False
+        self._probe_at = 0.0
+        self._interrupted = False  # something is sent in part, or to some readers only
         self._closed = False
-        self._interrupted = False
-        self._window = SendWindow(messages=window, size=max_window_bytes)
-        self._watched = WatchedSocket.bind(host, self._link, curve)
-        self._callers = Callers(self._watched)
-        self._readers = Readers(self._callers, self._window, n_remote=n_remote, token=self.token)
-        self.address = f"tcp://{host}:{self._watched.port}"
-
-    # -- for the writer
+        self._counters = dict.fromkeys(("waits", "joined", "left", "died", "evicted", "refused"), 0)
+        self._log_rate = LogRate()
+        self._socket, self.address = _listen(_host(connect_ip), curve)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
 
     @property
     def connected(self) -> frozenset[int]:
-        """The ranks of the readers that have joined and are still here, as far as is known."""
-        return frozenset(self._readers.ranks.values())
-
-    @property
-    def next_seq(self) -> int:
-        """The seq of the next message."""
-        return self._window.next_seq
+        """The ranks of the readers that joined and, as far as is known, are still connected."""
+        return frozenset(self._ranks.values())
 
     def wait_connected(
         self, timeout: float | None = None, cancel: threading.Event | None = None
     ) -> frozenset[int]:
-        """Wait until all readers are here; return the ranks that died meanwhile.
+        """Wait until all readers are connected; return the ranks that died meanwhile.
 
         Raises: as `send`.
         """
         self._check_usable()
-        self._wait_until(lambda: not self._readers.absent, timeout, cancel, self._absent)
-        return self._readers.take_dead()
+        self._wait_until(lambda: len(self._ranks) == self._n_remote, timeout, cancel)
+        return self._take_dead()
 
     def send_ready(self) -> None:
-        """Tell all readers, present and future, that all had joined: `wait_ready` ends."""
+        """Notify all readers, present and future, that all have joined: `wait_ready` returns."""
         self._check_usable()
-        self._readers.ready = True
-        self._readers.tell(Ready())
+        self._ready = True
+        self._send_to_all(protocol.Ready())
 
     def send(
         self,
@@ -130,182 +128,290 @@ class RemoteSender:
         timeout: float | None = None,
         cancel: threading.Event | None = None,
     ) -> frozenset[int]:
-        """Send a message to every reader; return the ranks that were found dead.
+        """Send a message, one or more runs of bytes, to every reader; return the ranks found dead.
 
-        The frames are copied: their memory may be used again at once. Either every reader that is
-        still there is sent the message, or (when an error is raised) none is.
+        The frames are copied. Either every living reader is sent the message or, if an error is
+        raised, none is.
 
         Raises:
-            QueueTimeoutError: a reader had no credit, or had never joined, for `timeout` seconds.
-            WaitCancelledError: `cancel` was set while waiting for that.
-            ConfigurationError: the message has no frames, too many, or too many bytes.
-            ClosedError: the sender was closed, or an exception (such as KeyboardInterrupt) broke
-                into an earlier call while some readers had been sent a message and others not.
+            QueueTimeoutError: for `timeout` seconds a reader had no credit, or had never joined.
+            WaitCancelledError: `cancel` was set during this wait.
+            ClosedError: the sender was closed, or an exception (such as KeyboardInterrupt)
+                interrupted an earlier call that had sent a message to some readers only.
         """
         self._check_usable()
-        size = self._checked_size(frames)
-        if self._readers.absent or self._unserved >= self._serve_every:
+        size = sum(map(len, frames))
+        if len(self._ranks) < self._n_remote or self._unserved >= self._serve_every:
             self._serve()
-        if not self._admits(size):
-            self._waits += 1
-            self._wait_until(lambda: self._admits(size), timeout, cancel, self._owing)
+        if not self._has_credit(size):
+            self._counters["waits"] += 1
+            self._wait_until(lambda: self._has_credit(size), timeout, cancel)
         parts = self._parts(frames, size)
-        self._interrupted = True  # an exception in between leaves readers that differ
-        self._send_to_all(parts, size)
+        self._interrupted = True
+        for routing_id in self._ranks:
+            self._transmit(routing_id, parts)
+        self._window.record(size)
         self._interrupted = False
-        if self._readers.lost:
+        self._unserved += 1
+        if self._unreachable:
             self._serve()
-        return self._readers.take_dead()
+        return self._take_dead()
 
     def serve(self) -> frozenset[int]:
-        """Take what readers have said, without waiting; return the ranks that were found dead."""
+        """Admit readers and apply their packets, without waiting; return the ranks found dead."""
         self._check_usable()
         self._serve()
-        return self._readers.take_dead()
+        return self._take_dead()
 
     def evict(self, rank: int) -> bool:
-        """Take a reader off the queue, which is told; return whether it was on it."""
+        """Remove the reader of this rank, and notify it; return whether there was one."""
         self._check_usable()
-        return self._readers.evict(rank)
+        for routing_id in [key for key, value in self._ranks.items() if value == rank]:
+            self._transmit(routing_id, [encode(protocol.Evicted())])
+            self._remove(routing_id, "evicted")
+            return True
+        return False
 
     def statistics(self) -> dict[str, int]:
-        """Return the counters since the start, and how things are now.
+        """Return the counters since the start, and the state now.
 
-        Messages `sent` and `sent_bytes` (once, however many readers); `waits` for credit or for
-        readers to join; readers that `joined`, `left`, `died`, were `evicted`;
-        `refused_*`: what was ignored, and why (`refused_cut_off`: connections that ended without
-        joining; `refused_not_joined`: frames of who has not joined, or not any more). Now:
-        `connected` readers, `unread` messages and `unread_bytes` of the reader that has most.
+        Messages `sent` and `sent_bytes` (each once, however many readers); `waits` for credit or
+        for readers to join; readers that `joined`, `left`, `died`, were `evicted`; `refused`
+        packets of readers or strangers. Now: `connected` readers, `unread` messages and
+        `unread_bytes` of the reader that has most.
         """
-        window = self._window
-        sent = {"sent": window.next_seq, "sent_bytes": window.sent_bytes, "waits": self._waits}
-        now = {
-            "connected": len(self._readers.ranks),
-            "unread": window.unread,
-            "unread_bytes": window.unread_bytes,
+        return self._counters | {
+            "sent": self._window.next_seq,
+            "sent_bytes": self._window.sent_bytes,
+            "connected": len(self._ranks),
+            "unread": self._window.unread,
+            "unread_bytes": self._window.unread_bytes,
         }
-        return sent | self._readers.statistics() | now
-
-    def __enter__(self) -> RemoteSender:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
-        """Tell the readers that this was all, and wait until they have read it. Idempotent.
+        """Notify the readers that no message follows, and wait until all is read. Idempotent.
 
-        It waits at most `link.linger` seconds for who has not. A reader that is slower still reads
-        the rest, if all of it has reached its machine by then; it is told otherwise.
+        It waits `linger` seconds at most. A slower reader still reads the rest, if all of it has
+        reached the reader's machine by then; otherwise the reader gets an error.
         """
         if self._closed:
             return
         self._closed = True
         try:
-            if not (self._interrupted or self._callers.half_said):
-                self._farewell()
+            if not self._interrupted:
+                self._send_to_all(protocol.Closed(self._window.next_seq))
+                self._wait_until(lambda: not self._window.unread, self._linger, None)
+        except QueueTimeoutError:
+            for rank in self.connected:
+                if unread := self._window.unread_by(rank):
+                    logger.warning(
+                        "closed while remote reader %d had not read %d messages", rank, unread
+                    )
         finally:
-            self._watched.close(_FLUSH)
+            protocol.close_socket(self._socket, _FLUSH)
 
-    # -- sending
+    # Sending -------------------------------------------------------------------------------------
 
-    def _checked_size(self, frames: Sequence[Buffer]) -> int:
-        if not 0 < len(frames) <= MAX_FRAMES:
-            raise ConfigurationError(
-                f"a message has 1 to {MAX_FRAMES} frames, this one {len(frames)}"
-            )
-        size = 0
-        for frame in frames:
-            size += len(frame) if type(frame) is bytes else _bytes_in(frame)
-        if size > self._max_message_bytes:
-            raise ConfigurationError(
-                f"a message of {size} bytes; max_message_bytes is {self._max_message_bytes}"
-            )
-        return size
+    def _has_credit(self, size: int) -> bool:
+        return len(self._joined) == self._n_remote and self._window.admits(size)
 
-    def _admits(self, size: int) -> bool:
-        return not self._readers.awaited and self._window.admits(size)
-
-    def _parts(self, frames: Sequence[Buffer], size: int) -> list[bytes | zmq.Frame]:
-        if size + 4 * len(frames) <= PACKED_BYTES:
-            return [packed_message(self.next_seq, frames)]
-        # One copy, which all readers' connections share.
+    def _parts(self, frames: Sequence[Buffer], size: int) -> Sequence[bytes | zmq.Frame]:
+        seq = self._window.next_seq
+        if size + 8 * len(frames) <= protocol.SMALL_BYTES:
+            views = cast("list[memoryview]", frames)  # to msgpack all buffers are the same
+            return [encode(protocol.Message(seq, views))]
+        # One copy, which the connections of all readers share.
         copies = [zmq.Frame(frame, copy=True) for frame in frames]
-        return [message_header(self.next_seq, len(frames)), *copies]
+        return [encode(protocol.LargeMessage(seq, len(frames))), *copies]
 
-    def _send_to_all(self, parts: list[bytes | zmq.Frame], size: int) -> None:
-        for name in self._readers.ranks:
-            self._readers.say(name, parts)
-        self._window.record(size)
-        self._unserved += 1
+    def _send_to_all(self, packet: protocol.Packet) -> None:
+        for routing_id in self._ranks:
+            self._transmit(routing_id, [encode(packet)])
 
-    # -- waiting
+    def _transmit(self, routing_id: bytes, parts: Sequence[bytes | zmq.Frame]) -> bool:
+        """Send to one reader, never waiting; return whether its connection is there."""
+        # After an exception, ZeroMQ would append the next part to this message.
+        interrupted, self._interrupted = self._interrupted, True
+        send = self._socket.send
+        try:
+            send(routing_id, _MORE)
+            for part in parts[:-1]:
+                send(part, _MORE, copy=type(part) is bytes)
+            send(parts[-1], _NOBLOCK, copy=type(parts[-1]) is bytes)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._unreachable.add(routing_id)
+        self._interrupted = interrupted
+        return routing_id not in self._unreachable
 
     def _wait_until(
-        self,
-        reached: Callable[[], bool],
-        timeout: float | None,
-        cancel: threading.Event | None,
-        awaited: Callable[[], str],
+        self, reached: Callable[[], bool], timeout: float | None, cancel: threading.Event | None
     ) -> None:
         patience = Patience(self._waiting, timeout)
         while True:
             self._serve()
             if reached():
                 return
-            patience.check_cancel(cancel, awaited())
-            if patience.exhausted:
-                raise QueueTimeoutError(
-                    f"waited {patience.timeout:g} s for {awaited()}", timeout=patience.timeout
-                )
-            patience.warn(awaited())
-            self._watched.wait(math.ceil(1000 * patience.slice()))
+            protocol.pause(patience, cancel, self._obstacle(), self._poller)
 
-    def _serve(self) -> None:
-        self._unserved = 0
-        self._readers.serve()
-
-    def _absent(self) -> str:
-        present = sorted(self.connected)
-        return f"{self._readers.absent} remote readers to join; joined: ranks {present}"
-
-    def _owing(self) -> str:
-        if self._readers.awaited:
-            return f"{self._readers.awaited} remote readers that never joined"
+    def _obstacle(self) -> str:
+        """Return what a wait is for."""
         window = self._window
-        return (
-            f"remote reader {window.slowest} to read: {window.unread} messages of"
-            f" {window.unread_bytes} bytes are unread"
-        )
-
-    # -- the end
-
-    def _farewell(self) -> None:
-        self._readers.take_leave()
-        try:
-            self._wait_until(lambda: not self._window.unread, self._link.linger, None, self._owing)
-        except QueueTimeoutError:
-            for rank in self._readers.ranks.values():
-                if unread := self._window.unread_by(rank):
-                    logger.warning(
-                        "closed while remote reader %d had not read %d messages", rank, unread
-                    )
+        if len(self._joined) == self._n_remote and window.unread:
+            return (
+                f"remote reader {window.slowest} to read: {window.unread} messages of "
+                f"{window.unread_bytes} bytes are unread"
+            )
+        absent = self._n_remote - len(self._ranks)
+        return f"{absent} remote readers to join; connected: ranks {sorted(self.connected)}"
 
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError("the sender was closed")
-        if self._interrupted or self._callers.half_said:
+        if self._interrupted:
             raise ClosedError(
-                f"message {self.next_seq} was interrupted while some readers had it and others"
-                " not: close the queue"
+                f"message {self._window.next_seq} was interrupted while some readers had it and "
+                "others did not: close the queue"
             )
 
+    # Readers -------------------------------------------------------------------------------------
 
-def _bytes_in(frame: Buffer) -> int:
+    def _serve(self) -> None:
+        """Apply the packets received, without waiting, and remove the readers that died."""
+        self._unserved = 0
+        self._receive()
+        now = time.monotonic()
+        if now >= self._probe_at:
+            self._probe_at = now + _PROBE_EVERY
+            self._send_to_all(protocol.Probe())
+        if self._unreachable:
+            self._receive()  # the last packet of a reader may be a Bye
+            self._remove_dead()
+        for routing_id in list(self._hellos):  # last, as other readers may have left by now
+            self._answer(routing_id)
+
+    def _receive(self) -> None:
+        for _ in range(_TURN):
+            try:
+                routing_id, *parts = self._socket.recv_multipart(_NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) != 1 or len(parts[0]) > protocol.MAX_READER_BYTES:
+                self._refuse("more than a reader sends")
+                continue
+            try:
+                self._apply(routing_id, protocol.decode(parts[0]))
+            except protocol.Malformed as error:
+                self._refuse(str(error))
+
+    def _apply(self, routing_id: bytes, packet: protocol.Packet) -> None:
+        rank = self._ranks.get(routing_id)
+        if isinstance(packet, Hello) and rank is None:
+            self._hellos[routing_id] = packet, time.monotonic()
+            if packet.rank in self._ranks.values():
+                self._probe_at = 0.0  # perhaps the reader that has this rank is dead
+        elif isinstance(packet, Bye) and routing_id in self._hellos:
+            del self._hellos[routing_id]
+        elif rank is None:
+            self._refuse("a packet of a reader that has not joined")
+        elif isinstance(packet, Bye):
+            self._remove(routing_id, "left")
+        elif not isinstance(packet, Acknowledgement):
+            self._refuse("a packet that no reader sends, or sends again")
+        elif not self._window.acknowledge(rank, packet.next_seq):
+            self._refuse("an impossible acknowledgement")
+
+    def _answer(self, routing_id: bytes) -> None:
+        """Admit a reader that sent a hello, or refuse it, or let it wait for its rank."""
+        hello, received_at = self._hellos[routing_id]
+        rank, reason = hello.rank, None
+        if hello.version != protocol.VERSION:
+            reason = f"it speaks version {protocol.VERSION} of the protocol, not {hello.version}"
+        elif not hmac.compare_digest(hello.token, self.token):
+            reason = "the token is another queue's: is this the queue's own handle?"
+        elif rank in self._ranks.values() and not self._closed:
+            if time.monotonic() < received_at + _HANDOVER:
+                return
+            reason = f"rank {rank} has another reader: attach again when it has left or is dead"
+        elif rank not in self._joined and len(self._joined) == self._n_remote:
+            reason = f"rank {rank} is none of its remote readers': other ranks have joined"
+        del self._hellos[routing_id]
+        if reason is not None:
+            self._refuse(reason)
+            self._transmit(routing_id, [encode(Refused(reason))])
+        elif self._closed:
+            self._transmit(routing_id, [encode(protocol.Closed(self._window.next_seq))])
+        else:
+            self._admit(routing_id, rank)
+
+    def _admit(self, routing_id: bytes, rank: int) -> None:
+        window = self._window
+        welcome = protocol.Welcome(window.next_seq, window.messages, self._ready)
+        self._interrupted = True
+        if self._transmit(routing_id, [encode(welcome)]):  # else it has left again
+            self._joined.add(rank)
+            self._ranks = {**self._ranks, routing_id: rank}
+            window.join(rank)
+            self._counters["joined"] += 1
+            logger.debug("remote reader %d joined at message %d", rank, window.next_seq)
+        self._interrupted = False
+
+    def _remove_dead(self) -> None:
+        unreachable, self._unreachable = self._unreachable, set()
+        for routing_id in unreachable & self._ranks.keys():
+            rank = self._ranks[routing_id]
+            unread = self._window.unread_by(rank)
+            # Where nothing is lost, whoever applies the policy reports the death.
+            level = logging.WARNING if unread else logging.INFO
+            logger.log(level, "remote reader %d died, %d messages unread", rank, unread)
+            self._dead.add(rank)
+            self._remove(routing_id, "died")
+
+    def _remove(self, routing_id: bytes, fate: str) -> None:
+        self._counters[fate] += 1
+        self._window.leave(self._ranks[routing_id])
+        self._ranks = {key: rank for key, rank in self._ranks.items() if key != routing_id}
+
+    def _take_dead(self) -> frozenset[int]:
+        dead, self._dead = self._dead, set()
+        return frozenset(dead)
+
+    def _refuse(self, reason: str) -> None:
+        """Count a packet that is ignored, and log it at times."""
+        self._counters["refused"] += 1
+        if self._log_rate.allows():
+            count = self._counters["refused"]
+            logger.warning("refused %d packets of readers or strangers; now: %s", count, reason)
+
+
+def _listen(host: str, curve: Curve | None) -> tuple[zmq.Socket[bytes], str]:
+    """Return a ROUTER that listens at a free port of this host, and its address."""
+    endpoint = f"tcp://{host}:*"
+    limit = protocol.MAX_READER_BYTES
+    socket = protocol.open_socket(zmq.ROUTER, endpoint, curve, max_part_bytes=limit)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.rcvhwm = _MAX_QUEUED  # strangers have no window
     try:
-        view = memoryview(frame)
-    except TypeError as error:
-        raise ConfigurationError(f"a frame must be a buffer of bytes: {error}") from error
-    if not view.c_contiguous:
-        raise ConfigurationError("a frame must be contiguous in memory; copy it first")
-    return view.nbytes
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        protocol.close_socket(socket, 0.0)
+        raise ConfigurationError(f"cannot bind to {endpoint!r}: {error}") from error
+    port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    return socket, f"tcp://{host}:{port}"
+
+
+def _host(connect_ip: str) -> str:
+    """Return an IP address of one interface of this machine, as an endpoint has it."""
+    try:
+        address = ipaddress.ip_address(str(connect_ip))
+    except ValueError:
+        raise ConfigurationError(
+            f"connect_ip must be an IP address as text, not {connect_ip!r}"
+        ) from None
+    if (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
+        raise ConfigurationError(
+            f"connect_ip {connect_ip!r} means all interfaces of this machine: give the address of "
+            "one of them, which readers connect to and which alone is listened on"
+        )
+    return f"[{address}]" if address.version == 6 else str(address)

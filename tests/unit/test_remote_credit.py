@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.errors import WriterDiedError
-from kvindex.shm.remote.credits import ReadLedger, SendWindow
+from kvindex.shm.remote.credit import SendWindow
 
 
 def window_of(*, messages: int = 8, size: int = 1000, first: int = 0) -> SendWindow:
@@ -105,83 +104,33 @@ def test_the_slowest_reader_decides_for_all() -> None:
     assert (window.next_seq, window.sent_bytes, window.unread) == (4, 70, 0)
 
 
-def test_a_reader_owes_an_answer_for_each_quarter_of_the_messages() -> None:
-    ledger = ReadLedger(10, messages=16, size=10**6)
-    answers = []
-    for seq in range(10, 30):
-        ledger.take(seq, 1)
-        if ledger.due:
-            answers.append(ledger.acknowledge())
-    assert answers == [14, 18, 22, 26, 30]
-    assert not ledger.pending
-
-
-def test_a_reader_owes_an_answer_for_each_quarter_of_the_bytes() -> None:
-    ledger = ReadLedger(0, messages=1000, size=400)
-    ledger.take(0, 99)
-    assert not ledger.due
-    assert ledger.pending
-    ledger.take(1, 1)
-    assert ledger.due
-
-
-@pytest.mark.parametrize("messages", [1, 2, 3])
-def test_a_reader_with_a_tiny_window_answers_each_message(messages: int) -> None:
-    ledger = ReadLedger(0, messages=messages, size=1)
-    ledger.take(0, 0)
-    assert ledger.due
-
-
-@pytest.mark.parametrize(
-    ("seq", "message"),
-    [
-        (6, "message 5 is missing: message 6 came instead"),
-        (9, "messages 5 to 8 are missing: message 9 came instead"),
-        (4, "message 4 came again: message 5 was next"),
-    ],
-)
-def test_a_reader_that_finds_a_hole_says_which(seq: int, message: str) -> None:
-    ledger = ReadLedger(5, messages=8, size=100)
-    with pytest.raises(WriterDiedError) as caught:
-        ledger.take(seq, 1)
-    assert str(caught.value) == message
-    assert ledger.next_seq == 5
-    assert not ledger.pending
-
-
 @given(
     messages=st.integers(1, 20),
     size=st.integers(1, 200),
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=60),
     seed=st.integers(0, 2**32),
 )
-def test_writer_and_reader_never_wait_for_each_other(
+def test_a_reader_that_acknowledges_when_it_is_idle_gets_all_within_the_bounds(
     messages: int, size: int, sizes: list[int], seed: int
 ) -> None:
-    """Any interleaving delivers all, within the bounds: an idle reader frees the writer."""
     choose = random.Random(seed)
     window = window_of(messages=messages, size=size, first=7)
-    ledger = ReadLedger(7, messages=messages, size=size)
-    to_send, pipe, answers = deque(sizes), deque[tuple[int, int]](), deque[int]()
-    seq = 7
+    to_send, pipe = deque(sizes), deque[int]()
+    read = acknowledged = 7
     while to_send or pipe:
         moves = ["send"] * (bool(to_send) and window.admits(to_send[0]))
-        moves += ["read" if pipe else "idle"] * bool(pipe or ledger.pending)
-        moves += ["answer"] * bool(answers)
+        moves += ["read" if pipe else "idle"] * bool(pipe or read > acknowledged)
         assert moves, "both wait for ever"
         move = choose.choice(moves)
         if move == "send":
-            pipe.append((seq, to_send.popleft()))
-            window.record(pipe[-1][1])
-            seq += 1
+            pipe.append(to_send.popleft())
+            window.record(pipe[-1])
             assert window.unread <= messages
             assert window.unread_bytes <= size or window.unread == 1
         elif move == "read":
-            ledger.take(*pipe.popleft())
-            if ledger.due:
-                answers.append(ledger.acknowledge())
-        elif move == "idle":
-            answers.append(ledger.acknowledge())
+            pipe.popleft()
+            read += 1
         else:
-            assert window.acknowledge(0, answers.popleft())
-    assert ledger.next_seq == 7 + len(sizes)
+            acknowledged = read
+            assert window.acknowledge(0, acknowledged)
+    assert read == window.next_seq == 7 + len(sizes)
