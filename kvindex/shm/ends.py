@@ -44,9 +44,10 @@ _LOOPBACK = "127.0.0.1"
 class WritingEnd:
     """The end that every message starts from, to readers here, elsewhere, both, or nobody.
 
-    With both kinds of readers all of them get a message, or none: the local ones see it when its
-    end is there, which is published when the remote ones were sent all of it, and that is when both
-    sides have room. The dead of both are raised together, and last: that keeps it from nobody.
+    With both kinds of readers, each message goes to all of them or to none. The writer waits until
+    both sides have room. It sends the whole message to the remote readers, and then publishes its
+    end to the local readers, which makes it visible to them. Readers that died are reported last,
+    so that every other reader has the message by then.
 
     Args:
         ring: to readers here, or None; the end closes it.
