@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
-from kvindex import Worker, fanout
+from kvindex import Worker
+from kvindex.index import replicas
 from kvindex.testing import FakeEngine, Workload
 
 PROCESSES = 3
@@ -33,11 +34,11 @@ def run_router(listener: socket.socket, path: str) -> None:
     """Answer HTTP on a socket that all router processes share, until SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until `serve` has its own way
     # After the process has been made: a replica's thread does not live through a fork.
-    with fanout.join(path) as replica:
+    with replicas.join(path) as replica:
         asyncio.run(serve(listener, replica))
 
 
-async def serve(listener: socket.socket, replica: fanout.Replica) -> None:
+async def serve(listener: socket.socket, replica: replicas.Replica) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     async with await asyncio.start_server(partial(answer, replica), sock=listener):
@@ -45,7 +46,7 @@ async def serve(listener: socket.socket, replica: fanout.Replica) -> None:
 
 
 async def answer(
-    replica: fanout.Replica, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    replica: replicas.Replica, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(
@@ -95,7 +96,7 @@ def main() -> None:
             workers = [Worker(e.worker, e.endpoint, replay=e.replay_endpoint) for e in engines]
             for number, request in enumerate(REQUESTS):
                 engines[number % 3].serve(request.token_ids)
-        server = stack.enter_context(fanout.FanOut(workers, path))
+        server = stack.enter_context(replicas.FanOut(workers, path))
         server.client.wait_live()
 
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))

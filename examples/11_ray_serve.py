@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from kvindex.integrations.ray_serve import routers
+from kvindex.routing.adapters.ray_serve import routers
 from kvindex.testing import FakeEngine, Workload
 
 REPLICAS = 2
@@ -70,7 +70,7 @@ by_queue_length = hit_rate(deploy("rays", RequestRouterConfig()))
 handle = deploy(
     "kvindexs",
     RequestRouterConfig(
-        request_router_class="kvindex.integrations.ray_serve.KVIndexRouter",
+        request_router_class="kvindex.routing.adapters.ray_serve.KVIndexRouter",
         request_router_kwargs={"policy": "kvindex"},
         request_routing_stats_period_s=0.5,  # how soon a new replica is known
     ),

@@ -15,8 +15,8 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download of 
 import litellm
 
 from kvindex import Client, Worker, connect
-from kvindex.integrations.litellm import KVAwareCallback
 from kvindex.routing import Router
+from kvindex.routing.adapters.litellm import KVAwareCallback
 from kvindex.testing import FakeEngine
 
 ENGINES = 4

@@ -5,37 +5,20 @@ Connect to the engines, then ask which rank holds a prompt:
     client = kvindex.connect([kvindex.Worker("vllm-0", "tcp://127.0.0.1:5557")])
     client.match(token_ids).best
 
-This module has what most programs need. Import the other parts by name:
+This module has what most programs need. The rooms, from the engine to the answer:
 
-- `kvindex.routing` chooses a rank for each request; `kvindex.integrations` does so in Ray, LiteLLM
-  and verl;
-- `kvindex.discovery` finds engines; `kvindex.doctor` says why nothing matches;
-- `kvindex.fanout` gives every process of a router a replica of one index, through a ring in shared
-  memory; `kvindex.shm` is a queue for your own objects on such a ring;
-- `kvindex.server` is the HTTP service, with `kvindex.queries` and `kvindex.metrics`;
-- `kvindex.audit` says what routing costs, from recorded or live events;
-- `kvindex.testing` has a fake engine and faulty links for tests.
+- `kvindex.publish` publishes events as engines do; `kvindex.wire` knows their bytes;
+- `kvindex.subscribe` receives them, in order and whole (`sequencer`), and finds the engines
+  (`discovery`);
+- `kvindex.index` matches prompts; a `client` feeds an index, and other processes get `replicas`;
+- `kvindex.shm` is a queue for your own objects, through shared memory;
+- `kvindex.testing` has a fake engine and faulty links for tests;
+- `kvindex.routing` chooses a rank for each request, in Ray, LiteLLM and verl too (`adapters`);
+- `kvindex.service` is the HTTP service, with its `queries` and `metrics`;
+- `kvindex.tools` is for operators: the command line (`cli`), the `doctor` (why nothing matches) and
+  the `audit` (what routing costs).
 """
 
-from kvindex.backend import BACKEND
-from kvindex.client import Client, connect
-from kvindex.curve import Curve
-from kvindex.errors import (
-    BusyError,
-    ClosedError,
-    ConfigurationError,
-    DecodeError,
-    DiscoveryError,
-    DuplicatePublisherError,
-    EncodeError,
-    InUseError,
-    InvariantError,
-    KVIndexError,
-    NotLiveError,
-    SnapshotError,
-    TokenError,
-    UnknownRankError,
-)
 from kvindex.index import (
     Ending,
     Explanation,
@@ -59,6 +42,7 @@ from kvindex.index import (
     Trust,
     Trusts,
 )
+from kvindex.index.client import Client, connect
 from kvindex.publish import (
     EventPublisher,
     EventPublisherFactory,
@@ -66,8 +50,6 @@ from kvindex.publish import (
     NullEventPublisher,
     ZmqEventPublisher,
 )
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName
 from kvindex.subscribe import (
     EventStream,
     PublisherAddress,
@@ -96,6 +78,26 @@ from kvindex.wire import (
     EventBatch,
     GroupSpec,
 )
+from kvindex.wire.backend import BACKEND
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import (
+    BusyError,
+    ClosedError,
+    ConfigurationError,
+    DecodeError,
+    DiscoveryError,
+    DuplicatePublisherError,
+    EncodeError,
+    InUseError,
+    InvariantError,
+    KVIndexError,
+    NotLiveError,
+    SnapshotError,
+    TokenError,
+    UnknownRankError,
+)
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvindex.cli import main
+from kvindex.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

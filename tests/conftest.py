@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kvindex
-from kvindex.backend import hidden_native_build
+from kvindex.wire.backend import hidden_native_build
 from tests.hung import Watch
 
 collect_ignore = ["typing"]  # for type checkers, which is why it is never imported

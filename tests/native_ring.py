@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.errors import SegmentError
-from kvindex.ring.ring import check_native
+from kvindex.shm.ring.ring import check_native
+from kvindex.wire.errors import SegmentError
 
 
 def _missing() -> str:

@@ -38,7 +38,7 @@ class Floor:
 
 
 def _native() -> ModuleType | None:
-    return importlib.import_module("kvindex._native") if kvindex.BACKEND == "native" else None
+    return importlib.import_module("kvindex.wire._native") if kvindex.BACKEND == "native" else None
 
 
 def _calls(native: ModuleType) -> dict[str, Callable[[Any], Any]]:

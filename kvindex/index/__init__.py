@@ -1,8 +1,13 @@
-"""The index: a radix tree over prefix keys, one view for each rank."""
+"""The index: a radix tree over prefix keys, one view for each rank.
+
+The files here know neither sockets nor engines. `client/` feeds an index from engines and adds
+trust to its answers; `replicas/` copies such an index into other processes.
+Read first: `api.py` and `match.py`, then `tree.py`, the specification of the native core.
+May import: `kvindex.wire`; `client/` and `replicas/` also `kvindex.subscribe` and `kvindex.shm`.
+"""
 
 from typing import TYPE_CHECKING
 
-from kvindex.backend import BACKEND
 from kvindex.index.api import TreeView
 from kvindex.index.explanation import (
     Ending,
@@ -27,7 +32,8 @@ from kvindex.index.snapshot import (
     write_snapshot,
 )
 from kvindex.index.tokens import TokenBuffer, TokenIds
-from kvindex.rank import Trust
+from kvindex.wire.backend import BACKEND
+from kvindex.wire.rank import Trust
 
 if TYPE_CHECKING or BACKEND == "native":
     from kvindex.index.native import Index, read_batch

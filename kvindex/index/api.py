@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from kvindex.backend import Backend
-from kvindex.errors import ConfigurationError
 from kvindex.index.explaining import Asked, Holding, explain
 from kvindex.index.explanation import Explanation, Notes
 from kvindex.index.keys import ExtraKeys, Lora
@@ -37,9 +35,11 @@ from kvindex.index.snapshot_section import (
     wrong_backend,
 )
 from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, find_rank
 from kvindex.wire import CacheSettings, EventBatch
+from kvindex.wire.backend import Backend
+from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName, find_rank
 
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack

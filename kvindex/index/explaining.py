@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from kvindex.errors import UnknownRankError
 from kvindex.index.explanation import (
     Ending,
     Explanation,
@@ -20,8 +19,9 @@ from kvindex.index.keys import Lora
 from kvindex.index.match import Match, RankMatch, Trusts
 from kvindex.index.rank_groups import main_group
 from kvindex.index.tokens import TokenIds
-from kvindex.rank import Rank
 from kvindex.wire import GroupSpec
+from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.rank import Rank
 
 __all__ = ["Asked", "Holding", "explain"]
 

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvindex.index.match import Match, RankMatch
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, find_rank
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName, find_rank
 
 __all__ = ["Ending", "Explanation", "GroupHeld", "Notes", "OtherPrompts", "RankExplanation"]
 

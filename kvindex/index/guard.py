@@ -14,8 +14,8 @@ from functools import partial
 from itertools import starmap
 from typing import Final, NoReturn, Protocol, TypeVar
 
-from kvindex.errors import InUseError, InvariantError, UnknownRankError
-from kvindex.forks import Fork, guard_forks
+from kvindex.wire.errors import InUseError, InvariantError, UnknownRankError
+from kvindex.wire.forks import Fork, guard_forks
 
 __all__ = ["HOLD_BLOCKS", "Guard", "HeldInForks", "Hold", "WholeHold"]
 

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
-from kvindex.errors import ConfigurationError
-from kvindex.rank import Rank
+from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.rank import Rank
 
 __all__ = ["Hits", "RankRows"]
 

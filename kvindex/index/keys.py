@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvindex.errors import ConfigurationError
 from kvindex.index.tokens import Prompt, pack_tokens
 from kvindex.wire import BlockStored
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = [
     "ExtraKeys",

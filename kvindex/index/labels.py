@@ -13,12 +13,12 @@ from typing import TypeVar
 
 import msgspec
 
-from kvindex.errors import InvariantError, SnapshotError
 from kvindex.index.guard import HOLD_BLOCKS, Hold
 from kvindex.index.keys import Lora
 from kvindex.index.rank_image import LabelImage, PlacementImage
 from kvindex.index.tree import Block, Owner, RadixTree
 from kvindex.wire import BlockHash
+from kvindex.wire.errors import InvariantError, SnapshotError
 
 __all__ = ["Budget", "Label", "Labels", "ResidentBlock", "cuts", "no_room"]
 

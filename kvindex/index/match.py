@@ -8,10 +8,10 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import msgspec
 
-from kvindex.errors import UnknownRankError
 from kvindex.index.hits import Hits, RankRows
-from kvindex.rank import Rank, State, Trust
-from kvindex.rank_lookup import RankName, find_rank
+from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.rank import Rank, State, Trust
+from kvindex.wire.rank_lookup import RankName, find_rank
 
 __all__ = ["Found", "FoundMatches", "Match", "RankMatch", "Trusts"]
 

@@ -11,8 +11,8 @@ from kvindex.index.match import RankMatch
 from kvindex.index.rank_blocks import RankBlocks
 from kvindex.index.rank_groups import Group, RankGroups, main_group
 from kvindex.index.tree import Owner, RadixTree
-from kvindex.rank import Rank
 from kvindex.wire.quirks import medium_tier
+from kvindex.wire.rank import Rank
 
 __all__ = ["Held", "held_blocks", "no_match", "rank_matches"]
 

@@ -12,9 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from kvindex._native import SECRET_BYTES, PackedBatch, decode
-from kvindex._native import Index as Core
-from kvindex.errors import InvariantError, SnapshotError, UnknownRankError
 from kvindex.index.api import BaseIndex, check_limits, rank_limit
 from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard
@@ -35,10 +32,13 @@ from kvindex.index.questions import (
 )
 from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
 from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName
 from kvindex.wire import CacheSettings, EventBatch
+from kvindex.wire._native import SECRET_BYTES, PackedBatch, decode
+from kvindex.wire._native import Index as Core
 from kvindex.wire.decode import bounded, check_blocks, decode_uncommon
+from kvindex.wire.errors import InvariantError, SnapshotError, UnknownRankError
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName
 
 __all__ = ["Index", "read_batch"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvindex._native import Answer
-from kvindex._native import RankRows as CoreRows
 from kvindex.index.hits import Hits, RankRows
 from kvindex.index.match import RankMatch
-from kvindex.rank import Rank
+from kvindex.wire._native import Answer
+from kvindex.wire._native import RankRows as CoreRows
+from kvindex.wire.rank import Rank
 
 __all__ = ["Directory", "NativeFound"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from kvindex._native import FINGERPRINT_SECRET_BYTES
-from kvindex._native import Fingerprints as Core
+from kvindex.wire._native import FINGERPRINT_SECRET_BYTES
+from kvindex.wire._native import Fingerprints as Core
 from kvindex.wire.fingerprints import KNOWN_PAYLOAD
 
 __all__ = ["Fingerprints"]

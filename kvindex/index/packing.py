@@ -6,11 +6,11 @@ and payloads that the native decoder leaves to `kvindex.wire.decode_batch`.
 
 from __future__ import annotations
 
-from kvindex._native import PackedBatch
-from kvindex.errors import ConfigurationError
 from kvindex.index.keys import Lora, lora_tag, pack_extra
 from kvindex.index.tokens import pack_tokens
 from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
+from kvindex.wire._native import PackedBatch
+from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash
 
 __all__ = ["group_number", "pack_batch", "pack_text"]

@@ -33,7 +33,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from kvindex.index.keys import Namespace, lora_tag
 from kvindex.index.prefixes import Holders, Prefixes, PrefixNode, made_node
 from kvindex.index.tree import Block, Owner, RadixTree, Run
-from kvindex.rank import Rank
+from kvindex.wire.rank import Rank
 
 __all__ = ["PrefixWalk"]
 

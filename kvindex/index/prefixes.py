@@ -7,9 +7,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvindex.errors import ConfigurationError
 from kvindex.index.keys import Namespace
-from kvindex.rank import Rank
+from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.rank import Rank
 
 __all__ = ["Holders", "PrefixNode", "Prefixes", "made_node", "walk_limits"]
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Final, TypedDict
 
-from kvindex.errors import ConfigurationError
 from kvindex.index.keys import ExtraKeys, Lora, pack_extra
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, RankNames, find_ranks
+from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.quirks import fold_medium
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName, RankNames, find_ranks
 
 __all__ = [
     "MatchOptions",

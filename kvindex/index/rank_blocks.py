@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvindex.errors import InvariantError
 from kvindex.index.chains import chain_images, needed_runs, restored_blocks
 from kvindex.index.guard import Hold
 from kvindex.index.keys import (
@@ -23,7 +22,6 @@ from kvindex.index.rank_image import MAX_PLACES, RankImage
 from kvindex.index.sparse import MAX_UNITS, Sparse
 from kvindex.index.tokens import holds_text
 from kvindex.index.tree import Owner, RadixTree
-from kvindex.rank import Rank
 from kvindex.wire import (
     AllBlocksCleared,
     BlockHash,
@@ -32,6 +30,7 @@ from kvindex.wire import (
     CacheSettings,
     EventBatch,
 )
+from kvindex.wire.errors import InvariantError
 from kvindex.wire.quirks import (
     fold_hash,
     fold_medium,
@@ -40,6 +39,7 @@ from kvindex.wire.quirks import (
     medium_tier,
     outlives_clear,
 )
+from kvindex.wire.rank import Rank
 
 __all__ = ["RankBlocks"]
 

@@ -11,8 +11,8 @@ from typing import NoReturn, TypeAlias
 
 import msgspec
 
-from kvindex.errors import ConfigurationError, SnapshotError
 from kvindex.wire import BlockHash, GroupSpec
+from kvindex.wire.errors import ConfigurationError, SnapshotError
 
 __all__ = [
     "CopiesImage",

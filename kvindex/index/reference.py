@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvindex.backend import warn_of_fallback
-from kvindex.errors import InvariantError, UnknownRankError
 from kvindex.index.api import BaseIndex, check_limits, rank_limit
 from kvindex.index.explaining import Asked, Holding
 from kvindex.index.guard import Guard, WholeHold
@@ -29,9 +27,11 @@ from kvindex.index.rank_image import read_image, write_image
 from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.tree import RadixTree
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName
 from kvindex.wire import CacheSettings, EventBatch, decode_batch
+from kvindex.wire.backend import warn_of_fallback
+from kvindex.wire.errors import InvariantError, UnknownRankError
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName
 
 __all__ = ["Index"]
 

@@ -45,10 +45,10 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from kvindex.backend import Backend
-from kvindex.errors import ConfigurationError, SnapshotError, UnknownRankError
 from kvindex.index.snapshot_section import BACKEND_NUMBERS, backend_named, bytes_of
-from kvindex.rank import Rank
+from kvindex.wire.backend import Backend
+from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
+from kvindex.wire.rank import Rank
 
 if TYPE_CHECKING:
     from kvindex.index.api import BaseIndex

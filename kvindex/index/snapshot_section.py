@@ -24,8 +24,8 @@ import struct
 from hashlib import blake2b
 from typing import NamedTuple
 
-from kvindex.backend import Backend
-from kvindex.errors import ConfigurationError, SnapshotError
+from kvindex.wire.backend import Backend
+from kvindex.wire.errors import ConfigurationError, SnapshotError
 
 __all__ = [
     "BACKEND_NUMBERS",

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
-from kvindex.errors import TokenError
 from kvindex.wire import text_token
+from kvindex.wire.errors import TokenError
 
 __all__ = ["TEXT_TOKENS", "Prompt", "TokenBuffer", "TokenIds", "holds_text", "pack_tokens"]
 

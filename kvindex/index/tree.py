@@ -36,9 +36,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvindex.errors import InvariantError
 from kvindex.index.keys import Key, KeyMaker, Lora, Namespace, PromptKeys
-from kvindex.rank import Rank
+from kvindex.wire.errors import InvariantError
+from kvindex.wire.rank import Rank
 
 __all__ = ["Block", "Owner", "RadixTree", "Run", "Segment", "ancestors"]
 

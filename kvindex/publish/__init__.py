@@ -1,4 +1,9 @@
-"""Publish KV-cache events as engines do: their interface, their wire, any of their versions."""
+"""Publish KV-cache events as engines do: their interface, their wire, any of their versions.
+
+One thread owns the sockets, so that an engine's step never waits for a subscriber.
+Read first: `publisher.py` (the interface), then `zmq_publisher.py` and `publisher_loop.py`.
+May import: `kvindex.wire`.
+"""
 
 from kvindex.publish.config import KVEventsConfig
 from kvindex.publish.endpoints import offset_endpoint

@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvindex.errors import ClosedError
 from kvindex.wire import EventBatch
+from kvindex.wire.errors import ClosedError
 
 __all__ = ["BatchQueue"]
 

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from kvindex.errors import ConfigurationError
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["KVEventsConfig"]
 

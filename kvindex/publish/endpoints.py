@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from kvindex.errors import ConfigurationError
 from kvindex.wire import Dialect
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["binds_endpoint", "local_endpoint", "offset_endpoint", "port_of"]
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvindex.errors import ConfigurationError, DuplicatePublisherError
 from kvindex.publish.config import KVEventsConfig
 from kvindex.publish.publisher import EventPublisher, NullEventPublisher, one_rank
 from kvindex.publish.zmq_publisher import ZmqEventPublisher
+from kvindex.wire.errors import ConfigurationError, DuplicatePublisherError
 
 __all__ = ["EventPublisherFactory"]
 

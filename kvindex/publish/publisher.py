@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
-from kvindex.errors import ConfigurationError
 from kvindex.wire import EventBatch
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["EventPublisher", "NullEventPublisher", "one_rank"]
 

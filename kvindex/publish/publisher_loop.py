@@ -17,13 +17,10 @@ from typing import Final
 
 import zmq
 
-from kvindex.errors import DecodeError
-from kvindex.log_rate import LogRate
 from kvindex.publish.batch_queue import BatchQueue
 from kvindex.publish.replay_buffer import ReplayBuffer
 from kvindex.publish.replay_service import ReplayService
 from kvindex.publish.sockets import PublisherSockets
-from kvindex.waker import Waker
 from kvindex.wire import (
     Dialect,
     EventBatch,
@@ -31,6 +28,9 @@ from kvindex.wire import (
     live_frames,
     parse_replay_request,
 )
+from kvindex.wire.errors import DecodeError
+from kvindex.wire.log_rate import LogRate
+from kvindex.wire.waker import Waker
 
 __all__ = ["PublisherLoop"]
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import zmq
 
-from kvindex.curve import Curve
-from kvindex.errors import ConfigurationError
 from kvindex.publish.endpoints import port_of
 from kvindex.publish.replay_service import SendResult
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["PublisherSockets", "open_sockets"]
 

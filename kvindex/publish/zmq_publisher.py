@@ -9,14 +9,14 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from kvindex.curve import Curve
-from kvindex.errors import ConfigurationError
 from kvindex.publish.config import KVEventsConfig
 from kvindex.publish.endpoints import binds_endpoint, local_endpoint, offset_endpoint
 from kvindex.publish.publisher import EventPublisher
 from kvindex.publish.publisher_loop import PublisherLoop
 from kvindex.publish.sockets import PublisherSockets, open_sockets
 from kvindex.wire import END_SEQ, LATEST, Dialect, EventBatch, dialect
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["ZmqEventPublisher"]
 

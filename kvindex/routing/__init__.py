@@ -6,9 +6,12 @@ router.select(token_ids).reason                     # why this rank, in words
 ```
 
 No sockets, no threads: it asks a `Client`, a `Replica` or an `Index`, and counts what it is told.
+
+`adapters/` plugs it into the routers of Ray, LiteLLM and verl.
+Read first: `router.py`, then `policies.py` (the policies) and `bookings.py`.
+May import: `kvindex.wire` and `kvindex.index`; `adapters/` also `kvindex.subscribe`.
 """
 
-from kvindex.errors import DuplicateBookingError, NoCandidateError, UnknownBookingError
 from kvindex.routing.bookings import Booking, Stage
 from kvindex.routing.candidates import Candidates, Choice, Policy
 from kvindex.routing.choosing import Weights
@@ -27,6 +30,7 @@ from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard
 from kvindex.routing.policies import POLICIES, CostPolicy, make_policy
 from kvindex.routing.requests import reads_cache
 from kvindex.routing.router import Router
+from kvindex.wire.errors import DuplicateBookingError, NoCandidateError, UnknownBookingError
 
 __all__ = [
     "POLICIES",

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from operator import index
 from typing import Any
 
-from kvindex.errors import ConfigurationError, DuplicateBookingError, UnknownBookingError
-from kvindex.rank import Rank
 from kvindex.routing.decision import Decision
 from kvindex.routing.loads import Load, LoadBoard
+from kvindex.wire.errors import ConfigurationError, DuplicateBookingError, UnknownBookingError
+from kvindex.wire.rank import Rank
 
 __all__ = ["Booking", "Bookings", "Stage"]
 

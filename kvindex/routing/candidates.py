@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvindex.index import Hits
-from kvindex.rank import Rank
 from kvindex.routing.loads import LoadColumns
+from kvindex.wire.rank import Rank
 
 __all__ = ["Candidates", "Choice", "Policy"]
 

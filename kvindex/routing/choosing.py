@@ -9,12 +9,12 @@ import math
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvindex.backend import BACKEND
 from kvindex.index import Hits
 from kvindex.routing.loads import LoadColumns
+from kvindex.wire.backend import BACKEND
 
 if TYPE_CHECKING or BACKEND == "native":
-    from kvindex._native import choose as core_choose
+    from kvindex.wire._native import choose as core_choose
 
 __all__ = ["Chosen", "Weights", "choose", "choose_in_python", "choose_natively"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import compress
 from typing import NamedTuple
 
-from kvindex.rank import Rank
 from kvindex.routing.candidates import Candidates, Choice
 from kvindex.routing.loads import Load
+from kvindex.wire.rank import Rank
 
 __all__ = ["Candidate", "Decision"]
 

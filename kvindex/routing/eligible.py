@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from kvindex.errors import ConfigurationError, NoCandidateError
-from kvindex.rank import Rank
 from kvindex.routing.filters import Asked, Filter, Prefer
+from kvindex.wire.errors import ConfigurationError, NoCandidateError
+from kvindex.wire.rank import Rank
 
 __all__ = ["Eligible"]
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from kvindex.errors import ConfigurationError
 from kvindex.index import Lora
-from kvindex.rank import Rank
 from kvindex.routing.loads import LoadColumns
+from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.rank import Rank
 
 __all__ = ["Asked", "Capacity", "Filter", "Labels", "LoraLoaded", "OnlyLive", "Prefer"]
 

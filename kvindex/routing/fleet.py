@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
-from kvindex.errors import UnknownRankError
 from kvindex.index import Index, RankRows
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, RankNames
+from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName, RankNames
 
 __all__ = ["Fleet", "Followed", "Source", "Standing"]
 

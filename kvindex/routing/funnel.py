@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Final
 
-from kvindex.rank import Rank
 from kvindex.routing.decision import Decision
+from kvindex.wire.rank import Rank
 
 __all__ = ["Funnel"]
 

@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
-from kvindex.errors import ConfigurationError
-from kvindex.rank import Rank
+from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.rank import Rank
 
 __all__ = ["GAUGE_LIFE", "Load", "LoadBoard", "LoadColumns", "LocalLoadBoard"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from kvindex.errors import ConfigurationError
 from kvindex.routing.candidates import Candidates, Choice, Policy
 from kvindex.routing.choosing import Weights, choose
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["POLICIES", "CostPolicy", "make_policy"]
 

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from kvindex.errors import TokenError
 from kvindex.index import ExtraKeys, Hits, Index, Lora, Match, RankRows, TokenIds
 from kvindex.index.tokens import Prompt as LazyTokens
-from kvindex.rank import Rank
 from kvindex.routing.bookings import Booking, Stage
 from kvindex.wire import BlockRemoved, BlockStored, EventBatch
+from kvindex.wire.errors import TokenError
+from kvindex.wire.rank import Rank
 
 __all__ = ["Predictions", "Prompt"]
 

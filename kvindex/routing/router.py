@@ -11,11 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any, NamedTuple
 
-from kvindex.errors import ConfigurationError
-from kvindex.forks import Fork, prepare_forks
 from kvindex.index import ExtraKeys, Hits, Lora, Match, TokenIds
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName
 from kvindex.routing.bookings import Booking, Bookings, Stage
 from kvindex.routing.candidates import Candidates, Choice, Policy
 from kvindex.routing.decision import Decision
@@ -27,6 +23,10 @@ from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard, 
 from kvindex.routing.policies import make_policy
 from kvindex.routing.predictions import Predictions, Prompt
 from kvindex.routing.prefill_rate import PrefillRate
+from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName
 
 __all__ = ["Router"]
 

@@ -6,11 +6,21 @@ MessageQueue ── RingSender ─► ring of chunks in /dev/shm ─► RingRece
 ```
 
 `MessageQueue` is what most users need. Linux only.
+
+Read first: `queue.py`, then `ring/ring.py` below it; `remote/` and `groups/` are by themselves.
+May import: of `kvindex.wire` errors, keys and the native module. It knows neither events nor index.
 """
 
 from __future__ import annotations
 
-from kvindex.errors import (
+from kvindex.shm.arguments import QueueOptions
+from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
+from kvindex.shm.groups.process_group import ProcessGroup
+from kvindex.shm.groups.torch_group import TorchProcessGroup
+from kvindex.shm.handle import Handle
+from kvindex.shm.queue import MessageQueue
+from kvindex.shm.ring import ShmRingBuffer, Waiting
+from kvindex.wire.errors import (
     ClosedError,
     InUseError,
     PeerDiedError,
@@ -22,13 +32,6 @@ from kvindex.errors import (
     WaitCancelledError,
     WriterDiedError,
 )
-from kvindex.ring import ShmRingBuffer, Waiting
-from kvindex.shm.arguments import QueueOptions
-from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
-from kvindex.shm.groups.process_group import ProcessGroup
-from kvindex.shm.groups.torch_group import TorchProcessGroup
-from kvindex.shm.handle import Handle
-from kvindex.shm.queue import MessageQueue
 
 __all__ = [
     "ClosedError",

@@ -10,11 +10,11 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from kvindex.curve import Curve
-from kvindex.errors import ConfigurationError
-from kvindex.ring import DeadReaderPolicy, Layout, Waiting, check_policy
 from kvindex.shm.codec import Codec
 from kvindex.shm.handle import Handle
+from kvindex.shm.ring import DeadReaderPolicy, Layout, Waiting, check_policy
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = [
     "QueueOptions",

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvindex.errors import ConfigurationError, DecodeError, EncodeError
-from kvindex.ring import RAW, Buffer
+from kvindex.shm.ring import RAW, Buffer
+from kvindex.wire.errors import ConfigurationError, DecodeError, EncodeError
 
 __all__ = [
     "BUFFERS",

@@ -14,9 +14,12 @@ from typing import Any
 
 import zmq
 
-from kvindex.curve import Curve
-from kvindex.errors import ConfigurationError, DecodeError
-from kvindex.ring import (
+from kvindex.shm.arguments import WriterSettings
+from kvindex.shm.codec import BUFFERS, Codec, PickleCodec
+from kvindex.shm.handle import Handle
+from kvindex.shm.remote.reader import RemoteReader
+from kvindex.shm.remote.sender import RemoteSender
+from kvindex.shm.ring import (
     RAW,
     Buffer,
     DeadReaderPolicy,
@@ -27,12 +30,9 @@ from kvindex.ring import (
     Waiting,
     check_dead,
 )
-from kvindex.shm.arguments import WriterSettings
-from kvindex.shm.codec import BUFFERS, Codec, PickleCodec
-from kvindex.shm.handle import Handle
-from kvindex.shm.remote.reader import RemoteReader
-from kvindex.shm.remote.sender import RemoteSender
 from kvindex.shm.turn import Turn
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ConfigurationError, DecodeError
 
 __all__ = ["ReadingEnd", "WritingEnd", "open_reading_end", "open_writing_end"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvindex.errors import ConfigurationError, DecodeError
-from kvindex.ring import RingHandle
+from kvindex.shm.ring import RingHandle
+from kvindex.wire.errors import ConfigurationError, DecodeError
 
 __all__ = ["Handle"]
 

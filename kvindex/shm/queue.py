@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvindex.curve import Curve
-from kvindex.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
-from kvindex.ring import DeadReaderPolicy, Waiting
 from kvindex.shm import arguments
 from kvindex.shm.arguments import QueueOptions, WriterSettings
 from kvindex.shm.codec import Codec, body_of, choose_codec, decoder_of
 from kvindex.shm.ends import ReadingEnd, WritingEnd, open_reading_end, open_writing_end
 from kvindex.shm.groups.sharing import share_one_queue, share_queues_to_one
 from kvindex.shm.handle import Handle
+from kvindex.shm.ring import DeadReaderPolicy, Waiting
 from kvindex.shm.turn import IN_USE
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvindex.errors import ClosedError, InUseError, WaitCancelledError
+from kvindex.wire.errors import ClosedError, InUseError, WaitCancelledError
 
 __all__ = ["IN_USE", "Turn"]
 

@@ -1,6 +1,16 @@
-"""Receiving every rank's batches in order, whole, and from the right publisher."""
+"""Receive every rank's batches in order, whole, and from the right publisher.
 
-from kvindex.sequencer import (
+One thread owns all sockets. `sequencer/` decides on order, gaps and restarts without a socket or a
+clock; `discovery/` finds the engines. No index is known here: whoever subscribes brings a sink.
+Read first: `sequencer/sequencer.py`, then `feed.py` and `subscriber_thread.py`.
+May import: `kvindex.wire`.
+"""
+
+from kvindex.subscribe.connection import SocketOptions
+from kvindex.subscribe.event_stream import EventStream
+from kvindex.subscribe.following import Following
+from kvindex.subscribe.resumption import SavedRanks
+from kvindex.subscribe.sequencer import (
     RankBatch,
     RankLost,
     RankRestarted,
@@ -8,10 +18,6 @@ from kvindex.sequencer import (
     SequencerConfig,
     State,
 )
-from kvindex.subscribe.connection import SocketOptions
-from kvindex.subscribe.event_stream import EventStream
-from kvindex.subscribe.following import Following
-from kvindex.subscribe.resumption import SavedRanks
 from kvindex.subscribe.stream import (
     BatchSink,
     Decode,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvindex.rank import Rank
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import RankStatus
+from kvindex.wire.rank import Rank
 
 __all__ = ["Changes", "LoopBell"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvindex.errors import BusyError, ClosedError
+from kvindex.wire.errors import BusyError, ClosedError
 
 __all__ = ["Commands"]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
-from kvindex.curve import Curve
-from kvindex.errors import ConfigurationError
 from kvindex.subscribe.peer import HostCheck, Inflow
 from kvindex.subscribe.watch import Watch
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["Connection", "Contexts", "Room", "SocketOptions"]
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
-from kvindex.rank import Rank
-from kvindex.sequencer import RankBatch, RankLost, RankRestarted
+from kvindex.subscribe.sequencer import RankBatch, RankLost, RankRestarted
 from kvindex.subscribe.stream import BatchSink, RankStatus, Sink, StatusSink, StreamItem
+from kvindex.wire.rank import Rank
 
 __all__ = ["Allowance", "Delivery", "Outlet"]
 

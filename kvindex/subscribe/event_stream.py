@@ -10,16 +10,16 @@ from typing import Literal
 
 import zmq
 
-from kvindex.errors import ClosedError, ConfigurationError
-from kvindex.forks import Fork, prepare_forks
-from kvindex.rank import Rank
-from kvindex.sequencer import RankBatch, ReplayPolicy
 from kvindex.subscribe.changes import LoopBell
 from kvindex.subscribe.connection import SocketOptions
 from kvindex.subscribe.following import Following
+from kvindex.subscribe.sequencer import RankBatch, ReplayPolicy
 from kvindex.subscribe.stream import StreamItem
 from kvindex.subscribe.subscriber import FORKED, Subscriber
 from kvindex.subscribe.worker import Worker
+from kvindex.wire.errors import ClosedError, ConfigurationError
+from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.rank import Rank
 
 __all__ = ["EventStream"]
 

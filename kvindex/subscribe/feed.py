@@ -16,16 +16,6 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from kvindex.rank import Rank
-from kvindex.sequencer import (
-    Action,
-    AskReplay,
-    CloseReplay,
-    RankLost,
-    RankRestarted,
-    Sequencer,
-    SequencerConfig,
-)
 from kvindex.subscribe.connection import Connection, Contexts, Room, SocketOptions
 from kvindex.subscribe.delivery import Allowance, Delivery, Outlet
 from kvindex.subscribe.links import LiveLink, ReplayLink
@@ -42,9 +32,19 @@ from kvindex.subscribe.reading import (
     Run,
 )
 from kvindex.subscribe.resumption import Resumption, SavedCursor
+from kvindex.subscribe.sequencer import (
+    Action,
+    AskReplay,
+    CloseReplay,
+    RankLost,
+    RankRestarted,
+    Sequencer,
+    SequencerConfig,
+)
 from kvindex.subscribe.stream import Decode, FingerprintMaker
 from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import PublisherAddress, Worker
+from kvindex.wire.rank import Rank
 
 __all__ = ["Feed", "FeedSettings"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from kvindex.sequencer import MAX_COUNT, State
 from kvindex.subscribe.feed import Feed
+from kvindex.subscribe.sequencer import MAX_COUNT, State
 from kvindex.subscribe.stream import RankStatus
 
 __all__ = ["feed_status"]

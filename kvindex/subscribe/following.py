@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from kvindex.errors import NotLiveError
-from kvindex.rank import Rank, Trust
-from kvindex.rank_lookup import RankName
-from kvindex.sequencer import State
 from kvindex.subscribe.changes import Changes
+from kvindex.subscribe.sequencer import State
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import RankStatus
+from kvindex.wire.errors import NotLiveError
+from kvindex.wire.rank import Rank, Trust
+from kvindex.wire.rank_lookup import RankName
 
 __all__ = ["Following"]
 

@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from kvindex.errors import ConfigurationError
-from kvindex.sequencer import AskReplay
 from kvindex.subscribe.connection import Connection
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.reading import Connected, Disconnected, Event, Reader, ReplayOver
+from kvindex.subscribe.sequencer import AskReplay
 from kvindex.wire import replay_request
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["LiveLink", "ReplayLink"]
 

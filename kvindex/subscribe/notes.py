@@ -9,8 +9,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from kvindex.log_rate import LogRate
-from kvindex.rank import Rank
+from kvindex.wire.log_rate import LogRate
+from kvindex.wire.rank import Rank
 
 __all__ = ["Notes"]
 

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from kvindex.errors import DecodeError
-from kvindex.sequencer import Batch
 from kvindex.subscribe.notes import Notes
+from kvindex.subscribe.sequencer import Batch
 from kvindex.subscribe.stream import Decode, DecodedBatch, Fingerprint
 from kvindex.wire import parse_live, parse_replay
+from kvindex.wire.errors import DecodeError
 
 __all__ = [
     "Connected",

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvindex.errors import ConfigurationError, DecodeError
-from kvindex.rank import Rank
-from kvindex.sequencer import Cursor
+from kvindex.subscribe.sequencer import Cursor
+from kvindex.wire.errors import ConfigurationError, DecodeError
+from kvindex.wire.rank import Rank
 
 __all__ = [
     "Claim",

@@ -9,9 +9,6 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvindex.errors import ConfigurationError
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName, find_rank
 from kvindex.subscribe.feed import Feed, FeedSettings
 from kvindex.subscribe.feed_status import feed_status
 from kvindex.subscribe.resumption import Claim, Resumption, SavedRanks, settle, take_up
@@ -19,6 +16,9 @@ from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import RankAdded, RankRemoved, RanksRenamed
 from kvindex.subscribe.watch import Deadlines, Watch
 from kvindex.subscribe.worker import Worker
+from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName, find_rank
 
 __all__ = ["Roster"]
 

@@ -14,11 +14,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
-from kvindex.rank import Rank, Trust
-from kvindex.rank_lookup import RankName, find_ranks
-from kvindex.sequencer import State
+from kvindex.subscribe.sequencer import State
 from kvindex.subscribe.stream import RankStatus
+from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
+from kvindex.wire.rank import Rank, Trust
+from kvindex.wire.rank_lookup import RankName, find_ranks
 
 __all__ = ["StatusBoard"]
 

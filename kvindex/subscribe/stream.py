@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from kvindex.rank import Rank, Trust
-from kvindex.sequencer import RankBatch, RankLost, RankRestarted, State
+from kvindex.subscribe.sequencer import RankBatch, RankLost, RankRestarted, State
 from kvindex.wire import CacheSettings, EventBatch
+from kvindex.wire.rank import Rank, Trust
 
 __all__ = [
     "BatchSink",

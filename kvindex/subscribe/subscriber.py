@@ -13,16 +13,12 @@ from typing import Any, Literal, TypeVar
 
 import zmq
 
-from kvindex.errors import BusyError, ConfigurationError
-from kvindex.forks import Fork, prepare_forks
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankName
-from kvindex.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.connection import Contexts, Room, SocketOptions
 from kvindex.subscribe.delivery import Outlet
 from kvindex.subscribe.feed import FeedSettings
 from kvindex.subscribe.following import Following
 from kvindex.subscribe.resumption import SavedRanks, check_saved
+from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.stream import (
     BatchSink,
     Decode,
@@ -34,6 +30,10 @@ from kvindex.subscribe.stream import (
 from kvindex.subscribe.subscriber_thread import SubscriberThread
 from kvindex.subscribe.worker import Worker, not_a_worker, workers_of
 from kvindex.wire import Fingerprints, decode_batch
+from kvindex.wire.errors import BusyError, ConfigurationError
+from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName
 
 __all__ = ["FORKED", "Subscriber"]
 

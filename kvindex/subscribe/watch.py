@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 
-from kvindex.waker import Waker
+from kvindex.wire.waker import Waker
 
 __all__ = ["Deadlines", "Watch"]
 

@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvindex.curve import Curve
-from kvindex.errors import ConfigurationError
 from kvindex.wire import CacheSettings
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["Endpoints", "PublisherAddress", "Worker", "not_a_worker", "workers_of"]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from kvindex.errors import ClosedError, ConfigurationError, TokenError
 from kvindex.testing.announce import Announcer
 from kvindex.testing.answers import CacheKey, Lookup, ResidentPrefix, Served
 from kvindex.testing.chain import Chain, Hasher, HashForm, Link, Namespace
 from kvindex.testing.options import CacheOptions
 from kvindex.testing.pool import BlockPool, CpuTier
 from kvindex.wire import Event
+from kvindex.wire.errors import ClosedError, ConfigurationError, TokenError
 
 __all__ = ["ExtraKeys", "PagedCache", "Running"]
 

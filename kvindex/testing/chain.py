@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvindex.errors import ConfigurationError
 from kvindex.wire import BlockHash
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["Chain", "HashForm", "Hasher", "Link", "Namespace"]
 

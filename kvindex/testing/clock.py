@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 
-from kvindex.errors import ConfigurationError
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["ManualClock"]
 

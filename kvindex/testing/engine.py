@@ -12,9 +12,7 @@ from typing import Any
 
 import zmq
 
-from kvindex.errors import ClosedError, ConfigurationError, TokenError
 from kvindex.publish import ZmqEventPublisher
-from kvindex.rank import Rank
 from kvindex.testing.answers import CacheKey, Lookup, ResidentPrefix, Served
 from kvindex.testing.cache import ExtraKeys, PagedCache
 from kvindex.testing.chain import HashForm
@@ -23,6 +21,8 @@ from kvindex.testing.ports import reserve_port
 from kvindex.testing.workload import Request
 from kvindex.wire import LATEST, Dialect, Event, EventBatch
 from kvindex.wire import dialect as dialect_named
+from kvindex.wire.errors import ClosedError, ConfigurationError, TokenError
+from kvindex.wire.rank import Rank
 
 __all__ = ["FakeEngine"]
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import msgspec
 
-from kvindex.errors import ConfigurationError
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["Faults", "Frames", "Lane", "LaneFaults"]
 

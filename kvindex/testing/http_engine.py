@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, cast
 
-from kvindex.errors import ConfigurationError
 from kvindex.testing.engine import FakeEngine
 from kvindex.testing.http_metrics import metrics_text
 from kvindex.testing.http_options import HttpOptions
 from kvindex.testing.http_requests import RequestError
 from kvindex.testing.http_routes import Answer, Routes
 from kvindex.testing.http_service import EngineKind, EngineService
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["HttpEngine"]
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.errors import ConfigurationError
 from kvindex.testing.text import chat_images, chat_tokens, text_tokens
+from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.requests import field_against_cache
 
 __all__ = ["Prompt", "RequestError", "completion", "new_tokens", "read_body", "tokenized"]

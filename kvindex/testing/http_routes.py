@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from kvindex.errors import KVIndexError
 from kvindex.testing.answers import Served
 from kvindex.testing.http_metrics import metrics_text
 from kvindex.testing.http_requests import (
@@ -20,6 +19,7 @@ from kvindex.testing.http_requests import (
 )
 from kvindex.testing.http_service import EngineService
 from kvindex.testing.text import text_of
+from kvindex.wire.errors import KVIndexError
 
 __all__ = ["Answer", "Routes"]
 

@@ -10,11 +10,11 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvindex.errors import ConfigurationError, TokenError
 from kvindex.testing.answers import Served
 from kvindex.testing.engine import FakeEngine
 from kvindex.testing.http_options import HttpOptions
 from kvindex.testing.http_requests import Prompt, RequestError, new_tokens
+from kvindex.wire.errors import ConfigurationError, TokenError
 
 __all__ = ["EngineKind", "EngineService"]
 

@@ -22,10 +22,10 @@ from typing import Final
 
 import zmq
 
-from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.testing.faults import Faults, Frames, Lane
 from kvindex.testing.ports import reserve_port
-from kvindex.waker import Waker
+from kvindex.wire.errors import ClosedError, ConfigurationError
+from kvindex.wire.waker import Waker
 
 __all__ = ["FaultyLink"]
 

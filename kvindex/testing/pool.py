@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
-from kvindex.errors import InvariantError
 from kvindex.testing.chain import Link
+from kvindex.wire.errors import InvariantError
 
 __all__ = ["BlockPool", "CpuTier", "Held"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvindex.errors import ConfigurationError
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["Request", "Workload"]
 

@@ -1,7 +1,9 @@
-"""Bytes to events and back: every dialect of the KV-cache event protocol, and its frames.
+"""Bytes to events and back, and what every room shares: errors, ranks, CURVE keys, forks.
 
-Knows no socket, no clock and no index. `decode_batch` reads what any engine version sends,
-`encode_batch` writes as a chosen one does.
+`decode_batch` reads what any engine version sends, `encode_batch` writes as a chosen one does. Both
+know no socket, no clock and no index. `backend.py` says whether the compiled `_native` runs.
+Read first: `dialect.py` (what each engine release sends), then `events.py` and `decode.py`.
+May import: no other room.
 """
 
 from kvindex.wire.decode import decode_batch

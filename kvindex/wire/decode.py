@@ -29,9 +29,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.errors import DecodeError
 from kvindex.wire import extra_keys as keys
 from kvindex.wire import fields
+from kvindex.wire.errors import DecodeError
 from kvindex.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 
 __all__ = [

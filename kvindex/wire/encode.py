@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from kvindex.errors import DecodeError, EncodeError
 from kvindex.wire import extra_keys, fields
 from kvindex.wire.dialect import LATEST, Dialect
+from kvindex.wire.errors import DecodeError, EncodeError
 from kvindex.wire.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 
 __all__ = ["encode_batch"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import isnan
 from typing import Any, Final
 
-from kvindex.errors import DecodeError
+from kvindex.wire.errors import DecodeError
 
 __all__ = ["MAX_DEPTH", "MAX_VALUES", "ExtraKeys", "extra_keys", "join", "mm_infos", "mm_keys"]
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.errors import DecodeError
+from kvindex.wire.errors import DecodeError
 from kvindex.wire.events import BlockHash
 from kvindex.wire.quirks import text_token
 

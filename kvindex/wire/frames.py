@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from kvindex.errors import DecodeError, EncodeError
+from kvindex.wire.errors import DecodeError, EncodeError
 
 __all__ = [
     "END_SEQ",

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kvindex.errors import ConfigurationError
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["CacheSettings", "GroupSpec"]
 

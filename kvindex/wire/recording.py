@@ -13,7 +13,7 @@ from typing import BinaryIO, Final, Literal, TypeAlias
 
 import msgspec
 
-from kvindex.errors import DecodeError, EncodeError
+from kvindex.wire.errors import DecodeError, EncodeError
 
 __all__ = ["MAX_FRAMES", "MAX_FRAME_BYTES", "RecordedMessage", "RecordingWriter", "read_recording"]
 

@@ -1,4 +1,4 @@
-// The extension module kvindex._native: the core, in the forms that kvindex/index/native.py wants.
+// The extension module kvindex.wire._native: the core, in the forms that kvindex/index/native.py wants.
 //
 // The GIL is released for work that is long beside a hand-over of it: payloads of kLongPayload
 // bytes and more, prompts of more than kFirstTokens tokens. It is never waited for while the

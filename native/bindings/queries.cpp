@@ -1,4 +1,4 @@
-// What kvindex.queries reads and writes: a query's JSON, and an answer's.
+// What kvindex.service.queries reads and writes: a query's JSON, and an answer's.
 #include "bindings/queries.hpp"
 
 #include <nanobind/stl/pair.h>

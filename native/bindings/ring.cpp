@@ -59,7 +59,7 @@ class Turn {
  public:
   explicit Turn(std::atomic<bool>& taken) : taken_(taken) {
     if (taken_.exchange(true, std::memory_order_acquire)) {
-      PyErr_SetString(nb::module_::import_("kvindex.errors").attr("InUseError").ptr(),
+      PyErr_SetString(nb::module_::import_("kvindex.wire.errors").attr("InUseError").ptr(),
                       "this end of the queue is in use by another thread: one at a time");
       throw nb::python_error();
     }

@@ -6,7 +6,7 @@
 // JSON, then the light pass has seen its structure rightly, so the member was cut out between two
 // others, where a whole object had it. A body that is no JSON thus leaves a rest that is none.
 //
-// The Python twin is kvindex/queries/scanning.py.
+// The Python twin is kvindex/service/queries/scanning.py.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,13 @@ namespace kvindex {
 // Values that lie deeper are refused, so that whoever decodes the rest may go down with its levels.
 inline constexpr size_t kMaxQueryDepth = 100;
 
-// kvindex/queries/scanning.py has the same numbers.
+// kvindex/service/queries/scanning.py has the same numbers.
 enum class QueryFault : uint8_t {
   none,
   no_object,  // the first value is something else
   syntax,     // no JSON
   no_array,   // token_ids is something else
-  bad_token,  // or no JSON from there on: kvindex/queries/reading.py tells which
+  bad_token,  // or no JSON from there on: kvindex/service/queries/reading.py tells which
   repeated,   // a second token_ids
   too_many,   // tokens
   too_deep,

@@ -2,7 +2,7 @@
 //
 // Whatever they say, every invariant holds afterwards, what was restored can be dumped and restored
 // again, events and queries go on, and nothing is left when all is removed. Good seeds: what
-// `kvindex._native.Index.dump` returns.
+// `kvindex.wire._native.Index.dump` returns.
 #include <algorithm>
 #include <cstdint>
 #include <memory>

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from kvindex import Client, KVEventsConfig, fanout
+from kvindex import Client, KVEventsConfig
+from kvindex.index import replicas
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.docs.pages import (
     DOCS,
@@ -82,7 +83,7 @@ def test_the_python_examples_of_a_page_run_and_print_what_it_says(
                 assert equal(printed, after.text), f"{name_of(page)}:{after.line}: got {printed}"
     finally:
         for thing in names.values():
-            if isinstance(thing, Client | fanout.FanOut | fanout.Replica | HttpEngine):
+            if isinstance(thing, Client | replicas.FanOut | replicas.Replica | HttpEngine):
                 thing.close()
     if left_out:
         pytest.skip(f"the examples that import {', '.join(sorted(left_out))} were left out")
@@ -112,9 +113,9 @@ def test_the_hooks_for_servers_join_and_leave(
             run(page, fence, engines, names)
         gunicorn = SimpleNamespace(pid=7)
         names["post_fork"](None, gunicorn)
-        assert names["replicas"][7].match(PROMPT).best.tokens == 96
+        assert names["joined"][7].match(PROMPT).best.tokens == 96
         names["worker_exit"](None, gunicorn)
-        assert not names["replicas"]
+        assert not names["joined"]
         assert asyncio.run(asked_in(names["lifespan"])) == 96
     finally:
         names["server"].close()
@@ -135,7 +136,7 @@ def not_installed(fence: Fence) -> set[str]:
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             imported.add(node.module.split(".")[0])
-            if node.module.startswith("kvindex.integrations."):
+            if node.module.startswith("kvindex.routing.adapters."):
                 imported.add(node.module.split(".")[2].split("_")[0])
     missing = {name for name in imported if importlib.util.find_spec(name) is None}
     assert not missing & {"kvindex", *sys.stdlib_module_names}

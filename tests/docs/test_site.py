@@ -22,16 +22,16 @@ MODULES += [
         "publish",
         "testing",
         "routing",
-        "audit",
-        "discovery",
-        "queries",
-        "fanout",
+        "tools.audit",
+        "subscribe.discovery",
+        "service.queries",
+        "index.replicas",
         "shm",
-        "ring",
+        "shm.ring",
     )
 ]
 PROMETHEUS = importlib.util.find_spec("prometheus_client") is not None
-MODULES += ["kvindex.metrics"] * PROMETHEUS
+MODULES += ["kvindex.service.metrics"] * PROMETHEUS
 DOCUMENTED = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
 LOADED = re.compile(
     r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']((?:https?:)?//[^"']+)"""
@@ -43,7 +43,7 @@ def documented() -> list[str]:
         name
         for page in sorted((DOCS / "reference").glob("*.md"))
         for name in DOCUMENTED.findall(page.read_text())
-        if PROMETHEUS or not name.startswith("kvindex.metrics.")
+        if PROMETHEUS or not name.startswith("kvindex.service.metrics.")
     ]
 
 

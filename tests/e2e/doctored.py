@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from kvindex import Worker
-from kvindex.doctor import Finding, Limits, Report, Target, examine
-from kvindex.errors import KVIndexError
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
+from kvindex.tools.doctor import Finding, Limits, Report, Target, examine
+from kvindex.wire.errors import KVIndexError
 from tests.live import PATIENCE
 
 # Nobody waits long for what will not come. For what comes, all have patience.

@@ -11,7 +11,7 @@ from multiprocessing.connection import Pipe
 from typing import Any
 
 from kvindex import Client, ClosedError, Match, Rank, RankStatus, Worker
-from kvindex.fanout import FanOut, Replica, join
+from kvindex.index.replicas import FanOut, Replica, join
 from kvindex.subscribe import State
 from kvindex.testing import Workload
 from tests.e2e.queue_peers import Nursery, Peer, ProcessPeer

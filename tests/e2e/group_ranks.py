@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvindex.errors import KVIndexError, PeerDiedError
 from kvindex.shm.groups.objects import check_rank, pack_object, unpack_object
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.same_node import MAGIC, ranks_that_share_memory
 from kvindex.shm.groups.torch_group import TorchProcessGroup
+from kvindex.wire.errors import KVIndexError, PeerDiedError
 
 PATIENCE = 120.0  # seconds: only a failure takes so long, however slow the machine is
 Task = Callable[[ProcessGroup, Connection], Any]

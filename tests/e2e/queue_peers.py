@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from kvindex import errors
-from kvindex.errors import KVIndexError, QueueClosedError, WriterDiedError
 from kvindex.shm import Handle, MessageQueue, MsgpackCodec
+from kvindex.wire import errors
+from kvindex.wire.errors import KVIndexError, QueueClosedError, WriterDiedError
 from tests.live import PATIENCE
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import zmq
 
-from kvindex.errors import KVIndexError
 from kvindex.shm.remote import RemoteReader, RemoteSender
 from kvindex.shm.remote.protocol import Message, Welcome, decode, encode
+from kvindex.wire.errors import KVIndexError
 from tests.children import ended_after
 from tests.live import PATIENCE
 
@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 20
 
 READER_PROCESS = """
 import sys
-from kvindex.errors import KVIndexError
+from kvindex.wire.errors import KVIndexError
 from kvindex.shm.remote import RemoteReader
 
 address, token, rank, mode = sys.argv[1:]

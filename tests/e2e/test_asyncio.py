@@ -23,7 +23,7 @@ from kvindex import (
     State,
     StreamItem,
 )
-from kvindex.fanout import Replica, join
+from kvindex.index.replicas import Replica, join
 from kvindex.testing import FakeEngine
 from tests.e2e.fanout_peers import fan_out
 from tests.live import PATIENCE, REPLAYS, client_of, link_to, worker_of

@@ -10,11 +10,11 @@ from typing import cast
 import pytest
 
 from kvindex import EventStream, Rank, RankStatus
-from kvindex.audit import Auditor
-from kvindex.cli import main
-from kvindex.cli.audit import Listening
 from kvindex.testing import FakeEngine, HttpEngine
 from kvindex.testing.ports import reserve_port
+from kvindex.tools.audit import Auditor
+from kvindex.tools.cli import main
+from kvindex.tools.cli.audit import Listening
 from tests.e2e.test_cli import interrupt, started
 from tests.live import PATIENCE, worker_of
 

@@ -20,10 +20,10 @@ import pytest
 
 import kvindex
 from kvindex import EventStream
-from kvindex.cli import main, states
 from kvindex.subscribe import RankBatch
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
 from kvindex.testing.ports import reserve_port
+from kvindex.tools.cli import main, states
 from tests.children import ended_after
 from tests.live import PATIENCE, worker_of
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.cli import main
-from kvindex.doctor import CAUSES, ports
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.tools.cli import main
+from kvindex.tools.doctor import CAUSES, ports
 from tests.e2e.doctored import briefly
 
 

@@ -16,9 +16,9 @@ from typing import IO, Any
 import pytest
 
 from kvindex import State, Worker
-from kvindex.cli import main
-from kvindex.fanout import FanOut, ask, join
+from kvindex.index.replicas import FanOut, ask, join
 from kvindex.testing import FakeEngine, FaultyLink, Workload
+from kvindex.tools.cli import main
 from tests.children import ended_after
 from tests.live import PATIENCE, caught_up, worker_of
 from tests.native_ring import needs_ring
@@ -79,7 +79,7 @@ def test_processes_join_until_it_is_ended_and_it_goes_on_from_its_state(
 SIGNALLED = """
 import os, signal, sys
 from kvindex import Client
-from kvindex.cli import main
+from kvindex.tools.cli import main
 def signalled():
     for number in (signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), number)

@@ -26,9 +26,9 @@ from kvindex import (
     ZmqEventPublisher,
     connect,
 )
-from kvindex.discovery import FileSource
 from kvindex.routing import Router
 from kvindex.subscribe import RankAdded, RankBatch, RankRestarted
+from kvindex.subscribe.discovery import FileSource
 from kvindex.testing import CacheOptions, FakeEngine, Group, Workload
 from kvindex.testing.ports import reserve_port
 from tests.live import (

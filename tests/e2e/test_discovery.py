@@ -23,8 +23,7 @@ from kvindex import (
     Worker,
     connect,
 )
-from kvindex.cli import main
-from kvindex.discovery import (
+from kvindex.subscribe.discovery import (
     Discovery,
     DiscoveryOptions,
     EngineSource,
@@ -33,6 +32,7 @@ from kvindex.discovery import (
     ask_engine,
 )
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.tools.cli import main
 from tests.canned import CannedServer
 from tests.children import in_child
 from tests.e2e.doctored import unused
@@ -241,7 +241,7 @@ def test_an_engine_whose_answer_breaks_its_reader_is_asked_again(
             raise error
         return ask_engine(url, **options)
 
-    monkeypatch.setattr("kvindex.discovery.discovery.ask_engine", ask)
+    monkeypatch.setattr("kvindex.subscribe.discovery.discovery.ask_engine", ask)
     with HttpEngine(engine) as server:
         with Discovery(EngineSource(server.url), print, print, OFTEN) as discovery:
             assert discovery.wait_found(PATIENCE) == {}

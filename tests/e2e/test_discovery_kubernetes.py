@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError, NotLiveError, Rank, connect
-from kvindex.discovery import (
+from kvindex.subscribe.discovery import (
     DiscoveryError,
     DiscoveryOptions,
     KubernetesSource,
@@ -22,7 +22,7 @@ from kvindex.discovery import (
     ask_engine,
     kube_api,
 )
-from kvindex.discovery.kube_api import KubeApi
+from kvindex.subscribe.discovery.kube_api import KubeApi
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.e2e.doctored import unused
 from tests.kube import LLM, NAMESPACE, POOL, KubeServer, pod

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvindex import Worker
-from kvindex.doctor import Limits, Report, Target, ports
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.tools.doctor import Limits, Report, Target, ports
 from tests.e2e.doctored import (
     HEARING,
     LIVE,

@@ -16,8 +16,8 @@ import zmq
 from msgspec.structs import replace
 
 from kvindex import ConfigurationError, Curve, Worker, ZmqEventPublisher, connect
-from kvindex.doctor import Peer, look, ports, zmtp
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions, ManualClock
+from kvindex.tools.doctor import Peer, look, ports, zmtp
 from tests.e2e.doctored import (
     BRIEFLY,
     LIVE,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.discovery.web import Web
-from kvindex.doctor import Prompt, Report
+from kvindex.subscribe.discovery.web import Web
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.tools.doctor import Prompt, Report
 from tests.e2e.doctored import LIVE, ids, look_at, the
 
 TEXT = "Tell me of the ships that pass in the night, please."

@@ -15,9 +15,7 @@ import pytest
 import zmq
 
 from kvindex import BlockStored, EventBatch, Worker, ZmqEventPublisher
-from kvindex.discovery.web import Web
-from kvindex.doctor import Limits, Target
-from kvindex.errors import EncodeError
+from kvindex.subscribe.discovery.web import Web
 from kvindex.testing import (
     CacheOptions,
     FakeEngine,
@@ -28,6 +26,7 @@ from kvindex.testing import (
     HttpOptions,
     LaneFaults,
 )
+from kvindex.tools.doctor import Limits, Target
 from kvindex.wire import (
     END_SEQ,
     encode_batch,
@@ -36,6 +35,7 @@ from kvindex.wire import (
     replay_end,
     replay_frames,
 )
+from kvindex.wire.errors import EncodeError
 from tests.e2e.doctored import HEARING, LIVE, PATIENT, ids, look_at, the, two_ranks
 from tests.live import worker_of
 from tests.unit.index_events import prompt

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.fanout import FanOut
+from kvindex.index.replicas import FanOut
 from kvindex.testing import FakeEngine
 from tests.children import ended_after
 from tests.e2e.publish_peers import wait_until
@@ -16,7 +16,7 @@ from tests.live import PATIENCE, caught_up, worker_of
 from tests.native_ring import needs_ring
 
 ROOT = Path(__file__).parents[2]
-JOIN = "import sys; from kvindex import fanout; replica = fanout.join(sys.argv[1])"
+JOIN = "import sys; from kvindex.index import replicas; replica = replicas.join(sys.argv[1])"
 ENDINGS = {
     "the end": ("", 0),
     "sys.exit": ("sys.exit(3)", 3),

@@ -28,12 +28,12 @@ from kvindex import (
     Worker,
     ZmqEventPublisher,
 )
-from kvindex.errors import ClosedError, QueueTimeoutError, UnknownRankError
-from kvindex.fanout import FanOut, Replica, join
-from kvindex.forks import prepare_forks
+from kvindex.index.replicas import FanOut, Replica, join
 from kvindex.routing import Router
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire import CacheSettings, GroupSpec
+from kvindex.wire.errors import ClosedError, QueueTimeoutError, UnknownRankError
+from kvindex.wire.forks import prepare_forks
 from tests.children import in_child
 from tests.e2e.fanout_peers import (
     BEFORE,
@@ -514,7 +514,7 @@ def test_a_joiners_setting_that_cannot_work_is_refused(path: str, option: dict[s
 
 def test_the_other_kind_of_index_is_refused_with_what_to_do(path: str) -> None:
     other = "python" if BACKEND == "native" else "native"
-    script = f"from kvindex.fanout import join; join({path!r})"
+    script = f"from kvindex.index.replicas import join; join({path!r})"
     with fan_out(path):
         if other == "native":  # which may not be built: say that we are it
             script = "import kvindex.index\nkvindex.index.Index.backend = 'native'\n" + script

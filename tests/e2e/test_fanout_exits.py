@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.fanout import join
+from kvindex.index.replicas import join
 from kvindex.testing import FakeEngine, Workload
 from tests.children import ended_after
 from tests.live import PATIENCE, caught_up
@@ -21,9 +21,10 @@ pytestmark = needs_ring
 ROOT = Path(__file__).parents[2]
 SERVE = """
 import os, sys
-from kvindex import Worker, fanout
+from kvindex import Worker
+from kvindex.index import replicas
 path, endpoint, replay = sys.argv[1:]
-server = fanout.FanOut([Worker("a", endpoint, replay=replay)], path)
+server = replicas.FanOut([Worker("a", endpoint, replay=replay)], path)
 print("up", flush=True)
 sys.stdin.readline()
 """

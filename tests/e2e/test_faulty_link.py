@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from kvindex.errors import ClosedError, ConfigurationError, DecodeError
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, ManualClock
 from kvindex.wire import decode_batch, parse_live, parse_replay, replay_request
+from kvindex.wire.errors import ClosedError, ConfigurationError, DecodeError
 from tests.live import PATIENCE, until
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvindex import ConfigurationError, EventBatch, Rank, UnknownRankError, Worker
-from kvindex.fanout import FanOut, join
+from kvindex.index.replicas import FanOut, join
 from kvindex.index.snapshot import SnapshotReader
 from kvindex.publish import ZmqEventPublisher
 from kvindex.testing import FakeEngine, Workload

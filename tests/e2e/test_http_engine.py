@@ -12,8 +12,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from kvindex import Worker, connect
-from kvindex.errors import ConfigurationError
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.wire.errors import ConfigurationError
 from tests.live import PATIENCE
 
 MESSAGES = [{"role": "user", "content": "Tell me of ships."}]

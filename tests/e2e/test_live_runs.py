@@ -10,7 +10,6 @@ import pytest
 import zmq
 
 from kvindex import BlockStored, DecodeError, EventBatch, Rank, RankStatus, ReplayPolicy, Worker
-from kvindex.sequencer import Sequencer
 from kvindex.subscribe import (
     RankAdded,
     RankBatch,
@@ -19,6 +18,7 @@ from kvindex.subscribe import (
     StreamItem,
     Subscriber,
 )
+from kvindex.subscribe.sequencer import Sequencer
 from kvindex.testing import FakeEngine
 from kvindex.wire import encode_batch, live_frames
 from tests.e2e.publish_peers import Context, wait_until

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.curve import Curve
-from kvindex.errors import (
+from kvindex.shm import Handle, MessageQueue, MsgpackCodec, Waiting
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import (
     ClosedError,
     ConfigurationError,
     DecodeError,
@@ -20,7 +21,6 @@ from kvindex.errors import (
     QueueTimeoutError,
     SegmentError,
 )
-from kvindex.shm import Handle, MessageQueue, MsgpackCodec, Waiting
 from tests.e2e.queue_peers import End, Nursery, Peer, ThreadPeer, ended, is_left
 from tests.live import PATIENCE
 from tests.native_ring import needs_ring

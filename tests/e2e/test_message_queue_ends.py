@@ -19,8 +19,16 @@ from typing import Any
 import pytest
 from msgspec.structs import force_setattr
 
-from kvindex.curve import Curve
-from kvindex.errors import (
+from kvindex.shm import (
+    Handle,
+    MessageQueue,
+    MsgpackCodec,
+    ShmRingBuffer,
+    Waiting,
+)
+from kvindex.shm.remote import RemoteSender
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import (
     ClosedError,
     ConfigurationError,
     InUseError,
@@ -31,14 +39,6 @@ from kvindex.errors import (
     SegmentError,
     WaitCancelledError,
 )
-from kvindex.shm import (
-    Handle,
-    MessageQueue,
-    MsgpackCodec,
-    ShmRingBuffer,
-    Waiting,
-)
-from kvindex.shm.remote import RemoteSender
 from tests.e2e.queue_peers import is_left
 from tests.e2e.raw_peers import RawPeer
 from tests.live import PATIENCE, until
@@ -614,7 +614,7 @@ def test_what_a_signals_handler_raises_leaves_no_end_taken(pair: Pair, name: str
 
 FORKED = """
 import os, sys
-from kvindex.errors import ClosedError, WriterDiedError
+from kvindex.wire.errors import ClosedError, WriterDiedError
 from kvindex.shm import MessageQueue, ShmRingBuffer, Waiting
 
 writer = MessageQueue(1, 1, None, 64, 4)
@@ -687,7 +687,7 @@ def test_a_forked_child_has_no_part_in_its_parents_queue(backend: str) -> None:
 def test_a_remote_end_is_refused_in_a_forked_child() -> None:
     script = """
 import os, sys
-from kvindex.errors import ClosedError
+from kvindex.wire.errors import ClosedError
 from kvindex.shm import MessageQueue
 import tests.e2e.queue_peers
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import (
+from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
+from kvindex.shm.ring.receiver import RingReceiver
+from kvindex.wire.errors import (
     ClosedError,
     ConfigurationError,
     InUseError,
@@ -17,8 +19,6 @@ from kvindex.errors import (
     QueueTimeoutError,
     ReaderEvictedError,
 )
-from kvindex.ring.receiver import RingReceiver
-from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
 from tests.native_ring import needs_ring
 
 pytestmark = needs_ring

@@ -9,10 +9,10 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvindex.curve import Curve
-from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import EventPublisherFactory, KVEventsConfig, ZmqEventPublisher
 from kvindex.wire import DIALECTS, AllBlocksCleared, EventBatch, decode_batch, dialect
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ClosedError, ConfigurationError
 from tests.e2e.publish_peers import (
     Asker,
     Context,

@@ -10,9 +10,9 @@ import weakref
 import pytest
 import zmq
 
-from kvindex.errors import ClosedError, ConfigurationError
 from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import decode_batch
+from kvindex.wire.errors import ClosedError, ConfigurationError
 from tests.children import ended_after
 from tests.e2e.publish_peers import Asker, Context, Live, batch, wait_until
 from tests.live import PATIENCE

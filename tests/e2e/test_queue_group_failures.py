@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvindex.errors import ConfigurationError
 from kvindex.shm import MessageQueue
+from kvindex.wire.errors import ConfigurationError
 from tests.e2e.group_ranks import pipe_groups
 from tests.native_ring import needs_ring
 

@@ -10,12 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvindex.errors import (
-    ConfigurationError,
-    QueueTimeoutError,
-    ReaderDiedError,
-    WriterDiedError,
-)
 from kvindex.shm.remote import RemoteSender
 from kvindex.shm.remote.protocol import (
     VERSION,
@@ -27,6 +21,12 @@ from kvindex.shm.remote.protocol import (
     Welcome,
     decode,
     encode,
+)
+from kvindex.wire.errors import (
+    ConfigurationError,
+    QueueTimeoutError,
+    ReaderDiedError,
+    WriterDiedError,
 )
 from tests.e2e.publish_peers import wait_until
 from tests.e2e.remote_peers import MILLISECONDS, Process, Queue, drain, small

@@ -13,15 +13,15 @@ import msgspec
 import pytest
 import zmq
 
-from kvindex.curve import Curve
-from kvindex.errors import (
+from kvindex.shm import Handle, MessageQueue, PickleCodec, Waiting
+from kvindex.shm.ring import RingSender
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import (
     ConfigurationError,
     QueueClosedError,
     QueueTimeoutError,
     ReaderEvictedError,
 )
-from kvindex.ring import RingSender
-from kvindex.shm import Handle, MessageQueue, PickleCodec, Waiting
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
 

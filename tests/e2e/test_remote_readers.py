@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvindex.curve import Curve
-from kvindex.errors import (
+from kvindex.shm.remote import RemoteReader, RemoteSender
+from kvindex.shm.remote.credit import SendWindow
+from kvindex.shm.remote.protocol import Acknowledgement, Closed, LargeMessage, encode
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import (
     ClosedError,
     ConfigurationError,
     QueueClosedError,
@@ -20,9 +23,6 @@ from kvindex.errors import (
     WaitCancelledError,
     WriterDiedError,
 )
-from kvindex.shm.remote import RemoteReader, RemoteSender
-from kvindex.shm.remote.credit import SendWindow
-from kvindex.shm.remote.protocol import Acknowledgement, Closed, LargeMessage, encode
 from tests.e2e.publish_peers import wait_until
 from tests.e2e.remote_peers import MAX_BYTES, Queue, drain, small
 from tests.live import PATIENCE

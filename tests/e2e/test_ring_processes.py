@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import SegmentError
 from kvindex.shm import ShmRingBuffer
+from kvindex.wire.errors import SegmentError
 from tests.live import PATIENCE
 from tests.native_ring import needs_ring
 

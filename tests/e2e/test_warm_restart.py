@@ -25,10 +25,10 @@ from kvindex import (
     Worker,
     ZmqEventPublisher,
 )
-from kvindex.errors import SnapshotError
 from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
 from kvindex.subscribe import Subscriber
 from kvindex.testing import FakeEngine, Workload
+from kvindex.wire.errors import SnapshotError
 from tests.children import ended_after
 from tests.live import (
     BEFORE,

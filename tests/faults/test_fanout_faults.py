@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvindex.fanout import FanOut, join
-from kvindex.fanout.frames import PROTOCOL, Attached, End, Hello, encode_frame
-from kvindex.fanout.joining import Link
+from kvindex.index.replicas import FanOut, join
+from kvindex.index.replicas.frames import PROTOCOL, Attached, End, Hello, encode_frame
+from kvindex.index.replicas.joining import Link
 from kvindex.testing import FakeEngine, Workload
 from tests.e2e.fanout_peers import (
     BEFORE,

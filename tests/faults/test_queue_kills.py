@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import QueueTimeoutError, ReaderDiedError, WriterDiedError
-from kvindex.ring.segment import sweep
 from kvindex.shm import Handle, MessageQueue, Waiting
+from kvindex.shm.ring.segment import sweep
+from kvindex.wire.errors import QueueTimeoutError, ReaderDiedError, WriterDiedError
 from tests.e2e.queue_peers import (
     Nursery,
     Peer,

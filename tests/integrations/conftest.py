@@ -46,7 +46,7 @@ def cluster() -> Iterator[None]:
         log_to_driver=False,
         runtime_env={
             "env_vars": {"PYTHONPATH": str(ROOT)},
-            "worker_process_setup_hook": "kvindex.integrations.ray_llm.install",
+            "worker_process_setup_hook": "kvindex.routing.adapters.ray_llm.install",
         },
     )
     serve.start(proxy_location="Disabled")

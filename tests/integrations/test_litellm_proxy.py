@@ -20,8 +20,8 @@ import yaml
 from litellm.proxy.proxy_server import app
 
 from kvindex import Client
-from kvindex.integrations.litellm import KVAwareCallback
 from kvindex.routing import Router
+from kvindex.routing.adapters.litellm import KVAwareCallback
 from tests.integrations.openai_server import Server, tokens_of
 from tests.integrations.test_litellm_router import PROMPT, Fleet, deployment, run, until
 from tests.live import PATIENCE

@@ -19,8 +19,8 @@ import openai
 from litellm.integrations.custom_logger import CustomLogger
 
 from kvindex import Client, Rank
-from kvindex.integrations.litellm import KVAwareCallback
 from kvindex.routing import Router
+from kvindex.routing.adapters.litellm import KVAwareCallback
 from tests.integrations.openai_server import Server, tokens_of
 from tests.live import PATIENCE, caught_up
 

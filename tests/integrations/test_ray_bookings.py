@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvindex import Index, Rank
-from kvindex.integrations.ray_bookings import RequestBookings
 from kvindex.routing import Load, Router
+from kvindex.routing.adapters.ray_bookings import RequestBookings
 from kvindex.testing import ManualClock
 
 PROMPT = {"token_ids": list(range(100))}

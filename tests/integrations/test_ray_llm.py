@@ -19,8 +19,8 @@ from ray.llm._internal.serve.routing_policies.kv_aware.kv_token_tracker import (
 )
 
 from kvindex import Rank
-from kvindex.integrations.ray_llm import SelectionService, install
 from kvindex.routing import Load
+from kvindex.routing.adapters.ray_llm import SelectionService, install
 from kvindex.testing import FakeEngine
 from tests.integrations.traffic import BLOCKS, REQUESTS, in_turn
 from tests.live import PATIENCE

@@ -53,7 +53,7 @@ def test_rays_router_finds_more_than_turns_do_and_every_ingress_has_all_load_bac
     assert hit_rate > in_turn() + 0.03
     until(lambda: [state["busy"] for state in states()] == [0, 0])
     for state in states():
-        assert state["service"] == "kvindex.integrations.ray_llm"
+        assert state["service"] == "kvindex.routing.adapters.ray_llm"
         assert state["bookings"]["finished"] + state["bookings"]["cancelled"] > 0
     # Each of them has booked what it chose itself, and what the other one told of.
     assert sum(state["bookings"]["finished"] for state in states()) > len(REQUESTS)

@@ -15,13 +15,13 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from kvindex import Rank
-from kvindex.integrations.ray_serve import routers
 from kvindex.routing import Load
+from kvindex.routing.adapters.ray_serve import routers
 from tests.integrations.ray_apps import Engine
 from tests.integrations.traffic import REQUESTS
 from tests.live import PATIENCE, until
 
-OURS = "kvindex.integrations.ray_serve.KVIndexRouter"
+OURS = "kvindex.routing.adapters.ray_serve.KVIndexRouter"
 NUMBERS = itertools.count()
 PROMPT = list(range(100))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError, Worker
-from kvindex.integrations.verl import KVAwareBalancer
+from kvindex.routing.adapters.verl import KVAwareBalancer
 from kvindex.testing import FakeEngine
 from tests.live import caught_up
 
@@ -171,4 +171,4 @@ def test_the_yaml_says_where_the_events_of_a_host_are() -> None:
 
 def test_a_yaml_without_events_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="worker_of"):
-        KVAwareBalancer({}, {"router_class": "kvindex.integrations.verl.KVAwareBalancer"})
+        KVAwareBalancer({}, {"router_class": "kvindex.routing.adapters.verl.KVAwareBalancer"})

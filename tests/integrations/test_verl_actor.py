@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of verl, Ray and what they 
 
 ROOT = Path(__file__).parents[2]
 YAML = """
-router_class: kvindex.integrations.verl.KVAwareBalancer
+router_class: kvindex.routing.adapters.verl.KVAwareBalancer
 worker_of: tests.integrations.verl_servers:worker_of
 router: {policy: affinity, predict: 5.0, seed: 1}
 """

@@ -4,6 +4,6 @@ from importlib.util import find_spec
 
 collect_ignore = (
     []
-    if find_spec("kvindex._native")
+    if find_spec("kvindex.wire._native")
     else ["test_backends_agree.py", "test_choosing_agrees.py", "test_queries_agree.py"]
 )

@@ -14,8 +14,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from kvindex.rank import Rank
-from kvindex.sequencer import (
+from kvindex.subscribe.resumption import SavedCursor
+from kvindex.subscribe.sequencer import (
     Action,
     AskReplay,
     Batch,
@@ -27,7 +27,7 @@ from kvindex.sequencer import (
     SequencerConfig,
     State,
 )
-from kvindex.subscribe.resumption import SavedCursor
+from kvindex.wire.rank import Rank
 
 CONNECT_DELAY = 0.05
 RANK = Rank("engine", 0)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvindex import EventBatch, Index, Rank, RankBatch, RankLost, RankRestarted
-from kvindex.audit import Auditor, Report, Tokens
-from kvindex.audit.histogram import Histogram
-from kvindex.audit.prefixes import Prefix, PrefixTree
 from kvindex.routing import Router
 from kvindex.testing import CacheOptions, FakeEngine, Group, Request, Workload
+from kvindex.tools.audit import Auditor, Report, Tokens
+from kvindex.tools.audit.histogram import Histogram
+from kvindex.tools.audit.prefixes import Prefix, PrefixTree
 from tests.property.audit_model import Model, contents
 
 SIZE = 4

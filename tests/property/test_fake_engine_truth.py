@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.errors import ConfigurationError
 from kvindex.index import Index
 from kvindex.testing import CacheOptions, FakeEngine, Group, PagedCache, Running, Workload
 from kvindex.wire import (
@@ -25,6 +24,7 @@ from kvindex.wire import (
     decode_batch,
     encode_batch,
 )
+from kvindex.wire.errors import ConfigurationError
 
 Key = tuple[BlockHash, str, int | None]
 

@@ -14,13 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.errors import ClosedError, DecodeError, UnknownRankError
-from kvindex.fanout.catchup import Catchup
-from kvindex.fanout.entries import Applied, Entry, Message, Restored, Shown, decode_message
-from kvindex.fanout.frames import LENGTH, Begin, End, Taken, decode_servers
-from kvindex.fanout.snapshot import Snapshots
-from kvindex.fanout.tap import StreamTap
-from kvindex.rank import Rank
+from kvindex.index.replicas.catchup import Catchup
+from kvindex.index.replicas.entries import Applied, Entry, Message, Restored, Shown, decode_message
+from kvindex.index.replicas.frames import LENGTH, Begin, End, Taken, decode_servers
+from kvindex.index.replicas.snapshot import Snapshots
+from kvindex.index.replicas.tap import StreamTap
 from kvindex.subscribe import (
     RankAdded,
     RankLost,
@@ -30,6 +28,8 @@ from kvindex.subscribe import (
     RankStatus,
     State,
 )
+from kvindex.wire.errors import ClosedError, DecodeError, UnknownRankError
+from kvindex.wire.rank import Rank
 from tests.native_ring import needs_ring
 from tests.property.examples import examples
 

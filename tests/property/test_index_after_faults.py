@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex import EventBatch, Index, Rank
-from kvindex.sequencer import (
+from kvindex.subscribe import ReplayPolicy
+from kvindex.subscribe.sequencer import (
     Action,
     RankBatch,
     RankLost,
     RankRestarted,
     SequencerConfig,
 )
-from kvindex.subscribe import ReplayPolicy
 from kvindex.testing import FakeEngine, Request, Workload
 from tests.property.examples import examples
 from tests.property.sequencer_world import CoincidenceError, Faults, Step, World

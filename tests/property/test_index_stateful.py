@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 )
 
 from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Index, Rank
-from kvindex.errors import ConfigurationError
 from kvindex.wire import BlockHash, Event
+from kvindex.wire.errors import ConfigurationError
 from tests.property import index_prefixes
 from tests.property.examples import examples
 from tests.property.index_model import Content, Prompt, RankModel

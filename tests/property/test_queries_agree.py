@@ -14,10 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvindex import Hits
-from kvindex._native import AnswerWriter
-from kvindex._native import read_query as scan_natively
-from kvindex.queries.scanning import Fault, Scanned, scan_in_python
-from kvindex.queries.writing import AnswerDialect, PythonWriter
+from kvindex.service.queries.scanning import Fault, Scanned, scan_in_python
+from kvindex.service.queries.writing import AnswerDialect, PythonWriter
+from kvindex.wire._native import AnswerWriter
+from kvindex.wire._native import read_query as scan_natively
 
 ANY = 2**62
 

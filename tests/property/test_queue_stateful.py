@@ -15,12 +15,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvindex.errors import QueueClosedError, QueueTimeoutError, ReaderEvictedError
-from kvindex.ring.messages import RAW
-from kvindex.ring.receiver import RingReceiver
-from kvindex.ring.sender import RingSender
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
 from kvindex.shm.codec import decoder_of
+from kvindex.shm.ring.messages import RAW
+from kvindex.shm.ring.receiver import RingReceiver
+from kvindex.shm.ring.sender import RingSender
+from kvindex.wire.errors import QueueClosedError, QueueTimeoutError, ReaderEvictedError
 from tests.native_ring import needs_ring
 from tests.property.examples import examples
 

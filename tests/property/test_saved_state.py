@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, Worker
 from kvindex.index import Fingerprints
 from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
-from kvindex.sequencer import Cursor
 from kvindex.subscribe.resumption import SavedCursor
+from kvindex.subscribe.sequencer import Cursor
 from tests.property.examples import examples
 
 SEED = 3

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvindex.sequencer import (
+from kvindex.subscribe.sequencer import (
     Action,
     AskReplay,
     Batch,

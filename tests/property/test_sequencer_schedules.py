@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvindex.sequencer import ReplayPolicy, SequencerConfig, State
-from kvindex.sequencer.repair import MAX_DISPUTES
+from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig, State
+from kvindex.subscribe.sequencer.repair import MAX_DISPUTES
 from tests.property.examples import examples
 from tests.property.sequencer_world import CoincidenceError, Faults, Mispaired, Step, World
 

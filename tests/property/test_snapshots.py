@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex import KVIndexError, Rank
-from kvindex.errors import SnapshotError
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.index.snapshot_section import open_section, seal_section
+from kvindex.wire.errors import SnapshotError
 from tests.property.examples import examples
 from tests.property.index_queries import Query, about, queries
 from tests.property.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
@@ -35,7 +35,7 @@ SWEEP = [
 
 def backends() -> list[type[BaseIndex]]:
     found: list[type[BaseIndex]] = [reference.Index]
-    if find_spec("kvindex._native"):
+    if find_spec("kvindex.wire._native"):
         from kvindex.index import native
 
         found.append(native.Index)

@@ -12,7 +12,6 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.errors import DecodeError
 from kvindex.wire import (
     AllBlocksCleared,
     BlockRemoved,
@@ -24,6 +23,7 @@ from kvindex.wire import (
     parse_replay_request,
     read_recording,
 )
+from kvindex.wire.errors import DecodeError
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 NAMES = ["sglang-0.5.12-eagle", "sglang-0.5.23", "vllm-0.20.0", "vllm-0.33.0", "vllm-0.12.0-bytes"]

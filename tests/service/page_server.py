@@ -12,11 +12,11 @@ import uvicorn
 from starlette.applications import Starlette
 
 from kvindex import Client, Rank, State
-from kvindex.server.app import build_app
-from kvindex.server.catalog import Catalog, Partition, Registration
-from kvindex.server.page import Page
-from kvindex.server.service import Service
-from kvindex.server.traffic import Traffic
+from kvindex.service.app import build_app
+from kvindex.service.catalog import Catalog, Partition, Registration
+from kvindex.service.page import Page
+from kvindex.service.service import Service
+from kvindex.service.traffic import Traffic
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, worker_of
 from tests.unit.test_fleet_overview import Source, status_of

@@ -17,12 +17,12 @@ from playwright.sync_api import Page as Tab
 from playwright.sync_api import sync_playwright
 
 from kvindex import Client, Worker
-from kvindex.server.app import build_app
-from kvindex.server.catalog import Partition
-from kvindex.server.page import Page
-from kvindex.server.service import Service
-from kvindex.server.traffic import Totals, Traffic
-from kvindex.server.trends import Trends
+from kvindex.service.app import build_app
+from kvindex.service.catalog import Partition
+from kvindex.service.page import Page
+from kvindex.service.service import Service
+from kvindex.service.traffic import Totals, Traffic
+from kvindex.service.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
 from tests.service.page_server import at_a_port

@@ -126,7 +126,7 @@ class Served:
         """Kill processes that it started, and that should have ended with it."""
         for pid in self._seen:
             try:
-                if b"kvindex.server.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"kvindex.service.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
             except (FileNotFoundError, ProcessLookupError):
                 pass

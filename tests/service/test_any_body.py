@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvindex import Client
-from kvindex.errors import EndpointRefusedError
-from kvindex.server.asking import answer
-from kvindex.server.catalog import Partition, Registration
-from kvindex.server.registering import register, unregister
-from kvindex.server.registry import Registry
-from kvindex.server.replies import Reply
-from kvindex.server.service import Service
+from kvindex.service.asking import answer
+from kvindex.service.catalog import Partition, Registration
+from kvindex.service.registering import register, unregister
+from kvindex.service.registry import Registry
+from kvindex.service.replies import Reply
+from kvindex.service.service import Service
+from kvindex.wire.errors import EndpointRefusedError
 
 NAMES = [
     "model",

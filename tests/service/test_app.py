@@ -21,12 +21,12 @@ from kvindex import (
     UnknownRankError,
     Worker,
 )
-from kvindex.errors import RegistrationError
-from kvindex.server.app import build_app
-from kvindex.server.catalog import Partition
-from kvindex.server.registry import Registry
-from kvindex.server.service import Service
+from kvindex.service.app import build_app
+from kvindex.service.catalog import Partition
+from kvindex.service.registry import Registry
+from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
+from kvindex.wire.errors import RegistrationError
 from tests.live import PATIENCE, caught_up, client_of, worker_of
 from tests.service.asking import Asker, body_of
 

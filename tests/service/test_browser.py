@@ -23,11 +23,11 @@ from playwright.sync_api import Page as Tab
 from starlette.applications import Starlette
 
 from kvindex import EventBatch, Rank, State
-from kvindex.server.assets import read_assets
-from kvindex.server.page import Page
-from kvindex.server.timeline import Timeline
-from kvindex.server.traffic import Totals
-from kvindex.server.trends import Trends
+from kvindex.service.assets import read_assets
+from kvindex.service.page import Page
+from kvindex.service.timeline import Timeline
+from kvindex.service.traffic import Totals
+from kvindex.service.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, caught_up
 from tests.service.page_server import MODEL, ManyRanks, at_a_port, paged

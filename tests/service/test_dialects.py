@@ -14,9 +14,9 @@ pytest.importorskip("starlette", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
 from kvindex import Client, State, Worker
-from kvindex.server.app import build_app
-from kvindex.server.catalog import Partition
-from kvindex.server.service import Service
+from kvindex.service.app import build_app
+from kvindex.service.catalog import Partition
+from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, caught_up, client_of
 from tests.service.asking import Asker

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from kvindex.doctor import Report, Target, examine
+from kvindex.tools.doctor import Report, Target, examine
 from tests.live import until
 from tests.service.served import Served, engine, register, serving
 

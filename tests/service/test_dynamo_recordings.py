@@ -28,13 +28,13 @@ from kvindex import (
     State,
     ZmqEventPublisher,
 )
-from kvindex.server.app import build_app
-from kvindex.server.asking_by_hash import HashQueries
-from kvindex.server.gate import Gate
-from kvindex.server.guards import Guard
-from kvindex.server.hashing import HashFollower
-from kvindex.server.registry import Registry
-from kvindex.server.service import Service
+from kvindex.service.app import build_app
+from kvindex.service.asking_by_hash import HashQueries
+from kvindex.service.gate import Gate
+from kvindex.service.guards import Guard
+from kvindex.service.hashing import HashFollower
+from kvindex.service.registry import Registry
+from kvindex.service.service import Service
 from tests.live import PATIENCE, REPLAYS
 from tests.service.asking import Asker
 

@@ -15,12 +15,12 @@ pytest.importorskip("httpx")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvindex.server.app import build_app
-from kvindex.server.exposition import Exposition
-from kvindex.server.gate import Gate
-from kvindex.server.guards import Guard
-from kvindex.server.service import Service
-from kvindex.server.traffic import Totals
+from kvindex.service.app import build_app
+from kvindex.service.exposition import Exposition
+from kvindex.service.gate import Gate
+from kvindex.service.guards import Guard
+from kvindex.service.service import Service
+from kvindex.service.traffic import Totals
 from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS
 from tests.live import caught_up, client_of

@@ -13,11 +13,11 @@ pytest.importorskip("xxhash")
 import xxhash
 
 from kvindex import BlockStored
-from kvindex.server.app import build_app
-from kvindex.server.asking_by_hash import HashQueries
-from kvindex.server.hashing import HashFollower, hashed, packed_hashes
-from kvindex.server.registry import Registry
-from kvindex.server.service import Service
+from kvindex.service.app import build_app
+from kvindex.service.asking_by_hash import HashQueries
+from kvindex.service.hashing import HashFollower, hashed, packed_hashes
+from kvindex.service.registry import Registry
+from kvindex.service.service import Service
 from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, caught_up, client_of
 from tests.service.asking import Asker, body_of

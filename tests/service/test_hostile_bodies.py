@@ -13,12 +13,12 @@ pytest.importorskip("starlette", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
 from kvindex import Client, ConfigurationError
-from kvindex.server.app import build_app
-from kvindex.server.catalog import Catalog
-from kvindex.server.explaining import RefusedError, read_question
-from kvindex.server.orders import Registered, read_order, write_order
-from kvindex.server.service import Service
-from kvindex.server.state import read_registrations, registrations_path
+from kvindex.service.app import build_app
+from kvindex.service.catalog import Catalog
+from kvindex.service.explaining import RefusedError, read_question
+from kvindex.service.orders import Registered, read_order, write_order
+from kvindex.service.service import Service
+from kvindex.service.state import read_registrations, registrations_path
 from tests.live import client_of
 from tests.service.asking import Asker
 

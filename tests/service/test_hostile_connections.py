@@ -15,12 +15,12 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs kvindex[server]")
 
-from kvindex.server.connections import sweep
-from kvindex.server.event_stream import EventStreamResponse, StreamCounters
-from kvindex.server.guards import Guard, Limits
-from kvindex.server.proxy import Proxy
-from kvindex.server.snapshots import snapshot_route
-from kvindex.server.timeline import Timeline
+from kvindex.service.connections import sweep
+from kvindex.service.event_stream import EventStreamResponse, StreamCounters
+from kvindex.service.guards import Guard, Limits
+from kvindex.service.proxy import Proxy
+from kvindex.service.snapshots import snapshot_route
+from kvindex.service.timeline import Timeline
 from tests.live import PATIENCE, until
 from tests.service.served import certificate_in
 from tests.service.test_protocol import Served, post, responses

@@ -15,12 +15,12 @@ pytest.importorskip("httpx")
 import httpx
 
 from kvindex import Client, Worker
-from kvindex.errors import EndpointRefusedError
-from kvindex.server.app import MOST_CHANGES, build_app
-from kvindex.server.catalog import Partition
-from kvindex.server.networks import Networks, parse_networks
-from kvindex.server.registry import Registry
-from kvindex.server.service import Service
+from kvindex.service.app import MOST_CHANGES, build_app
+from kvindex.service.catalog import Partition
+from kvindex.service.networks import Networks, parse_networks
+from kvindex.service.registry import Registry
+from kvindex.service.service import Service
+from kvindex.wire.errors import EndpointRefusedError
 from tests.live import PATIENCE, client_of
 from tests.service.asking import Asker
 

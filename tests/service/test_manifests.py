@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvindex.cli import serve
-from kvindex.server.settings import ServeSettings
+from kvindex.service.settings import ServeSettings
+from kvindex.tools.cli import serve
 from tests.unit.test_deploy import parsed
 
 yaml = pytest.importorskip("yaml")

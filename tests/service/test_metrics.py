@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvindex import Rank
-from kvindex.metrics import FunnelCollector, RankCollector, SeriesLabels
 from kvindex.routing import Router
+from kvindex.service.metrics import FunnelCollector, RankCollector, SeriesLabels
 from kvindex.testing import FakeEngine
 from tests.live import caught_up, client_of, link_to, worker_of
 

@@ -22,21 +22,21 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from kvindex import Client
-from kvindex.errors import EndpointRefusedError
-from kvindex.server.app import build_app
-from kvindex.server.asking_by_hash import HashQueries
-from kvindex.server.exposition import Exposition
-from kvindex.server.gate import Gate
-from kvindex.server.guards import Guard
-from kvindex.server.hashing import HashFollower
-from kvindex.server.openapi import description
-from kvindex.server.page import Page
-from kvindex.server.registry import Registry
-from kvindex.server.running import Running
-from kvindex.server.service import Service
-from kvindex.server.settings import ServeSettings
-from kvindex.server.snapshots import snapshot_route
-from kvindex.server.traffic import Totals
+from kvindex.service.app import build_app
+from kvindex.service.asking_by_hash import HashQueries
+from kvindex.service.exposition import Exposition
+from kvindex.service.gate import Gate
+from kvindex.service.guards import Guard
+from kvindex.service.hashing import HashFollower
+from kvindex.service.openapi import description
+from kvindex.service.page import Page
+from kvindex.service.registry import Registry
+from kvindex.service.running import Running
+from kvindex.service.service import Service
+from kvindex.service.settings import ServeSettings
+from kvindex.service.snapshots import snapshot_route
+from kvindex.service.traffic import Totals
+from kvindex.wire.errors import EndpointRefusedError
 from tests.service.asking import Asker
 
 QUICK = settings(

@@ -22,15 +22,15 @@ import httpx
 from starlette.applications import Starlette
 
 from kvindex import State
-from kvindex.server import event_stream
-from kvindex.server.catalog import Partition
-from kvindex.server.event_stream import EventStreamResponse, StreamCounters
-from kvindex.server.gate import Gate
-from kvindex.server.guards import Guard
-from kvindex.server.http import HttpServer
-from kvindex.server.page import Page
-from kvindex.server.timeline import Timeline
-from kvindex.server.tokenizing import TokenizerError, tokenize
+from kvindex.service import event_stream
+from kvindex.service.catalog import Partition
+from kvindex.service.event_stream import EventStreamResponse, StreamCounters
+from kvindex.service.gate import Gate
+from kvindex.service.guards import Guard
+from kvindex.service.http import HttpServer
+from kvindex.service.page import Page
+from kvindex.service.timeline import Timeline
+from kvindex.service.tokenizing import TokenizerError, tokenize
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.live import PATIENCE, caught_up, wait_status, worker_of
 from tests.service.asking import Asker

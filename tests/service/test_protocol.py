@@ -17,13 +17,13 @@ pytest.importorskip("uvicorn", reason="needs kvindex[server]")
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from kvindex.server.connections import protocol_of
-from kvindex.server.gate import Gate
-from kvindex.server.guards import Guard, Limits
-from kvindex.server.http import HttpServer
-from kvindex.server.protocol import query_protocol
-from kvindex.server.replies import Reply
-from kvindex.server.traffic import Traffic
+from kvindex.service.connections import protocol_of
+from kvindex.service.gate import Gate
+from kvindex.service.guards import Guard, Limits
+from kvindex.service.http import HttpServer
+from kvindex.service.protocol import query_protocol
+from kvindex.service.replies import Reply
+from kvindex.service.traffic import Traffic
 from tests.live import PATIENCE, until
 
 TOKEN = "a-token-of-16-characters"

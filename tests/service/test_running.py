@@ -13,17 +13,17 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from kvindex import ConfigurationError, Worker
-from kvindex.cli.serve import _say
-from kvindex.server.running import Running, own_directory
-from kvindex.server.serving import FixedSource
-from kvindex.server.settings import ServeSettings
-from kvindex.server.workers import target_of
+from kvindex.service.running import Running, own_directory
+from kvindex.service.serving import FixedSource
+from kvindex.service.settings import ServeSettings
+from kvindex.service.workers import target_of
+from kvindex.tools.cli.serve import _say
 
 
 def test_workers_that_are_named_are_added_before_it_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvindex.server.running._FIRST_LOOK", 0.0)
+    monkeypatch.setattr("kvindex.service.running._FIRST_LOOK", 0.0)
     workers = [Worker(f"w{n}", f"inproc://nobody-publishes-at-{n}") for n in range(50)]
     source = FixedSource(target_of(worker) for worker in workers)
     with Running(ServeSettings(port=0), [source]) as running:

@@ -20,13 +20,13 @@ pytest.importorskip("starlette")
 import msgspec
 
 from kvindex import Client, Worker
-from kvindex.server.catalog import Catalog, Partition, Registration
-from kvindex.server.child import COUNTED, ChildApp, ReplicaService
-from kvindex.server.counters import Counters
-from kvindex.server.gate import Gate
-from kvindex.server.guards import Guard
-from kvindex.server.http import HttpServer
-from kvindex.server.proxy import Proxy
+from kvindex.service.catalog import Catalog, Partition, Registration
+from kvindex.service.child import COUNTED, ChildApp, ReplicaService
+from kvindex.service.counters import Counters
+from kvindex.service.gate import Gate
+from kvindex.service.guards import Guard
+from kvindex.service.http import HttpServer
+from kvindex.service.proxy import Proxy
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
 from tests.service.served import BLOCK, Served, engine, matched, register, serving

@@ -23,10 +23,10 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from kvindex import ConfigurationError, Rank, State
-from kvindex.cli.live_top import View, drawn
-from kvindex.cli.service_fleet import ServiceError, ServiceFleet
-from kvindex.server.overview import overview
+from kvindex.service.overview import overview
 from kvindex.testing import FakeEngine
+from kvindex.tools.cli.live_top import View, drawn
+from kvindex.tools.cli.service_fleet import ServiceError, ServiceFleet
 from tests.live import PATIENCE, caught_up
 from tests.service.page_server import paged
 from tests.service.served import certificate_in, serving

@@ -6,14 +6,14 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from kvindex.metrics import (
+from kvindex.service.catalog import Partition
+from kvindex.service.metrics import (
     DynamoCollector,
     FunnelCollector,
     RequestCollector,
     SeriesLabels,
 )
-from kvindex.server.catalog import Partition
-from kvindex.server.traffic import Rows, Totals, Traffic
+from kvindex.service.traffic import Rows, Totals, Traffic
 from tests.service.test_metrics import scraped
 
 A, B = Partition("a"), Partition("a", "blue")

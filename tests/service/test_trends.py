@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvindex.metrics import SeriesLabels
-from kvindex.server.catalog import Partition
-from kvindex.server.traffic import Totals, Traffic
-from kvindex.server.trends import WINDOWS, Trends
+from kvindex.service.catalog import Partition
+from kvindex.service.metrics import SeriesLabels
+from kvindex.service.traffic import Totals, Traffic
+from kvindex.service.trends import WINDOWS, Trends
 
 A, B = Partition("a"), Partition("b", "blue")
 START = 1_800_000.0  # divides by every step

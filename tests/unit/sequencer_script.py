@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from kvindex.rank import Rank
-from kvindex.sequencer import (
+from kvindex.subscribe.sequencer import (
     Action,
     AskReplay,
     Batch,
@@ -20,6 +19,7 @@ from kvindex.sequencer import (
     SequencerConfig,
     State,
 )
+from kvindex.wire.rank import Rank
 
 TIMEOUT = 2.0
 START_TS = 1_000.0

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvindex import BlockStored, EventBatch, Index, Rank, State
-from kvindex.answering import Answering
-from kvindex.errors import UnknownRankError
-from kvindex.rank import Trust
+from kvindex.index.client.answering import Answering
 from kvindex.subscribe.status_board import StatusBoard
+from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.rank import Trust
 from tests.unit.test_status_board import status
 
 A, B = Rank("a", 0), Rank("b", 0)

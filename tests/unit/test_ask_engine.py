@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError, PublisherAddress
-from kvindex.discovery import DiscoveryError, ask_engine
+from kvindex.subscribe.discovery import DiscoveryError, ask_engine
 from tests.canned import CannedServer
 from tests.live import PATIENCE
 from tests.unit.test_discovery_answers import SGLANG_0523, VLLM_033

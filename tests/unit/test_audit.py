@@ -24,9 +24,9 @@ from kvindex import (
     RankStatus,
     State,
 )
-from kvindex.audit import Auditor, RankReport, Report
-from kvindex.audit.evicted import Evicted
-from kvindex.audit.histogram import Histogram, Series
+from kvindex.tools.audit import Auditor, RankReport, Report
+from kvindex.tools.audit.evicted import Evicted
+from kvindex.tools.audit.histogram import Histogram, Series
 from kvindex.wire.quirks import content_hash
 
 A, B, C = Rank("a", 0), Rank("b", 0), Rank("a", 1)

@@ -15,10 +15,10 @@ from types import ModuleType
 import pytest
 
 import kvindex
-from kvindex.backend import choose_backend, explain_fallback
-from kvindex.errors import ConfigurationError
+from kvindex.wire.backend import choose_backend, explain_fallback
+from kvindex.wire.errors import ConfigurationError
 
-NATIVE = "kvindex._native"
+NATIVE = "kvindex.wire._native"
 
 
 class Unloadable(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -158,7 +158,7 @@ class Installed:
 
 FALLBACK = """
 import sys
-sys.modules["kvindex._native"] = None  # as on a machine without a compiler
+sys.modules["kvindex.wire._native"] = None  # as on a machine without a compiler
 import kvindex
 print(kvindex.BACKEND)
 for _ in range(2):

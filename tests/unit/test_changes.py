@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
-from kvindex.rank import Rank
 from kvindex.subscribe import Following, RankStatus, State
 from kvindex.subscribe.changes import LoopBell
+from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
+from kvindex.wire.rank import Rank
 from tests.children import in_child
 from tests.live import PATIENCE
 from tests.unit.test_status_board import LATEST, Board, status

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker
-from kvindex.cli import main
-from kvindex.cli.arguments import (
+from kvindex.tools.cli import main
+from kvindex.tools.cli.arguments import (
     add_cache_arguments,
     cache_of,
     count,
@@ -18,8 +18,8 @@ from kvindex.cli.arguments import (
     read_tokens,
     seconds,
 )
-from kvindex.cli.endpoints import add_worker_arguments, parse_worker, workers_of
-from kvindex.cli.record import file_names
+from kvindex.tools.cli.endpoints import add_worker_arguments, parse_worker, workers_of
+from kvindex.tools.cli.record import file_names
 
 
 def workers(*argv: str) -> list[Worker]:

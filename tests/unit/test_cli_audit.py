@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from kvindex import EventBatch
-from kvindex.cli import main
 from kvindex.testing import FakeEngine
+from kvindex.tools.cli import main
 from kvindex.wire import RecordingWriter, encode_batch, live_frames
 
 CAPTURES = Path(__file__).parents[1] / "data" / "captures"

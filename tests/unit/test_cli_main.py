@@ -12,10 +12,18 @@ import sys
 import pytest
 
 from kvindex import BACKEND, BlockRemoved, BlockStored, DecodeError, EventBatch, Rank, __version__
-from kvindex.cli import fanout, main, record, replay, tail
-from kvindex.cli.output import Progress, json_line, painted, plain, printable, table, version_text
-from kvindex.cli.tail import describe, time_of
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted
+from kvindex.tools.cli import fanout, main, record, replay, tail
+from kvindex.tools.cli.output import (
+    Progress,
+    json_line,
+    painted,
+    plain,
+    printable,
+    table,
+    version_text,
+)
+from kvindex.tools.cli.tail import describe, time_of
 from kvindex.wire import AllBlocksCleared, Event
 
 COMMANDS = [
@@ -192,7 +200,7 @@ def test_the_version_names_the_index_that_runs(capsys: pytest.CaptureFixture[str
 
 def test_the_version_explains_a_fallback_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVINDEX_BACKEND", raising=False)
-    monkeypatch.setitem(sys.modules, "kvindex._native", None)
+    monkeypatch.setitem(sys.modules, "kvindex.wire._native", None)
     assert "index, more than 100 times slower than the native one: " in version_text()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvindex import AllBlocksCleared, BlockStored, EventBatch
-from kvindex.cli import main
+from kvindex.tools.cli import main
 from kvindex.wire import (
     RecordingWriter,
     encode_batch,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvindex.errors import BusyError, ClosedError
 from kvindex.subscribe.commands import Commands
+from kvindex.wire.errors import BusyError, ClosedError
 from tests.live import PATIENCE, until
 
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex import index, wire
-from kvindex.errors import ConfigurationError, DecodeError
-from kvindex.sequencer import MAX_SEQ, Cursor
 from kvindex.subscribe.resumption import SavedCursor
+from kvindex.subscribe.sequencer import MAX_SEQ, Cursor
+from kvindex.wire.errors import ConfigurationError, DecodeError
 
 FIELDS: dict[str, Any] = {
     "epoch": 1,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.rank import Rank
 from kvindex.subscribe import RankBatch, RankLost, RankRemoved, RankRestarted, StreamItem
 from kvindex.subscribe.delivery import Delivery, Outlet
+from kvindex.wire.rank import Rank
 
 RANK = Rank("engine", 0)
 

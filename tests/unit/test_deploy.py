@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.cli import serve
+from kvindex.tools.cli import serve
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.discovery.answers import (
+from kvindex.subscribe.discovery.answers import (
     MAX_RANKS,
     Told,
     named_models,
@@ -16,7 +16,7 @@ from kvindex.discovery.answers import (
     read_sources,
     tells_sglang,
 )
-from kvindex.discovery.reach import reach
+from kvindex.subscribe.discovery.reach import reach
 
 VLLM_033 = {  # vLLM 0.33.0, --data-parallel-size 2: KVEventsConfig by rank
     str(rank): {

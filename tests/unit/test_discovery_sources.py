@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError, Worker
-from kvindex.discovery import (
+from kvindex.subscribe.discovery import (
     DiscoveryError,
     DnsSource,
     FileSource,
@@ -21,7 +21,7 @@ from kvindex.discovery import (
     read_targets,
     split_engines,
 )
-from kvindex.discovery.pods import Pod, PodRules, pod_of, pool_of, rules_of, targets_of
+from kvindex.subscribe.discovery.pods import Pod, PodRules, pod_of, pool_of, rules_of, targets_of
 from tests.kube import pod
 from tests.live import PATIENCE
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from kvindex import PublisherAddress, Worker
-from kvindex.discovery import DiscoveryError, EngineReport, Target
-from kvindex.discovery.tracker import MAX_ENGINES, Step, Tracker
+from kvindex.subscribe.discovery import DiscoveryError, EngineReport, Target
+from kvindex.subscribe.discovery.tracker import MAX_ENGINES, Step, Tracker
 
 INTERVAL, FORGET_AFTER = 10.0, 100.0
 

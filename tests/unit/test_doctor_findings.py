@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvindex.doctor import CAUSES, Finding, Report
-from kvindex.doctor.causes import SECTIONS
-from kvindex.doctor.finding import found
-from kvindex.doctor.report import ordered
+from kvindex.tools.doctor import CAUSES, Finding, Report
+from kvindex.tools.doctor.causes import SECTIONS
+from kvindex.tools.doctor.finding import found
+from kvindex.tools.doctor.report import ordered
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "doctor.md").read_text()

@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 
-from kvindex import Rank, errors
+from kvindex import Rank
+from kvindex.wire import errors
 
 RAISED: list[tuple[errors.KVIndexError, type[Exception]]] = [
     (errors.ConfigurationError("ports collide"), ValueError),

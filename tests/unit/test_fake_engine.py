@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvindex.errors import ClosedError, ConfigurationError, TokenError
 from kvindex.testing import (
     CacheOptions,
     FakeEngine,
@@ -35,6 +34,7 @@ from kvindex.wire import (
     parse_live,
     read_recording,
 )
+from kvindex.wire.errors import ClosedError, ConfigurationError, TokenError
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"
 HYBRID = CacheOptions(groups=(Group(), Group.window(9)))

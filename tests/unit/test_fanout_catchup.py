@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.errors import DecodeError
-from kvindex.fanout.catchup import Catchup
-from kvindex.fanout.entries import Applied, Entry, Message, Restored
-from kvindex.rank import Rank
+from kvindex.index.replicas.catchup import Catchup
+from kvindex.index.replicas.entries import Applied, Entry, Message, Restored
 from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed
+from kvindex.wire.errors import DecodeError
+from kvindex.wire.rank import Rank
 
 A, B = Rank("a", 0), Rank("b", 0)
 

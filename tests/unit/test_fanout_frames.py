@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.errors import DecodeError
-from kvindex.fanout.frames import (
+from kvindex.index.replicas.frames import (
     LENGTH,
     PROTOCOL,
     Attached,
@@ -22,9 +21,10 @@ from kvindex.fanout.frames import (
     encode_frame,
     frame_bytes,
 )
-from kvindex.fanout.outflow import Allowance
-from kvindex.rank import Rank
+from kvindex.index.replicas.outflow import Allowance
 from kvindex.testing import ManualClock
+from kvindex.wire.errors import DecodeError
+from kvindex.wire.rank import Rank
 from tests.unit.test_status_board import status
 
 SAID: list[JoinersFrame] = [Hello(PROTOCOL, "native", 7), Attached(), Leave()]

@@ -10,8 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvindex.errors import DecodeError
-from kvindex.fanout.frames import (
+from kvindex.index.replicas.frames import (
     Ask,
     Attached,
     Hello,
@@ -22,7 +21,8 @@ from kvindex.fanout.frames import (
     Welcome,
     encode_frame,
 )
-from kvindex.fanout.guest import Guest
+from kvindex.index.replicas.guest import Guest
+from kvindex.wire.errors import DecodeError
 from tests.live import PATIENCE
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import ClosedError, DecodeError
-from kvindex.fanout.entries import (
+from kvindex.index.replicas.entries import (
     Applied,
     Message,
     Restored,
@@ -16,12 +15,13 @@ from kvindex.fanout.entries import (
     encode_message,
     follow_names,
 )
-from kvindex.fanout.tap import StreamTap
-from kvindex.rank import Rank
-from kvindex.sequencer import State
+from kvindex.index.replicas.tap import StreamTap
 from kvindex.subscribe import RankAdded, RankLost, RankRemoved, RanksRenamed
+from kvindex.subscribe.sequencer import State
 from kvindex.testing import ManualClock
 from kvindex.wire import CacheSettings, GroupSpec
+from kvindex.wire.errors import ClosedError, DecodeError
+from kvindex.wire.rank import Rank
 from tests.unit.test_status_board import status
 
 A, B = Rank("a", 0), Rank("a", 1)

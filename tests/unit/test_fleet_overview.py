@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from kvindex import Index, Rank, RankStatus, State, __version__
-from kvindex.server.catalog import Partition
-from kvindex.server.overview import Fleet, overview
+from kvindex.service.catalog import Partition
+from kvindex.service.overview import Fleet, overview
 from tests.unit.index_events import apply, stored
 
 

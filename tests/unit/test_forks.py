@@ -9,12 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvindex import forks
-from kvindex.fanout.copy import Copy
-from kvindex.fanout.entries import Applied, Message
-from kvindex.forks import Fork, prepare_forks
-from kvindex.rank import Rank
-from kvindex.wire import BlockStored, EventBatch, encode_batch
+from kvindex.index.replicas.copy import Copy
+from kvindex.index.replicas.entries import Applied, Message
+from kvindex.wire import BlockStored, EventBatch, encode_batch, forks
+from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.rank import Rank
 from tests.children import in_child
 from tests.live import PATIENCE
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker
-from kvindex.cli.arguments import group_of
+from kvindex.tools.cli.arguments import group_of
 
 
 def test_a_sliding_window_needs_its_width() -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from kvindex import EventBatch, GroupSpec, Index, Rank, RankMatch, State
-from kvindex.errors import (
+from kvindex.index import Trust, reference
+from kvindex.index.api import BaseIndex
+from kvindex.wire import CacheSettings, encode_batch
+from kvindex.wire.errors import (
     ConfigurationError,
     DecodeError,
     InvariantError,
     TokenError,
     UnknownRankError,
 )
-from kvindex.index import Trust, reference
-from kvindex.index.api import BaseIndex
-from kvindex.wire import CacheSettings, encode_batch
 from tests.unit.index_events import (
     SIZE,
     A,

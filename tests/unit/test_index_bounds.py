@@ -18,7 +18,7 @@ from kvindex import (
     Index,
     SnapshotError,
 )
-from kvindex.client import MAX_BLOCKS_PER_RANK
+from kvindex.index.client.client import MAX_BLOCKS_PER_RANK
 from kvindex.wire import Event
 from tests.unit.index_events import A, B, apply, index_of, matched, prompt, removed, stored, told
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvindex import EventBatch, GroupSpec, Index, Rank, State
-from kvindex.errors import TokenError, UnknownRankError
 from kvindex.index import Ending, Explanation, Trust
 from kvindex.wire import CacheSettings
+from kvindex.wire.errors import TokenError, UnknownRankError
 from tests.unit.index_events import SIZE, A, B, apply, index_of, prompt, removed, stored, tokens
 
 

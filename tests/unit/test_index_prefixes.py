@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from kvindex import BlockStored, EventBatch, Index, Prefixes, Rank
-from kvindex.errors import ConfigurationError, UnknownRankError
 from kvindex.index import prefix_walk, reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import BlockHash
+from kvindex.wire.errors import ConfigurationError, UnknownRankError
 from tests.unit.index_events import SIZE, A, B, apply, index_of, removed, stored
 
 _T = TypeVar("_T")

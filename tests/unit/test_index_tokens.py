@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from kvindex import AllBlocksCleared, EventBatch, Index
-from kvindex.errors import TokenError
 from kvindex.index.keys import KeyMaker
 from kvindex.index.tokens import Prompt, pack_tokens
 from kvindex.wire import text_token
+from kvindex.wire.errors import TokenError
 from tests.unit.index_events import A, B, index_of, matched, prompt, removed, stored, told
 
 TOKENS = prompt(4)

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 from kvindex import AllBlocksCleared, Index, Rank
-from kvindex.errors import InvariantError
 from kvindex.index import reference
 from kvindex.index.keys import KeyMaker, Namespace
 from kvindex.index.tree import Block, Owner, RadixTree
 from kvindex.wire import Event
+from kvindex.wire.errors import InvariantError
 from tests.unit.index_events import A, B, apply, index_of, prompt, removed, stored
 
 SPACE = Namespace(block_size=1, lora=None, lookahead=0)

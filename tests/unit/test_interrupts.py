@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvindex.cli.fake_engine import _Ending
-from kvindex.errors import ClosedError, UnknownRankError
 from kvindex.publish.batch_queue import BatchQueue
-from kvindex.rank import Rank
 from kvindex.subscribe.event_stream import _Waiting
 from kvindex.subscribe.status_board import StatusBoard
+from kvindex.tools.cli.fake_engine import _Ending
 from kvindex.wire import EventBatch
+from kvindex.wire.errors import ClosedError, UnknownRankError
+from kvindex.wire.rank import Rank
 
 BATCH = EventBatch(ts=0.0, events=[])
 MOMENTS = 200  # more than any of these calls has

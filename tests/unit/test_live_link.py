@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import ConfigurationError
-from kvindex.rank import Rank
-from kvindex.sequencer import AskReplay
 from kvindex.subscribe.links import LiveLink, ReplayLink
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.reading import Connected, Disconnected, ReplayOver, TopicCheck
+from kvindex.subscribe.sequencer import AskReplay
+from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.rank import Rank
 
 Look = tuple[list[str], bool, list[bool]]  # messages, whether that was all, changes
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.sequencer import AskReplay, ReplayPolicy, State
+from kvindex.subscribe.sequencer import AskReplay, ReplayPolicy, State
 from tests.unit.sequencer_script import START_TS, Script, asked, batch, delivered
 
 

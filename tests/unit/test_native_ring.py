@@ -10,9 +10,9 @@ import pytest
 
 WITHOUT = """
 import sys
-sys.modules["kvindex._native"] = None  # as on a machine without a compiler
-import kvindex, kvindex.fanout, kvindex.shm
-from kvindex.errors import SegmentError
+sys.modules["kvindex.wire._native"] = None  # as on a machine without a compiler
+import kvindex, kvindex.index.replicas, kvindex.shm
+from kvindex.wire.errors import SegmentError
 from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
 handle = Handle(
     n_reader=1, local_reader_ranks=[0], buffer_handle=(1, 64, 4, "kvindex-ring"),
@@ -28,8 +28,8 @@ USES = {
     "a ring": "ShmRingBuffer(1, 64, 4)",
     "a writer with readers here": "MessageQueue(2, 1)",
     "a reader here": "MessageQueue.create_from_handle(handle, 0)",
-    "a server of a fan-out": "kvindex.fanout.FanOut([], sys.argv[1])",
-    "a replica": "kvindex.fanout.join(sys.argv[1])",
+    "a server of a fan-out": "kvindex.index.replicas.FanOut([], sys.argv[1])",
+    "a replica": "kvindex.index.replicas.join(sys.argv[1])",
 }
 
 

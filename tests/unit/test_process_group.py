@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import ConfigurationError, DecodeError, SegmentError
-from kvindex.ring import Segment
 from kvindex.shm.groups.objects import pack_object, unpack_object
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.same_node import ranks_that_share_memory
 from kvindex.shm.groups.torch_group import TorchProcessGroup
+from kvindex.shm.ring import Segment
+from kvindex.wire.errors import ConfigurationError, DecodeError, SegmentError
 
 # Values
 

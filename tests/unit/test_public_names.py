@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import pytest
 
 import kvindex
-import kvindex.discovery
-import kvindex.fanout
-import kvindex.queries
+import kvindex.index.replicas
 import kvindex.routing
+import kvindex.service.queries
 import kvindex.shm
-from kvindex import errors
+import kvindex.subscribe.discovery
+from kvindex.wire import errors
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,7 @@ def public_functions(owner: object) -> Iterator[Any]:
 
 def hints(something: Any) -> dict[str, Any]:
     module = inspect.getmodule(something)
-    names = {**vars(kvindex.discovery), **vars(module), "Unpack": _Unpack}
+    names = {**vars(kvindex.subscribe.discovery), **vars(module), "Unpack": _Unpack}
     return typing.get_type_hints(something, names, names)
 
 
@@ -98,10 +98,10 @@ def test_every_error_is_had_where_it_is_raised() -> None:
     assert not elsewhere & set(kvindex.__all__)
     assert queue_errors <= set(kvindex.shm.__all__)
     assert routing_errors <= set(kvindex.routing.__all__)
-    assert "DiscoveryError" in kvindex.discovery.__all__
-    assert "QueryError" in kvindex.queries.__all__
+    assert "DiscoveryError" in kvindex.subscribe.discovery.__all__
+    assert "QueryError" in kvindex.service.queries.__all__
     assert set(errors.__all__) - elsewhere <= set(kvindex.__all__)
-    assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.fanout.__all__)
+    assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.index.replicas.__all__)
 
 
 def test_a_client_and_connect_take_the_same_options() -> None:
@@ -111,7 +111,12 @@ def test_a_client_and_connect_take_the_same_options() -> None:
     assert [*connect.items()] == [i for i in client.items() if i[0] not in ours_alone]
     shared = {"on_loss", "replay_policy", "socket_options", "probe_interval", "stale_after"}
     defaults = collections.defaultdict(set)
-    for taker in (kvindex.connect, kvindex.EventStream, kvindex.Subscriber, kvindex.fanout.FanOut):
+    for taker in (
+        kvindex.connect,
+        kvindex.EventStream,
+        kvindex.Subscriber,
+        kvindex.index.replicas.FanOut,
+    ):
         parameters = inspect.signature(taker).parameters
         for name in (*shared, "context"):
             defaults[name].add(parameters[name].default)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.errors import ClosedError
 from kvindex.publish.batch_queue import BatchQueue
 from kvindex.wire import EventBatch
+from kvindex.wire.errors import ClosedError
 from tests.live import PATIENCE
 
 

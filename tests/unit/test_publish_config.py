@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvindex.errors import ConfigurationError, KVIndexError
 from kvindex.publish import KVEventsConfig
+from kvindex.wire.errors import ConfigurationError, KVIndexError
 
 
 def test_defaults_are_the_engines() -> None:

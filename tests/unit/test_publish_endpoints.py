@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.errors import ConfigurationError
 from kvindex.publish import ZmqEventPublisher, offset_endpoint
 from kvindex.publish.endpoints import binds_endpoint, local_endpoint, port_of
 from kvindex.wire import LATEST, dialect
+from kvindex.wire.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(

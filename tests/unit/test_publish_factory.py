@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import ConfigurationError, DuplicatePublisherError
 from kvindex.publish import (
     EventPublisher,
     EventPublisherFactory,
@@ -13,6 +12,7 @@ from kvindex.publish import (
     ZmqEventPublisher,
 )
 from kvindex.wire import EventBatch
+from kvindex.wire.errors import ConfigurationError, DuplicatePublisherError
 
 
 class Recorder(EventPublisher):

@@ -21,7 +21,7 @@ from kvindex import (
     State,
     Trust,
 )
-from kvindex.queries import AnswerForm
+from kvindex.service.queries import AnswerForm
 
 PROMPT = list(range(16))
 A0, A1, B0, C0 = Rank("a", 0), Rank("a", 1), Rank("b", 0), Rank("c", 0)

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from kvindex import BACKEND, BlockStored, ConfigurationError, EventBatch, Index, Rank
-from kvindex.queries import QueryError, read_query, reading
-from kvindex.queries.scanning import scan_in_python
+from kvindex.service.queries import QueryError, read_query, reading
+from kvindex.service.queries.scanning import scan_in_python
 
 
 @pytest.fixture(autouse=True, params=["native", "python"])

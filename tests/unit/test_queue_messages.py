@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.errors import ConfigurationError, DecodeError, EncodeError, KVIndexError
-from kvindex.ring.messages import CONTINUED, LENGTH_BYTES, MORE, RAW, Assembly, fragments
 from kvindex.shm.codec import (
     BUFFERS,
     ENCODED,
@@ -23,6 +21,8 @@ from kvindex.shm.codec import (
     choose_codec,
     decoder_of,
 )
+from kvindex.shm.ring.messages import CONTINUED, LENGTH_BYTES, MORE, RAW, Assembly, fragments
+from kvindex.wire.errors import ConfigurationError, DecodeError, EncodeError, KVIndexError
 
 MOST = 1000
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvindex.errors import ClosedError, InUseError, WaitCancelledError
 from kvindex.shm.turn import Turn
+from kvindex.wire.errors import ClosedError, InUseError, WaitCancelledError
 
 
 def use(turn: Turn) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import UnknownRankError
-from kvindex.rank import Rank
-from kvindex.rank_lookup import RankNames, find_rank, find_ranks
+from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankNames, find_rank, find_ranks
 
 A0, A1, AN = Rank("a", 0), Rank("a", 1), Rank("a/1", 0)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.errors import DecodeError
-from kvindex.rank import Rank
-from kvindex.sequencer import Batch
 from kvindex.subscribe.notes import Notes
 from kvindex.subscribe.reading import Damaged, Event, Named, Reader, ReplayOver, Replied, Run
+from kvindex.subscribe.sequencer import Batch
 from kvindex.wire import live_frames
+from kvindex.wire.errors import DecodeError
+from kvindex.wire.rank import Rank
 
 
 class Note:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvindex.rank import Rank
-from kvindex.sequencer import Cursor
 from kvindex.subscribe.resumption import (
     SavedCursor,
     SavedRanks,
@@ -13,6 +11,8 @@ from kvindex.subscribe.resumption import (
     plan_resumption,
     take_up,
 )
+from kvindex.subscribe.sequencer import Cursor
+from kvindex.wire.rank import Rank
 
 MINE = "nh64:1"
 

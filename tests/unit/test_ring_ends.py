@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import (
+from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
+from kvindex.shm.codec import decoder_of
+from kvindex.shm.ends import WritingEnd
+from kvindex.shm.ring.messages import RAW
+from kvindex.shm.ring.receiver import RingReceiver
+from kvindex.shm.ring.sender import RingSender
+from kvindex.wire.errors import (
     ConfigurationError,
     DecodeError,
     QueueClosedError,
@@ -20,12 +26,6 @@ from kvindex.errors import (
     SegmentError,
     WriterDiedError,
 )
-from kvindex.ring.messages import RAW
-from kvindex.ring.receiver import RingReceiver
-from kvindex.ring.sender import RingSender
-from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
-from kvindex.shm.codec import decoder_of
-from kvindex.shm.ends import WritingEnd
 from tests.native_ring import KIND, LENGTH, SEQ, needs_ring
 
 pytestmark = needs_ring

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvindex.errors import ConfigurationError, SegmentError
-from kvindex.ring.layout import HEADER_BYTES, Layout, SlotState
 from kvindex.shm import ShmRingBuffer
+from kvindex.shm.ring.layout import HEADER_BYTES, Layout, SlotState
+from kvindex.wire.errors import ConfigurationError, SegmentError
 from tests.native_ring import KIND, LENGTH, NEXT_SEQ, SEQ, SLOT_STATE, STATE, needs_ring
 
 if TYPE_CHECKING:
-    from kvindex._native import RingReader, RingWriter
+    from kvindex.wire._native import RingReader, RingWriter
 
 pytestmark = needs_ring
 
@@ -256,7 +256,7 @@ def test_the_parties_refuse_what_their_memory_cannot_hold(ring_of: Make) -> None
 
 
 def test_parties_refuse_memory_that_is_too_small(ring_of: Make) -> None:
-    from kvindex._native import RingReader, RingWriter
+    from kvindex.wire._native import RingReader, RingWriter
 
     ring = ring_of(1, 2, 64)
     with pytest.raises(ValueError, match="does not hold such a ring"):

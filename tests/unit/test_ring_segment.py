@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import ClosedError, SegmentError
-from kvindex.ring.segment import MAKER, Segment, check_platform, sweep
 from kvindex.shm import ShmRingBuffer
+from kvindex.shm.ring.segment import MAKER, Segment, check_platform, sweep
+from kvindex.wire.errors import ClosedError, SegmentError
 from tests.native_ring import needs_ring
 
 pytestmark = needs_ring
@@ -208,7 +208,7 @@ def test_failing_to_map_leaves_nothing_open(
 
     before = descriptors()
     with monkeypatch.context() as patch:
-        patch.setattr(f"kvindex.ring.segment.{what}", fail)
+        patch.setattr(f"kvindex.shm.ring.segment.{what}", fail)
         with pytest.raises(SegmentError, match="cannot be mapped"):
             Segment.attach(segment.name)
         with pytest.raises(SegmentError, match="cannot be mapped"):
@@ -375,7 +375,7 @@ def test_a_sweep_does_not_open_what_another_user_gave_such_a_name(
 
 
 def test_a_platform_without_such_locks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvindex.ring.segment._SET", -1)
+    monkeypatch.setattr("kvindex.shm.ring.segment._SET", -1)
     with pytest.raises(SegmentError, match="needs Linux"):
         check_platform()
 

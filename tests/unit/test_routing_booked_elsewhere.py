@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvindex import Index, Rank
-from kvindex.errors import UnknownRankError
 from kvindex.routing import DuplicateBookingError, Load, Router
+from kvindex.wire.errors import UnknownRankError
 
 
 @pytest.fixture

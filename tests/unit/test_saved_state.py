@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvindex import BACKEND, BlockStored, EventBatch, Index, Rank
-from kvindex.errors import ConfigurationError, SnapshotError
+from kvindex.index.client.saved_state import SavedState, read_saved
 from kvindex.index.snapshot import SnapshotReader, SnapshotRecord, SnapshotWriter
-from kvindex.saved_state import SavedState, read_saved
 from kvindex.testing import ManualClock
+from kvindex.wire.errors import ConfigurationError, SnapshotError
 
 A0, A1, B = Rank("a", 0), Rank("a", 1), Rank("b", 0)
 SEED = 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvindex.sequencer import Action, Batch, State
+from kvindex.subscribe.sequencer import Action, Batch, State
 from tests.unit.sequencer_script import (
     TIMEOUT,
     Script,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvindex.sequencer import MAX_SEQ, CloseReplay, RankLost, ReplayPolicy, State, repair
+from kvindex.subscribe.sequencer import MAX_SEQ, CloseReplay, RankLost, ReplayPolicy, State, repair
 from tests.unit.sequencer_script import (
     RANK,
     TIMEOUT,

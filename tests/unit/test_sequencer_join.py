@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvindex.sequencer import AskReplay, CloseReplay, State
+from kvindex.subscribe.sequencer import AskReplay, CloseReplay, State
 from tests.unit.sequencer_script import TIMEOUT, Script, asked, batch, delivered, lost, restarts
 
 

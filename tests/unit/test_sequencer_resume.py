@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvindex.sequencer import AskReplay, CloseReplay, Cursor, RankRestarted, State
+from kvindex.subscribe.sequencer import AskReplay, CloseReplay, Cursor, RankRestarted, State
 from tests.unit.sequencer_script import RANK, Script, asked, batch, delivered, lost, restarts
 
 

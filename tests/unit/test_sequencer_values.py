@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import ConfigurationError
-from kvindex.sequencer import ReplayPolicy, SequencerConfig, State
-from kvindex.sequencer.held import Held, HeldBatch
+from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig, State
+from kvindex.subscribe.sequencer.held import Held, HeldBatch
+from kvindex.wire.errors import ConfigurationError
 from tests.unit.sequencer_script import batch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvindex.server.catalog import Catalog, Change, Partition, Registration
+from kvindex.service.catalog import Catalog, Change, Partition, Registration
 
 A, B = Partition("a"), Partition("b", "blue")
 

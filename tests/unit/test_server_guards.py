@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError
-from kvindex.server.counters import Counters
-from kvindex.server.gate import ASGIApp, Gate, Message, Receive, Scope, Send
-from kvindex.server.guards import REASONS, Guard, Limits, check_tokens
+from kvindex.service.counters import Counters
+from kvindex.service.gate import ASGIApp, Gate, Message, Receive, Scope, Send
+from kvindex.service.guards import REASONS, Guard, Limits, check_tokens
 
 TOKEN = "a-token-of-more-than-16"
 HOST = (b"host", b"localhost:8090")

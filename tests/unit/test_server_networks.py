@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from kvindex import ConfigurationError
-from kvindex.errors import EndpointRefusedError
-from kvindex.server.networks import Networks, parse_networks, resolved
+from kvindex.service.networks import Networks, parse_networks, resolved
+from kvindex.wire.errors import EndpointRefusedError
 
 NAMES = {
     "engine": ["10.1.2.3"],

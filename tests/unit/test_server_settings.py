@@ -13,8 +13,8 @@ from kvindex import ConfigurationError
 if sys.version_info < (3, 11):
     pytest.importorskip("tomli")
 
-from kvindex.server.guards import Limits
-from kvindex.server.settings import ServeSettings, read_config
+from kvindex.service.guards import Limits
+from kvindex.service.settings import ServeSettings, read_config
 
 TOKEN = "0123456789abcdef"
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from kvindex import Client, ConfigurationError
-from kvindex.server.catalog import Catalog, Partition, Registration
-from kvindex.server.state import Saver, fetch_snapshot, read_registrations, registrations_path
+from kvindex.service.catalog import Catalog, Partition, Registration
+from kvindex.service.state import Saver, fetch_snapshot, read_registrations, registrations_path
 
 ONE = Registration(instance_id=7, partition=Partition("m", "night"), endpoint="tcp://h:1")
 TWO = Registration(instance_id="a", partition=Partition("m"), endpoint="tcp://h:2", dp_rank=3)

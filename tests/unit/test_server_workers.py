@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from kvindex import CacheSettings, ConfigurationError, PublisherAddress
-from kvindex.errors import DiscoveryError
+from kvindex.wire.errors import DiscoveryError
 
 if sys.version_info < (3, 11):
     pytest.importorskip("tomli")
 
-from kvindex.discovery import Target
-from kvindex.server.settings import ConfigFile
-from kvindex.server.sources import source_of
-from kvindex.server.workers import BLOCK_SIZE, ConfigSource, Defaults, read_targets
+from kvindex.service.settings import ConfigFile
+from kvindex.service.sources import source_of
+from kvindex.service.workers import BLOCK_SIZE, ConfigSource, Defaults, read_targets
+from kvindex.subscribe.discovery import Target
 from tests.live import PATIENCE
 
 DEFAULTS = Defaults(model="llama", block_size=16)

@@ -18,7 +18,6 @@ import msgspec
 import pytest
 
 from kvindex import BACKEND, AllBlocksCleared, CacheSettings, EventBatch, GroupSpec, Index, Rank
-from kvindex.errors import ConfigurationError, SnapshotError, UnknownRankError
 from kvindex.index import (
     SnapshotReader,
     SnapshotRecord,
@@ -34,6 +33,7 @@ from kvindex.index.orphans import Orphans
 from kvindex.index.rank_image import RankImage, read_image, write_image
 from kvindex.index.snapshot_section import open_section
 from kvindex.index.tree import Owner
+from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
 from kvindex.wire.quirks import content_hash
 from tests.unit.index_events import (
     SIZE,

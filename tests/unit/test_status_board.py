@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import ClosedError, NotLiveError, UnknownRankError
-from kvindex.rank import Rank, Trust
-from kvindex.sequencer import State
+from kvindex.subscribe.sequencer import State
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.stream import RankStatus
+from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
+from kvindex.wire.rank import Rank, Trust
 
 A, B = Rank("a", 0), Rank("b", 0)
 LATEST = 10.0

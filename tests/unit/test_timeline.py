@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvindex import Rank, State
-from kvindex.server.catalog import Partition
-from kvindex.server.timeline import Timeline, parse_id
+from kvindex.service.catalog import Partition
+from kvindex.service.timeline import Timeline, parse_id
 from tests.unit.test_fleet_overview import status_of
 
 A = Rank("a", 0)

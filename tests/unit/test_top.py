@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("rich", reason="needs kvindex[server]")
 
 from kvindex import Rank, State
-from kvindex.cli import main
-from kvindex.cli.fleet_table import SORTS, sorted_ranks
-from kvindex.cli.live_top import print_once
-from kvindex.server.overview import Fleet, overview
+from kvindex.service.overview import Fleet, overview
+from kvindex.tools.cli import main
+from kvindex.tools.cli.fleet_table import SORTS, sorted_ranks
+from kvindex.tools.cli.live_top import print_once
 from tests.unit.index_events import apply, stored
 from tests.unit.test_fleet_overview import Source, status_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.discovery.web import Web
-from kvindex.errors import DiscoveryError
+from kvindex.subscribe.discovery.web import Web
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.wire.errors import DiscoveryError
 from tests.live import PATIENCE
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvindex.errors import DecodeError
 from kvindex.index import read_batch
 from kvindex.wire import (
     AllBlocksCleared,
@@ -20,6 +19,7 @@ from kvindex.wire import (
     text_token,
 )
 from kvindex.wire.decode import MAX_BLOCKS, MAX_RARE_BYTES, MAX_SKIPPED, MAX_TAG
+from kvindex.wire.errors import DecodeError
 
 TOKENS = [10, 11, 12, 13]
 BASE = ["BlockStored", [1, 2], 9, TOKENS, 2]

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvindex.errors import ConfigurationError, EncodeError
 from kvindex.wire import (
     DIALECTS,
     LATEST,
@@ -20,6 +19,7 @@ from kvindex.wire import (
     dialect,
     encode_batch,
 )
+from kvindex.wire.errors import ConfigurationError, EncodeError
 
 STORED = BlockStored(
     block_hashes=[1, 2],

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import DecodeError, EncodeError
 from kvindex.wire import (
     END_SEQ,
     LiveFrame,
@@ -19,6 +18,7 @@ from kvindex.wire import (
     replay_frames,
     replay_request,
 )
+from kvindex.wire.errors import DecodeError, EncodeError
 
 SEQ = b"\x00\x00\x00\x00\x00\x00\x01\x02"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvindex.errors import DecodeError, EncodeError
 from kvindex.wire import RecordedMessage, RecordingWriter, read_recording
+from kvindex.wire.errors import DecodeError, EncodeError
 from kvindex.wire.recording import MAX_FRAME_BYTES, MAX_FRAMES
 
 MESSAGES = [

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.errors import ConfigurationError, DecodeError
+from kvindex.wire.errors import ConfigurationError, DecodeError
 
 __all__ = ["MAX_OBJECT_BYTES", "check_rank", "pack_object", "unpack_object"]
 

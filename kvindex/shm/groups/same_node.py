@@ -12,9 +12,9 @@ import logging
 import secrets
 from typing import Any, Final
 
-from kvindex.errors import SegmentError
-from kvindex.ring import Segment
 from kvindex.shm.groups.process_group import ProcessGroup
+from kvindex.shm.ring import Segment
+from kvindex.wire.errors import SegmentError
 
 __all__ = ["ranks_that_share_memory"]
 

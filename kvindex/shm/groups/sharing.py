@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from kvindex.errors import ConfigurationError, KVIndexError
 from kvindex.shm.groups.process_group import ProcessGroup
 from kvindex.shm.groups.torch_group import TorchProcessGroup
 from kvindex.shm.handle import Handle
+from kvindex.wire.errors import ConfigurationError, KVIndexError
 
 __all__ = ["share_one_queue", "share_queues_to_one"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kvindex.errors import ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError
 from kvindex.shm.groups.objects import MAX_OBJECT_BYTES, check_rank, pack_object, unpack_object
 from kvindex.shm.groups.same_node import ranks_that_share_memory
+from kvindex.wire.errors import ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError
 
 __all__ = ["TorchProcessGroup"]
 

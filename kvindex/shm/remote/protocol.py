@@ -18,9 +18,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 import zmq
 
-from kvindex.curve import Curve
-from kvindex.errors import ConfigurationError, QueueTimeoutError
-from kvindex.ring import Patience
+from kvindex.shm.ring import Patience
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ConfigurationError, QueueTimeoutError
 
 VERSION = 1
 MAX_RANK = 2**32 - 1

@@ -10,8 +10,11 @@ from collections.abc import Callable
 
 import zmq
 
-from kvindex.curve import Curve
-from kvindex.errors import (
+from kvindex.shm.remote import protocol
+from kvindex.shm.remote.protocol import LargeMessage, Malformed, Message, encode
+from kvindex.shm.ring import Patience, Waiting
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import (
     ClosedError,
     ConfigurationError,
     KVIndexError,
@@ -19,9 +22,6 @@ from kvindex.errors import (
     ReaderEvictedError,
     WriterDiedError,
 )
-from kvindex.ring import Patience, Waiting
-from kvindex.shm.remote import protocol
-from kvindex.shm.remote.protocol import LargeMessage, Malformed, Message, encode
 
 __all__ = ["RemoteReader"]
 

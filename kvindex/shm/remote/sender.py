@@ -14,13 +14,13 @@ from typing import cast
 
 import zmq
 
-from kvindex.curve import Curve
-from kvindex.errors import ClosedError, ConfigurationError, QueueTimeoutError
-from kvindex.log_rate import LogRate
-from kvindex.ring import Buffer, Patience, Waiting
 from kvindex.shm.remote import protocol
 from kvindex.shm.remote.credit import SendWindow
 from kvindex.shm.remote.protocol import Acknowledgement, Bye, Hello, Refused, encode
+from kvindex.shm.ring import Buffer, Patience, Waiting
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ClosedError, ConfigurationError, QueueTimeoutError
+from kvindex.wire.log_rate import LogRate
 
 __all__ = ["RemoteSender"]
 

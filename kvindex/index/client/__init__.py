@@ -1,0 +1,9 @@
+"""An index that follows engines: `Client` joins a subscriber to an index.
+
+`answering.py` adds to each answer how far it can be trusted; `saved_state.py` is what a warm
+restart continues from.
+"""
+
+from kvindex.index.client.client import Client, connect
+
+__all__ = ["Client", "connect"]

@@ -1,0 +1,463 @@
+"""A subscriber and an index, joined: connect, then ask."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
+
+import msgspec
+import zmq
+
+from kvindex.index import Fingerprints, Index, read_batch
+from kvindex.index.client.answering import Answering
+from kvindex.index.client.saved_state import SavedState, read_saved
+from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
+from kvindex.subscribe import (
+    RankAdded,
+    RankLost,
+    RankRemoved,
+    RankRestarted,
+    RanksRenamed,
+    RankStatus,
+    ReplayPolicy,
+    SocketOptions,
+    StreamItem,
+    Subscriber,
+    Tap,
+    Worker,
+)
+from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName
+
+if TYPE_CHECKING:  # see `_split`
+    from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engines, Source
+
+__all__ = ["MAX_BLOCKS_PER_RANK", "RESUME_WITHIN", "Client", "connect", "follow_item"]
+
+RESUME_WITHIN: Final = 600.0
+"""Seconds: any service discovery has told all workers by then."""
+
+MAX_BLOCKS_PER_RANK: Final = 10_000_000
+"""Most resident blocks of one rank in an index that a client makes for itself.
+
+No engine has as many: with blocks of 16 tokens that is a cache of 160 million tokens, and with
+pages of one token still that of a node of eight GPUs. A hostile rank needs some GB for it at worst.
+"""
+
+
+_SAVE_ATTEMPTS = 5  # each begins when ranks were renamed in the one before
+
+logger = logging.getLogger(__name__)
+
+
+def connect(
+    workers: Engines = (),
+    *,
+    index: Index | None = None,
+    max_blocks_per_rank: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    resume_within: float = RESUME_WITHIN,
+    on_loss: Literal["reset", "keep"] = "reset",
+    replay_policy: ReplayPolicy | None = None,
+    socket_options: SocketOptions | None = None,
+    probe_interval: float = 5.0,
+    stale_after: float = 30.0,
+    context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    discovery: DiscoveryOptions | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Client:
+    """Return a client that subscribes to these engines and answers from what they publish.
+
+    It returns at once; `Client.wait_live` waits until every rank has caught up.
+
+    Args:
+        workers: one engine or several, in any mixture: a `Worker`, which says where an engine
+            publishes; the URL of an engine's HTTP server ("http://engine:8000"), which is asked
+            for that now and then; or a source of `kvindex.subscribe.discovery`. More can be added
+            later.
+        index: the index to fill; a new one by default. With `resume` it must have the seed of the
+            index that was saved.
+        max_blocks_per_rank: of the new index; 10,000,000 by default. What one rank sends beyond it
+            is left out and counted (`ignored`, "max_blocks_per_rank").
+        resume: a file that `Client.save` wrote, perhaps in another process. Each rank that is in
+            it starts with what it held then, and replay brings what it has missed, if its
+            publisher proves to be the same; if not, it starts from scratch. Ranks of workers that
+            are not among `workers` are set aside and take no part in answers until their worker
+            is added. If there is no such file, every rank starts from scratch.
+        resume_within: seconds for which these ranks are kept, 600 by default; they take as much
+            memory as in the file.
+        on_loss: what happens to a rank's blocks when batches of it are lost for good. "reset" drops
+            them, since the lost batches may have removed some. "keep" keeps them.
+            Either way the rank is flagged as not complete until its engine restarts.
+        replay_policy: how long to wait for a replay, and how often to ask.
+        socket_options: settings of the ZeroMQ sockets.
+        probe_interval: seconds without a batch after which a replay request checks whether the
+            rank's last batches were lost.
+        stale_after: seconds without a sign of life (a batch, a reply to a replay request, a new
+            connection) after which a rank is stale.
+        context: ZeroMQ context for every socket. By default the process-wide one for inproc
+            endpoints, so that they meet, and one of its own for all others.
+        discovery: how engines are asked that are given by URL, and how long one is kept that no
+            longer answers.
+        clock: returns monotonic seconds; for tests.
+
+    Raises:
+        ConfigurationError: a worker or a setting cannot work.
+        SnapshotError: the file at `resume` cannot be restored; its `reason` says why.
+        OSError: it cannot be read.
+
+    Examples:
+        >>> from kvindex import Worker, connect
+        >>> client = connect([Worker("vllm-0", "tcp://127.0.0.1:5557")])
+        >>> client.ranks
+        (Rank(worker='vllm-0', dp_rank=0),)
+        >>> client.match([1, 2, 3]).best is None
+        True
+        >>> client.close()
+    """
+    return Client(
+        workers,
+        index=index,
+        max_blocks_per_rank=max_blocks_per_rank,
+        resume=resume,
+        resume_within=resume_within,
+        on_loss=on_loss,
+        replay_policy=replay_policy,
+        socket_options=socket_options,
+        probe_interval=probe_interval,
+        stale_after=stale_after,
+        context=context,
+        discovery=discovery,
+        clock=clock,
+    )
+
+
+class Client(Answering):
+    """Answers which rank holds a prompt, from live events, and says how far to trust it.
+
+    Args: as `connect`, and
+        tap: receives everything that the index takes.
+        on_stop: called once, on the subscriber's thread, when that ends for whatever reason.
+
+    Attributes:
+        subscriber: receives the events.
+        discovery: follows the engines that were given by URL or by a source; None if none was.
+
+    A client that is dropped without `close` ends its thread, with a ResourceWarning. A process that
+    is forked from one with a client has to connect by itself: the copy that it inherits receives
+    nothing, and says so at once. Every rank is closed in it, with the reason, and queries are
+    answered from what was known at the fork.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        workers: Engines = (),
+        *,
+        index: Index | None = None,
+        max_blocks_per_rank: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        resume_within: float = RESUME_WITHIN,
+        on_loss: Literal["reset", "keep"] = "reset",
+        replay_policy: ReplayPolicy | None = None,
+        socket_options: SocketOptions | None = None,
+        probe_interval: float = 5.0,
+        stale_after: float = 30.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        discovery: DiscoveryOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tap: Tap | None = None,
+        on_stop: Callable[[], None] | None = None,
+    ) -> None:
+        if index is not None and max_blocks_per_rank is not None:
+            raise ConfigurationError(
+                "max_blocks_per_rank is for the index that a client makes: with index=, give it to"
+                " that one, Index(max_blocks_per_rank=...)"
+            )
+        known, sources = _split(workers)
+        limit = MAX_BLOCKS_PER_RANK if max_blocks_per_rank is None else max_blocks_per_rank
+        records: list[SnapshotRecord] = []
+        if resume is not None:
+            index, records = read_saved(resume, index, limit)
+        self._index = Index(max_blocks_per_rank=limit) if index is None else index
+        self._saved = SavedState(
+            self._index,
+            records,
+            resume_within,
+            clock,
+            _ignore if tap is None else tap.restored,
+        )
+        self.subscriber = Subscriber(
+            known,
+            fingerprints=Fingerprints(self._index.seed),
+            resume=self._saved,
+            **_settings(self._index, self._saved, tap),
+            on_loss=on_loss,
+            replay_policy=replay_policy,
+            socket_options=socket_options,
+            probe_interval=probe_interval,
+            stale_after=stale_after,
+            context=context,
+            clock=clock,
+            on_stop=on_stop,
+        )
+        self._board = self.subscriber.board
+        self.discovery: Discovery | None = None
+        if sources:
+            from kvindex.subscribe.discovery.feeding import follow_engines
+
+            try:
+                self.discovery = follow_engines(self, sources, discovery)
+            except BaseException:
+                self.subscriber.close()
+                raise
+
+    @property
+    def index(self) -> Index:
+        """The index that the events fill."""
+        return self._index
+
+    # Workers and their streams ----------------------------------------------------------------
+
+    def add(self, worker: Worker) -> None:
+        """Subscribe to a further worker's ranks, or to further ranks of a worker.
+
+        `client.add(Worker("a", {1: "tcp://…"}))` adds dp_rank 1 to a worker "a" that has rank 0.
+
+        Ranks that were set aside from the file at `resume` continue from there, as those given to
+        `connect` do; events of all ranks wait while they are restored. The saved state of a rank
+        is used once: added again after `remove`, it starts from scratch.
+
+        Raises: as `Subscriber.add`.
+        """
+        self.subscriber.add(worker, resume=self._saved)
+
+    def remove(self, name: RankName) -> None:
+        """Unsubscribe from a worker's ranks, or from one rank, and forget what they hold.
+
+        Args:
+            name: the name of a worker, for all its ranks; or a `Rank`, or its text "a/0".
+
+        Raises:
+            UnknownRankError: there is none of that name.
+        """
+        self.subscriber.remove(name)
+
+    def wait_live(
+        self,
+        timeout: float = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
+    ) -> None:
+        """Return once every engine is found and every rank (or each of those given) is live.
+
+        Args and Raises: as `Following.wait_live`. A `NotLiveError` also names, in `engines`, who
+        has not told where to subscribe, and why.
+        """
+        if self.discovery is None:
+            super().wait_live(timeout, ranks=ranks, complete=complete)
+            return
+        until = time.monotonic() + timeout
+        ranks = _listed(ranks)
+        missing = self.discovery.wait_found(timeout, partial(self._knows, ranks))
+        with _naming_missing(timeout, missing if ranks is None else {}):
+            left = max(until - time.monotonic(), 0.0)
+            super().wait_live(left, ranks=ranks, complete=complete)
+
+    async def wait_live_async(
+        self,
+        timeout: float = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
+    ) -> None:
+        """Return once all is live, as `wait_live`; for asyncio.
+
+        The event loop goes on meanwhile. No thread waits, and cancelling leaves nothing behind.
+        """
+        if self.discovery is None:
+            await super().wait_live_async(timeout, ranks=ranks, complete=complete)
+            return
+        until = time.monotonic() + timeout
+        ranks = _listed(ranks)
+        missing = await self.discovery.wait_found_async(timeout, partial(self._knows, ranks))
+        with _naming_missing(timeout, missing if ranks is None else {}):
+            left = max(until - time.monotonic(), 0.0)
+            await super().wait_live_async(left, ranks=ranks, complete=complete)
+
+    def _knows(self, ranks: list[RankName] | None) -> bool:
+        """Whether all these ranks are subscribed to; None stands for all, which nobody knows."""
+        try:
+            return self._board.named(ranks) is not None
+        except UnknownRankError:
+            return False
+
+    def _own_statistics(self) -> dict[str, Any]:
+        own = {
+            "thread": self.subscriber.statistics()["thread"],
+            "resume": self._saved.statistics(),
+        }
+        if self.discovery is not None:
+            own["discovery"] = self.discovery.statistics()
+        return own
+
+    def save(self, path: str | os.PathLike[str]) -> tuple[Rank, ...]:
+        """Write what every rank holds and how far its stream was applied; return the ranks written.
+
+        `connect(resume=path)` continues from there. Each rank is saved between two of its batches.
+        Events of all ranks wait while one rank is copied, and queries wait behind such an event:
+        60 to 200 ms for a million blocks of that rank. A rank is left out if nothing can continue
+        from it: nothing was applied yet, or its publisher has no replay to prove itself by. Ranks
+        that are set aside are written as they were read, so that a router that is restarted before
+        it knows all its workers loses none. When ranks are renamed meanwhile, it begins anew. The
+        file replaces an existing one only when all of it is written. Only its owner can read it,
+        since it contains the index's seed.
+
+        Raises:
+            OSError: it cannot be written; an existing file is unchanged.
+            ClosedError: the client is closed.
+            BusyError: the subscriber's thread was blocked for too long.
+        """
+        with replaced_file(path) as file:
+            for _ in range(_SAVE_ATTEMPTS):
+                file.seek(0)
+                file.truncate()
+                names = self._names()
+                written = self._write(file)
+                now = self._names()
+                if all(now.get(publisher, rank) == rank for publisher, rank in names.items()):
+                    break
+            else:
+                logger.warning("%s may lack ranks: they were renamed again and again", path)
+        return written
+
+    def _names(self) -> dict[tuple[str, str], Rank]:
+        """Return the name of each rank, by worker and endpoint, which stay the same."""
+        statuses = self._board.all().values()
+        return {(status.rank.worker, status.endpoint): status.rank for status in statuses}
+
+    def _write(self, file: BinaryIO) -> tuple[Rank, ...]:
+        """Write a snapshot; return its ranks."""
+        written = []
+        writer = SnapshotWriter(file, backend=self.index.backend, seed=self.index.seed)
+        # At once: a rank whose worker is being added is in one of the two.
+        ranks, aside = self.subscriber.call(lambda: (self.ranks, self._saved.records()))
+        for rank in ranks:
+            taken = self.subscriber.call(partial(self._take, rank))
+            if taken is not None:
+                writer.add(rank, *taken)
+                written.append(rank)
+        for record in aside:
+            writer.add(*record)
+            written.append(record.rank)
+        writer.finish()
+        return tuple(sorted(written))
+
+    def _take(self, rank: Rank) -> tuple[bytes, bytes] | None:
+        """Return section and cursor of a rank, on the subscriber's thread."""
+        try:
+            cursor = self.subscriber.cursor(rank)
+            return None if cursor is None else (self.index.dump(rank), cursor)
+        except UnknownRankError:  # removed just now; or renamed, and then all is written anew
+            return None
+
+    def close(self) -> None:
+        """Stop receiving, and refuse further questions. Idempotent.
+
+        `index` stays as it is and can still be asked what the ranks held.
+        """
+        self._closed = True
+        if self.discovery is not None:
+            self.discovery.close()
+        self.subscriber.close()
+
+
+def _split(engines: Engines) -> tuple[Iterable[Worker] | Worker, Sequence[Source]]:
+    """Return the workers that are given, and the sources of all other engines."""
+    given = [engines] if isinstance(engines, Worker) else engines
+    if isinstance(given, (list, tuple)) and all(isinstance(one, Worker) for one in given):
+        return given, ()
+    # Here: discovery loads asyncio, HTTP and TLS, which nobody needs who names the endpoints.
+    from kvindex.subscribe.discovery import split_engines
+
+    return split_engines(engines)
+
+
+def _listed(ranks: Iterable[RankName] | str | None) -> list[RankName] | None:
+    """Return the ranks that are meant as a list, which may be looked at twice."""
+    return [ranks] if isinstance(ranks, str) else None if ranks is None else list(ranks)
+
+
+@contextmanager
+def _naming_missing(timeout: float, missing: dict[str, str]) -> Iterator[None]:
+    """Have a `NotLiveError` name engines that are missing; if nothing else is wrong, raise it."""
+    try:
+        yield
+    except NotLiveError as error:
+        raise NotLiveError(timeout, error.reasons, missing) from None
+    if missing:
+        raise NotLiveError(timeout, {}, missing)
+
+
+def follow_item(index: Index, item: StreamItem) -> None:
+    """Apply an item that is not a batch to an index: a rank that came, went, lost or restarted."""
+    if isinstance(item, RankAdded):
+        index.add(item.rank)
+        index.configure(item.rank, item.cache)
+    elif isinstance(item, RankRemoved):
+        index.remove(item.rank)
+    elif isinstance(item, RanksRenamed):
+        index.rename(dict(item.names))
+    elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
+        index.tree(item.rank).clear()
+
+
+class _Kept(msgspec.Struct, frozen=True, gc=False):
+    """A decoded batch with the payload that it was made of."""
+
+    payload: bytes
+    batch: Any
+    ts: float
+    data_parallel_rank: int | None
+
+
+def _keep(payload: bytes) -> _Kept:
+    batch = read_batch(payload)
+    return _Kept(payload, batch, batch.ts, batch.data_parallel_rank)
+
+
+def _settings(index: Index, saved: SavedState, tap: Tap | None) -> dict[str, Any]:
+    """Return settings of a subscriber that fills an index, and tells a tap what that has taken."""
+    if tap is None:
+        return {
+            "sink": partial(follow_item, index),
+            "on_batch": index.apply,
+            "decode": read_batch,
+            "on_statuses": lambda _: saved.expire(),
+        }
+
+    def on_item(item: StreamItem) -> None:
+        follow_item(index, item)
+        tap.item(item)
+
+    def on_batch(rank: Rank, kept: _Kept) -> None:
+        index.apply(rank, kept.batch)
+        tap.batch(rank, kept.payload)
+
+    def on_statuses(statuses: Sequence[RankStatus]) -> None:
+        saved.expire()
+        tap.statuses(statuses)
+
+    return {"sink": on_item, "on_batch": on_batch, "decode": _keep, "on_statuses": on_statuses}
+
+
+def _ignore(rank: Rank, section: bytes) -> None:
+    """Tell nobody what was restored."""

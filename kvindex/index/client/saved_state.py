@@ -1,0 +1,193 @@
+"""What a saved file holds of ranks, kept until their workers are added."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvindex.index import Index
+from kvindex.index.snapshot import SnapshotReader, SnapshotRecord
+from kvindex.index.snapshot_section import wrong_backend
+from kvindex.subscribe import SavedRanks
+from kvindex.wire.errors import ConfigurationError, SnapshotError
+from kvindex.wire.rank import Rank
+
+__all__ = ["SavedState", "read_saved"]
+
+logger = logging.getLogger(__name__)
+
+
+def read_saved(
+    path: str | os.PathLike[str], index: Index | None, max_blocks_per_rank: int | None = None
+) -> tuple[Index | None, list[SnapshotRecord]]:
+    """Return an index of the file's seed and all that the file holds; nothing if there is none.
+
+    Args:
+        path: what `Client.save` wrote.
+        index: the index to be filled, or None for a new one.
+        max_blocks_per_rank: of a new one.
+
+    Raises:
+        ConfigurationError: it is no path.
+        SnapshotError: it is no whole file of such an index; it says which file.
+        OSError: it cannot be read.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"resume must be the path of a file that Client.save wrote, not {type(path).__name__}"
+        )
+    try:
+        with SnapshotReader(path) as reader:
+            index = _index_for(reader, index, max_blocks_per_rank)
+            records = list(reader)
+    except FileNotFoundError:
+        logger.info("there is no snapshot at %s: every rank begins anew", os.fspath(path))
+        return index, []
+    except SnapshotError as error:
+        raise SnapshotError(f"{os.fspath(path)}: {error}", reason=error.reason) from error
+    without = sum(record.cursor is None for record in records)
+    if without:
+        logger.warning(
+            "%s says of %d of the %d ranks in it what they held, but not up to which event, so "
+            "they begin anew: Index.save writes such files; Client.save writes those that can be "
+            "continued from",
+            os.fspath(path),
+            without,
+            len(records),
+        )
+    return index, records
+
+
+def _index_for(
+    reader: SnapshotReader, index: Index | None, max_blocks_per_rank: int | None
+) -> Index:
+    """Return the index that takes a snapshot's sections, or raise SnapshotError."""
+    if reader.backend != Index.backend:
+        raise wrong_backend(reader.backend, Index.backend)
+    if index is None:
+        return Index(seed=reader.seed, max_blocks_per_rank=max_blocks_per_rank)
+    if index.seed != reader.seed:
+        raise SnapshotError(
+            "the snapshot was made by an index with another seed: give Index(seed=...) the seed "
+            "of that index, or no index",
+            reason="backend",
+        )
+    return index
+
+
+class SavedState(SavedRanks):
+    """Saved ranks, kept aside until their worker is added; each is used once, or dropped.
+
+    What is kept aside is no part of the index: nothing is answered from it. It takes the bytes
+    that its sections had in the file.
+
+    Args:
+        index: what ranks are restored into.
+        records: what was saved.
+        within: seconds from now for which it is kept.
+        clock: monotonic seconds.
+        on_restored: told each rank that was restored, and its section.
+
+    Raises:
+        ConfigurationError: `within` is not above 0.
+
+    Owner: the subscriber's thread; `statistics` from any thread.
+    """
+
+    patient = True
+
+    def __init__(
+        self,
+        index: Index,
+        records: list[SnapshotRecord],
+        within: float,
+        clock: Callable[[], float],
+        on_restored: Callable[[Rank, bytes], None],
+    ) -> None:
+        if not within > 0:
+            raise ConfigurationError(f"resume_within must be above 0 s, not {within!r}")
+        self._index = index
+        self._clock = clock
+        self._on_restored = on_restored
+        self._until = clock() + within
+        self._workers: dict[str, dict[int, SnapshotRecord]] = {}
+        self._without_cursor: dict[str, list[int]] = {}  # of no use; their workers are to hear it
+        self._restored = 0
+        self._dropped: Counter[str] = Counter()
+        for record in records:
+            if record.cursor is None:
+                self._drop(record.rank, "no_cursor")
+                without = self._without_cursor.setdefault(record.rank.worker, [])
+                without.append(record.rank.dp_rank)
+            else:
+                self._workers.setdefault(record.rank.worker, {})[record.rank.dp_rank] = record
+
+    def cursors(self, worker: str) -> Mapping[int, bytes | None]:
+        """Return the cursors of a worker's ranks, by the dp_ranks that they went by."""
+        cursors: dict[int, bytes | None] = dict.fromkeys(self._without_cursor.get(worker, ()))
+        for dp_rank, record in self._workers.get(worker, {}).items():
+            cursors[dp_rank] = record.cursor
+        return cursors
+
+    def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
+        """Restore what was saved of these ranks, where it is not refused; drop what is.
+
+        Nothing of them is kept aside afterwards: when one is removed and added again, the saved
+        state is older than what was forgotten then. Ranks that the worker does not have yet wait.
+        """
+        failed: dict[Rank, str] = {}
+        saved = self._workers.get(worker, {})
+        without = self._without_cursor.get(worker, [])
+        for rank, reason in refused.items():
+            record = saved.pop(rank.dp_rank, None)
+            if record is None:
+                if rank.dp_rank in without:
+                    without.remove(rank.dp_rank)
+                continue
+            if not reason:
+                reason = failed[rank] = self._restore(record)
+            if reason:
+                self._drop(rank, reason)
+        return failed
+
+    def expire(self) -> None:
+        """Drop everything, once the time for it is over."""
+        if (self._workers or self._without_cursor) and self._clock() >= self._until:
+            records = self.records()
+            self._workers.clear()
+            self._without_cursor.clear()
+            for record in records:
+                self._drop(record.rank, "expired")
+
+    def records(self) -> list[SnapshotRecord]:
+        """Return what is kept aside, by rank."""
+        workers = list(self._workers.values())  # at once: the owner may go on
+        return sorted(record for saved in workers for record in saved.values())
+
+    def statistics(self) -> dict[str, Any]:
+        """Return how many ranks and bytes are kept aside, and what became of the others."""
+        records = self.records()
+        return {
+            "aside": len(records),
+            "aside_bytes": sum(len(record.section) for record in records),
+            "restored": self._restored,
+            "dropped": dict(self._dropped),
+        }
+
+    def _restore(self, record: SnapshotRecord) -> str:
+        """Have the index hold what was saved of a rank; return why it cannot, one word."""
+        try:
+            self._index.restore(record.rank, record.section)
+        except SnapshotError as error:
+            logger.warning("%s: its saved state is of no use: %s", record.rank, error)
+            return error.reason
+        self._restored += 1
+        self._on_restored(record.rank, record.section)
+        return ""
+
+    def _drop(self, rank: Rank, reason: str) -> None:
+        self._dropped[reason] += 1
+        logger.info("%s: what was saved of it is dropped (%s)", rank, reason)

@@ -1,0 +1,25 @@
+"""One subscriber process, and replicas of its index in any number of others on the machine.
+
+    fanout = replicas.FanOut(workers, path)              # in one process
+    replica = replicas.join(path)                        # in each of the others
+    replica.match(token_ids).best
+    replicas.ask(path)                                   # how the server stands, without joining
+
+```
+engines ─► Client ─ StreamTap ─ Outflow ══ ring in shared memory ══► Follower ─ Copy ─ Replica
+             └───── snapshot ─ Reception ── socket, when joining ──►
+```
+
+What a replica applies is what the client's index took, in the same order: batches as the engines
+sent them, what happened between them, and the ranks' statuses, so that trust is never ahead of the
+data. Linux only.
+"""
+
+from __future__ import annotations
+
+from kvindex.index.replicas.joining import ask
+from kvindex.index.replicas.replica import Replica, join
+from kvindex.index.replicas.server import FanOut
+from kvindex.wire.errors import QueueTimeoutError, SegmentError
+
+__all__ = ["FanOut", "QueueTimeoutError", "Replica", "SegmentError", "ask", "join"]

@@ -1,0 +1,259 @@
+"""A replica's thread: joins, follows, and joins anew when the server is gone or lost it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import random
+import threading
+import time
+import weakref
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from kvindex.index.replicas.copy import Copy
+from kvindex.index.replicas.entries import Message, decode_message
+from kvindex.index.replicas.joining import Link, Membership, RefusedError
+from kvindex.shm.ring import Buffer
+from kvindex.subscribe import State
+from kvindex.subscribe.status_board import StatusBoard
+from kvindex.wire.errors import (
+    ClosedError,
+    DecodeError,
+    QueueClosedError,
+    QueueTimeoutError,
+    ReaderEvictedError,
+    SegmentError,
+    SnapshotError,
+    WriterDiedError,
+)
+
+__all__ = ["Follower"]
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF, _MAX_BACKOFF = 0.05, 1.0  # seconds between two attempts to join
+_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (ReaderEvictedError, "evicted"),
+    (WriterDiedError, "server_died"),
+    (QueueClosedError, "server_closed"),
+    (RefusedError, "refused"),
+    (SegmentError, "ring"),
+    (SnapshotError, "bad_snapshot"),
+    (DecodeError, "bad_message"),
+    (FileNotFoundError, "no_server"),
+    (ConnectionRefusedError, "no_server"),
+    (TimeoutError, "silent"),
+    (OSError, "connection"),
+)
+
+
+class Follower:
+    """Keeps a copy of a server's index, as long as there is a server.
+
+    Args:
+        path: where the server listens.
+        stale_after: seconds without a message after which ranks are stale.
+        buffer_bytes: most that is kept of messages while a snapshot comes.
+
+    Thread safety: `close`, `tell_to_end` and `statistics` from any thread; the rest is its own.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], stale_after: float, buffer_bytes: int) -> None:
+        self.path = os.fspath(path)
+        self.copy = Copy()  # replaced as a whole when one of another server is complete
+        shown_path = self.path.replace("{", "{{").replace("}", "}}")  # the board formats it
+        self.board = StatusBoard(
+            time.monotonic,
+            stale_after,
+            silent=f"nothing was taken from the fan-out server at {shown_path} for {{:.0f}} s",
+        )
+        self.joined = threading.Event()  # once the first copy is complete, or it `failed`
+        self.failed: Exception | None = None  # why there will never be one
+        self.trouble = "joining"  # why it is not following at present
+        self._lost = ""  # why it follows no longer: said as well while it cannot join again
+        self._stale_after = stale_after
+        self._buffer_bytes = buffer_bytes
+        # Not waited for, which would take its lock: the collector may run in there, and set it.
+        self._stop = threading.Event()
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._at_exit = partial(_close, weakref.ref(self), os.getpid())
+        self._link: Link | None = None
+        self._membership: Membership | None = None
+        self._counters: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._run, name="kvindex-replica", daemon=True)
+        self._thread.start()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return how often it joined and why, and what it took."""
+        membership = self._membership
+        return {
+            "server": self.path,
+            "following": membership is not None,
+            "trouble": self.trouble,
+            **{name: self._counters[name] for name in ("joins", "messages", "silences")},
+            "batches": self.copy.applied,
+            "entries_passed": self.copy.catchup.passed,
+            "backlog": 0 if membership is None else membership.backlog,
+            "rejoins": self._by_reason("rejoin_"),
+            "join_failures": self._by_reason("failure_"),
+            "thread_failures": self._counters["thread_failures"],
+        }
+
+    def _by_reason(self, prefix: str) -> dict[str, int]:
+        counters = list(self._counters.items())
+        return {k.removeprefix(prefix): n for k, n in counters if k.startswith(prefix)}
+
+    def close(self) -> None:
+        """End the thread and give the place up. Idempotent."""
+        self.tell_to_end()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def close_at_exit(self) -> None:
+        """Close when the process ends, unless that was done before.
+
+        Not by `weakref.finalize`: that ends the latest first, and after a rejoining it would take
+        the ring's memory before the thread has left. Its own hook must have been there before this.
+        """
+        atexit.register(self._at_exit)
+
+    def tell_to_end(self) -> None:
+        """Have the thread end by itself; waits for no lock, so that finalizers may call it."""
+        self._stop.set()
+        self._woken.put(None)
+        link = self._link
+        if link is not None and self._membership is None:
+            link.interrupt()
+
+    def _run(self) -> None:
+        reason = "the replica was closed"
+        attempts = 0
+        try:
+            while not self._stop.is_set():
+                joins = self._counters["joins"]
+                self._live_once()
+                attempts = 0 if self._counters["joins"] > joins else attempts + 1
+                pause = min(_MAX_BACKOFF, _BACKOFF * 2 ** min(attempts, 10))
+                with suppress(queue.Empty):
+                    self._woken.get(timeout=pause * random.uniform(0.5, 1.0))
+        except BaseException as error:
+            logger.exception("the replica's thread failed; it is closed")
+            self._counters["thread_failures"] += 1
+            reason = f"the replica's thread failed: {error!r}"
+            self.failed = ClosedError(reason)
+        finally:
+            self.trouble = reason
+            self.board.end(reason)
+            self.joined.set()
+            atexit.unregister(self._at_exit)
+
+    def _live_once(self) -> None:
+        """Join and follow until that ends; note why."""
+        kind = "failure_"
+        try:
+            self._link = link = Link(self.path)
+            try:
+                if self._stop.is_set():
+                    return
+                self.trouble = "connected, but its snapshot is not complete yet"
+                membership = Membership(link, self._buffer_bytes)
+                kind = "rejoin_"
+                try:
+                    self._take_over(membership)
+                    self._follow(membership)
+                finally:
+                    self._membership = None
+                    membership.close()
+            finally:
+                link.close()
+        except Exception as error:
+            if not self._stop.is_set():
+                self._note_end(kind, error)
+
+    def _take_over(self, membership: Membership) -> None:
+        """Answer from the new copy from now on."""
+        self.copy = membership.copy
+        self._membership = membership
+        self._counters["joins"] += 1
+        self._counters["messages"] += membership.messages
+        self.trouble = self._lost = ""
+        self.copy.changed.update(self.copy.statuses)
+        self._show()
+        self.joined.set()
+        logger.info("joined the fan-out at %s: %d ranks", self.path, len(self.copy.statuses))
+
+    def _follow(self, membership: Membership) -> None:
+        """Apply messages until there are no more."""
+        receive = membership.receiver.receive
+        while not self._stop.is_set():
+            try:
+                message = receive(_decode, self._stale_after, self._stop, quiet=True)
+            except QueueTimeoutError:
+                self._note_silence()
+                continue
+            self.copy.apply(message)
+            self._counters["messages"] += 1
+            if self.trouble:  # it was silent, and is not any more
+                self.trouble = ""
+                self.copy.changed.update(self.copy.statuses)
+            self._show()
+
+    def _show(self) -> None:
+        """Show others what has changed."""
+        copy, board = self.copy, self.board
+        if copy.renewed:
+            copy.renewed = False
+            board.keep(copy.statuses, copy.names)
+        board.sign(copy.sent_at)
+        board.show(copy.take_changes())
+
+    def _note_silence(self) -> None:
+        if not self.trouble:
+            self._counters["silences"] += 1
+        self._show_stale(f"the fan-out server at {self.path} is silent: it is stopped or stuck")
+
+    def _note_end(self, kind: str, error: Exception) -> None:
+        reason = next((word for type_, word in _REASONS if isinstance(error, type_)), "error")
+        self._counters[kind + reason] += 1
+        if isinstance(error, RefusedError) and error.final and not self._counters["joins"]:
+            self.failed = error
+            self._stop.set()
+        if reason == "error":
+            logger.error("the replica of %s failed and joins anew", self.path, exc_info=error)
+        log = logger.warning if kind == "rejoin_" else logger.debug
+        log("the fan-out at %s: %s", self.path, error)
+        said = f"({reason}): {error}"
+        if kind == "rejoin_":
+            what = self._lost = f"lost {said}"
+        elif self._lost:
+            what = f"{self._lost}; cannot be joined again {said}"
+        else:
+            what = f"cannot be joined {said}"
+        self._show_stale(f"the fan-out server at {self.path} {what}")
+
+    def _show_stale(self, reason: str) -> None:
+        """Flag all that is known as outdated."""
+        self.trouble = reason
+        self.board.show(
+            [
+                msgspec.structs.replace(status, state=State.STALE, reason=reason)
+                for status in self.copy.statuses.values()
+            ]
+        )
+
+
+def _decode(_: int, body: Buffer) -> Message:
+    return decode_message(body)
+
+
+def _close(follower: weakref.ref[Follower], pid: int) -> None:
+    alive = follower()
+    if alive is not None and os.getpid() == pid:  # a forked child has the parent's
+        alive.close()

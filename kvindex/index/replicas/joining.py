@@ -1,0 +1,254 @@
+"""How a process joins: over the socket a snapshot, meanwhile from the ring what happens.
+
+And how it only asks how the server stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from kvindex.index import Index
+from kvindex.index.replicas.copy import Copy
+from kvindex.index.replicas.entries import decode_message
+from kvindex.index.replicas.frames import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    MAX_SECTION_BYTES,
+    PROTOCOL,
+    Ask,
+    Attached,
+    Begin,
+    End,
+    Hello,
+    JoinersFrame,
+    Leave,
+    Refused,
+    Report,
+    ServersFrame,
+    Taken,
+    Welcome,
+    decode_servers,
+    encode_frame,
+    frame_bytes,
+)
+from kvindex.index.replicas.meeting_point import check_platform, connect_to
+from kvindex.shm.ring import Buffer, RingReceiver, ShmRingBuffer, Waiting
+from kvindex.wire.errors import ClosedError, DecodeError, KVIndexError
+
+__all__ = ["Drain", "Link", "Membership", "RefusedError", "ask"]
+
+_LOOK = 0.05  # seconds between looks at whether to stop: of a closing, and of a joining
+_STEP = 1 << 20  # bytes that are received at once
+_MAX_MESSAGE_BYTES = 1 << 30
+_MAX_REPORT_BYTES = 1 << 28
+_CONNECT_TIMEOUT = 1.0  # seconds; the kernel connects, however busy the server is
+_SILENCE = 30.0  # seconds without a byte of the snapshot, for which others may be served first
+
+
+class RefusedError(KVIndexError):
+    """The server does not let this process join; `final`: trying again is no use."""
+
+    def __init__(self, reason: str, *, final: bool) -> None:
+        self.final = final
+        super().__init__(reason)
+
+
+class Link:
+    """The joiner's connection to the server, which counts as gone after so long a silence.
+
+    Thread safety: one thread; `interrupt` from any.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], silence: float = _SILENCE) -> None:
+        self._socket = connect_to(path, _CONNECT_TIMEOUT)
+        self._socket.settimeout(silence)
+
+    def send(self, frame: JoinersFrame) -> None:
+        """Say something; raises OSError."""
+        self._socket.sendall(encode_frame(frame))
+
+    def receive(self) -> ServersFrame:
+        """Return what the server says next. DecodeError, RefusedError, OSError."""
+        head = self.read(LENGTH.size)
+        frame = decode_servers(bytes(self.read(frame_bytes(head, MAX_FRAME_BYTES))))
+        if isinstance(frame, Refused):
+            raise RefusedError(frame.reason, final=frame.final)
+        return frame
+
+    def read(self, size: int) -> bytearray:
+        """Return the next bytes; memory follows what comes. Raises OSError."""
+        data = bytearray()
+        while len(data) < size:
+            piece = self._socket.recv(min(_STEP, size - len(data)))
+            if not piece:
+                raise ConnectionResetError("the server closed the connection")
+            data += piece
+        return data
+
+    def interrupt(self) -> None:
+        """Have a `read` of another thread fail."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Say that this process goes, and close. Idempotent."""
+        with suppress(OSError):
+            self.send(Leave())
+        self._socket.close()
+
+
+class Drain:
+    """Takes messages out of the ring while a snapshot comes, so that they hold nobody up.
+
+    Its thread uses the receiver until `stop`; when `max_bytes` are kept, it takes no more.
+    """
+
+    def __init__(self, receiver: RingReceiver, max_bytes: int) -> None:
+        self._receiver = receiver
+        self._max_bytes = max_bytes
+        self._bodies: list[bytes] = []
+        self._cancel = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kvindex-drain", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[bytes]:
+        """Return the messages so far; raises what ended them."""
+        self._cancel.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._bodies
+
+    def _run(self) -> None:
+        size = 0
+        try:
+            while size < self._max_bytes and not self._cancel.is_set():
+                body = self._receiver.receive(_copy, None, self._cancel, quiet=True)
+                self._bodies.append(body)
+                size += len(body)
+        except Exception as error:
+            if not self._cancel.is_set():
+                self._failure = error
+
+
+def _copy(_: int, body: Buffer) -> bytes:
+    return bytes(body)
+
+
+class Membership:
+    """A place among the replicas: connection, end of the ring, and the copy that is kept by it.
+
+    Args:
+        link: connected; the membership closes it.
+        buffer_bytes: most that is kept of messages while the snapshot comes.
+
+    Raises:
+        RefusedError: the server refuses.
+        KVIndexError, OSError: it did not work out; try again.
+    """
+
+    def __init__(self, link: Link, buffer_bytes: int) -> None:
+        self._link = link
+        link.send(Hello(PROTOCOL, Index.backend, os.getpid()))
+        welcome = link.receive()
+        if not isinstance(welcome, Welcome):
+            raise DecodeError(f"a server that greets with {type(welcome).__name__}")
+        self.copy = Copy(int.from_bytes(welcome.seed, "little"), welcome.max_blocks_per_rank)
+        ring = ShmRingBuffer(*welcome.ring)
+        try:
+            self.receiver = RingReceiver(
+                ring,
+                welcome.place,
+                waiting=Waiting(spin=0.0, look=_LOOK),
+                max_message_bytes=_MAX_MESSAGE_BYTES,
+            )
+        except BaseException:
+            ring.close()
+            raise
+        try:
+            bodies = self._take_snapshot(buffer_bytes)
+            self.messages = len(bodies)
+            for body in bodies:
+                self.copy.apply(decode_message(body))
+        except BaseException:
+            self.receiver.close()
+            raise
+
+    def _take_snapshot(self, buffer_bytes: int) -> list[bytes]:
+        """Fill the copy; return the messages that came meanwhile."""
+        self._link.send(Attached())
+        drain = Drain(self.receiver, buffer_bytes)
+        try:
+            began = time.monotonic()
+            self._restore_all()
+            self.copy.sent_at = began
+        finally:
+            bodies = drain.stop()
+        return bodies
+
+    def _restore_all(self) -> None:
+        begun = False
+        while not isinstance(frame := self._link.receive(), End):
+            if isinstance(frame, Begin):
+                begun = True
+                self.copy.begin(frame.number)
+            elif isinstance(frame, Taken) and begun:
+                if frame.section_bytes > MAX_SECTION_BYTES:
+                    raise DecodeError(f"{frame.rank} with {frame.section_bytes} bytes")
+                section = self._link.read(frame.section_bytes)
+                self.copy.restore(frame.rank, frame.number, section, frame.status)
+            else:
+                raise DecodeError(f"{type(frame).__name__} within a snapshot")
+        if not begun:
+            raise DecodeError("a snapshot that ends before it begins")
+        self.copy.catchup.end(frame.number)
+        self.copy.names = dict(frame.names)
+
+    @property
+    def backlog(self) -> int:
+        """Chunks that wait in the ring; from any thread."""
+        try:
+            return self.receiver.behind
+        except ClosedError:
+            return 0
+
+    def close(self) -> None:
+        """Give the place up. Idempotent."""
+        self.receiver.close()
+        self._link.close()
+
+
+def ask(path: str | os.PathLike[str], timeout: float = 5.0) -> dict[str, Any]:
+    """Return what `FanOut.report` gives in the process whose server listens at `path`.
+
+    Args:
+        path: as for `FanOut`.
+        timeout: longest silence of the server, in seconds.
+
+    Raises:
+        DecodeError: what answers is no server of this version.
+        OSError: none answers; the message says where.
+    """
+    check_platform()
+    path = os.fspath(path)
+    try:
+        link = Link(path, timeout)
+        try:
+            link.send(Ask())
+            report = link.receive()
+            if not isinstance(report, Report) or report.json_bytes > _MAX_REPORT_BYTES:
+                raise DecodeError(f"the server at {path} answers with {report!r:.100}")
+            found: dict[str, Any] = json.loads(link.read(report.json_bytes))
+        finally:
+            link.close()
+    except OSError as error:
+        trouble = error.strerror or str(error)
+        raise OSError(f"no fan-out server answers at {path}: {trouble}") from error
+    return found

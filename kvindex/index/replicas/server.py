@@ -1,0 +1,213 @@
+"""The server: one subscriber, from which other processes' replicas are kept."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import threading
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import zmq
+
+from kvindex.index.client.client import RESUME_WITHIN, Client
+from kvindex.index.replicas.meeting_point import Listener
+from kvindex.index.replicas.outflow import Outflow
+from kvindex.index.replicas.reception import Reception
+from kvindex.index.replicas.tap import StreamTap
+from kvindex.subscribe import ReplayPolicy, SocketOptions
+from kvindex.subscribe.discovery import DiscoveryOptions, Engines
+from kvindex.wire.errors import ClosedError, ConfigurationError
+
+__all__ = ["FanOut"]
+
+logger = logging.getLogger(__name__)
+
+
+class FanOut:
+    """Subscribes once, and lets any number of processes on this machine ask.
+
+    Each of them calls `kvindex.index.replicas.join(path)`, whenever it likes, and has a replica of
+    the index from then on. Linux only.
+
+    Args:
+        workers: as for `kvindex.connect`.
+        path: where to listen for processes that join: a socket that is made there, in a directory
+            that others cannot write to, and goes when this is closed.
+        patience: seconds for which a slow replica may hold the subscriber's thread, all in all;
+            they come back at a tenth of the time that passes. A replica that would hold it for
+            longer is taken off, and joins anew by itself.
+        max_replicas: most processes at a time.
+        chunk_bytes, chunks: size of the ring in shared memory, which takes their product.
+        max_blocks_per_rank: as for `kvindex.connect`; replicas keep to it, too.
+        resume, resume_within, on_loss: as for `kvindex.connect`.
+        replay_policy, socket_options, probe_interval, stale_after, context, discovery: likewise.
+
+    Attributes:
+        client: the client that it fills; it can be asked as well, and workers added and removed.
+        path: where it listens.
+
+    Raises:
+        ConfigurationError: a value cannot work, a living server is at `path`, or others could write
+            there.
+        SegmentError: the shared memory cannot be had, or there is no native module.
+        OSError: the socket cannot be made.
+
+    Thread safety: every method may be called from any thread.
+
+    Examples:
+        >>> import tempfile
+        >>> from kvindex import Worker
+        >>> from kvindex.index import replicas
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = f"{folder}/kvindex.sock"
+        ...     with replicas.FanOut([Worker("vllm-0", "tcp://127.0.0.1:5557")], path):
+        ...         with replicas.join(path) as replica:  # in another process
+        ...             print(replica.ranks, replica.match([1, 2, 3]).best)
+        (Rank(worker='vllm-0', dp_rank=0),) None
+    """
+
+    def __init__(
+        self,
+        workers: Engines,
+        path: str | os.PathLike[str],
+        *,
+        patience: float = 1.0,
+        max_replicas: int = 64,
+        chunk_bytes: int = 64 << 10,
+        chunks: int = 256,
+        max_blocks_per_rank: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        resume_within: float = RESUME_WITHIN,
+        on_loss: Literal["reset", "keep"] = "reset",
+        replay_policy: ReplayPolicy | None = None,
+        socket_options: SocketOptions | None = None,
+        probe_interval: float = 5.0,
+        stale_after: float = 30.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        discovery: DiscoveryOptions | None = None,
+    ) -> None:
+        if not 0 < patience < math.inf:
+            raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
+        self.path = os.fspath(path)
+        self._pid = os.getpid()
+        self._ended = threading.Event()
+        self._closing = False
+        self._failure: str | None = None
+        with ExitStack() as opened:  # closed again if something goes wrong
+            listener = Listener(path)
+            opened.callback(listener.close)
+            self._outflow = Outflow(max_replicas, chunk_bytes, chunks, patience)
+            opened.callback(self._outflow.close)
+            self._tap = StreamTap(self._outflow, self._note_end)
+            self.client = Client(
+                workers,
+                max_blocks_per_rank=max_blocks_per_rank,
+                resume=resume,
+                resume_within=resume_within,
+                on_loss=on_loss,
+                replay_policy=replay_policy,
+                socket_options=socket_options,
+                probe_interval=probe_interval,
+                stale_after=stale_after,
+                context=context,
+                discovery=discovery,
+                tap=self._tap,
+                on_stop=self._stopped,
+            )
+            opened.callback(self.client.close)
+            self._reception = Reception(
+                listener,
+                self.client,
+                self._tap,
+                self._outflow,
+                max_replicas,
+                self._rest,
+                self._fail,
+            )
+            opened.pop_all()
+        # Before the finalizers of the ring, whose hook is older: its memory must not go while the
+        # subscriber's thread sends. Not before the end: its threads keep this alive.
+        atexit.register(self.close)
+
+    @property
+    def failure(self) -> str | None:
+        """Why replicas are not served any more, or None."""
+        return self._failure or self._tap.failure
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is closed; return whether it was in time.
+
+        Args:
+            timeout: longest wait, in seconds.
+
+        Raises:
+            ClosedError: it ended by itself; the message says why.
+        """
+        ended = self._ended.wait(timeout)
+        if ended and not self._closing:
+            raise ClosedError(self.failure or "the subscriber's thread has ended")
+        return ended
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as plain JSON-ready values; those of the client are its own.
+
+        `replicas`, `joining`: processes now. `joined`, `left`, `died`, `evicted`: processes so far
+        that came, went, were gone without a word, and were taken off for being slow. `turned_away`:
+        connections that did not become replicas, by reason. `messages`, `bytes`, `chunks`: sent, to
+        all at once; `entries`, `heartbeats`: in them. `blocked_seconds`: for which the subscriber's
+        thread waited for slow replicas. `sections_taken`: copies of ranks that were made for those
+        who join; who join together share them. `snapshots_begun_again`: because ranks were renamed.
+        """
+        return {**self._reception.statistics(), **self._counters()}
+
+    def report(self) -> dict[str, Any]:
+        """Return `statistics()` and those of the client in one.
+
+        `kvindex.index.replicas.ask(path)` returns the same in any other process.
+        """
+        return {**self._reception.statistics(), **self._rest()}
+
+    def _rest(self) -> dict[str, Any]:
+        return {**self._counters(), **self.client.statistics()}
+
+    def _counters(self) -> dict[str, Any]:
+        return {**self._outflow.statistics(), **self._tap.statistics()}
+
+    def close(self) -> None:
+        """Stop listening and subscribing; replicas are told, and say so. Idempotent.
+
+        Done by itself when the process ends; a process that is killed does not.
+        """
+        if self._pid != os.getpid():
+            return  # it is the parent's
+        self._closing = True
+        # Those that use others first; may be interrupted and called again.
+        self._reception.close()
+        self.client.close()
+        self._outflow.close()
+        self._ended.set()
+        atexit.unregister(self.close)
+
+    def _stopped(self) -> None:
+        self._tap.stop()
+        self._note_end()
+
+    def _note_end(self) -> None:
+        self._ended.set()
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        self._ended.set()
+
+    def __enter__(self) -> FanOut:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        replicas = self._reception.statistics()["replicas"]
+        return f"<FanOut at {self.path} to {replicas} replicas of {self.client!r}>"

@@ -1,0 +1,125 @@
+"""What joiners are sent: each rank as it is when its turn comes, taken on the subscriber's thread.
+
+The thread is held for some milliseconds at a time, or as long as it takes to copy one rank if that
+is longer; the next ranks are taken when the last ones have been sent. Processes that join at the
+same time share what is taken: a section counts from its own position, so it serves whoever has
+begun before it was taken and lacks it still.
+
+```
+taken   A   B   C   D   A   B
+first   A   B   C   D
+second          C   D   A   B      came when two ranks had been taken
+```
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Iterable
+from functools import partial
+
+from kvindex.index.client import Client
+from kvindex.index.replicas.frames import Begin, End, Taken, encode_frame
+from kvindex.index.replicas.tap import StreamTap
+from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.rank import Rank
+
+__all__ = ["Snapshots"]
+
+
+_HOLD = 0.005  # seconds: a turn of the thread under load takes longer
+
+
+class _Order:
+    """What one joiner lacks, and what was taken for it and is not sent yet."""
+
+    def __init__(self) -> None:
+        self.lacks: dict[Rank, None] = {}  # in the order in which they are to be taken
+        self.ready: deque[bytes] = deque()
+
+    def give(self, rank: Rank, parts: list[bytes]) -> None:
+        if rank in self.lacks:
+            del self.lacks[rank]
+            self.ready.extend(parts)
+
+
+class Snapshots:
+    """Makes a snapshot for each joiner. Owner: one thread, which is not the subscriber's.
+
+    A joiner that receives slowly has the sections wait that were taken for faster ones: at most
+    one snapshot, each section in memory once for all of them.
+
+    Args:
+        client: whose index is sent.
+        tap: what its subscriber's thread tells.
+        hold: seconds for which the thread goes on with another rank.
+    """
+
+    def __init__(self, client: Client, tap: StreamTap, *, hold: float = _HOLD) -> None:
+        self.counters: Counter[str] = Counter()
+        self._client = client
+        self._tap = tap
+        self._hold = hold
+        self._orders: list[_Order] = []
+
+    def parts(self) -> Generator[bytes, None, None]:
+        """Let those in that have attached to the ring; then give the parts of a snapshot."""
+        call = self._client.subscriber.call
+        order = _Order()
+        self._orders.append(order)
+        try:
+            end: End | None = None
+            while end is None:
+                number, renames, ranks = call(self._begin)
+                order.lacks = dict.fromkeys(ranks)
+                yield encode_frame(Begin(number))
+                while order.ready or (order.lacks and self._tap.renames == renames):
+                    if not order.ready:
+                        self._take_for(order)
+                    else:
+                        yield order.ready.popleft()
+                end = call(partial(self._end, renames))
+                self.counters["snapshots_begun_again"] += end is None
+            yield encode_frame(end)
+        finally:
+            self._orders.remove(order)
+
+    def _take_for(self, order: _Order) -> None:
+        """Take the next ranks that a joiner lacks, for all who lack them."""
+        taken = self._client.subscriber.call(partial(self._take, list(order.lacks)))
+        for rank, parts in taken:
+            self.counters["sections_taken"] += bool(parts)
+            for each in self._orders:
+                each.give(rank, parts)
+
+    # On the subscriber's thread ---------------------------------------------------------------
+
+    def _begin(self) -> tuple[int, int, tuple[Rank, ...]]:
+        self._tap.attend()
+        return self._tap.number, self._tap.renames, self._client.index.ranks
+
+    def _take(self, ranks: Iterable[Rank]) -> list[tuple[Rank, list[bytes]]]:
+        """Return head and section of as many ranks as the time is enough for, at least one."""
+        self._tap.flush()
+        taken: list[tuple[Rank, list[bytes]]] = []
+        until = time.monotonic() + self._hold
+        for rank in ranks:
+            try:
+                section = self._client.index.dump(rank)
+            except UnknownRankError:  # removed: the messages say so
+                taken.append((rank, []))
+                continue
+            status = self._client.subscriber.find(rank)
+            head = encode_frame(Taken(rank, self._tap.number, status, len(section)))
+            taken.append((rank, [head, section]))
+            if time.monotonic() >= until:
+                break
+        return taken
+
+    def _end(self, renames: int) -> End | None:
+        """Return the end; None if ranks were renamed meanwhile, so that all is to begin again."""
+        self._tap.flush()
+        if self._tap.renames != renames:
+            return None
+        return End(self._tap.number, list(self._tap.names.items()))

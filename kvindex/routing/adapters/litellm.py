@@ -1,0 +1,156 @@
+"""A LiteLLM callback, for its SDK's Router and its proxy: docs/how-to/litellm.md says how."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from litellm.integrations.custom_logger import CustomLogger
+
+from kvindex.routing import Router, reads_cache
+from kvindex.routing.adapters.litellm_calls import CallId, booking_of, cancel_with, tell_first_token
+from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName, find_ranks
+
+__all__ = ["KVAwareCallback", "Tokenize"]
+
+logger = logging.getLogger(__name__)
+Tokenize: TypeAlias = Callable[[Mapping[str, Any]], Any]
+"""Returns a request's token ids as its engine will see them, or an awaitable of them, or None."""
+
+
+class KVAwareCallback(CustomLogger):
+    """Leaves LiteLLM the deployment that `kvindex.routing` chooses, and books the request there.
+
+    A deployment stands for a worker or a rank of the index: the one that `ranks` gives for its id,
+    or its `model_info["kvindex_rank"]` names, or is named as its id. If the worker has several
+    ranks, the header X-data-parallel-rank tells the engine which, counted from its first one.
+
+    Where a request's tokens or a deployment's ranks cannot be told, LiteLLM chooses among all.
+    `counts` says why: "no tokens", or the error's name; the first of each is logged. It also counts
+    the "routed" requests and, of these, the "overruled": LiteLLM sent them elsewhere in the end.
+
+    A booking ends when the answer is whole, or the attempt fails. LiteLLM tells nothing of a call
+    that is cancelled or a stream that is left: that booking ends when Python frees the call.
+
+    Args:
+        router: chooses among the ranks.
+        tokenize: gets the request as LiteLLM has it: "model" (the group's name), "messages", and
+            more if it was asked for, such as "tools". Where it returns None, LiteLLM chooses.
+        ranks: the worker or rank of a deployment, by the deployment's id.
+
+    Thread safety: of one event loop. LiteLLM asks it in asynchronous calls only.
+    """
+
+    def __init__(
+        self, router: Router, tokenize: Tokenize, *, ranks: Mapping[str, RankName] | None = None
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.counts: Counter[str] = Counter()
+        self.number = id(self)  # LiteLLM takes loggers whose numbers are equal for one
+        self._tokenize = tokenize
+        self._names = dict(ranks or {})
+
+    async def async_filter_deployments(
+        self,
+        model: str,
+        healthy_deployments: list[Any],
+        messages: list[Any] | None,
+        request_kwargs: dict[str, Any] | None = None,
+        parent_otel_span: Any = None,
+    ) -> list[Any]:
+        """Return the deployments of the rank that was chosen and booked; all, if that fails."""
+        request = {} if request_kwargs is None else request_kwargs
+        self._end(request)  # an attempt before this one, under the same id
+        try:
+            tokens = self._tokenize({**request, "model": model, "messages": messages})
+            tokens = await tokens if inspect.isawaitable(tokens) else tokens
+            if tokens is not None:
+                ranks = [self._ranks_of(deployment) for deployment in healthy_deployments]
+                chosen = self._book(tokens, request, {rank for each in ranks for rank in each})
+                pairs = zip(healthy_deployments, ranks, strict=True)
+                return [deployment for deployment, its_ranks in pairs if chosen in its_ranks]
+            self.counts["no tokens"] += 1
+        except Exception as error:  # whatever it is, the request can still be served
+            self.counts[kind := type(error).__name__] += 1
+            if self.counts[kind] == 1:
+                logger.warning("LiteLLM chooses by itself: %s: %s", kind, error)
+        return healthy_deployments
+
+    async def async_pre_call_deployment_hook(self, kwargs: dict[str, Any], call_type: Any) -> Any:
+        """Tell the engine its rank, and have the first token told to the booking."""
+        if (booking := booking_of(kwargs, self.router)) is None:
+            return None
+        ranks: list[Rank] = []
+        with suppress(UnknownRankError):  # it has left the index
+            ranks = self._ranks_of(kwargs)
+        if booking.rank not in ranks:
+            self.counts["overruled"] += 1
+            return booking.cancel()
+        if kwargs.get("stream"):
+            tell_first_token(kwargs["litellm_logging_obj"], booking)
+        if len(ranks) == 1:
+            return None
+        header = {"X-data-parallel-rank": str(booking.rank.dp_rank - ranks[0].dp_rank)}
+        return {**kwargs, "extra_headers": {**(kwargs.get("extra_headers") or {}), **header}}
+
+    async def async_post_call_success_deployment_hook(
+        self, request_data: Any, response: Any, call_type: Any
+    ) -> None:
+        """End the booking of an answer that came in one piece."""
+        self._end(request_data, response)
+
+    async def async_post_call_failure_deployment_hook(self, request_data: Any, *_: Any) -> None:
+        """End the booking of an attempt that failed."""
+        self._end(request_data)
+
+    async def async_log_success_event(
+        self, kwargs: Any, response_obj: Any, *_: Any, **__: Any
+    ) -> None:
+        """End the booking of a stream, or of what LiteLLM had in its own cache."""
+        metadata = (kwargs.get("litellm_params") or {}).get("metadata") or {}
+        unfinished = kwargs.get("cache_hit") or metadata.get("client_disconnected")
+        self._end(kwargs, None if unfinished else response_obj)
+
+    async def async_log_failure_event(self, kwargs: Any, *_: Any, **__: Any) -> None:
+        """End the booking of a stream that broke off."""
+        self._end(kwargs)
+
+    def _ranks_of(self, deployment: Mapping[str, Any]) -> list[Rank]:
+        info: Mapping[str, Any] = deployment.get("model_info") or {}
+        name = self._names.get(info.get("id", "")) or info.get("kvindex_rank") or info.get("id")
+        return find_ranks(name, self.router.ranks)
+
+    def _book(self, token_ids: Any, request: dict[str, Any], ranks: set[Rank]) -> Rank:
+        body = {**request, **(request.get("extra_body") or {})}
+        call_id = CallId(request.get("litellm_call_id") or uuid.uuid4())
+        booking = self.router.reserve(
+            token_ids,
+            request_id=str(call_id),
+            salt=body.get("cache_salt") or None,
+            reads_cache=reads_cache(body),
+            ranks=None if len(ranks) == len(self.router.ranks) else ranks,
+        )
+        request["litellm_call_id"] = call_id
+        cancel_with(call_id, booking)
+        self.counts["routed"] += 1
+        return booking.rank
+
+    def _end(self, request: Mapping[str, Any], answer: Any = None) -> None:
+        """Finish a request's booking if it is open; cancel it if there is no answer."""
+        booking = booking_of(request, self.router)
+        if booking is not None and answer is not None:
+            details = getattr(getattr(answer, "usage", None), "prompt_tokens_details", None)
+            asked = {**request, **(request.get("optional_params") or {})}
+            # Of several answers vLLM reports what the last one found: the blocks of the first.
+            one = asked.get("n") in (None, 1)
+            booking.finish(getattr(details, "cached_tokens", None) if one else None)
+        elif booking is not None:
+            booking.cancel()

@@ -1,0 +1,104 @@
+"""Where the engines of a Ray Serve deployment's replicas are, as the replicas tell."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvindex.index.client import Client
+from kvindex.subscribe import Worker
+from kvindex.wire.errors import KVIndexError
+from kvindex.wire.rank import Rank
+
+if TYPE_CHECKING:
+    from ray.serve.request_router import ReplicaID, RunningReplica
+
+__all__ = ["Replicas", "keep", "routers"]
+
+logger = logging.getLogger(__name__)
+
+routers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The `KVIndexRouter`s of this process, one for each handle that has sent a request."""
+
+
+def keep(router: object) -> None:
+    """Have `routers` show a router for as long as Ray uses it."""
+    routers.add(router)
+
+
+class Replicas:
+    """Follows the engines behind a deployment's replicas.
+
+    A replica tells of its engine in `record_routing_stats` or `record_replica_metadata`:
+    `{"kvindex": {"endpoint": ..., "replay": ..., "dp_size": ...}}`, arguments of `Worker`, whose
+    name is the replica's id. One whose engine runs elsewhere says which rank it leads to instead:
+    `{"kvindex": {"worker": "vllm-0", "dp_rank": 1}}`, or to all ranks without a `dp_rank`. What
+    Ray's own LLM servers tell (`kv_event_metadata`) will do as well.
+
+    Args:
+        client: subscribes to the engines.
+        workers: arguments of `Worker`, for engines that replicas call by name.
+
+    Thread safety: one thread calls `follow`, any thread the rest.
+    """
+
+    def __init__(self, client: Client, workers: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._client = client
+        self._named = {one["name"]: Worker(**one) for one in workers}
+        self._followed: dict[str, Worker] = {}
+        self._ranks: dict[ReplicaID, frozenset[Rank]] = {}  # replaced, never changed
+
+    def ranks_of(self, replica: RunningReplica) -> frozenset[Rank]:
+        """Return the ranks behind a replica that are followed; none if it has not told yet."""
+        return self._ranks.get(replica.replica_id, frozenset())
+
+    def by_rank(self, replicas: Iterable[RunningReplica]) -> dict[Rank, RunningReplica]:
+        """Return which replica leads to each rank."""
+        return {rank: replica for replica in replicas for rank in self.ranks_of(replica)}
+
+    def follow(self, replicas: Iterable[RunningReplica]) -> None:
+        """Subscribe to these replicas' engines, and to no others. Waits for kvindex's thread.
+
+        Errors are logged: a replica whose engine cannot be followed gets requests by queue length.
+        """
+        wanted: dict[str, Worker] = {}
+        ranks: dict[ReplicaID, frozenset[Rank]] = {}
+        for replica in replicas:
+            try:
+                worker, dp_rank = self._told(replica)
+            except (KVIndexError, LookupError, TypeError, ValueError) as error:
+                logger.error("%s tells of no engine to follow: %r", replica.replica_id, error)
+                continue
+            if worker is not None:
+                wanted[worker.name] = worker
+                known = [one.dp_rank for one in worker.publishers()]
+                led_to = known if dp_rank is None else [dp_rank]
+                ranks[replica.replica_id] = frozenset(Rank(worker.name, one) for one in led_to)
+        for name in [name for name, worker in self._followed.items() if wanted.get(name) != worker]:
+            del self._followed[name]
+            self._client.remove(name)
+        for name in wanted.keys() - self._followed.keys():
+            try:
+                self._client.add(wanted[name])
+                self._followed[name] = wanted[name]
+            except KVIndexError:
+                logger.exception("the engine %r cannot be followed", name)
+        self._ranks = ranks
+
+    def _told(self, replica: RunningReplica) -> tuple[Worker | None, int | None]:
+        """Return the worker behind a replica, and the rank that it leads to, None for all."""
+        told = {**replica.replica_metadata, **replica.routing_stats}
+        name = replica.replica_id.unique_id
+        if "kv_event_metadata" in told:
+            ray = told["kv_event_metadata"]
+            dp_rank, replay = ray["dp_rank"], ray.get("replay_endpoint")
+            live = {dp_rank: ray["endpoint"]}
+            return Worker(name, live, {dp_rank: replay} if replay else None), dp_rank
+        engine = dict(told.get("kvindex") or {})
+        if not engine:
+            return None, None
+        if "worker" in engine:
+            return self._named[engine["worker"]], engine.get("dp_rank")
+        return Worker(name, **engine), None

@@ -1,0 +1,242 @@
+"""Dialect C: Mooncake's conductor as it is built in C++; msgpack only, and strict."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvindex import Hits, Rank
+from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
+from kvindex.service.dialects.dynamo import check_endpoint
+from kvindex.service.replies import MSGPACK, Reply
+from kvindex.wire.errors import RegistrationError
+
+__all__ = ["Question", "answer", "nobody", "packed_tokens", "question", "registration", "which"]
+
+_I32 = 2**31 - 1
+Fault: TypeAlias = "tuple[str, str]"  # reason and message
+Check: TypeAlias = Callable[[Any], "Fault | None"]
+
+
+def _text(value: Any) -> Fault | None:
+    if not isinstance(value, str):
+        return "invalid_type", "must be a string"
+    return None if value else ("invalid_value", "must not be empty")
+
+
+def _maybe_text(value: Any) -> Fault | None:
+    return None if isinstance(value, str) else ("invalid_type", "must be a string")
+
+
+def _text_or_nil(value: Any) -> Fault | None:
+    return None if value is None or isinstance(value, str) else ("invalid_type", "must be a string")
+
+
+def _whole(least: int) -> Check:
+    def check(value: Any) -> Fault | None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return "invalid_type", "must be an integer"
+        if not least <= value <= _I32:
+            return "out_of_range", f"must be {least} to {_I32}"
+        return None
+
+    return check
+
+
+def _group(value: Any) -> Fault | None:
+    if value is None or value == 0:
+        return None
+    return "unsupported", "may only be 0: kvindex learns the groups from the events"
+
+
+def _profile(value: Any) -> Fault | None:
+    """Check what is kept only to be shown again: in JSON, to other processes and in a file."""
+    if not isinstance(value, dict):
+        return "invalid_type", "must be a map"
+    plain = (str, int, float, type(None))
+    if all(isinstance(key, str) and isinstance(of, plain) for key, of in value.items()):
+        return None
+    return "invalid_type", "must be a map of strings to strings and numbers"
+
+
+def _tokens(value: Any) -> Fault | None:
+    if isinstance(value, (bytes, list)):
+        return None
+    return "invalid_type", "must be little-endian 32-bit integers as bin, or an array"
+
+
+_QUERY: Mapping[str, Check] = {
+    "model": _text,
+    "block_size": _whole(1),
+    "token_ids": _tokens,
+    "tenant_id": _maybe_text,
+    "lora_name": _maybe_text,
+    "cache_salt": _text_or_nil,
+    "instance_id": _maybe_text,
+}
+_REGISTER: Mapping[str, Check] = {
+    "endpoint": _text,
+    "type": _text,
+    "modelname": _text,
+    "instance_id": _text,
+    "block_size": _whole(1),
+    "dp_rank": _whole(0),
+    "hash_profile": _profile,
+    "replay_endpoint": _maybe_text,
+    "lora_name": _maybe_text,
+    "tenant_id": _maybe_text,
+    "cache_group": _group,
+}
+_UNREGISTER: Mapping[str, Check] = {
+    "instance_id": _text,
+    "dp_rank": _whole(0),
+    "tenant_id": _maybe_text,
+}
+_REQUIRED = frozenset(
+    {"model", "token_ids", "endpoint", "type", "modelname", "dp_rank", "hash_profile"}
+)
+
+
+class Question(NamedTuple):
+    """A query of this dialect."""
+
+    partition: Partition
+    token_ids: memoryview
+    lora: str | None
+    salt: str | None
+    instance: str | None
+
+
+def _checked(fields: Mapping[str, Any], checks: Mapping[str, Check]) -> Reply | None:
+    """Return what is wrong with a request's fields, None if nothing is."""
+    for name in fields:
+        if name not in checks:
+            return _fault("unknown_field", f"unsupported field: {name}", name)
+    for name, check in checks.items():
+        if name not in fields:
+            needed = name in _REQUIRED or (name in ("instance_id", "block_size"))
+            if needed and not (name == "instance_id" and checks is _QUERY):
+                return _fault("missing", f"{name} is required", name)
+            continue
+        found = check(fields[name])
+        if found is not None:
+            return _fault(found[0], f"{name} {found[1]}", name)
+    return None
+
+
+def _fault(reason: str, message: str, field: str, index: int | None = None) -> Reply:
+    error: dict[str, Any] = {"error": message, "reason": reason, "field": field}
+    if index is not None:
+        error["index"] = index
+    return Reply(400, msgspec.msgpack.encode(error), MSGPACK)
+
+
+def packed_tokens(value: bytes | list[Any]) -> memoryview | tuple[str, int | None]:
+    """Return tokens as 32-bit integers; or what is wrong, and with which of them.
+
+    Args:
+        value: little-endian 32-bit integers, signed or not, or whole numbers from 0 to 2^32-1.
+    """
+    if isinstance(value, bytes):
+        if len(value) % 4:
+            return f"token_ids has {len(value)} bytes, no multiple of 4", None
+        return little_endian(value)
+    for index, token in enumerate(value):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**32:
+            return f"token_ids[{index}] is {token!r:.40}: a token is 0 to 4294967295", index
+    return memoryview(array("I", value))
+
+
+def little_endian(data: bytes | memoryview) -> memoryview:
+    """Return little-endian 32-bit integers as those of this machine, in place if they are."""
+    if memoryview(array("H", [1])).cast("B")[0]:
+        return memoryview(data).cast("I")
+    numbers = array("I", bytes(data))
+    numbers.byteswap()
+    return memoryview(numbers)
+
+
+def question(fields: Mapping[str, Any]) -> Question | Reply:
+    """Return what a query's body asks, or why it is refused."""
+    refusal = _checked(fields, _QUERY)
+    if refusal is not None:
+        return refusal
+    tokens = packed_tokens(fields["token_ids"])
+    if not isinstance(tokens, memoryview):
+        return _fault("invalid_value", tokens[0], "token_ids", tokens[1])
+    return Question(
+        Partition(fields["model"], fields.get("tenant_id") or DEFAULT_GROUP),
+        tokens,
+        fields.get("lora_name") or None,
+        fields.get("cache_salt") or None,
+        fields.get("instance_id"),
+    )
+
+
+def registration(fields: Mapping[str, Any]) -> Registration | Reply:
+    """Return what a registration's body asks for, or why it is refused."""
+    refusal = _checked(fields, _REGISTER)
+    if refusal is not None:
+        return refusal
+    try:
+        check_endpoint(fields["endpoint"])
+    except RegistrationError as error:
+        return _fault("invalid_registration", str(error), "endpoint")
+    details = {name: fields.get(name) for name in ("type", "cache_group", "hash_profile")}
+    return Registration(
+        instance_id=fields["instance_id"],
+        partition=Partition(fields["modelname"], fields.get("tenant_id") or DEFAULT_GROUP),
+        dp_rank=fields["dp_rank"],
+        endpoint=fields["endpoint"],
+        replay_endpoint=fields.get("replay_endpoint") or None,
+        block_size=fields["block_size"],
+        details={**details, "lora_name": fields.get("lora_name") or ""},
+    )
+
+
+def which(fields: Mapping[str, Any]) -> dict[str, Any] | Reply:
+    """Return arguments of `Registry.unregister`, or why a body is refused."""
+    refusal = _checked(fields, _UNREGISTER)
+    if refusal is not None:
+        return refusal
+    return {
+        "worker": fields["instance_id"],
+        "routing_group": fields.get("tenant_id") or DEFAULT_GROUP,
+        "dp_rank": fields["dp_rank"],
+    }
+
+
+def nobody() -> Reply:
+    """Return the answer for a model that nobody is registered for."""
+    return Reply(200, msgspec.msgpack.encode({"instances": {}}), MSGPACK)
+
+
+def answer(instances: list[tuple[int | str, list[Rank]]], hits: Hits, only: str | None) -> Reply:
+    """Return the answer to a query: every rank of every instance, those that hold nothing too."""
+    found: dict[str, Any] = {}
+    row = 0
+    for named, ranks in instances:
+        end = row + len(ranks)
+        if only in (None, str(named)):
+            found[str(named)] = _instance(ranks, hits, slice(row, end))
+        row = end
+    return Reply(200, msgspec.msgpack.encode({"instances": found}), MSGPACK)
+
+
+def _instance(ranks: list[Rank], hits: Hits, rows: slice) -> dict[str, Any]:
+    names = [str(rank.dp_rank) for rank in ranks]
+    device, host, tokens = hits.device[rows], hits.host[rows], hits.tokens[rows]
+    return {
+        "longest_matched": max(tokens, default=0),
+        "gpu": max(device, default=0),
+        "cpu": max(host, default=0),
+        "disk": max(tokens, default=0),
+        "dp": dict(zip(names, device, strict=True)),
+        "rank_matches": {
+            name: {"gpu": d, "cpu": h, "disk": t}
+            for name, d, h, t in zip(names, device, host, tokens, strict=True)
+        },
+    }

@@ -1,0 +1,118 @@
+"""Dialects B and D: the JSON of Mooncake's RFC #1403, and what Huawei's MindIE makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import msgspec
+
+from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
+from kvindex.service.dialects.dynamo import check_endpoint
+from kvindex.service.replies import Reply, json_reply
+from kvindex.wire.errors import RegistrationError
+
+__all__ = ["Register", "Unregister", "registered", "services", "unregistered"]
+
+_DEVICES = ("npu", "xpu", "gpu")  # as MindIE calls the tier whose events an engine publishes
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+
+class Register(msgspec.Struct, frozen=True):
+    """The body of POST /register; fields that are not named here are ignored.
+
+    MindIE gives `medium_endpoints` in the place of `endpoint`: the device's is subscribed to.
+    """
+
+    modelname: str
+    instance_id: str
+    block_size: _Size
+    endpoint: str | None = None
+    medium_endpoints: dict[str, str] | None = None
+    replay_endpoint: str | None = None
+    dp_rank: _Rank = 0
+    tenant_id: str | None = None
+    type: str = ""
+    lora_name: str | None = None
+
+    def registration(self) -> Registration:
+        """Return what it asks for.
+
+        Raises:
+            RegistrationError: it names no endpoint, or one that cannot be.
+        """
+        details: dict[str, Any] = {"type": self.type, "lora_name": self.lora_name or ""}
+        endpoint = self.endpoint
+        if self.medium_endpoints is not None:
+            details["medium_endpoints"] = self.medium_endpoints
+            device = (self.medium_endpoints.get(name) for name in _DEVICES)
+            endpoint = endpoint or next(filter(None, device), None)
+        if not endpoint:
+            raise RegistrationError(
+                "name the endpoint of the engine's events: `endpoint`, or in `medium_endpoints` "
+                f"one of {', '.join(_DEVICES)}",
+                reason="invalid",
+            )
+        check_endpoint(endpoint)
+        return Registration(
+            instance_id=self.instance_id,
+            partition=Partition(self.modelname, self.tenant_id or DEFAULT_GROUP),
+            dp_rank=self.dp_rank,
+            endpoint=endpoint,
+            replay_endpoint=self.replay_endpoint or None,
+            block_size=self.block_size,
+            details=details,
+        )
+
+
+class Unregister(msgspec.Struct, frozen=True):
+    """The body of POST /unregister; without a dp_rank the whole instance goes."""
+
+    instance_id: str
+    modelname: str | None = None
+    tenant_id: str | None = None
+    dp_rank: _Rank | None = None
+
+    def which(self) -> dict[str, Any]:
+        """Return arguments of `Registry.unregister`."""
+        return {
+            "worker": self.instance_id,
+            "model": self.modelname,
+            "routing_group": self.tenant_id or DEFAULT_GROUP,
+            "dp_rank": self.dp_rank,
+        }
+
+
+def registered(one: Registration) -> Reply:
+    """Return the answer to a registration: the same whether it is new or not."""
+    return json_reply(
+        200, {"status": "registered successfully", "instance_id": str(one.instance_id)}
+    )
+
+
+def unregistered(gone: list[Registration]) -> Reply:
+    """Return the answer to an unregistration."""
+    removed = [f"{one.instance_id}|{one.partition.routing_group}|{one.dp_rank}" for one in gone]
+    return json_reply(200, {"status": "unregistered successfully", "removed_instances": removed})
+
+
+def services(registrations: Iterable[Registration]) -> dict[str, Any]:
+    """Return the answer to GET /services."""
+    found = [
+        {
+            "Endpoint": one.endpoint,
+            "ReplayEndpoint": one.replay_endpoint or "",
+            "Type": one.details.get("type", ""),
+            "ModelName": one.partition.model,
+            "LoraName": one.details.get("lora_name", ""),
+            "TenantID": one.partition.routing_group,
+            "InstanceID": str(one.instance_id),
+            "BlockSize": one.block_size,
+            "DPRank": one.dp_rank,
+            "CacheGroup": one.details.get("cache_group"),
+            "HashProfile": one.details.get("hash_profile"),
+        }
+        for one in registrations
+    ]
+    return {"count": len(found), "services": found}

@@ -1,0 +1,30 @@
+"""Prometheus metrics of streams, the index and routers; needs the extra `server`.
+
+    from prometheus_client import REGISTRY
+    REGISTRY.register(kvindex.service.metrics.RankCollector(client))
+
+Nothing is counted twice: the collectors read `statistics()` when Prometheus asks, so a rank's
+series go when it goes.
+"""
+
+from kvindex.service.metrics.funnel import FunnelCollector, Outcomes
+from kvindex.service.metrics.ranks import RankCollector, SeriesLabels
+from kvindex.service.metrics.requests import (
+    BUCKETS,
+    DynamoCollector,
+    Queries,
+    RequestCollector,
+    Requests,
+)
+
+__all__ = [
+    "BUCKETS",
+    "DynamoCollector",
+    "FunnelCollector",
+    "Outcomes",
+    "Queries",
+    "RankCollector",
+    "RequestCollector",
+    "Requests",
+    "SeriesLabels",
+]

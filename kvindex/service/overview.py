@@ -1,0 +1,242 @@
+"""The whole fleet as JSON: how each rank stands and what it holds, and sums of it.
+
+Needs the core packages only, so that `kvindex top` can show engines without any service.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from kvindex import Rank, State, __version__
+from kvindex.service.catalog import Partition
+
+__all__ = [
+    "Counted",
+    "Fleet",
+    "PartitionOf",
+    "PartitionView",
+    "RankView",
+    "Totals",
+    "overview",
+]
+
+_COUNTED = (
+    *("gaps", "replays_asked", "replays_filled", "replays_failed"),
+    *("losses", "restarts", "decode_failures"),
+)
+
+
+PartitionOf: TypeAlias = Callable[[str], Partition]
+"""Returns what a worker, by its name, belongs to."""
+
+
+class Counted(Protocol):
+    """What an overview is made of: a `Client` or a `Replica`."""
+
+    def statistics(self) -> dict[str, Any]: ...
+
+
+class RankView(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank stands and what it holds; see `kvindex.RankStatus`.
+
+    Attributes:
+        model, routing_group: its partition.
+        blocks: resident blocks by medium.
+        block_size: tokens per block; None until the rank has stored one.
+        ignored: blocks that the index left out, by reason.
+    """
+
+    model: str
+    routing_group: str
+    worker: str
+    dp_rank: int
+    state: str
+    reason: str
+    complete: bool
+    lag: int
+    epoch: int
+    seq: int | None
+    connected: bool
+    last_event_age: float | None
+    endpoint: str
+    replay_endpoint: str | None
+    blocks: dict[str, int]
+    block_size: int | None
+    gaps: int
+    replays_asked: int
+    replays_filled: int
+    replays_failed: int
+    losses: int
+    restarts: int
+    decode_failures: int
+    orphans: int
+    ignored: dict[str, int]
+
+
+class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
+    """A partition: the block sizes of its ranks, and how many workers and ranks it has.
+
+    Attributes:
+        tokenizer: whether an engine can be asked to turn text into its tokens.
+    """
+
+    model: str
+    routing_group: str
+    block_sizes: list[int]
+    instances: int
+    ranks: int
+    tokenizer: bool
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over all ranks.
+
+    Attributes:
+        states: ranks in each state that some rank is in.
+        complete: ranks all of whose history was applied.
+        blocks: resident blocks by medium.
+        unique_blocks: those of the shared tree: a prefix that many ranks hold counts once.
+        lag: batches known of but not applied yet.
+    """
+
+    workers: int
+    ranks: int
+    states: dict[str, int]
+    complete: int
+    blocks: dict[str, int]
+    unique_blocks: int
+    lag: int
+    gaps: int
+    replays_asked: int
+    replays_filled: int
+    replays_failed: int
+    losses: int
+    restarts: int
+    decode_failures: int
+    orphans: int
+    ignored: int
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The fleet at one moment.
+
+    Attributes:
+        now: when, in seconds since 1970.
+        version: of kvindex.
+        missing: engines and sources that have not said where to subscribe, and why.
+    """
+
+    now: float
+    version: str
+    partitions: list[PartitionView]
+    ranks: list[RankView]
+    totals: Totals
+    missing: dict[str, str]
+
+
+def overview(
+    source: Counted,
+    partition_of: PartitionOf = lambda _: Partition(""),
+    *,
+    has_tokenizer: Callable[[Partition], bool] = lambda _: False,
+    missing: Mapping[str, str] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Fleet:
+    """Return how every rank stands, sorted by partition, worker and dp_rank.
+
+    Args:
+        source: a client or a replica.
+        partition_of: what a worker belongs to.
+        has_tokenizer: whether text can be turned into a partition's tokens.
+        missing: engines and sources that have not said where to subscribe, and why.
+        clock: seconds since 1970.
+
+    Thread safety: as `source`. Complexity: O(ranks), some 10 ms for 512.
+    """
+    statistics = source.statistics()
+    ranks = [_rank_view(status, partition_of) for status in statistics["ranks"].values()]
+    ranks.sort(key=lambda rank: (rank.model, rank.routing_group, rank.worker, rank.dp_rank))
+    return Fleet(
+        now=clock(),
+        version=__version__,
+        partitions=_partitions(ranks, has_tokenizer),
+        ranks=ranks,
+        totals=_totals(ranks, statistics["index"]),
+        missing=dict(missing or {}),
+    )
+
+
+def _rank_view(status: Mapping[str, Any], partition_of: PartitionOf) -> RankView:
+    rank = _rank_of(status["rank"])
+    partition = partition_of(rank.worker)
+    held = status["index"]
+    sizes = [group["block_size"] for group in held.get("groups", {}).values()]
+    return RankView(
+        model=partition.model,
+        routing_group=partition.routing_group,
+        worker=rank.worker,
+        dp_rank=rank.dp_rank,
+        state=str(status["state"]),
+        reason=status["reason"],
+        complete=status["complete"],
+        lag=status["lag"],
+        epoch=status["epoch"],
+        seq=status["seq"],
+        connected=status["connected"],
+        last_event_age=status["last_event_age"],
+        endpoint=status["endpoint"],
+        replay_endpoint=status["replay_endpoint"],
+        blocks=held.get("media", {}),
+        block_size=min(filter(None, sizes), default=None),
+        orphans=status["orphans"],
+        ignored=status["ignored"],
+        **{name: status[name] for name in _COUNTED},
+    )
+
+
+def _rank_of(text: str) -> Rank:
+    worker, _, dp_rank = text.rpartition("/")
+    return Rank(worker, int(dp_rank))
+
+
+def _partitions(
+    ranks: Iterable[RankView], has_tokenizer: Callable[[Partition], bool]
+) -> list[PartitionView]:
+    by_partition: dict[Partition, list[RankView]] = {}
+    for rank in ranks:
+        by_partition.setdefault(Partition(rank.model, rank.routing_group), []).append(rank)
+    return [
+        PartitionView(
+            model=partition.model,
+            routing_group=partition.routing_group,
+            block_sizes=sorted({rank.block_size for rank in members if rank.block_size}),
+            instances=len({rank.worker for rank in members}),
+            ranks=len(members),
+            tokenizer=has_tokenizer(partition),
+        )
+        for partition, members in sorted(by_partition.items())
+    ]
+
+
+def _totals(ranks: list[RankView], index: Mapping[str, Any]) -> Totals:
+    states = Counter(rank.state for rank in ranks)
+    blocks: Counter[str] = Counter()
+    for rank in ranks:
+        blocks.update(rank.blocks)
+    return Totals(
+        workers=len({rank.worker for rank in ranks}),
+        ranks=len(ranks),
+        states={state.value: states[state.value] for state in State if states[state.value]},
+        complete=sum(rank.complete for rank in ranks),
+        blocks=dict(blocks),
+        unique_blocks=index["unique_blocks"],
+        lag=sum(rank.lag for rank in ranks),
+        orphans=sum(rank.orphans for rank in ranks),
+        ignored=sum(sum(rank.ignored.values()) for rank in ranks),
+        **{name: sum(getattr(rank, name) for rank in ranks) for name in _COUNTED},
+    )

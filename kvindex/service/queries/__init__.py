@@ -1,0 +1,11 @@
+"""What servers need around `match`: a query's JSON to tokens, and an answer to JSON.
+
+Both are done for a whole prompt and for all ranks at once, without a Python object for each token
+or rank. Nothing here knows HTTP.
+"""
+
+from kvindex.service.queries.answers import AnswerForm
+from kvindex.service.queries.reading import Query, read_query
+from kvindex.wire.errors import QueryError
+
+__all__ = ["AnswerForm", "Query", "QueryError", "read_query"]

@@ -1,0 +1,98 @@
+"""POST /register and /unregister in every dialect: a body in, an answer out.
+
+The dialect is told by the request itself: `model_name` is Dynamo (A); msgpack with `hash_profile`
+is Mooncake's conductor (C); `modelname` otherwise is RFC #1403 and MindIE (B and D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from kvindex import BusyError, ClosedError
+from kvindex.service.asking import MSGPACK_TYPES, UNREADABLE, media_type
+from kvindex.service.dialects import conductor, dynamo, rfc
+from kvindex.service.replies import JSON, Reply, packed, refused, text_reply
+from kvindex.service.service import Service
+from kvindex.wire.errors import EndpointRefusedError, RegistrationError
+
+__all__ = ["register", "unregister"]
+
+_MOST_BYTES: Final = 16 << 10
+"""Of a body: what is registered is kept, told to other processes and saved."""
+
+_STATUS: Final = {"conflict": 409, "unknown": 404, "invalid": 400, "room": 503}
+
+
+def register(service: Service, body: bytes, content_type: bytes | None) -> Reply:
+    """Return the answer to a registration; waits for the subscriber's thread."""
+    return _carried_out(_register, service, body, content_type)
+
+
+def unregister(service: Service, body: bytes, content_type: bytes | None) -> Reply:
+    """Return the answer to an unregistration; waits for the subscriber's thread."""
+    return _carried_out(_unregister, service, body, content_type)
+
+
+_Change = Callable[[Service, Mapping[str, Any], bool], Reply]
+
+
+def _carried_out(
+    change: _Change, service: Service, body: bytes, content_type: bytes | None
+) -> Reply:
+    kind = media_type(content_type)
+    is_packed = kind in MSGPACK_TYPES
+    if kind != JSON and not is_packed:
+        return text_reply(415, "send the body with content-type application/json or .../msgpack")
+    if len(body) > _MOST_BYTES:
+        return refused(413, f"the body has {len(body)} bytes, more than {_MOST_BYTES}", "body")
+    try:
+        fields = msgspec.msgpack.decode(body) if is_packed else msgspec.json.decode(body)
+    except UNREADABLE as error:
+        return text_reply(400, f"the body cannot be read: {error}")
+    if not isinstance(fields, dict):
+        return text_reply(422, "the body has not the right form: it is no object")
+    try:
+        reply = change(service, fields, is_packed)
+    except msgspec.ValidationError as error:
+        return text_reply(422, f"the body has not the right form: {error}")
+    except RegistrationError as error:
+        reply = refused(_STATUS[error.reason], str(error), error.reason)
+    except EndpointRefusedError as error:
+        reply = refused(403, str(error), error.reason)
+    except (BusyError, ClosedError) as error:
+        reply = refused(503, str(error), "busy")
+    return packed(reply) if is_packed else reply
+
+
+def _register(service: Service, fields: Mapping[str, Any], is_packed: bool) -> Reply:
+    if "model_name" in fields or "modelname" not in fields:
+        ours = msgspec.convert(fields, dynamo.Register)
+        return dynamo.registered(service.registry.register(ours.registration()))
+    if is_packed and "hash_profile" in fields:
+        one = conductor.registration(fields)
+        if isinstance(one, Reply):
+            return one
+    else:
+        one = msgspec.convert(fields, rfc.Register).registration()
+    service.registry.register(one)
+    return rfc.registered(one)
+
+
+def _unregister(service: Service, fields: Mapping[str, Any], is_packed: bool) -> Reply:
+    if "model_name" in fields:
+        service.registry.unregister(
+            **msgspec.convert(fields, dynamo.Unregister).which(), by_client=True
+        )
+        return dynamo.unregistered()
+    if is_packed and "modelname" not in fields:
+        which = conductor.which(fields)
+        if isinstance(which, Reply):
+            return which
+    elif "modelname" in fields or isinstance(fields.get("instance_id"), str):
+        which = msgspec.convert(fields, rfc.Unregister).which()
+    else:  # it says what is missing
+        which = msgspec.convert(fields, dynamo.Unregister).which()
+    return rfc.unregistered(service.registry.unregister(**which, by_client=True))

@@ -1,0 +1,364 @@
+"""Who is registered: takes registrations and has a client subscribe to what they name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Literal, Protocol, TypeAlias
+
+from kvindex import (
+    Client,
+    ConfigurationError,
+    KVIndexError,
+    Rank,
+    RankName,
+    RankStatus,
+    UnknownRankError,
+    Worker,
+)
+from kvindex.service.catalog import BY_CLIENTS, Catalog, Partition, Registration
+from kvindex.wire.errors import RegistrationError
+
+__all__ = ["Dial", "Outcome", "Registry", "as_it_is"]
+
+logger = logging.getLogger(__name__)
+
+Outcome: TypeAlias = Literal["new", "same", "moved"]
+Dial: TypeAlias = Callable[[str], str]
+"""Returns the endpoint to dial for one that came over HTTP, or raises EndpointRefusedError."""
+
+
+class Subscribing(Protocol):
+    """What a client does with workers, and a follower of hashes too."""
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks subscribed to."""
+
+    def status(self, rank: RankName) -> RankStatus:
+        """Return how a rank's stream stands."""
+
+    def add(self, worker: Worker) -> None:
+        """Subscribe to a worker's ranks."""
+
+    def remove(self, name: RankName) -> None:
+        """Unsubscribe from a worker or a rank."""
+
+
+def as_it_is(endpoint: str) -> str:
+    """Return the endpoint: it may be dialled."""
+    return endpoint
+
+
+class Registry:
+    """Keeps a catalog and a client's subscriptions in step.
+
+    Registering the same again changes nothing. A rank that is registered at another endpoint has
+    moved: what the old one held is forgotten.
+
+    Args:
+        client: subscribes.
+        dial: what to dial for the endpoints of registrations.
+        max_ranks: most DP ranks that are registered.
+        max_ranks_per_instance: of them, those of one instance.
+        besides: subscribe to the same ranks as the client.
+
+    Attributes:
+        catalog: what is registered now; replaced as a whole.
+
+    Thread safety: every method from any thread; `register` and `unregister` may wait for the
+    subscriber's thread, so async code calls them in a thread.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        dial: Dial = as_it_is,
+        max_ranks: int = 4096,
+        max_ranks_per_instance: int = 1024,
+        besides: Iterable[Subscribing] = (),
+    ) -> None:
+        self.catalog = Catalog()
+        self._client = client
+        self._all: tuple[Subscribing, ...] = (client, *besides)
+        self._dial = dial
+        self._max_ranks = max_ranks
+        self._max_ranks_per_instance = max_ranks_per_instance
+        self._dialled: dict[tuple[str, int], Worker] = {}
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[Catalog], None]] = []
+
+    def on_change(self, listener: Callable[[Catalog], None]) -> None:
+        """Have a function called with each new catalog, in order, on the thread that changed it."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def register(self, registration: Registration, *, trusted: bool = False) -> Outcome:
+        """Subscribe to one rank of an instance.
+
+        Args:
+            registration: which.
+            trusted: whether its endpoints are the operator's own, to be dialled as they are.
+
+        Raises:
+            RegistrationError: it conflicts with another one, cannot work, or there is no room.
+            EndpointRefusedError: its endpoints must not be dialled.
+            ClosedError, BusyError: as `Client.add`.
+        """
+        _check_names(registration)
+        dial = as_it_is if trusted else self._dial
+        replay = registration.replay_endpoint
+        dp_rank = registration.dp_rank
+        try:
+            worker = Worker(
+                registration.worker,
+                {dp_rank: dial(registration.endpoint)},
+                replay=None if replay is None else {dp_rank: dial(replay)},
+            )
+        except ConfigurationError as error:
+            raise RegistrationError(str(error), reason="invalid") from None
+        # What the operator has set for it beyond the endpoints (topic, CURVE) stays.
+        return self._enter(registration, worker, lambda old: old.publishers())
+
+    def add(
+        self,
+        worker: Worker,
+        partition: Partition,
+        *,
+        block_size: int = 0,
+        source: str = "configured",
+        **details: Any,
+    ) -> list[Outcome]:
+        """Register every rank of a worker, with the worker's own settings (topic, CURVE, cache).
+
+        Args:
+            worker: an engine that the operator named, or that was discovered.
+            partition: whom it serves.
+            block_size: tokens per block; 0: not known.
+            source: where it comes from, to be shown.
+            details: what else is to be shown.
+
+        Raises: as `register`; ranks before the one that fails are registered.
+        """
+        outcomes = []
+        for address in worker.publishers():
+            replay = None if address.replay is None else {address.dp_rank: address.replay}
+            one = Worker(
+                worker.name,
+                {address.dp_rank: address.endpoint},
+                replay=replay,
+                topic=worker.topic,
+                bind=worker.bind,
+                curve=worker.curve,
+                cache=worker.cache,
+            )
+            registration = Registration(
+                instance_id=worker.name,
+                partition=partition,
+                dp_rank=address.dp_rank,
+                endpoint=address.endpoint,
+                replay_endpoint=address.replay,
+                block_size=block_size,
+                source=source,
+                details=details,
+            )
+            outcomes.append(self._enter(registration, one, lambda old: old))
+        return outcomes
+
+    def _enter(
+        self, registration: Registration, worker: Worker, place: Callable[[Worker], object]
+    ) -> Outcome:
+        key = registration.worker, registration.dp_rank
+        with self._lock:
+            present = self.catalog.instances.get(key[0], {}).get(key[1])
+            self._check_conflicts(registration, present)
+            moved = present is not None and place(self._dialled[key]) != place(worker)
+            if present is None:
+                self._check_room(registration)
+            elif moved:
+                if registration.source == BY_CLIENTS:
+                    self._check_clients([present])
+                logger.info("%s/%d has moved to %s", *key, registration.endpoint)
+                self._leave([present])
+            before = self.catalog
+            # First, so that whoever hears of the rank finds whose it is.
+            if moved or present is None or present.source == registration.source:
+                self._replace(before.with_(registration))
+            if present is None or moved:
+                self._dialled[key] = worker
+                try:
+                    self._subscribe(worker)
+                except BaseException:
+                    del self._dialled[key]
+                    self._replace(before)
+                    raise
+            return "new" if present is None else "moved" if moved else "same"
+
+    def _subscribe(self, worker: Worker) -> None:
+        """Have all subscribe to one rank, or none of them."""
+        subscribed: list[Subscribing] = []
+        try:
+            for one in self._all:
+                try:
+                    one.add(worker)
+                except ConfigurationError:
+                    # It is subscribed to already: by a call that came too late for its caller.
+                    if _find(one, worker) is None:
+                        raise
+                subscribed.append(one)
+        except BaseException as error:
+            for one in subscribed:
+                with suppress(KVIndexError):
+                    one.remove(Rank(worker.name, worker.publishers()[0].dp_rank))
+            if isinstance(error, ConfigurationError):
+                raise RegistrationError(str(error), reason="invalid") from error
+            raise
+
+    def unregister(
+        self,
+        worker: str,
+        *,
+        model: str | None = None,
+        routing_group: str | None = None,
+        dp_rank: int | None = None,
+        by_client: bool = False,
+    ) -> list[Registration]:
+        """Unsubscribe from an instance, or from one rank of it; return what is gone.
+
+        Args:
+            worker: the instance, as text.
+            model: what it must be registered for, if given.
+            routing_group: likewise.
+            dp_rank: one rank, as it was registered; None: all of them.
+            by_client: whether somebody asks over HTTP: what the operator named stays.
+
+        Raises:
+            RegistrationError: there is no such instance or rank, it is registered for others, or
+                it is the operator's.
+            ClosedError, BusyError: as `Client.remove`.
+        """
+        with self._lock:
+            ranks = self.catalog.instances.get(worker)
+            if ranks is None:
+                raise RegistrationError(f"instance {worker} not found", reason="unknown")
+            partition = next(iter(ranks.values())).partition
+            if model not in (None, partition.model) or routing_group not in (
+                None,
+                partition.routing_group,
+            ):
+                raise RegistrationError(
+                    f"instance {worker} is registered for {partition}", reason="unknown"
+                )
+            if dp_rank is not None and dp_rank not in ranks:
+                raise RegistrationError(
+                    f"instance {worker} dp_rank {dp_rank} not found", reason="unknown"
+                )
+            gone = list(ranks.values()) if dp_rank is None else [ranks[dp_rank]]
+            if by_client:
+                self._check_clients(gone)
+            self._leave(gone)
+            return gone
+
+    def _check_clients(self, present: list[Registration]) -> None:
+        """Refuse to let a client change what the operator has named."""
+        for one in present:
+            if one.source != BY_CLIENTS:
+                raise RegistrationError(
+                    f"instance {one.worker} dp_rank {one.dp_rank} at {one.endpoint} is this "
+                    f"server's own ({one.source}): change it there, or register another instance",
+                    reason="conflict",
+                )
+
+    def _check_conflicts(self, new: Registration, present: Registration | None) -> None:
+        ranks = self.catalog.instances.get(new.worker, {})
+        partition = next((one.partition for one in ranks.values()), new.partition)
+        if partition != new.partition:
+            raise RegistrationError(
+                f"instance {new.worker} is already registered for {partition}", reason="conflict"
+            )
+        if not new.block_size:
+            return
+        # All that told one have the same: the first one's is enough.
+        others = (one for one in self.catalog.of(new.partition) if one is not present)
+        known = next((one.block_size for one in others if one.block_size), new.block_size)
+        if known != new.block_size:
+            raise RegistrationError(
+                f"block_size mismatch for {new.partition}: existing={known}, "
+                f"requested={new.block_size}",
+                reason="conflict",
+            )
+
+    def _check_room(self, new: Registration) -> None:
+        ranks = len(self.catalog.registrations)
+        of_instance = len(self.catalog.instances.get(new.worker, ()))
+        if ranks >= self._max_ranks or of_instance >= self._max_ranks_per_instance:
+            raise RegistrationError(
+                f"{ranks} ranks are registered, {of_instance} of them of instance {new.worker}; "
+                f"the most are {self._max_ranks} and {self._max_ranks_per_instance}: unregister "
+                "what is gone, or start the server with higher limits",
+                reason="room",
+            )
+
+    def _leave(self, gone: list[Registration]) -> None:
+        """Unsubscribe from ranks of one instance, and forget them."""
+        catalog = self.catalog.without(gone)
+        name = gone[0].worker
+        workers = [self._dialled[one.worker, one.dp_rank] for one in gone]
+        for one in self._all:
+            with suppress(UnknownRankError):  # a call that came too late for its caller did it
+                if name not in catalog.instances:
+                    one.remove(name)
+                    continue
+                for rank in [_find(one, worker) for worker in workers]:
+                    if rank is not None:
+                        one.remove(rank)
+        for left in gone:
+            del self._dialled[left.worker, left.dp_rank]
+        self._replace(catalog)
+
+    def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
+        """Return each registration with the status of its rank, None if it has none any more.
+
+        Its batches may have given the rank another name than the one it was registered by: the
+        endpoint tells. O(ranks).
+        """
+        found = {(s.rank.worker, s.endpoint): s for s in self._client.statuses().values()}
+        # Without the lock: a registration holds it for as long as the subscriber's thread is busy.
+        statuses = []
+        for one in self.catalog.registrations:
+            worker = self._dialled.get((one.worker, one.dp_rank))
+            endpoint = "" if worker is None else worker.publishers()[0].endpoint
+            statuses.append((one, found.get((one.worker, endpoint))))
+        return statuses
+
+    def _replace(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        for listener in self._listeners:
+            listener(catalog)
+
+
+def _find(client: Subscribing, worker: Worker) -> Rank | None:
+    """Return the rank of a worker that has one: its batches may have given it another name."""
+    [address] = worker.publishers()
+    with suppress(UnknownRankError):
+        status = client.status(Rank(worker.name, address.dp_rank))
+        if status.endpoint == address.endpoint:
+            return status.rank
+    with suppress(UnknownRankError):  # renamed just now: whoever asked asks again
+        for rank in client.ranks:
+            if rank.worker == worker.name and client.status(rank).endpoint == address.endpoint:
+                return rank
+    return None
+
+
+def _check_names(one: Registration) -> None:
+    """Refuse names that would be more than one word of a log: line breaks, control characters."""
+    names = {"instance_id": one.worker, **one.partition._asdict()}
+    for what, name in names.items():
+        if not name.isprintable():
+            raise RegistrationError(
+                f"{what} is {name[:100]!r}: a name has printable characters only", reason="invalid"
+            )

@@ -1,0 +1,462 @@
+"""One `kvindex serve`: subscriber, registrations, discovery, state, HTTP, and their order."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import resource
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute
+
+from kvindex import Client, ConfigurationError, KVIndexError, SnapshotError
+from kvindex.index.replicas import FanOut
+from kvindex.service.app import build_app
+from kvindex.service.asking import answer
+from kvindex.service.asking_by_hash import HashQueries
+from kvindex.service.catalog import Partition
+from kvindex.service.child import COUNTED
+from kvindex.service.exposition import Exposition
+from kvindex.service.gate import Gate
+from kvindex.service.guards import REASONS, Guard
+from kvindex.service.hashing import HashFollower
+from kvindex.service.http import HttpServer
+from kvindex.service.networks import Networks
+from kvindex.service.orders import Start
+from kvindex.service.page import Page
+from kvindex.service.processes import Children
+from kvindex.service.protocol import query_protocol
+from kvindex.service.registry import Registry
+from kvindex.service.service import Service
+from kvindex.service.settings import ConfigFile, ServeSettings, Table
+from kvindex.service.snapshots import snapshot_route
+from kvindex.service.state import Saver, fetch_snapshot, read_registrations
+from kvindex.service.traffic import Totals, Traffic
+from kvindex.service.workers import BLOCK_SIZE
+from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Found, Source
+
+__all__ = ["Running", "own_directory"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_LOOK: Final = 1.0  # seconds for sources to tell of workers before requests are answered
+_FIRST_ADDED: Final = 60.0  # seconds for those that they named at once to be subscribed to
+_DIRECTORY: Final = "kvindex-serve-"  # how the names of temporary directories begin
+_NEW_SECONDS: Final = 60.0  # for which a directory without a lock counts as new
+_BEING_ADDED: Final = "it is being added"
+_DESCRIPTORS: Final = 65_536
+_FOR_EVER: Final = 10**8  # seconds that a child may keep a connection to its parent
+
+
+class Running:
+    """A server that listens; `run` serves until `stop`, and `close` takes it all down.
+
+    Args:
+        settings: how to serve.
+        sources: who tells of workers.
+        tokens: any of them opens; none: no token is wanted.
+        max_blocks_per_rank: as in `kvindex.connect`.
+        engine_token: returns the engines' API key.
+
+    Attributes:
+        service: what answers.
+        port: where it listens.
+        app: what answers HTTP, behind its guard.
+        routes: the paths that it answers.
+        missing: which sources and engines did not say where to subscribe at first, and why.
+
+    Raises:
+        ConfigurationError: a setting cannot work.
+        SnapshotError: the state file cannot be continued from.
+        OSError: it cannot listen, or a file cannot be read.
+
+    Owner: the thread that makes it; `stop` from any, and from signal handlers.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        sources: Iterable[Source] = (),
+        *,
+        tokens: Sequence[str] = (),
+        max_blocks_per_rank: int | None = None,
+        engine_token: Callable[[], str | None] | None = None,
+    ) -> None:
+        _allow_descriptors()
+        self.settings = settings
+        self._tokens = tuple(tokens)
+        self._networks = Networks(settings.networks())
+        self._children: Children | None = None
+        self._stopping = threading.Event()
+        with ExitStack() as opened:
+            self._socket = _listen(settings.host, settings.port)
+            opened.callback(self._socket.close)
+            self.port: int = self._socket.getsockname()[1]
+            self._directory = opened.enter_context(own_directory())
+            source = self._subscriber(max_blocks_per_rank)
+            opened.callback(source.close)
+            self._client = source.client if isinstance(source, FanOut) else source
+            self._hashes = HashFollower() if settings.hash_queries else None
+            if self._hashes is not None:
+                opened.callback(self._hashes.close)
+            self.service = self._service(source)
+            self._restore_registrations()
+            self._saver = self._new_saver()
+            self._discovery = Discovery(
+                list(sources),
+                self._found,
+                self._lost,
+                options=DiscoveryOptions(token=engine_token),
+                is_alive=self._is_alive,
+            )
+            opened.callback(self._discovery.close)
+            self.service.missing = self._missing
+            self.missing = self._first_missing()
+            self._guard = self._new_guard()
+            self._page = Page(
+                self.service, tokenizer=settings.tokenizer, traffic=Totals(self._traffic)
+            )
+            opened.callback(self._page.close)
+            app = self._new_app(self._page.routes)
+            self.routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))
+            # Each of several processes counts the requests that it receives, even if it passes them
+            # on to this one.
+            count = self.service.traffic.request if settings.processes == 1 else None
+            self.app = Gate(app, self._guard, count, self.routes)
+            self._server = self._new_server()
+            self._opened = opened.pop_all()
+
+    def _missing(self) -> dict[str, str]:
+        """Return which engines and sources did not say where to subscribe, and why."""
+        missing = self._discovery.missing()
+        return {name: why or _BEING_ADDED for name, why in missing.items()}
+
+    def _first_missing(self) -> dict[str, str]:
+        """Return the same once what files and options name was added, for which there is no why."""
+        until = time.monotonic() + _FIRST_ADDED
+        missing = self._discovery.wait_found(_FIRST_LOOK)
+        while "" in missing.values() and time.monotonic() < until:
+            missing = self._discovery.wait_found(_FIRST_LOOK)
+        return self._missing()
+
+    # What it is made of -----------------------------------------------------------------------
+
+    def _subscriber(self, max_blocks_per_rank: int | None) -> Client | FanOut:
+        settings = self.settings
+        for resume, is_asked_for in self._begins():
+            try:
+                if settings.processes > 1:
+                    return FanOut(
+                        (),
+                        self._path("fanout"),
+                        resume=resume,
+                        max_blocks_per_rank=max_blocks_per_rank,
+                    )
+                return Client((), resume=resume, max_blocks_per_rank=max_blocks_per_rank)
+            except SnapshotError as error:
+                if is_asked_for:
+                    raise SnapshotError(
+                        f"--state {error}; to start without it, delete it or move it away",
+                        reason=error.reason,
+                    ) from error
+                logger.warning("the snapshot of %s is of no use: %s", settings.warm_from, error)
+        raise AssertionError("the last beginning is the state file, or nothing")
+
+    def _begins(self) -> Iterable[tuple[str | None, bool]]:
+        """Yield what to continue from, the best first, each with whether it must work."""
+        state = self.settings.state
+        if state is not None and os.path.exists(state) and not os.path.isfile(state):
+            raise ConfigurationError(f"--state {state}: it is no ordinary file")
+        if self.settings.warm_from is not None:
+            path = self._path("warm")
+            token = self._tokens[0] if self._tokens else None
+            try:
+                fetch_snapshot(self.settings.warm_from, path, token=token)
+                yield path, False
+            except OSError as error:
+                logger.warning("no warm start from %s: %s", self.settings.warm_from, error)
+        yield state, True
+
+    def _service(self, source: Client | FanOut) -> Service:
+        limits = self.settings.limits
+        registry = Registry(
+            self._client,
+            dial=lambda endpoint: self._networks.check(endpoint),
+            max_ranks=limits.ranks,
+            max_ranks_per_instance=limits.ranks_per_instance,
+            besides=() if self._hashes is None else (self._hashes,),
+        )
+        return Service(source, registry, dialect=self.settings.dialect, max_tokens=limits.tokens)
+
+    def _restore_registrations(self) -> None:
+        if self.settings.state is None:
+            return
+        for one in read_registrations(self.settings.state):
+            try:
+                self.service.registry.register(one)
+            except KVIndexError as error:
+                logger.warning("%s/%d is not registered again: %s", one.worker, one.dp_rank, error)
+
+    def _new_saver(self) -> Saver | None:
+        if self.settings.state is None:
+            return None
+        folder = os.path.dirname(os.path.abspath(self.settings.state))
+        if not os.access(folder, os.W_OK):
+            raise ConfigurationError(f"--state: nothing can be written in {folder}")
+        saver = Saver(self._client, self.settings.state, self.settings.save_every)
+        self.service.registry.on_change(saver.note)
+        return saver
+
+    def _new_guard(self) -> Guard:
+        settings = self.settings
+        limits = settings.limits
+        if settings.processes > 1:  # of all of them together
+            limits = msgspec.structs.replace(
+                limits, connections=settings.processes * limits.connections
+            )
+        return Guard(tokens=self._tokens, allowed_hosts=settings.allowed_hosts, limits=limits)
+
+    def _new_app(self, shown: Sequence[BaseRoute]) -> Starlette:
+        exposition = Exposition(
+            self.service,
+            Totals(self._traffic),
+            self.statistics,
+            dynamo_names=self.settings.compat_metrics,
+        )
+        hashes, registry, traffic = self._hashes, self.service.registry, self.service.traffic
+        return build_app(
+            self.service,
+            routes=[snapshot_route(self._client), *shown],
+            metrics=exposition.write,
+            by_hash=None if hashes is None else HashQueries(registry, hashes, traffic),
+        )
+
+    def _traffic(self) -> list[Traffic]:
+        """Return what each process was asked."""
+        own = [self.service.traffic]
+        return own if self._children is None else own + self._children.traffic()
+
+    def _new_server(self) -> HttpServer:
+        settings = self.settings
+        within = settings.shutdown_within
+        if settings.processes == 1:
+            return HttpServer(
+                self.app,
+                self._guard,
+                base=query_protocol(partial(answer, self.service), self.service.traffic),
+                shutdown_within=within,
+                tls=None if settings.tls_cert is None else (settings.tls_cert, settings.tls_key),
+            )
+        self._children = Children(settings.processes, self._orders(), COUNTED)
+        self.service.registry.on_change(self._tell_children)
+        self._tell_children(self.service.catalog)
+        return HttpServer(
+            self.app,
+            self._guard,
+            shutdown_within=within,
+            idle_seconds=_FOR_EVER,
+            bare=True,
+            uds=self._path("http"),
+        )
+
+    def _orders(self) -> Start:
+        settings = self.settings
+        return Start(
+            fanout=self._path("fanout"),
+            upstream=self._path("http"),
+            listen_fd=self._socket.fileno(),
+            counters_fd=-1,
+            routes=self.routes,
+            dialect=settings.dialect,
+            tokens=self._tokens,
+            allowed_hosts=settings.allowed_hosts,
+            limits=settings.limits,
+            tls_cert=settings.tls_cert,
+            tls_key=settings.tls_key,
+            shutdown_within=settings.shutdown_within,
+            log_level=logging.getLogger("kvindex").getEffectiveLevel(),
+        )
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+    # What happens -----------------------------------------------------------------------------
+
+    def _tell_children(self, catalog: Any) -> None:
+        assert self._children is not None
+        self._children.tell(catalog)
+
+    def _found(self, found: Found) -> None:
+        labels = dict(found.labels)
+        block_size = int(labels.pop(BLOCK_SIZE, 0))
+        details: Table = {"labels": labels} if labels else {}
+        engine = found.engine or self.settings.tokenizer
+        if engine is not None:
+            details["engine"] = engine
+        self.service.registry.add(
+            found.worker,
+            Partition(found.model or self.settings.model, found.routing_group),
+            block_size=block_size,
+            source=found.source,
+            **details,
+        )
+
+    def _lost(self, found: Found) -> None:
+        if not found.is_part:
+            self.service.registry.unregister(found.worker.name)
+            return
+        for address in found.worker.publishers():
+            self.service.registry.unregister(found.worker.name, dp_rank=address.dp_rank)
+
+    def _is_alive(self, worker: str) -> bool:
+        return any(rank.worker == worker for rank in self._client.connected_ranks())
+
+    def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None:
+        """Take what can change while it runs: the networks of registrations. Any thread.
+
+        Args:
+            config: what the file says now.
+            options: what the command line says, which counts for more.
+
+        Raises:
+            ConfigurationError: a setting cannot work; nothing has changed.
+        """
+        new = ServeSettings(**{**config.serve, **options})
+        self._networks = Networks(new.networks())
+        others = [
+            name
+            for name in new.__struct_fields__
+            if name != "register_networks" and getattr(new, name) != getattr(self.settings, name)
+        ]
+        if others:
+            logger.warning("these settings count from the next start on: %s", ", ".join(others))
+
+    # Its life ---------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Where it is reached from this machine."""
+        host = self.settings.host
+        if host in ("0.0.0.0", "::"):
+            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+        return f"{self.settings.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        if self._children is None:
+            self._server.run(sockets=[self._socket])
+            return
+        self._children.begin()
+        ending = threading.Thread(target=self._end_children, name="kvindex-ending", daemon=True)
+        ending.start()
+        self._server.run()
+        self._stopping.set()
+        ending.join()
+
+    def stop(self) -> None:
+        """Finish the open requests and have `run` return."""
+        self._stopping.set()
+        if self._children is None:
+            self._server.stop()
+
+    def _end_children(self) -> None:
+        """End the processes before what they pass their requests on to."""
+        assert self._children is not None
+        self._stopping.wait()
+        self._children.close()
+        self._server.stop()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as plain JSON-ready values.
+
+        `refused`: requests that were not let in, by reason, of all processes. `streams`: event
+        streams `opened`, `open_now`, `resumed` and `cut_off`. `discovery`, `state` and `processes`:
+        as their parts say; None where there is no such part.
+        """
+        refused = self._guard.counters.values()
+        if self._children is not None:
+            counted = self._children.counters()
+            refused = {name: refused[name] + counted[name] for name in REASONS}
+        return {
+            "refused": refused,
+            "streams": msgspec.to_builtins(self._page.streams),
+            "discovery": self._discovery.statistics(),
+            "state": None if self._saver is None else self._saver.statistics(),
+            "processes": None if self._children is None else self._children.statistics(),
+        }
+
+    def close(self) -> bool:
+        """Save, and take everything down; return whether the state was saved. Idempotent."""
+        self._discovery.close()
+        saver, self._saver = self._saver, None
+        saved = saver is None or saver.close()
+        self._opened.close()
+        return saved
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@contextmanager
+def own_directory() -> Iterator[str]:
+    """Make a directory of temporary files that nobody else may look into, and remove it.
+
+    Its lock shows that its owner lives. Directories of servers that were killed are removed first;
+    new ones are left, since their lock may still be to come.
+    """
+    with os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(_DIRECTORY):
+                with suppress(OSError):  # it is locked, or somebody else's, or gone
+                    _remove_left(entry)
+    path = tempfile.mkdtemp(prefix=_DIRECTORY)
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+    finally:
+        os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_left(entry: os.DirEntry[str]) -> None:
+    if time.time() - entry.stat(follow_symlinks=False).st_mtime < _NEW_SECONDS:
+        return
+    lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(entry.path)
+    finally:
+        os.close(lock)
+
+
+def _allow_descriptors() -> None:
+    """Raise the limit of open files as far as allowed: each rank and each connection takes some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error

@@ -1,0 +1,309 @@
+"""What a server answers, without HTTP: who is registered, and what they hold of a prompt."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+
+from kvindex import (
+    Client,
+    ConfigurationError,
+    Hits,
+    Index,
+    Rank,
+    RankRows,
+    RankStatus,
+    State,
+    Trust,
+)
+from kvindex.index.replicas import FanOut
+from kvindex.service.catalog import Catalog, Partition, Registration
+from kvindex.service.queries import AnswerForm
+from kvindex.service.registry import Registry
+from kvindex.service.traffic import Traffic
+from kvindex.wire.errors import RegistrationError
+
+__all__ = ["DIALECTS", "Ranks", "Service", "Standing"]
+
+DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
+_PATIENCE = 30.0  # seconds after the start that ranks are waited for
+_STANDING_FOR = 0.5  # seconds for which one standing answers all who ask
+
+
+class Source(Protocol):
+    """What has an index of what is followed."""
+
+    @property
+    def index(self) -> Index:
+        """The index; perhaps another one later."""
+
+    def trusts(self) -> Mapping[Rank, Trust]:
+        """Return how far each rank can be trusted; the same object until that changes."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as plain values."""
+
+
+class Standing(NamedTuple):
+    """How the registered ranks stand.
+
+    Attributes:
+        ready: whether queries are to be sent here.
+        live: whether each rank is live now.
+        waiting: ranks that have never been live, which the server waits for before it is ready.
+        given_up: ranks that have never been live, without which the server is ready.
+        behind: ranks that were live and are not now.
+        missing: engines and sources that have not said where to subscribe, and why.
+    """
+
+    ready: bool
+    live: bool
+    waiting: Mapping[Rank, str]
+    given_up: Mapping[Rank, str]
+    behind: Mapping[Rank, str]
+    missing: Mapping[str, str]
+
+
+class Ranks:
+    """A partition's ranks at one moment, and the forms that its answers are written in.
+
+    Args:
+        partition: which.
+        instances: the ids of its instances, each with its ranks.
+        of_mindie: whether they were registered as MindIE does.
+
+    Thread safety: immutable but for caches.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        instances: list[tuple[int | str, list[Rank]]],
+        of_mindie: bool = False,
+    ) -> None:
+        self.partition = partition
+        self.instances = instances
+        self.of_mindie = of_mindie
+        self.rows = RankRows(rank for _, ranks in instances for rank in ranks)
+        self._forms: dict[str, AnswerForm] = {}
+
+    def only(self, instance: str) -> Ranks:
+        """Return those of one instance: none, if it is not among them."""
+        instances = [one for one in self.instances if str(one[0]) == instance]
+        return Ranks(self.partition, instances, self.of_mindie)
+
+    def form(self, dialect: str) -> AnswerForm:
+        """Return the form of answers in a dialect."""
+        form = self._forms.get(dialect)
+        if form is None:
+            form = self._forms[dialect] = AnswerForm(
+                self.instances, dialect, tenant=self.partition.routing_group
+            )
+        return form
+
+
+class Service:
+    """Answers for the instances that are registered, and for no others.
+
+    Args:
+        source: what has the index: a client or a fan-out, whose workers are then registered here
+            and nowhere else; or a replica, whose server tells what is registered (`follow`).
+        registry: made of a client or a fan-out by default.
+        dialect: "auto", or the only one that queries are taken as: "dynamo", "rfc", "motor" or
+            "conductor".
+        max_tokens: most tokens of a query.
+        patience: seconds after the start for which ranks that were never live, and engines that
+            are missing, keep the server from being ready.
+        traffic: counts what is asked; one of its own by default.
+        clock: monotonic seconds.
+
+    Attributes:
+        missing: returns the engines and sources that have not said where to subscribe, and why;
+            nobody is missing until whoever discovers engines says so.
+
+    Thread safety: `match` on one thread (the event loop's); the rest from any.
+    """
+
+    def __init__(
+        self,
+        source: Source | FanOut,
+        registry: Registry | None = None,
+        *,
+        dialect: str = "auto",
+        max_tokens: int = 1 << 20,
+        patience: float = _PATIENCE,
+        traffic: Traffic | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.source: Source = source.client if isinstance(source, FanOut) else source
+        if registry is None and isinstance(self.source, Client):
+            registry = Registry(self.source)
+        self._registry = registry
+        if dialect not in DIALECTS:
+            raise ConfigurationError(f"dialect must be one of {DIALECTS}, not {dialect!r}")
+        self.dialect = dialect
+        self.max_tokens = max_tokens
+        self._catalog = Catalog()
+        self._clock = clock
+        self._patience = patience
+        self._began = clock()
+        self._was_ready = False  # with ranks that were live: what comes later is not waited for
+        self._stood: tuple[float, Catalog, Standing] | None = None  # when, for whom, and how
+        self._standing_lock = threading.Lock()
+        self._was_live: set[Rank] = set()
+        if isinstance(self.source, Client):  # whether or not anybody asks how they stand
+            self.source.on_change(partial(_note_live, self._was_live))
+        self.missing: Callable[[], Mapping[str, str]] = dict
+        # Of which catalog and which ranks of the index it was made, and what.
+        self._made: tuple[object, object, dict[Partition, Ranks]] = (None, None, {})
+        self.traffic = Traffic() if traffic is None else traffic
+
+    # Registrations ----------------------------------------------------------------------------
+
+    @property
+    def registry(self) -> Registry:
+        """What registers.
+
+        Raises:
+            RegistrationError: this process follows another one's registrations.
+        """
+        if self._registry is None:
+            raise RegistrationError(
+                "this process only answers queries: register with the one that subscribes",
+                reason="invalid",
+            )
+        return self._registry
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is registered now. Immutable; another one after each change."""
+        return self._catalog if self._registry is None else self._registry.catalog
+
+    def follow(self, catalog: Catalog) -> None:
+        """Answer for what another process says is registered (with a replica)."""
+        self._catalog = catalog
+
+    # Answers ----------------------------------------------------------------------------------
+
+    def ranks_of(self, partition: Partition) -> Ranks | None:
+        """Return the ranks to answer for, or None if nobody is registered for this partition.
+
+        A rank belongs to the instance that its worker is, whatever dp_rank its batches name.
+
+        Complexity: O(1) while ranks and registrations stay the same, else O(ranks) once.
+        """
+        catalog, known = self.catalog, self.source.index.ranks
+        made = self._made
+        if made[0] is not catalog or made[1] is not known:
+            made = self._made = catalog, known, _by_partition(catalog, known)
+        return made[2].get(partition)
+
+    def match(
+        self, ranks: Ranks, token_ids: memoryview, *, lora: str | None, salt: str | None
+    ) -> tuple[Hits, Mapping[Rank, Trust]]:
+        """Return what each of these ranks holds of a prompt, and its trust as of before that.
+
+        Raises: as `Index.match`.
+        """
+        began = time.perf_counter_ns()
+        trusts = self.source.trusts()
+        hits = self.source.index.match(token_ids, lora=lora, salt=salt).hits(ranks.rows)
+        best = max(hits.tokens, default=0)
+        took = time.perf_counter_ns() - began
+        self.traffic.query(ranks.partition, len(token_ids), best, took)
+        return hits, trusts
+
+    # How the ranks stand ----------------------------------------------------------------------
+
+    def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
+        """Return each registration with the status of its rank, None if it has none any more.
+
+        Complexity: O(ranks).
+        """
+        return self.registry.statuses()
+
+    def shown(self) -> list[tuple[Registration, RankStatus | None]]:
+        """Return the same to be shown: where none told the tokens per block, those of the events.
+
+        Complexity: O(ranks).
+        """
+        statuses = self.statuses()
+        rows = RankRows({status.rank for _, status in statuses if status is not None})
+        found = self.source.index.match([]).hits(rows).block_size
+        sizes = dict(zip(rows, found, strict=True))
+        return [
+            (one, status)
+            if one.block_size or status is None
+            else (msgspec.structs.replace(one, block_size=sizes[status.rank]), status)
+            for one, status in statuses
+        ]
+
+    def standing(self) -> Standing:
+        """Return how the registered ranks stand; all who ask within half a second share it.
+
+        The server is ready once each rank was live and no engine is missing, or once `patience` is
+        over. A rank that is registered afterwards, and is not live yet, changes nothing.
+
+        Complexity: O(ranks).
+        """
+        with self._standing_lock:
+            now, catalog, stood = self._clock(), self.catalog, self._stood
+            if stood is None or stood[1] is not catalog or now - stood[0] >= _STANDING_FOR:
+                stood = self._stood = now, catalog, self._look(now)
+            return stood[2]
+
+    def _look(self, now: float) -> Standing:
+        """Return how the ranks stand now, and note who is live."""
+        never: dict[Rank, str] = {}
+        behind: dict[Rank, str] = {}
+        statuses = self.statuses()
+        for one, status in statuses:
+            if status is None or status.state is not State.LIVE:
+                rank = Rank(one.worker, one.dp_rank) if status is None else status.rank
+                found = behind if rank in self._was_live else never
+                found[rank] = _why(status)
+            else:
+                self._was_live.add(status.rank)
+        if len(self._was_live) > 2 * len(statuses) + 64:  # others have gone
+            self._was_live.intersection_update(self.source.index.ranks)
+        missing = self.missing()
+        is_ready = not (never or missing)
+        self._was_ready = self._was_ready or (is_ready and bool(statuses))
+        is_ready = is_ready or self._was_ready or now - self._began >= self._patience
+        waiting, given_up = ({}, never) if is_ready else (never, {})
+        return Standing(
+            is_ready, not (never or behind or missing), waiting, given_up, behind, missing
+        )
+
+
+def _note_live(was_live: set[Rank], status: RankStatus) -> None:
+    if status.state is State.LIVE:
+        was_live.add(status.rank)
+
+
+def _why(status: RankStatus | None) -> str:
+    if status is None:
+        return "it is not subscribed to yet, or not any more"
+    return status.reason or f"its state is {status.state}"
+
+
+def _by_partition(catalog: Catalog, known: tuple[Rank, ...]) -> dict[Partition, Ranks]:
+    """Return who is to be answered for, by partition."""
+    by_worker: dict[str, list[Rank]] = {}
+    for rank in known:
+        if rank.worker in catalog.instances:
+            by_worker.setdefault(rank.worker, []).append(rank)
+    of_mindie = {r.partition for r in catalog.registrations if "medium_endpoints" in r.details}
+    return {
+        partition: Ranks(
+            partition,
+            [(named, by_worker.get(worker, [])) for worker, named in instances.items()],
+            partition in of_mindie,
+        )
+        for partition, instances in catalog.partitions.items()
+    }

@@ -1,0 +1,247 @@
+"""What `kvindex serve` is told: by options, and by a TOML file that may change while it runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvindex.service.guards import Limits, check_tokens
+from kvindex.service.networks import LOOPBACK, parse_networks
+from kvindex.wire.errors import ConfigurationError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # the extra `server` brings it
+    import tomli as tomllib
+
+__all__ = ["TOKEN_VARIABLE", "ConfigFile", "ServeSettings", "Table", "is_loopback", "read_config"]
+
+TOKEN_VARIABLE: Final = "KVINDEX_TOKEN"
+"""The environment variable that may hold the token."""
+
+_MAX_FILE_BYTES = 16 << 20
+_HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?")
+_DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")  # as `Service` has them
+_MINE = ("serve", "limits")  # the tables that are read here, each at most once
+
+Table = dict[str, Any]
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one server serves; what it serves (workers, sources) comes beside it.
+
+    Attributes:
+        host: the address or name to listen at.
+        port: of it; 0 lets the operating system choose.
+        processes: that answer HTTP; with more than 1 a further one subscribes.
+        model: of workers whose entry names none.
+        routing_group: likewise.
+        block_size: tokens of a block, of workers whose entry names none; None: events tell it.
+        token_file: a file with tokens, each on a line of its own; any of them opens.
+        insecure: listen beyond loopback without a token.
+        tls_cert: file with the certificate chain, in PEM.
+        tls_key: file with its private key.
+        allowed_hosts: names besides localhost and addresses that a Host header may have.
+        register_networks: networks where workers may be that register over HTTP; None stands for
+            loopback if the server listens on loopback itself, and for none elsewhere.
+        state: file that the state is saved in, and continued from.
+        save_every: seconds between two savings.
+        warm_from: URL of another server, whose snapshot this one begins with.
+        shutdown_within: seconds for open requests to end in.
+        dialect: "auto" tells the dialect of a query by the query; or the only one that there is:
+            "dynamo", "rfc", "motor" or "conductor".
+        hash_queries: "xxh3" answers /query_by_hash, by a second index; None does not.
+        tokenizer: URL of an engine whose /tokenize turns the text of /api/explain into tokens.
+        compat_metrics: add series with the names of Dynamo's indexer to /metrics.
+        limits: what is taken of the network, at most.
+
+    Raises:
+        ConfigurationError: a value cannot work, with what would.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8090
+    processes: int = 1
+    model: str = "default"
+    routing_group: str = "default"
+    block_size: int | None = None
+    token_file: str | None = None
+    insecure: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    register_networks: tuple[str, ...] | None = None
+    state: str | None = None
+    save_every: float = 60.0
+    warm_from: str | None = None
+    shutdown_within: float = 10.0
+    dialect: str = "auto"
+    hash_queries: str | None = None
+    tokenizer: str | None = None
+    compat_metrics: bool = False
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
+        if not 1 <= self.processes <= 64:
+            raise ConfigurationError(f"processes must be 1 to 64, not {self.processes}")
+        for name in ("save_every", "shutdown_within"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be above 0 s, not {getattr(self, name)!r}")
+        if self.block_size is not None and self.block_size < 1:
+            raise ConfigurationError(f"block_size must be at least 1, not {self.block_size}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigurationError("TLS needs both: --tls-cert FILE and --tls-key FILE")
+        if self.dialect not in _DIALECTS:
+            raise ConfigurationError(
+                f"dialect must be one of {', '.join(_DIALECTS)}, not {self.dialect!r}"
+            )
+        if self.hash_queries not in (None, "xxh3"):
+            raise ConfigurationError(f'hash_queries must be "xxh3", not {self.hash_queries!r}')
+        self.networks()
+
+    @property
+    def scheme(self) -> str:
+        """Either "http" or "https"."""
+        return "https" if self.tls_cert else "http"
+
+    def networks(self) -> tuple[Any, ...]:
+        """Return the networks where workers may be that register over HTTP."""
+        given = self.register_networks
+        if given is None:
+            given = LOOPBACK if is_loopback(self.host) else ()
+        return parse_networks(given)
+
+    def tokens(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+        """Return the tokens that open, of the file or the environment; none: none is wanted.
+
+        Raises:
+            ConfigurationError: one cannot be used, or there is none although the server listens
+                beyond loopback and is not told that this is meant.
+        """
+        if self.token_file is not None:
+            path = Path(self.token_file)
+            try:
+                lines = path.read_text("utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigurationError(f"the token file cannot be read: {error}") from None
+            return check_tokens((line.strip() for line in lines if line.strip()), str(path))
+        if environ.get(TOKEN_VARIABLE):
+            return check_tokens((environ[TOKEN_VARIABLE],), TOKEN_VARIABLE)
+        if is_loopback(self.host) or self.insecure:
+            return ()
+        raise ConfigurationError(
+            f"{self.host} can be reached from other machines: give a token (--token-file FILE, or "
+            f"{TOKEN_VARIABLE} in the environment), or say --insecure if anybody there may ask and "
+            "register"
+        )
+
+
+class ConfigFile(msgspec.Struct, frozen=True):
+    """What a TOML file says.
+
+    Attributes:
+        serve: the keys of `ServeSettings` that it gives, checked for their names and types.
+        tables: its other top-level tables, as they are.
+    """
+
+    serve: Table = {}
+    tables: Table = {}
+
+
+def read_config(path: str | os.PathLike[str], allowed: tuple[str, ...] = ()) -> ConfigFile:
+    """Read a TOML file: the tables [serve] and [limits], and others that the caller knows.
+
+    Args:
+        path: of the file.
+        allowed: names of the other top-level tables.
+
+    Raises:
+        ConfigurationError: it is no TOML, or has a key that means nothing; says which line.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        data = file.read(_MAX_FILE_BYTES + 1)
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigurationError(f"{path} exceeds {_MAX_FILE_BYTES} bytes")
+    if not data.strip():  # it is being written
+        raise ConfigurationError(f"{path} is empty")
+    try:
+        text = data.decode("utf-8")
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError tells line and column
+        raise ConfigurationError(f"{path} is no TOML: {error}") from None
+    known = (*_MINE, *allowed)
+    for name in tables:
+        if name not in known:
+            raise ConfigurationError(
+                f"{path}{_line(text, '', name)}: {name!r} is none of " + ", ".join(known)
+            )
+    serve = _checked(path, text, "serve", tables.pop("serve", {}), ServeSettings)
+    if "limits" in serve:
+        raise ConfigurationError(f"{path}: limits belong into a table of their own, [limits]")
+    if "limits" in tables:
+        limits = _checked(path, text, "limits", tables.pop("limits"), Limits)
+        serve["limits"] = Limits(**limits)
+    return ConfigFile(serve, tables)
+
+
+def _checked(path: object, text: str, name: str, table: Any, kind: type[msgspec.Struct]) -> Table:
+    """Return a table whose keys and values are those of a struct; leaves defaults out."""
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"{path}{_line(text, '', name)}: [{name}] must be a table")
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    checked = {}
+    for key, value in table.items():
+        where = f"{path}{_line(text, name, key)}"
+        if key not in fields:
+            raise ConfigurationError(f"{where}: [{name}] knows no {key!r}: {_listed(fields)}")
+        try:
+            checked[key] = msgspec.convert(value, fields[key])
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"{where}: {key}: {error}") from None
+    try:
+        kind(**checked)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}, [{name}]: {error}") from None
+    return checked
+
+
+def _listed(names: Mapping[str, object]) -> str:
+    return "it has " + ", ".join(sorted(names))
+
+
+def _line(text: str, table: str, key: str) -> str:
+    """Return ", line N" of a key in a table, or of a table; "" if it is not found."""
+    begins = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]")
+    current = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        header = _HEADER.fullmatch(line)
+        if header is not None:
+            current = header[1]
+            if not table and current.split(".")[0] == key:
+                return f", line {number}"
+        elif current == table and begins.match(line):
+            return f", line {number}"
+    return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches what listens at this host.
+
+    Examples:
+        >>> is_loopback("127.0.0.2"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        (True, True, False)
+    """
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

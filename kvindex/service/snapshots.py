@@ -1,0 +1,95 @@
+"""`GET /snapshot`: all that this server knows, for another one to begin with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from kvindex import BusyError, Client, ClosedError
+from kvindex.service.replies import refused
+
+__all__ = ["snapshot_route"]
+
+_PIECE: Final = 256 << 10  # bytes read at once
+_FRESH: Final = 10.0  # seconds for which a snapshot that is being sent is sent to others, too
+_MOST: Final = 2  # snapshots that are being sent at once
+
+
+class _Taken:
+    """A snapshot in a file without a name, which is gone once nobody is sent it any more."""
+
+    def __init__(self, descriptor: int, taken_at: float) -> None:
+        self.descriptor = descriptor
+        self.taken_at = taken_at
+        self.readers = 0
+
+
+def snapshot_route(
+    client: Client,
+    directory: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Route:
+    """Return the route `GET /snapshot`, which answers what `Client.save` writes.
+
+    Those who ask soon after another one, and those who ask while two snapshots are being sent, are
+    sent the newest of these. So nobody waits for a slow reader.
+
+    Args:
+        client: whose state it is.
+        directory: where there is room for it; that of temporary files by default.
+        clock: monotonic seconds.
+    """
+    sent: list[_Taken] = []  # at present, the newest last
+    lock: asyncio.Lock | None = None
+
+    async def snapshot(request: Request) -> Response:
+        nonlocal lock
+        lock = lock or asyncio.Lock()
+        async with lock:
+            is_fresh = bool(sent) and clock() - sent[-1].taken_at < _FRESH
+            if not is_fresh and len(sent) < _MOST:
+                try:
+                    descriptor = await asyncio.to_thread(_taken, client, directory)
+                except (OSError, BusyError, ClosedError) as error:
+                    reply = refused(503, f"no snapshot could be taken: {error}", "busy")
+                    return Response(reply.body, 503, media_type="application/json")
+                sent.append(_Taken(descriptor, clock()))
+            taken = sent[-1]
+            taken.readers += 1
+        size = os.fstat(taken.descriptor).st_size
+        return StreamingResponse(
+            _pieces(taken, sent),
+            headers={"content-length": str(size), "cache-control": "no-store"},
+            media_type="application/octet-stream",
+        )
+
+    return Route("/snapshot", snapshot, methods=["GET"])
+
+
+def _taken(client: Client, directory: str | None) -> int:
+    """Return a descriptor of a file with a new snapshot, which has no name any more."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix="kvindex-snapshot-") as folder:
+        path = os.path.join(folder, "snapshot")
+        client.save(path)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+async def _pieces(taken: _Taken, sent: list[_Taken]) -> AsyncIterator[bytes]:
+    place = 0
+    try:
+        while piece := await asyncio.to_thread(os.pread, taken.descriptor, _PIECE, place):
+            place += len(piece)
+            yield piece
+    finally:
+        taken.readers -= 1
+        if not taken.readers:
+            sent.remove(taken)
+            os.close(taken.descriptor)

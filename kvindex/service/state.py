@@ -1,0 +1,187 @@
+"""What a server continues from after a restart: what ranks hold, and who registered over HTTP."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvindex import BusyError, Client, ClosedError, ConfigurationError
+from kvindex.index.snapshot import replaced_file
+from kvindex.service.catalog import BY_CLIENTS, Catalog, Registration
+from kvindex.subscribe.discovery.web import Web
+from kvindex.wire.log_rate import LogRate
+
+__all__ = ["Saver", "fetch_snapshot", "read_registrations", "registrations_path"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_REGISTRATIONS_BYTES = 64 << 20
+_MAX_SNAPSHOT_BYTES = 64 << 30
+_PIECE = 1 << 20
+
+
+def registrations_path(state: str | os.PathLike[str]) -> Path:
+    """Return the file with the registrations that belongs to a state file."""
+    return Path(f"{os.fspath(state)}.registered.json")
+
+
+def read_registrations(state: str | os.PathLike[str]) -> list[Registration]:
+    """Return the registrations that were saved beside a state file; none if there is no file.
+
+    Raises:
+        ConfigurationError: it holds something else.
+        OSError: it cannot be read.
+    """
+    path = registrations_path(state)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_REGISTRATIONS_BYTES + 1)
+        return msgspec.json.decode(data, type=list[Registration])
+    except FileNotFoundError:
+        return []
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigurationError(
+            f"--state {path}: it holds no registrations ({error}); to start without them, delete "
+            "it or move it away"
+        ) from error
+
+
+class Saver:
+    """Saves a client's state every so often, and registrations whenever they change.
+
+    Args:
+        client: what is saved.
+        path: the state file.
+        every: seconds between two savings of what ranks hold.
+
+    Thread safety: every method from any thread.
+    """
+
+    def __init__(self, client: Client, path: str | os.PathLike[str], every: float) -> None:
+        self._client = client
+        self._path = Path(path)
+        self._every = every
+        self._registered: tuple[Registration, ...] | None = None
+        self._wake = threading.Event()
+        self._closing = False
+        self._writing = threading.Lock()
+        self._rate = LogRate()
+        self._counters = {"saved": 0, "failed": 0}
+        self._saved_at: float | None = None
+        self._error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="kvindex-saver", daemon=True)
+        self._thread.start()
+
+    def note(self, catalog: Catalog) -> None:
+        """Have the registrations saved soon: a listener of `Registry.on_change`."""
+        self._registered = tuple(one for one in catalog.registrations if one.source == BY_CLIENTS)
+        self._wake.set()
+
+    def save(self) -> bool:
+        """Write both files now; return whether it worked. A failure is logged and counted."""
+        with self._writing:
+            try:
+                self._write_registered()
+                self._client.save(self._path)
+            except (OSError, BusyError, ClosedError) as error:
+                self._counters["failed"] += 1
+                self._error = str(error)
+                if self._rate.allows("save"):
+                    logger.error(
+                        "the state could not be saved in %s (%s); a file that was there is as "
+                        "before",
+                        self._path,
+                        error,
+                    )
+                return False
+            self._counters["saved"] += 1
+            self._saved_at, self._error = time.time(), None
+            return True
+
+    def statistics(self) -> dict[str, Any]:
+        """Return how often it was saved and failed, when last (Unix seconds), and the error."""
+        return {**self._counters, "saved_at": self._saved_at, "error": self._error}
+
+    def close(self) -> bool:
+        """Save for the last time; return whether it worked."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+        return self.save()
+
+    def _run(self) -> None:
+        due = time.monotonic() + self._every
+        while not self._closing:
+            if self._wake.wait(max(0.0, due - time.monotonic())):
+                self._wake.clear()
+                self._save_registered()
+            else:
+                self.save()
+                due = time.monotonic() + self._every
+
+    def _save_registered(self) -> None:
+        with self._writing:
+            try:
+                self._write_registered()
+            except OSError as error:
+                self._counters["failed"] += 1
+                self._error = str(error)
+                if self._rate.allows("registered"):
+                    logger.error("registrations could not be saved: %s", error)
+
+    def _write_registered(self) -> None:
+        registered, self._registered = self._registered, None
+        if registered is None:
+            return
+        try:
+            with replaced_file(registrations_path(self._path)) as file:
+                file.write(msgspec.json.encode(registered))
+        except BaseException:
+            self._registered = self._registered or registered
+            raise
+
+
+def fetch_snapshot(
+    url: str, path: str | os.PathLike[str], *, token: str | None = None, timeout: float = 30.0
+) -> None:
+    """Write another server's snapshot to a file; `connect(resume=path)` continues from it.
+
+    The token goes to that server and no other: no proxy is used, and no redirect followed.
+
+    Args:
+        url: of the other server.
+        path: the file; it appears only when all of it has come.
+        token: what the other server wants.
+        timeout: seconds without a byte.
+
+    Raises:
+        ConfigurationError: it is no URL of a server.
+        OSError: it could not be had; the message says why.
+    """
+    web = Web(url, token=token)
+    with web.open("/snapshot", timeout) as answer, replaced_file(path) as file:
+        if answer.status != 200:
+            said = _said(answer.read(4096))
+            raise OSError(f"{web.url}/snapshot: status {answer.status}{said}")
+        expected, size = answer.length, 0
+        while piece := answer.read(_PIECE, timeout):
+            size += len(piece)
+            if size > _MAX_SNAPSHOT_BYTES:
+                raise OSError(f"the snapshot exceeds {_MAX_SNAPSHOT_BYTES} bytes")
+            file.write(piece)
+        if expected not in (None, size):
+            raise OSError(f"the snapshot was cut off after {size} of {expected} bytes")
+
+
+def _said(body: bytes) -> str:
+    with suppress(ValueError, KeyError, TypeError):
+        return f" ({json.loads(body)['error']})"
+    return ""

@@ -1,0 +1,309 @@
+"""What happened to the fleet: state changes, gaps, replays, losses, restarts, ranks come and gone.
+
+Made of the ranks' statuses, each compared with the one before it. Bounded: what is too old for the
+history is counted, not kept.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvindex import Rank, RankStatus, State
+from kvindex.service.catalog import Partition
+from kvindex.service.overview import PartitionOf
+
+__all__ = ["HISTORY", "Happening", "Kind", "Since", "Timeline", "parse_id"]
+
+HISTORY: Final = 5_000
+"""Happenings that are kept: some hundred bytes each."""
+
+Kind: TypeAlias = Literal["state", "gap", "replay", "loss", "restart", "added", "removed"]
+
+
+class Happening(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that happened to one rank.
+
+    Attributes:
+        id: "LIFE-NUMBER": which run of the service, and which of its happenings, from 1.
+        at: when it was noticed, in seconds since 1970.
+        kind: what it is.
+        worker, dp_rank: the rank.
+        model, routing_group: its partition.
+        state: the rank's state after it.
+        complete: whether all of the rank's history was applied by then.
+        count: how many at once, of what is counted.
+        text: the same in words.
+    """
+
+    id: str
+    at: float
+    kind: Kind
+    worker: str
+    dp_rank: int
+    model: str
+    routing_group: str
+    state: str
+    complete: bool
+    count: int = 1
+    text: str
+
+
+class Since(NamedTuple):
+    """What happened after some happening.
+
+    Attributes:
+        happenings: oldest first.
+        missed: how many are not among them because the history is bounded; None if that is not
+            known, since the one asked after is of another run of the service.
+        position: number of the last happening so far.
+    """
+
+    happenings: list[Happening]
+    missed: int | None
+    position: int
+
+
+class _Told(NamedTuple):
+    """What has happened by one comparison, without what is the same for all of it."""
+
+    kind: Kind
+    text: str
+    number: int = 1
+
+
+class Timeline:
+    """The history of a fleet, fed with statuses.
+
+    Args:
+        partition_of: what a worker belongs to.
+        most: how many happenings are kept.
+        clock: seconds since 1970.
+
+    Attributes:
+        life: names this run of the service in ids.
+        began: when this was made, in seconds since 1970.
+
+    Thread safety: every method may be called from any thread.
+
+    Examples:
+        >>> timeline = Timeline()
+        >>> timeline.since(0)
+        Since(happenings=[], missed=0, position=0)
+    """
+
+    def __init__(
+        self,
+        partition_of: PartitionOf = lambda _: Partition(""),
+        *,
+        most: int = HISTORY,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.life = secrets.token_hex(4)
+        self._partition_of = partition_of
+        self._clock = clock
+        self.began = clock()
+        self._lock = threading.Lock()
+        self._history: deque[Happening] = deque(maxlen=most)
+        self._position = 0
+        self._followed: dict[Rank, _Followed] = {}
+        self._bells: dict[object, Callable[[], None]] = {}
+
+    def observe(self, status: RankStatus) -> None:
+        """Take a status as `Client.on_change` tells it: in order, each change once."""
+        with self._noting():
+            self._follow(status)
+
+    def begin(self, statuses: Iterable[RankStatus]) -> None:
+        """Take the ranks that are there already; to be called after `observe` is listening."""
+        with self._noting():
+            for status in statuses:
+                if status.rank not in self._followed and status.state is not State.CLOSED:
+                    self._follow(status)
+
+    def sweep(self, statuses: Iterable[RankStatus]) -> None:
+        """Take all ranks' statuses for what they count, which may rise while states do not change.
+
+        These may have been read before a change that was told already, so their states do not
+        count.
+        """
+        with self._noting():
+            for status in statuses:
+                followed = self._followed.get(status.rank)
+                if followed is not None:
+                    for told in followed.count(status):
+                        self._add(status.rank, followed.status, told)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Hold the lock, then ring the bells if something was added."""
+        with self._lock:
+            before = self._position
+            yield
+            bells = tuple(self._bells.values()) if self._position != before else ()
+        for ring in bells:
+            ring()
+
+    def _follow(self, status: RankStatus) -> None:
+        followed = self._followed.get(status.rank)
+        if status.state is State.CLOSED:
+            if self._followed.pop(status.rank, None) is not None:
+                text = f"removed: {status.reason}" if status.reason else "removed"
+                self._add(status.rank, status, _Told("removed", text))
+            return
+        if followed is None:
+            self._followed[status.rank] = _Followed(status)
+            self._add(status.rank, status, _Told("added", f"added: {_state_text(status)}"))
+            return
+        for told in (*followed.count(status), *followed.stand(status)):
+            self._add(status.rank, status, told)
+
+    def _add(self, rank: Rank, status: RankStatus, told: _Told) -> None:
+        self._position += 1
+        partition = self._partition_of(rank.worker)
+        self._history.append(
+            Happening(
+                id=f"{self.life}-{self._position}",
+                at=self._clock(),
+                kind=told.kind,
+                worker=rank.worker,
+                dp_rank=rank.dp_rank,
+                model=partition.model,
+                routing_group=partition.routing_group,
+                state=status.state.value,
+                complete=status.complete,
+                count=told.number,
+                text=told.text,
+            )
+        )
+
+    @property
+    def position(self) -> int:
+        """Number of the last happening; 0 before the first."""
+        return self._position
+
+    def since(self, position: int, life: str | None = None) -> Since:
+        """Return what happened after the happening of this number.
+
+        Args:
+            position: 0 for all that is kept.
+            life: of which run of the service the number is; this one by default. Of another one
+                nothing is known, so all that is kept comes.
+
+        Complexity: O(history).
+        """
+        with self._lock:
+            if life not in (None, self.life) or position > self._position:
+                return Since(list(self._history), None, self._position)
+            new = min(self._position - position, len(self._history))
+            missed = self._position - position - new
+            skip = len(self._history) - new
+            news = [happening for i, happening in enumerate(self._history) if i >= skip]
+            return Since(news, missed, self._position)
+
+    def listen(self, ring: Callable[[], None]) -> Callable[[], None]:
+        """Have a function called after something happened, on the thread that noticed it.
+
+        It must return at once. What happened is asked for by `since`.
+
+        Returns:
+            A function that ends this.
+        """
+        key = object()
+        with self._lock:
+            self._bells[key] = ring
+
+        def stop() -> None:
+            with self._lock:
+                self._bells.pop(key, None)
+
+        return stop
+
+
+def parse_id(text: str) -> tuple[str, int] | None:
+    """Return the life and number of a happening's id, or None if it is no such id.
+
+    Examples:
+        >>> parse_id("5c0ffee5-12"), parse_id("12")
+        (('5c0ffee5', 12), None)
+    """
+    life, dash, number = text.rpartition("-")
+    if not (dash and life and number.isascii() and number.isdigit() and len(number) < 19):
+        return None
+    return life, int(number)
+
+
+class _Followed:
+    """What is known of a rank: the status told last, and the highest of what is counted.
+
+    Under the timeline's lock.
+    """
+
+    __slots__ = ("_counts", "_failing", "status")
+
+    def __init__(self, status: RankStatus) -> None:
+        self.status = status
+        self._counts = _counts(status)
+        self._failing = False  # so that a replay endpoint that stays away is told once
+
+    def stand(self, status: RankStatus) -> Iterator[_Told]:
+        """Take a status; yield how the rank stands now, if that is new."""
+        last, self.status = self.status, status
+        if status.state is not last.state:
+            yield _Told("state", _state_text(status))
+        elif status.complete and not last.complete:
+            yield _Told("state", "complete: every batch since the engine's first was applied")
+
+    def count(self, status: RankStatus) -> Iterator[_Told]:
+        """Take what a status counts; yield what is new in it, in the order it must have had."""
+        before = self._counts
+        self._counts = _Counts(*map(max, before, _counts(status)))
+        new = _Counts(*(now - then for now, then in zip(self._counts, before, strict=True)))
+        if new.gaps:
+            text = "a gap: batches are missing" if new.gaps == 1 else f"{new.gaps} gaps"
+            yield _Told("gap", text, new.gaps)
+        if new.failed and not self._failing:
+            self._failing = True
+            yield _Told("replay", "a replay failed: gaps cannot be repaired", new.failed)
+        if new.filled:
+            was_failing, self._failing = self._failing, False
+            # A live rank's replays only ask whether its last batches were lost.
+            if was_failing or self.status.state in (State.SYNCING, State.REPAIRING):
+                yield _Told("replay", "a replay was read to its end", new.filled)
+        if new.losses:
+            text = "a loss" if new.losses == 1 else f"{new.losses} losses"
+            yield _Told("loss", f"{text}: batches that nobody can bring back", new.losses)
+        if new.restarts:
+            yield _Told("restart", "the engine restarted with an empty cache", new.restarts)
+
+
+class _Counts(NamedTuple):
+    gaps: int
+    failed: int
+    filled: int
+    losses: int
+    restarts: int
+
+
+def _counts(status: RankStatus) -> _Counts:
+    return _Counts(
+        status.gaps,
+        status.replays_failed,
+        status.replays_filled,
+        status.losses,
+        status.restarts,
+    )
+
+
+def _state_text(status: RankStatus) -> str:
+    text = status.state.value
+    if status.state is State.LIVE and not status.complete:
+        text += ", not complete"
+    return f"{text}: {status.reason}" if status.reason else text

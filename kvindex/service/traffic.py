@@ -1,0 +1,243 @@
+"""What a process was asked, counted in memory that its parent can read.
+
+Each process writes the names of what it counts beside the numbers, so that nobody has to agree on
+places. A process counts on one thread; any other thread or process reads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from kvindex.service.catalog import Partition
+from kvindex.service.counters import OTHER
+from kvindex.service.metrics import BUCKETS, Outcomes, Queries, Requests, SeriesLabels
+
+__all__ = ["ASKED", "Rows", "Totals", "Traffic"]
+
+ASKED: Final = (
+    *("queries", "tokens", "best_match", "nanoseconds"),
+    *("requests", "asked", "attainable", "chosen"),
+    *("reported", "delivered"),
+)
+"""What `Totals.asked` counts: queries, with their tokens, those that the best rank held, and the
+time taken; finished requests that routers report, in tokens (see `Traffic.outcome`); and of those
+whose engine said what it delivered, the tokens asked and delivered."""
+
+
+_OUTCOMES: Final = ("requests", "asked", "attainable", "chosen")  # see `Traffic.outcome`
+_REPORTED: Final = (*_OUTCOMES, "delivered")
+_NAME_BYTES: Final = 248
+_MOST_REQUESTS: Final = 512
+_MOST_PARTITIONS: Final = 256
+_QUERY: Final = 3 + len(BUCKETS) + 1  # tokens, best match, nanoseconds, and the buckets
+_NUMBERS: Final = _QUERY + len(_OUTCOMES) + len(_REPORTED)
+_BOUNDS: Final = [int(bound * 1e9) for bound in BUCKETS]
+
+
+class Rows:
+    """Rows of numbers of 64 bits, each under a name, in one buffer.
+
+    A name that finds no room counts as "(other)", which has the last row.
+
+    Args:
+        buffer: `Rows.size(rows, width)` writable bytes, zero at first.
+        rows: most names.
+        width: numbers in a row.
+
+    Thread safety: `row` on one thread of one process; `rows` anywhere. A number is written whole.
+
+    Examples:
+        >>> rows = Rows(memoryview(bytearray(Rows.size(2, 1))), 2, 1)
+        >>> rows.row("a")[0] += 1
+        >>> rows.row("b")[0] += 1
+        >>> rows.row("c")[0] += 1
+        >>> rows.rows()
+        {'a': [1], '(other)': [2]}
+    """
+
+    def __init__(self, buffer: memoryview, rows: int, width: int) -> None:
+        self._buffer = buffer
+        self._most = rows
+        self._size = self.size(1, width)
+        self._known = {name: numbers for _, name, numbers in self._used()}  # of a predecessor
+        self._next = len(self._known.keys() - {OTHER})
+
+    @staticmethod
+    def size(rows: int, width: int) -> int:
+        """Return how many bytes these rows take."""
+        return rows * (8 * (1 + width) + _NAME_BYTES)
+
+    def row(self, name: str) -> memoryview:
+        """Return the numbers under a name, which gets a row if it has none yet. O(1)."""
+        return self._known.get(name) or self._begin(name)
+
+    def rows(self) -> dict[str, list[int]]:
+        """Return the numbers under each name that has any. O(rows)."""
+        return {name: numbers.tolist() for _, name, numbers in self._used()}
+
+    def _begin(self, name: str) -> memoryview:
+        encoded = name.encode(errors="replace")
+        last = self._most - 1
+        number = last if name == OTHER else self._next
+        if name != OTHER:
+            if len(encoded) > _NAME_BYTES or number == last:
+                return self.row(OTHER)
+            self._next += 1
+        length, place, numbers = self._row(number)
+        place[: len(encoded)] = encoded
+        length[0] = len(encoded)  # last: whoever reads finds the whole name
+        self._known[name] = numbers
+        return numbers
+
+    def _used(self) -> Iterator[tuple[int, str, memoryview]]:
+        for number in range(self._most):
+            length, place, numbers = self._row(number)
+            if length[0]:
+                yield number, bytes(place[: length[0]]).decode(errors="replace"), numbers
+
+    def _row(self, number: int) -> tuple[memoryview, memoryview, memoryview]:
+        """Return where a row has its name's length, its name and its numbers."""
+        row = self._buffer[number * self._size : (number + 1) * self._size]
+        return row[:8].cast("Q"), row[-_NAME_BYTES:], row[8:-_NAME_BYTES].cast("Q")
+
+
+class Traffic:
+    """Counts requests, queries and what routers report, for one process.
+
+    Args:
+        buffer: `Traffic.SIZE` writable bytes, zero at first; own memory by default.
+
+    Thread safety: as `Rows`.
+    """
+
+    SIZE: Final = Rows.size(_MOST_REQUESTS, 1) + Rows.size(_MOST_PARTITIONS, _NUMBERS)
+
+    def __init__(self, buffer: memoryview | None = None) -> None:
+        whole = memoryview(bytearray(self.SIZE)) if buffer is None else buffer
+        self._requests = Rows(whole, _MOST_REQUESTS, 1)
+        rest = whole[Rows.size(_MOST_REQUESTS, 1) :]
+        self._partitions = Rows(rest, _MOST_PARTITIONS, _NUMBERS)
+
+    def request(self, method: str, route: str, code: int) -> None:
+        """Count an answered request.
+
+        Args:
+            method: that of a route that there is, or OTHER.
+            route: the path of a route that there is, or OTHER, so that there are not many.
+            code: the HTTP status code.
+        """
+        self._requests.row(f"{method} {route} {code}")[0] += 1
+
+    def query(
+        self, partition: Partition, tokens: int, best_match_tokens: int, nanoseconds: int
+    ) -> None:
+        """Count an answered query."""
+        row = self._of(partition)
+        row[0] += tokens
+        row[1] += best_match_tokens
+        row[2] += nanoseconds
+        row[3 + bisect_left(_BOUNDS, nanoseconds)] += 1
+
+    def outcome(
+        self,
+        partition: Partition,
+        asked: int,
+        attainable: int,
+        chosen: int,
+        delivered: int | None = None,
+    ) -> None:
+        """Count a finished request that a router reports, in tokens.
+
+        Args:
+            partition: whose.
+            asked: in its prompt.
+            attainable: of these, those that the best rank held.
+            chosen: those that the chosen rank was expected to find cached.
+            delivered: those that its engine did find; None if it did not say.
+        """
+        row = self._of(partition)
+        for place, number in enumerate((1, asked, attainable, chosen), _QUERY):
+            row[place] += number
+        if delivered is not None:
+            reported = _QUERY + len(_OUTCOMES)
+            for place, number in enumerate((1, asked, attainable, chosen, delivered), reported):
+                row[place] += number
+
+    def requests(self) -> dict[tuple[str, str, int], int]:
+        """Return how many requests were answered, by method, route and status code."""
+        found = {}
+        for name, (count,) in self._requests.rows().items():
+            method, route, code = name.split(" ") if name != OTHER else ("", name, "0")
+            found[method, route, int(code)] = count
+        return found
+
+    def partitions(self) -> dict[SeriesLabels, list[int]]:
+        """Return the numbers of each partition, for `Totals`."""
+        return {
+            SeriesLabels(*name.split("\0", 1)): numbers
+            for name, numbers in self._partitions.rows().items()
+        }
+
+    def _of(self, partition: Partition) -> memoryview:
+        return self._partitions.row(f"{partition.model}\0{partition.routing_group}")
+
+
+class Totals:
+    """What all processes of a server were asked, for metrics.
+
+    Args:
+        parts: returns the counts of each process.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, parts: Callable[[], Iterable[Traffic]]) -> None:
+        self._parts = parts
+
+    def requests(self) -> Requests:
+        """Return how many requests were answered, by method, route and status code."""
+        return sum((Counter(part.requests()) for part in self._parts()), Counter())
+
+    def queries(self) -> list[Queries]:
+        """Return what was asked of each partition."""
+        return [
+            Queries(labels, tokens, best, nanoseconds / 1e9, buckets[: len(BUCKETS) + 1])
+            for labels, (tokens, best, nanoseconds, *buckets) in self._partitions().items()
+        ]
+
+    def asked(self) -> dict[SeriesLabels, list[int]]:
+        """Return the numbers of ASKED for each partition."""
+        reported = _QUERY + len(_OUTCOMES)
+        return {
+            labels: [
+                sum(numbers[3:_QUERY]),
+                *numbers[:3],
+                *numbers[_QUERY:reported],
+                numbers[reported + _REPORTED.index("asked")],
+                numbers[reported + _REPORTED.index("delivered")],
+            ]
+            for labels, numbers in self._partitions().items()
+        }
+
+    def outcomes(self) -> list[Outcomes]:
+        """Return what routers reported of each partition."""
+        return [
+            Outcomes(
+                labels.model,
+                dict(zip(_OUTCOMES, numbers[_QUERY:], strict=False)),
+                dict(zip(_REPORTED, numbers[_QUERY + len(_OUTCOMES) :], strict=True)),
+            )
+            for labels, numbers in self._partitions().items()
+            if numbers[_QUERY]
+        ]
+
+    def _partitions(self) -> dict[SeriesLabels, list[int]]:
+        found: dict[SeriesLabels, list[int]] = {}
+        for part in self._parts():
+            for labels, numbers in part.partitions().items():
+                before = found.get(labels, [0] * len(numbers))
+                found[labels] = [a + b for a, b in zip(before, numbers, strict=True)]
+        return found

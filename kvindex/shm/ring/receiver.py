@@ -1,0 +1,319 @@
+"""A reading end of a ring: waits for messages, looks after the writer, joins what was split."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvindex.shm.ring.layout import CLOSED, READY
+from kvindex.shm.ring.messages import CONTINUED, MORE, Assembly, Buffer
+from kvindex.shm.ring.ring import ShmRingBuffer, closed_party, parents_party
+from kvindex.shm.ring.waiting import Patience, Waiting
+from kvindex.wire.errors import (
+    DecodeError,
+    QueueClosedError,
+    QueueTimeoutError,
+    ReaderEvictedError,
+    SegmentError,
+    WaitCancelledError,
+    WriterDiedError,
+)
+
+__all__ = ["RingReceiver"]
+
+# Bytes that are copied out at once; more are decoded where they are. A copy of this many takes
+# about as long as asking twice.
+_COPIED = 32 << 10
+
+Decode = Callable[[int, Buffer], Any]
+
+
+class RingReceiver:
+    """Reads every message of a ring, in order.
+
+    Args:
+        ring: the ring, attached for this reader alone; the receiver closes it.
+        slot: the reader's place.
+        waiting: how to wait.
+        max_message_bytes: longest message that is accepted, in bytes.
+
+    Raises:
+        SegmentError: a living reader has the place.
+
+    Thread safety: one thread at a time, but `statistics` and `close` from any.
+    """
+
+    def __init__(
+        self, ring: ShmRingBuffer, slot: int, *, waiting: Waiting, max_message_bytes: int
+    ) -> None:
+        self.ring = ring
+        self._waiting = waiting
+        self._spin = waiting.spin
+        self._look = waiting.look
+        self._glance_at = 0.0  # when a glance is to include the writer's life again
+        self._assembly = Assembly(max_message_bytes)
+        self._added: tuple[int, tuple[int, Buffer] | None] | None = None
+        self._messages = 0
+        self._party = ring.reader(slot)
+        ring.segment.on_fork = self._disown
+
+    def receive(
+        self,
+        decode: Decode,
+        timeout: float | None,
+        cancel: threading.Event | None = None,
+        *,
+        quiet: bool = False,
+    ) -> Any:
+        """Return what `decode` makes of the next message's kind and body.
+
+        Args:
+            decode: must keep nothing of the body, unless that is bytes.
+            timeout: longest wait in seconds; None waits for ever.
+            cancel: ends the wait when set, within the `look` of the settings.
+            quiet: never warn of a long wait.
+
+        Raises:
+            QueueTimeoutError: none came in time.
+            QueueClosedError: the writer has closed the queue, and all of it was read.
+            WriterDiedError: the writer is gone, and all that it published whole was read.
+            ReaderEvictedError: the writer took this reader off.
+            WaitCancelledError: `cancel` was set.
+            ClosedError: this end was closed.
+            DecodeError: from `decode`; the message counts as read.
+            SegmentError: the ring's memory is damaged.
+        """
+        patience: Patience | None = None
+        got = None
+        if timeout is None and cancel is None:  # the usual call, without more ado
+            got = self._read(_COPIED, self._spin, 0.0)
+            if got is None:
+                self._glance(None)
+                got = self._read(_COPIED, self._spin, self._look)
+            if got is None:
+                patience = Patience(self._waiting, None, quiet=quiet)
+                self._look_around(patience, None)
+            elif got[0] < MORE and not self._assembly.begun:
+                if type(got[1]) is bytes:
+                    self._messages += 1
+                    return decode(got[0], got[1])
+                return self._decode_in_place(*got, decode)
+        chunks = self._chunks(_COPIED, timeout, cancel, patience, quiet=quiet)
+        while True:
+            with self._body(got or next(chunks)) as message:
+                if message is not None:
+                    return self._decoded(message, decode)
+            got = None
+
+    @contextmanager
+    def message(
+        self, timeout: float | None, cancel: threading.Event | None, *, quiet: bool
+    ) -> Iterator[memoryview]:
+        """Give the next message's bytes, read-only, where they are if they are in one chunk.
+
+        Raises: as `receive`; at the end of the `with` ReaderEvictedError, if the bytes may have
+            been overwritten meanwhile.
+        """
+        for got in self._chunks(0, timeout, cancel, None, quiet=quiet):
+            with self._body(got) as message:
+                if message is not None:
+                    with memoryview(message[1]) as view, view.toreadonly() as body:
+                        yield body
+                    return
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Return once the writer says that all readers are there.
+
+        Raises:
+            QueueTimeoutError: it did not in time.
+            WriterDiedError, QueueClosedError, ClosedError: it never will.
+        """
+        patience = Patience(self._waiting, timeout)
+        sleep = 0.0  # that the writer is gone may be known already
+        while not self._party.wait_state(READY | CLOSED, sleep):
+            if not self._party.state & CLOSED and not self.ring.writer_lives():
+                self._bury_writer()
+            if patience.exhausted:
+                raise QueueTimeoutError(
+                    f"the queue was not ready in {timeout:g} s: the writer waits for other readers",
+                    timeout=patience.timeout,
+                )
+            patience.warn("the queue to be ready")
+            sleep = patience.slice()
+        if not self._party.state & READY and not self._party.ready():
+            raise QueueClosedError("the writer closed the queue before it was ready")
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the writer counts this reader."""
+        return self._party.active
+
+    @property
+    def behind(self) -> int:
+        """Chunks published and not read yet."""
+        return self._party.behind
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many messages were read or given up, and how the waits went."""
+        return {
+            "messages": self._messages,
+            "messages_given_up": self._assembly.given_up,
+            "behind": self.behind,
+            **self._party.statistics(),
+        }
+
+    def close(self) -> None:
+        """Give the place up; the writer waits for this reader no more. Idempotent."""
+        party, self._party = self._party, closed_party(self._party)
+        if party is self._party:  # closed already, or in a forked child the parent's
+            return
+        self.ring.segment.on_fork = None
+        if not self.ring.segment.closed:
+            if not self.ring.writer_lives():
+                self.ring.segment.unlink()  # which the writer can do no more
+            party.leave()
+            party.interrupt()
+        del party  # and with it the memory, unless a thread is still inside
+        self.ring.close()
+
+    def _chunks(
+        self,
+        limit: int,
+        timeout: float | None,
+        cancel: threading.Event | None,
+        patience: Patience | None,
+        *,
+        quiet: bool,
+    ) -> Iterator[tuple[int, Any]]:
+        """Give what `read` of the party does, chunk by chunk, with one patience for all."""
+        spin = self._spin if timeout is None else min(self._spin, timeout)
+        while True:
+            got = self._read(limit, spin, patience.slice() if patience else 0.0)
+            if got is not None:
+                yield got
+            elif patience is None:
+                patience = Patience(self._waiting, timeout, quiet=quiet)
+                self._glance(cancel)
+            else:
+                self._look_around(patience, cancel)
+
+    def _read(self, limit: int, spin: float, sleep: float) -> tuple[int, Any] | None:
+        try:
+            return self._party.read(limit, spin, sleep)
+        except ValueError as error:
+            raise SegmentError(f"ring {self.ring.name}: {error}; attach anew") from None
+
+    def _look_around(self, patience: Patience, cancel: threading.Event | None) -> None:
+        """Between two waits for a message: see what could keep it from ever coming."""
+        self._check_end(cancel, thoroughly=True)
+        if patience.exhausted:
+            raise QueueTimeoutError(
+                f"no message came in {patience.timeout:g} s", timeout=patience.timeout
+            )
+        patience.warn("a message")
+
+    def _glance(self, cancel: threading.Event | None) -> None:
+        """Before the first wait for a message: see whether it is known that it never comes."""
+        # Whether the writer lives costs a system call: not for each message of a quick succession.
+        now = time.monotonic()
+        thoroughly = now >= self._glance_at
+        if thoroughly:
+            self._glance_at = now + self._look
+        try:
+            self._check_end(cancel, thoroughly=thoroughly)
+        except WriterDiedError:
+            self._glance_at = 0.0
+            raise
+
+    def _check_end(self, cancel: threading.Event | None, *, thoroughly: bool) -> None:
+        closed = self._party.state & CLOSED
+        if cancel is not None and cancel.is_set():
+            raise WaitCancelledError("the wait for a message was cancelled")
+        if self._party.evicted:
+            raise ReaderEvictedError(
+                "the writer took this reader off: it was too far behind, or was taken for dead; "
+                "attach again"
+            )
+        # What the writer published before it closed or died is read first.
+        if closed:
+            if not self._party.ready():
+                raise QueueClosedError("the writer closed the queue, and all of it was read")
+        elif thoroughly and not self.ring.writer_lives() and not self._party.ready():
+            self._bury_writer()
+
+    def _bury_writer(self) -> None:
+        if self._party.state & CLOSED:  # it closed between two looks
+            raise QueueClosedError("the writer closed the queue, and all of it was read")
+        self.ring.segment.unlink()  # which the writer can do no more
+        raise WriterDiedError("the writer is gone without having closed the queue")
+
+    @contextmanager
+    def _body(self, got: tuple[int, Any]) -> Iterator[tuple[int, Buffer] | None]:
+        """Give the message that a chunk completes, if it does; the bytes go when it ends."""
+        kind, data = got
+        if type(data) is bytes:
+            message = self._assembly.add(kind, data)
+            self._messages += message is not None
+            yield message
+        elif kind & (MORE | CONTINUED):
+            yield self._add_in_place(kind, data)
+        else:
+            self._assembly.give_up()
+            try:
+                with self.ring.get_data(self._party.index) as chunk, chunk[:data] as body:
+                    yield kind, body
+            finally:
+                self._give_back(whole=True)
+
+    def _add_in_place(self, kind: int, length: int) -> tuple[int, Buffer] | None:
+        """Return the message that a fragment completes, if it does; the chunk is given back."""
+        seq = self._party.seq
+        try:
+            # If an interrupt kept it from being given back, it is read again, and was added.
+            if self._added is None or self._added[0] != seq:
+                with self.ring.get_data(self._party.index) as chunk, chunk[:length] as piece:
+                    self._added = seq, self._assembly.add(kind, piece)
+        except DecodeError:
+            self._give_back(whole=False)
+            raise
+        message = self._added[1]
+        self._give_back(whole=message is not None)
+        self._added = None
+        return message
+
+    def _decode_in_place(self, kind: int, length: int, decode: Decode) -> Any:
+        """Decode the chunk that `read` left taken, and give it back."""
+        # As `_body` does it for the unusual cases, in one go: what has slept for long finds each
+        # further line of Python cold.
+        at = self.ring.layout.chunk(self._party.index)
+        try:
+            with memoryview(self.ring.segment.memory) as memory, memory[at : at + length] as body:
+                return self._decoded((kind, body), decode)
+        finally:
+            self._give_back(whole=True)
+
+    def _give_back(self, whole: bool) -> None:
+        """Let the writer have the chunk; raise ReaderEvictedError if it may have had it before."""
+        evicted = self._party.evicted  # ClosedError: another thread has closed meanwhile
+        self._party.release()
+        self._messages += whole
+        if evicted:
+            raise ReaderEvictedError("taken off while reading: the message may be damaged")
+
+    def _decoded(self, message: tuple[int, Buffer], decode: Decode) -> Any:
+        try:
+            return decode(*message)
+        except DecodeError:
+            # Of what was copied that was asked before it counted as read.
+            if type(message[1]) is memoryview and self._party.evicted:
+                raise ReaderEvictedError(
+                    "taken off while reading: the message is damaged"
+                ) from None
+            raise
+
+    def _disown(self) -> None:
+        """In a forked child: this end is the parent's."""
+        self._party = parents_party(self._party)

@@ -1,0 +1,246 @@
+"""The ring of chunks in shared memory: its memory, its handle, and its two kinds of party.
+
+```
+            chunk 0        chunk 1        chunk 2        chunk 3
+written        1              1              1              0        the writer's flag
+read by 0      1              1              0              0        each reader's own flag
+read by 1      1              0              0              0
+               └ free again   └ reader 1 is here            └ the writer writes here next
+                                             └ reader 0 is here
+```
+
+The writer goes round and writes a chunk when every reader has read what was in it; a reader goes
+round and reads each chunk that is written and that it has not read. Who may touch which byte when,
+and why that is safe, is argued in native/shm/ring.hpp. Both parties are native code: Python has no
+atomics, so without the native module there is no ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from kvindex.shm.ring.layout import Layout
+from kvindex.shm.ring.segment import MAKER, Segment, check_platform
+from kvindex.wire.errors import ClosedError, ConfigurationError, SegmentError
+
+if TYPE_CHECKING:
+    from kvindex.wire._native import RingReader, RingWriter
+
+__all__ = [
+    "RingHandle",
+    "ShmRingBuffer",
+    "check_native",
+    "closed_party",
+    "parents_party",
+]
+
+RingHandle = tuple[int, int, int, str]
+"""What attaches to a ring: n_reader, max_chunk_bytes, max_chunks, name."""
+
+Party = TypeVar("Party", "RingReader", "RingWriter")
+
+
+class ShmRingBuffer:
+    """Chunks in POSIX shared memory, each with a written flag and a read flag for each reader.
+
+    This is the memory; `MessageQueue` is what sends messages through it. Without a name it is made,
+    private to the user (0600) and with all its memory taken at once; with one it is attached. It
+    pickles as its handle, and a forked child that uses it attaches anew. Who made it unlinks it,
+    when it is closed, collected, or the process ends; after a kill the readers do, or the next ring
+    that is made.
+
+    Args:
+        n_reader: places for readers.
+        max_chunk_bytes: bytes of a chunk.
+        max_chunks: how many chunks.
+        name: of the ring to attach to.
+
+    Raises:
+        ConfigurationError: a size is out of range, or the name is no str.
+        SegmentError: there is no room, no such ring, or no native module.
+
+    Thread safety: the views are plain memory; who may write them when is the protocol's business.
+
+    Examples:
+        >>> from kvindex.shm import ShmRingBuffer
+        >>> with ShmRingBuffer(n_reader=2, max_chunk_bytes=1024, max_chunks=4) as ring:
+        ...     attached = ShmRingBuffer(*ring.handle())
+        ...     with ring.get_data(3) as chunk:
+        ...         chunk[:5] = b"hello"
+        ...     with attached.get_data(3) as chunk:
+        ...         print(bytes(chunk[:5]), len(chunk))
+        ...     with attached.get_metadata(3) as flags:
+        ...         print(list(flags))
+        ...     attached.close()
+        b'hello' 1024
+        [0, 0, 0]
+    """
+
+    def __init__(
+        self, n_reader: int, max_chunk_bytes: int, max_chunks: int, name: str | None = None
+    ) -> None:
+        self.layout = Layout(n_reader, max_chunks, max_chunk_bytes)
+        if name is not None and not isinstance(name, str):
+            raise ConfigurationError(f"name must be a ring's, a str, or None, not {name!r}")
+        check_native()
+        self.is_maker = name is None
+        if name is None:
+            self.segment = Segment.make(self.layout.total_bytes, self.layout.header())
+            return
+        self.segment = Segment.attach(name)
+        try:
+            with memoryview(self.segment.memory) as memory:
+                self.layout.check_header(memory, name)
+        except SegmentError:
+            self.segment.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        """The name to attach by."""
+        return self.segment.name
+
+    def handle(self) -> RingHandle:
+        """Return what `ShmRingBuffer(*handle)` attaches by, in any process of this user here."""
+        layout = self.layout
+        return layout.n_reader, layout.max_chunk_bytes, layout.max_chunks, self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.handle()
+
+    @contextmanager
+    def get_data(self, current_idx: int) -> Iterator[memoryview]:
+        """Give a chunk's bytes, writable, for the length of a `with`.
+
+        Raises:
+            IndexError: no such chunk.
+            ClosedError: the ring is closed in this process.
+        """
+        at = self.layout.chunk(self._checked(current_idx))
+        with memoryview(self.segment.memory)[at : at + self.layout.max_chunk_bytes] as view:
+            yield view
+
+    @contextmanager
+    def get_metadata(self, current_idx: int) -> Iterator[memoryview]:
+        """Give a chunk's flags, writable: one byte "written", then one "read" for each reader.
+
+        Raises:
+            IndexError: no such chunk.
+            ClosedError: the ring is closed in this process.
+        """
+        at = self.layout.flags(self._checked(current_idx))
+        with memoryview(self.segment.memory)[at : at + 1 + self.layout.n_reader] as view:
+            yield view
+
+    def writer(self) -> RingWriter:
+        """Return the writing party; the ring's maker is the only one to have it."""
+        segment = self._attached()
+        if not self.is_maker:
+            raise SegmentError(f"only the maker of ring {self.name} writes to it")
+        from kvindex.wire._native import RingWriter
+
+        return RingWriter(segment.memory, *self._geometry)
+
+    def reader(self, slot: int) -> RingReader:
+        """Take a place and return its reading party.
+
+        Raises:
+            SegmentError: a living reader has the place, or it is out of range.
+        """
+        if not 0 <= slot < self.layout.n_reader:
+            raise SegmentError(f"ring {self.name} has no place {slot}")
+        segment = self._attached()
+        from kvindex.wire._native import RingReader
+
+        party = RingReader(segment.memory, *self._geometry, slot)
+        if not segment.hold(_lock_of(slot)):
+            raise SegmentError(f"place {slot} of ring {self.name} has a living reader already")
+        party.attach()
+        return party
+
+    def reader_lives(self, slot: int) -> bool:
+        """Return whether a reader in another mapping holds this place. A system call."""
+        return self.segment.lives(_lock_of(slot))
+
+    def writer_lives(self) -> bool:
+        """Return whether the maker, in another mapping, lives. A system call."""
+        return self.segment.lives(MAKER)
+
+    def close(self) -> None:
+        """Unmap it, and unlink it if it was made here. Idempotent."""
+        self.segment.close()
+
+    def __enter__(self) -> ShmRingBuffer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        return (
+            f"<ShmRingBuffer of {layout.max_chunks} chunks of {layout.max_chunk_bytes} bytes "
+            f"for {layout.n_reader} readers>"
+        )
+
+    @property
+    def _geometry(self) -> tuple[int, int, int]:
+        return self.layout.n_reader, self.layout.max_chunks, self.layout.max_chunk_bytes
+
+    def _attached(self) -> Segment:
+        """Return the mapping; in a forked child attach one of its own first."""
+        if self.segment.inherited:
+            self.segment, self.is_maker = Segment.attach(self.name), False
+        return self.segment
+
+    def _checked(self, chunk: int) -> int:
+        if self._attached().closed:
+            raise ClosedError(f"ring {self.name} is closed in this process")
+        if not 0 <= chunk < self.layout.max_chunks:
+            raise IndexError(f"chunk {chunk} of {self.layout.max_chunks}")
+        return chunk
+
+
+def _lock_of(slot: int) -> int:
+    return MAKER + 1 + slot
+
+
+class _Gone:
+    """What an end has in place of its party, whose memory it must not keep."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError(self._why)
+
+
+def closed_party(party: Party) -> Party:
+    """Return what a closed end has in its party's place: only what that counted can be asked."""
+    if isinstance(party, _Gone):
+        return party
+    gone: Any = _Gone("this end of the queue is closed")
+    counted = party.statistics()
+    gone.seq, gone.behind, gone.statistics = party.seq, 0, lambda: counted
+    return cast("Party", gone)
+
+
+def parents_party(_: Party) -> Party:
+    """Return what a forked child has in place of its parent's party: every use is refused."""
+    why = "this end of the queue belongs to the parent process; attach one by the queue's handle"
+    return cast("Party", _Gone(why))
+
+
+def check_native() -> None:
+    """Raise SegmentError where there are no rings, and say what is missing."""
+    check_platform()
+    try:
+        from kvindex.wire._native import RingReader, RingWriter  # noqa: F401
+    except ImportError as error:
+        raise SegmentError(
+            "queues in shared memory and the fan-out need kvindex's native module, which cannot be "
+            f"loaded ({error}): install kvindex where a C++20 compiler is (with "
+            "KVINDEX_STRICT_BUILD=1 a failing build says why)"
+        ) from error

@@ -1,0 +1,268 @@
+"""The writing end of a ring: waits for room, looks after its readers, splits what is long."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from kvindex.shm.ring.layout import CLOSED, READY, SlotState
+from kvindex.shm.ring.messages import LENGTH_BYTES, RAW, Buffer, fragments
+from kvindex.shm.ring.ring import ShmRingBuffer, closed_party, parents_party
+from kvindex.shm.ring.waiting import Patience, Waiting
+from kvindex.wire.errors import ConfigurationError, QueueTimeoutError, ReaderDiedError
+
+__all__ = ["DeadReaderPolicy", "RingSender", "check_dead", "check_policy"]
+
+logger = logging.getLogger(__name__)
+
+DeadReaderPolicy = Literal["remove", "raise"]
+"""What a writer does about a dead reader: remove it and go on, or also raise ReaderDiedError."""
+
+
+def check_policy(policy: str) -> None:
+    """Raise ConfigurationError if it is no policy."""
+    if policy not in ("remove", "raise"):
+        raise ConfigurationError(f'on_dead_reader must be "remove" or "raise", not {policy!r}')
+
+
+def check_dead(ranks: Collection[int]) -> None:
+    """Raise ReaderDiedError if there are any."""
+    if ranks:
+        raise ReaderDiedError(
+            f"the readers {sorted(ranks)} are gone with messages unread; they were removed, and "
+            "all others miss nothing: do not send again",
+            ranks=ranks,
+        )
+
+
+class RingSender:
+    """Writes messages into a ring that it made.
+
+    Args:
+        ring: the ring; the sender closes it.
+        reserved: places kept for readers that will come: every message waits for them.
+        waiting: how to wait.
+        on_dead_reader: what to do about a reader that is gone with messages unread: "remove" it and
+            go on, or "raise" as well, when all others have been sent the message.
+        ranks: what errors and warnings call the readers, by their places; the places by default.
+
+    Thread safety: one thread at a time, but `evict`, `statistics` and `close` from any.
+    """
+
+    def __init__(
+        self,
+        ring: ShmRingBuffer,
+        *,
+        reserved: Iterable[int] = (),
+        waiting: Waiting,
+        on_dead_reader: DeadReaderPolicy = "remove",
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        check_policy(on_dead_reader)
+        if ring.layout.max_chunk_bytes < LENGTH_BYTES:
+            raise ConfigurationError(
+                f"max_chunk_bytes must be at least {LENGTH_BYTES} for messages in fragments, not "
+                f"{ring.layout.max_chunk_bytes}"
+            )
+        self.ring = ring
+        self._chunk_bytes = ring.layout.max_chunk_bytes
+        self._waiting = waiting
+        self._on_dead_reader = on_dead_reader
+        self._ranks = ranks or range(ring.layout.n_reader)
+        self._dead: list[int] = []  # ranks that were removed, and are to be raised
+        self._counters: Counter[str] = Counter()
+        self._party = ring.writer()
+        ring.segment.on_fork = self._disown
+        for slot in reserved:
+            self._party.reserve(slot)
+
+    def send(
+        self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
+    ) -> None:
+        """Publish a message to every reader.
+
+        Args:
+            kind: of the message, 0 to 15.
+            body: its bytes, in one buffer or several; free again when this returns.
+            size: their number.
+            timeout: longest wait for room in seconds.
+
+        Raises:
+            QueueTimeoutError: there was no room in time; no reader will see the message.
+            ReaderDiedError: readers were found dead, and `on_dead_reader` is "raise"; the message
+                was sent to all others.
+            ClosedError: the queue is closed.
+        """
+        self._party.admit()
+        if size > self._chunk_bytes:
+            patience = Patience(self._waiting, timeout)
+            self._put(*self._put_beginning(kind, body, size, patience), patience)
+            self._counters["fragments"] += 1
+        elif not self._party.write(kind, body, 0.0, 0.0):
+            self._put(kind, body, Patience(self._waiting, timeout))
+        if self._dead:
+            check_dead(self.take_dead())
+
+    @contextmanager
+    def begun(
+        self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
+    ) -> Iterator[None]:
+        """Publish a message but for its end when the `with` begins, the end when it ends well.
+
+        There is room for the end when the `with` begins. If that ends by an exception, no reader
+        will see the message.
+
+        Raises: as `send`, but leaves the dead to `take_dead`.
+        """
+        patience = Patience(self._waiting, timeout)
+        self._party.admit()
+        if size > self._chunk_bytes:
+            kind, body = self._put_beginning(kind, body, size, patience)
+        self._wait_room(patience)
+        yield
+        self._put(kind, body, patience)
+        self._counters["fragments"] += size > self._chunk_bytes
+
+    @contextmanager
+    def chunk(self, length: int, timeout: float | None) -> Iterator[memoryview]:
+        """Give the next chunk's first `length` bytes to write; published when the `with` ends well.
+
+        Raises: as `send`, but leaves the dead to `take_dead`.
+        """
+        self._party.admit()
+        self._wait_room(Patience(self._waiting, timeout))
+        with self.ring.get_data(self._party.index) as data, data[:length] as view:
+            yield view
+            self._party.publish(RAW, length)
+
+    def wait_attached(self, timeout: float | None) -> None:
+        """Return once every reserved place has its reader; QueueTimeoutError names the others."""
+        patience = Patience(self._waiting, timeout)
+        while not self._party.wait_attached(patience.slice()):
+            missing = self._named(self._slots(SlotState.RESERVED))
+            if missing and patience.exhausted:
+                raise QueueTimeoutError(
+                    f"the readers {missing} did not attach in {timeout:g} s",
+                    timeout=patience.timeout,
+                )
+            patience.warn(f"the readers {missing} to attach")
+        self._party.admit()
+
+    def admit(self) -> int:
+        """Let joiners in, from the next message on; return how many."""
+        return self._party.admit()
+
+    def mark_ready(self) -> None:
+        """Let the readers' `wait_ready` return."""
+        self._party.state |= READY
+
+    def readers(self) -> list[int]:
+        """Return the places whose readers every message waits for."""
+        return self._slots(SlotState.ACTIVE, SlotState.RESERVED)
+
+    def laggards(self) -> list[int]:
+        """Return the places of the readers that keep the next chunk from being written."""
+        return self._party.awaited()
+
+    def evict(self, slot: int) -> bool:
+        """Take a reader off, alive, dead or not there yet; False if the place is free.
+
+        It is told by ReaderEvictedError, and one that comes later starts where it is let in.
+        """
+        evicted = self._party.remove(slot, True)
+        self._counters["readers_evicted"] += evicted
+        return evicted
+
+    def remove_dead(self) -> list[int]:
+        """Take off every reader that is gone; return their places. A system call for each."""
+        return self._remove(self._slots(SlotState.ACTIVE))
+
+    def take_dead(self) -> Collection[int]:
+        """Return the ranks of the dead that are to be raised, each of them once."""
+        dead, self._dead = self._dead, []
+        return dead
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many chunks were published, waits were slept, and readers removed."""
+        names = ("fragments", "readers_removed", "readers_evicted")
+        return {
+            "chunks": self._party.seq,
+            **{name: self._counters[name] for name in names},
+            **self._party.statistics(),
+        }
+
+    def close(self) -> None:
+        """Say that nothing more will come, and close the ring. Idempotent."""
+        party, self._party = self._party, closed_party(self._party)
+        if party is self._party:  # closed already, or in a forked child the parent's
+            return
+        self.ring.segment.on_fork = None
+        if not self.ring.segment.closed:
+            party.state |= CLOSED
+            party.interrupt()
+        del party  # and with it the memory, unless a thread is still inside
+        self.ring.close()
+
+    def _put_beginning(
+        self, kind: int, body: Buffer | Sequence[Buffer], size: int, patience: Patience
+    ) -> tuple[int, Sequence[Buffer]]:
+        """Publish a long message's fragments but for the last, which is returned."""
+        parts = [body] if isinstance(body, bytes | bytearray | memoryview) else body
+        pieces = fragments(kind, parts, size, self._chunk_bytes)
+        piece = next(pieces)
+        for following in pieces:
+            self._put(*piece, patience)
+            self._counters["fragments"] += 1
+            piece = following
+        return piece
+
+    def _wait_room(self, patience: Patience) -> None:
+        """Return once the next chunk can be written; it stays so."""
+        while not self._party.wait(patience.spin, patience.slice()):
+            self._look_around(patience)
+
+    def _put(self, kind: int, body: Buffer | Sequence[Buffer], patience: Patience) -> None:
+        while not self._party.write(kind, body, patience.spin, patience.slice()):
+            self._look_around(patience)
+
+    def _look_around(self, patience: Patience) -> None:
+        """Between two waits for room: see what could keep it from ever coming."""
+        awaited = self._party.awaited()
+        dead = self._remove(awaited)
+        late = self._named(slot for slot in awaited if slot not in dead)
+        if self._on_dead_reader == "raise":
+            self._dead += self._named(dead)
+        if late and patience.exhausted:
+            raise QueueTimeoutError(
+                f"no room in the ring for {patience.timeout:g} s: the readers {late} are "
+                f"{self.ring.layout.max_chunks} chunks behind",
+                timeout=patience.timeout,
+            )
+        patience.warn(f"the readers {late} to read")
+
+    def _remove(self, slots: Sequence[int]) -> list[int]:
+        dead = [
+            slot
+            for slot in slots
+            if self._party.slot_state(slot) == SlotState.ACTIVE
+            and not self.ring.reader_lives(slot)
+            and self._party.remove(slot, False)
+        ]
+        if dead:
+            self._counters["readers_removed"] += len(dead)
+            logger.warning("the readers %s are gone; they were removed", self._named(dead))
+        return dead
+
+    def _named(self, slots: Iterable[int]) -> list[int]:
+        return [self._ranks[slot] for slot in slots]
+
+    def _slots(self, *states: SlotState) -> list[int]:
+        places = range(self.ring.layout.n_reader)
+        return [slot for slot in places if self._party.slot_state(slot) in states]
+
+    def _disown(self) -> None:
+        """In a forked child: this end is the parent's."""
+        self._party = parents_party(self._party)

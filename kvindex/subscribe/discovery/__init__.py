@@ -1,0 +1,30 @@
+"""Where engines are: asked of the engines themselves, and followed as they come, go and move."""
+
+from kvindex.subscribe.discovery.discovery import Discovery
+from kvindex.subscribe.discovery.engine import EngineReport, ask_engine
+from kvindex.subscribe.discovery.engines import EngineSource
+from kvindex.subscribe.discovery.files import FileSource, read_targets
+from kvindex.subscribe.discovery.given import Engines, split_engines
+from kvindex.subscribe.discovery.kubernetes import KubernetesSource
+from kvindex.subscribe.discovery.names import DnsSource
+from kvindex.subscribe.discovery.options import DiscoveryOptions
+from kvindex.subscribe.discovery.targets import Found, Source, Target
+from kvindex.wire.errors import DiscoveryError
+
+__all__ = [
+    "Discovery",
+    "DiscoveryError",
+    "DiscoveryOptions",
+    "DnsSource",
+    "EngineReport",
+    "EngineSource",
+    "Engines",
+    "FileSource",
+    "Found",
+    "KubernetesSource",
+    "Source",
+    "Target",
+    "ask_engine",
+    "read_targets",
+    "split_engines",
+]

@@ -1,0 +1,365 @@
+"""Engines followed as they come, go and move: sources are watched, and engines are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from kvindex.subscribe.discovery.askers import Askers
+from kvindex.subscribe.discovery.engine import EngineReport, ask_engine
+from kvindex.subscribe.discovery.options import DiscoveryOptions
+from kvindex.subscribe.discovery.targets import Found, Source, Target
+from kvindex.subscribe.discovery.tracker import Step, Tracker
+from kvindex.wire.errors import ClosedError, ConfigurationError, DiscoveryError, KVIndexError
+from kvindex.wire.forks import Fork, prepare_forks
+
+__all__ = ["Discovery"]
+
+logger = logging.getLogger("kvindex.subscribe.discovery")
+
+_ASKERS = 32
+_LONGEST_PAUSE = 10.0  # seconds until a source that failed is called again
+_PATIENCE = 5.0  # seconds for which `close` waits for a thread
+_FORKED = "this process was forked; discover in the child"
+
+
+class Discovery:
+    """Follows engines, and says which ranks to subscribe to and which no longer.
+
+    - An engine that comes is added once it has said where it publishes.
+    - One that its source no longer tells of (a pod that is deleted, a line that is gone from a
+      file) is removed at once. With a source that is not certain of that (a name server), it is
+      kept for `forget_after` seconds, and as long as `is_alive` says so.
+    - One that does not answer, or no longer says where it publishes, keeps its last known ranks in
+      the same way, and is added anew when it answers again.
+    - One that publishes elsewhere than before is removed and added. One with more ranks gets those.
+      Ranks go when two answers running lack them.
+    - A source that fails takes nobody away. It is called again, after longer and longer pauses.
+
+    Each decision is logged once, by the logger "kvindex.subscribe.discovery".
+
+    Args:
+        sources: who tells of engines. If two tell of one name, the first counts.
+        add: called with ranks to subscribe to, by one thread, which it may hold up.
+        remove: called by the same thread with ranks to forget.
+        options: how engines are asked, and how long they are kept.
+        is_alive: whether events of a worker (by name) still come.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigurationError: a value cannot work.
+
+    Thread safety: every method may be called from any thread. It has a thread of its own, one for
+    each source, and up to 32 that ask. In a forked child it is closed.
+
+    Examples:
+        >>> from kvindex.subscribe.discovery import Discovery, EngineSource
+        >>> with Discovery(EngineSource(["http://127.0.0.1:1"]), print, print) as discovery:
+        ...     discovery.wait_found(0.2)
+        {'http://127.0.0.1:1': ...}
+    """
+
+    def __init__(
+        self,
+        sources: Iterable[Source] | Source,
+        add: Callable[[Found], object],
+        remove: Callable[[Found], object],
+        options: DiscoveryOptions | None = None,
+        *,
+        is_alive: Callable[[str], bool] = lambda worker: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        options = options or DiscoveryOptions()
+        self.sources = _checked(sources)
+        self._calls = {"add": add, "remove": remove}
+        self._ask = partial(
+            ask_engine, timeout=options.timeout, token=options.token, context=options.context
+        )
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._tracker = Tracker(
+            [(source.name, source.is_certain) for source in self.sources],
+            interval=options.interval,
+            forget_after=options.forget_after,
+            is_alive=is_alive,
+            jitter=random.random,
+        )
+        self._inbox: SimpleQueue[Callable[[float], None] | None] = SimpleQueue()
+        self._askers = Askers(_ASKERS)
+        self._ended = threading.Event()
+        self._reason = "closed"
+        self._listeners: dict[object, Callable[[], object]] = {}
+        self._threads = [
+            threading.Thread(target=self._watch, args=(s,), name="kvindex-source", daemon=True)
+            for s in self.sources
+        ]
+        self._threads.append(
+            threading.Thread(target=self._run, name="kvindex-discovery", daemon=True)
+        )
+        prepare_forks(self, Discovery._prepare_fork)
+        for thread in self._threads:
+            thread.start()
+
+    # Calls from any thread --------------------------------------------------------------------
+
+    def missing(self) -> dict[str, str]:
+        """Return who has not told where to subscribe yet, and why.
+
+        By the name of a source that has told nothing, or the URL (or name) of an engine that is
+        not subscribed to; empty when all that is known of is added.
+        """
+        with self._changed:
+            return self._tracker.missing()
+
+    def wait_found(
+        self, timeout: float, enough: Callable[[], bool] = lambda: False
+    ) -> dict[str, str]:
+        """Wait until nothing is missing; return what still is after so many seconds.
+
+        Args:
+            timeout: longest wait, in seconds.
+            enough: ends the wait, too; asked whenever something was found. It must not wait.
+
+        Raises:
+            ClosedError: it is closed, or was closed meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended.is_set() or not self._tracker.missing() or enough(), timeout
+            )
+            self._check_open()
+            return self._tracker.missing()
+
+    async def wait_found_async(
+        self, timeout: float, enough: Callable[[], bool] = lambda: False
+    ) -> dict[str, str]:
+        """Wait until nothing is missing, as `wait_found`; for asyncio: no thread waits.
+
+        Args and Raises: as `wait_found`.
+        """
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+        until = loop.time() + timeout
+        stop = self.on_change(lambda: loop.call_soon_threadsafe(changed.set))
+        try:
+            while not self._ended.is_set() and self.missing() and not enough():
+                try:
+                    await asyncio.wait_for(changed.wait(), until - loop.time())
+                except asyncio.TimeoutError:
+                    break
+                changed.clear()
+        finally:
+            stop()
+        self._check_open()
+        return self.missing()
+
+    def on_change(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Have a function called whenever something may be missing no longer, and at the end.
+
+        It is called on the discovery's thread, and must not wait.
+
+        Returns:
+            A function that ends this.
+        """
+        key = object()
+        with self._changed:
+            self._listeners[key] = callback
+        if self._ended.is_set():
+            callback()
+
+        def stop() -> None:
+            self._listeners.pop(key, None)
+
+        return stop
+
+    def refresh(self, worker: str | None = None) -> None:
+        """Have one engine asked again at once, by its worker's name, or every one."""
+        self._inbox.put(partial(self._tracker.refresh, worker))
+
+    def statistics(self) -> dict[str, Any]:
+        """Return plain JSON-ready values.
+
+        `sources`: by name, how many engines it tells of, how often it told and failed, and the last
+        error in words, if it stands. `engines`: by name, who told of it, its URL, ranks, model,
+        the seconds since it last answered, and what is wrong. `counters`: how often what was done.
+        """
+        with self._changed:
+            return self._tracker.statistics(self._clock())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is followed any more."""
+        return self._ended.is_set()
+
+    def close(self) -> None:
+        """Stop following; what was added stays added. Idempotent.
+
+        It waits for a call of `add` or `remove` that is under way, for up to 5 seconds.
+        """
+        self.end()
+        until = time.monotonic() + _PATIENCE
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(until - time.monotonic(), 0.0))
+
+    def end(self) -> None:
+        """Stop following soon, without waiting for it."""
+        self._ended.set()
+        self._inbox.put(None)
+        for source in self.sources:
+            source.close()
+
+    def __enter__(self) -> Discovery:
+        self._check_open()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._ended.is_set():
+            raise ClosedError(f"the discovery is {self._reason}")
+
+    # The owner's thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._turn()
+        except ClosedError:
+            pass  # the client was closed first
+        except Exception:
+            logger.exception("discovery has failed, and follows nothing any more")
+            self._reason = "ended by a failure, which was logged"
+        finally:
+            self.end()
+            self._askers.close()
+            self._tell_listeners()
+
+    def _turn(self) -> None:
+        """Take one event, or the passing of time, and do what follows from it."""
+        with self._changed:
+            wait = self._tracker.next_at() - self._clock()
+        try:
+            event = self._inbox.get(timeout=min(max(wait, 0.0), 3600.0))
+        except Empty:
+            event = None
+        now = self._clock()
+        with self._changed:
+            if event is not None:
+                event(now)
+            self._tracker.tick(now)
+            due, steps = self._tracker.due(now), self._tracker.take()
+        for target in due:
+            self._askers.run(partial(self._ask_one, target))
+        for step in steps:
+            self._take(step)
+        if steps or event is not None:
+            self._tell_listeners()
+
+    def _take(self, step: Step) -> None:
+        if self._ended.is_set():
+            return
+        outcome = partial(self._tracker.done, step)
+        try:
+            self._calls[step.do](step.found)
+        except ClosedError:
+            raise
+        except KVIndexError as error:
+            outcome = partial(self._tracker.refused, step, str(error), self._clock())
+        except Exception as error:
+            logger.exception("%s of %s failed", step.do, step.found.worker.name)
+            outcome = partial(self._tracker.refused, step, repr(error), self._clock())
+        with self._changed:
+            outcome()
+
+    def _tell_listeners(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            listeners = list(self._listeners.values())
+        for tell in listeners:
+            try:
+                tell()
+            except Exception:
+                logger.exception("a listener of discovery failed")
+
+    # The other threads ------------------------------------------------------------------------
+
+    def _ask_one(self, target: Target) -> None:
+        """Ask one engine and have the owner take what it said."""
+        if self._ended.is_set():
+            return
+        event: Callable[[float], None]
+        try:
+            report: EngineReport = self._ask(target.url)
+            event = partial(self._tracker.answered, target, report)
+        except (DiscoveryError, ConfigurationError) as error:
+            failure = (
+                error
+                if isinstance(error, DiscoveryError)
+                else DiscoveryError(str(error), url=target.url, reason="content")
+            )
+            event = partial(self._tracker.unanswered, target, failure)
+        except Exception as error:  # else nobody would ask it again
+            logger.exception("%s could not be asked", target.url)
+            failure = DiscoveryError(repr(error)[:400], url=target.url, reason="content")
+            event = partial(self._tracker.unanswered, target, failure)
+        self._inbox.put(event)
+
+    def _watch(self, source: Source) -> None:
+        """Have a source tell, until the end."""
+        failures = 0
+
+        def tell(targets: Iterable[Target]) -> None:
+            nonlocal failures
+            failures = 0
+            told = tuple(targets)
+            self._inbox.put(lambda now: self._tracker.told(source.name, told, now))
+
+        while not self._ended.is_set():
+            try:
+                source.watch(tell)
+                error = "has ended"
+            except DiscoveryError as failure:
+                error = str(failure)
+            except Exception as failure:
+                logger.exception("%s failed", source.name)
+                error = repr(failure)
+            if self._ended.is_set():
+                return
+            failures += 1
+            text = error
+            self._inbox.put(lambda now, text=text: self._tracker.source_failed(source.name, text))  # type: ignore[misc]
+            pause = min(_LONGEST_PAUSE, 0.25 * 2 ** min(failures, 10))
+            self._ended.wait(pause * (0.5 + random.random() / 2))
+
+    # Forks ------------------------------------------------------------------------------------
+
+    def _prepare_fork(self, fork: Fork) -> None:
+        fork.do_in_child(self._disown)
+
+    def _disown(self) -> None:
+        """In a forked child: its threads are the parent's."""
+        self._changed, self._ended = threading.Condition(), threading.Event()
+        self._inbox, self._threads, self.sources = SimpleQueue(), [], ()
+        self._reason = f"closed: {_FORKED}"
+        self._ended.set()
+
+
+def _checked(sources: Iterable[Source] | Source) -> tuple[Source, ...]:
+    given = (sources,) if isinstance(sources, Source) else tuple(sources)
+    for source in given:
+        if not isinstance(source, Source):
+            raise ConfigurationError(f"{source!r:.200} is no source of engines")
+    names = [source.name for source in given]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(f"two sources are {name!r}: name each once")
+    return given

@@ -1,0 +1,313 @@
+"""Engines, asked where they publish."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from kvindex.subscribe import PublisherAddress, Worker
+from kvindex.subscribe.discovery.answers import (
+    Told,
+    named_models,
+    read_server_info,
+    read_sources,
+    tells_sglang,
+    without_secrets,
+)
+from kvindex.subscribe.discovery.reach import Resolve, addresses_of, reach
+from kvindex.subscribe.discovery.web import Answer, Web
+from kvindex.wire import CacheSettings
+from kvindex.wire.errors import ConfigurationError, DiscoveryError
+
+__all__ = ["ASK_TIMEOUT", "EngineReport", "ask_engine", "engine_name"]
+
+ASK_TIMEOUT: Final = 5.0
+"""Seconds in which an engine must have answered."""
+
+
+_MAX_NAMES = 16  # hosts that are looked up for one answer; further ones are used as told
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    """What an engine said of itself.
+
+    Attributes:
+        url: where it was asked.
+        kind: "vllm", "sglang", or "" if it did not tell.
+        version: of the engine; "" if it did not tell.
+        models: the names under which it serves.
+        block_size: tokens of a block, if it told; the events themselves tell it in any case.
+        publishes: whether it publishes events; None if it does not say, as vLLM before 0.31.
+        ranks: where each rank can be reached, sorted.
+        topic: of its messages, if all ranks have the same one.
+        notes: what to know of these endpoints, for people.
+        answers: by path, the JSON that came, without keys and passwords.
+        failures: by path, why nothing usable came.
+    """
+
+    url: str
+    kind: str = ""
+    version: str = ""
+    models: tuple[str, ...] = ()
+    block_size: int | None = None
+    publishes: bool | None = None
+    ranks: tuple[PublisherAddress, ...] = ()
+    topic: str = ""
+    notes: tuple[str, ...] = ()
+    answers: dict[str, Any] = {}
+    failures: dict[str, str] = {}
+
+    @property
+    def model(self) -> str:
+        """The first of the names under which it serves; "" if it did not tell."""
+        return self.models[0] if self.models else ""
+
+    def worker(self, name: str = "", *, cache: CacheSettings | None = None) -> Worker:
+        """Return the engine as a worker to subscribe to.
+
+        Args:
+            name: the worker's; HOST:PORT of the URL by default.
+            cache: what its events leave unsaid.
+
+        Raises:
+            DiscoveryError: it does not publish ("off"), does not say where ("unsaid"), or at
+                nothing that can be reached ("content"); the message says what to do.
+        """
+        if not self.ranks:
+            raise self._why_none()
+        replays = {a.dp_rank: a.replay for a in self.ranks if a.replay is not None}
+        try:
+            return Worker(
+                name or engine_name(self.url),
+                {address.dp_rank: address.endpoint for address in self.ranks},
+                replay=replays if len(replays) == len(self.ranks) else None,
+                topic=self.topic,
+                cache=cache or CacheSettings(),
+            )
+        except ConfigurationError as error:
+            text = f"{self.url} names endpoints that cannot be used: {error}"
+            raise DiscoveryError(text, url=self.url, reason="content") from None
+
+    def _why_none(self) -> DiscoveryError:
+        reason, text = "unsaid", "does not say where it publishes: name its endpoints"
+        if self.publishes is False:
+            reason, text = "off", f"publishes no events: start it with {_SWITCH_ON[self.kind]}"
+        elif self.publishes:
+            reason, text = "content", f"publishes where nobody can connect: {'; '.join(self.notes)}"
+        elif self.failures:
+            why = "; ".join(f"{path} {failure}" for path, failure in self.failures.items())
+            text += f" ({why})"
+        return DiscoveryError(f"{self.url} {text}", url=self.url, reason=reason)
+
+
+_ZMQ = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"'
+_SWITCH_ON: Mapping[str, str] = {
+    "vllm": f"--kv-events-config '{{\"enable_kv_cache_events\": true, {_ZMQ}}}'",
+    "sglang": f"--kv-events-config '{{{_ZMQ}}}'",
+    "": "--kv-events-config",
+}
+
+
+def engine_name(url: str) -> str:
+    """Return the name that the engine at a URL goes by: HOST:PORT, and the path if there is one.
+
+    Examples:
+        >>> engine_name("http://vllm-0:8000/")
+        'vllm-0:8000'
+    """
+    return url.split("://", 1)[-1].rstrip("/")
+
+
+def ask_engine(
+    url: str,
+    timeout: float = ASK_TIMEOUT,
+    *,
+    token: str | Callable[[], str | None] | None = None,
+    context: ssl.SSLContext | None = None,
+    resolve: Resolve = addresses_of,
+) -> EngineReport:
+    """Ask an engine what it is and where it publishes; return what it said.
+
+    It reads vLLM's `/kv_event_sources` (0.31 and later) in its three shapes, SGLang's
+    `/server_info` (`/get_server_info` before 0.5.4), `/version` and `/v1/models`. Nothing in them
+    is trusted: sizes and numbers are bounded, and what has another form is told in `failures`.
+
+    Args:
+        url: of the engine's HTTP server, http://HOST:PORT.
+        timeout: seconds for all of it.
+        token: sent as a bearer token: what vLLM and SGLang call --api-key.
+        context: of TLS, for https; by default certificates are checked as the system does.
+        resolve: looks host names up; for tests.
+
+    Raises:
+        DiscoveryError: nothing answers there, or nothing of it can be used; `reason` says why.
+        ConfigurationError: the URL is none.
+
+    Thread safety: any thread; it keeps nothing. It blocks: in asyncio, call it in a thread.
+
+    Examples:
+        >>> from kvindex.subscribe.discovery import ask_engine
+        >>> ask_engine("http://127.0.0.1:1")
+        Traceback (most recent call last):
+        ...
+        kvindex.wire.errors.DiscoveryError: http://127.0.0.1:1/kv_event_sources refuses the
+        connection...
+    """
+    asking = _Asking(Web(url, token=token, context=context), timeout)
+    told: list[Told] = []
+    kind, publishes, block_size = "", None, None
+    sources = asking.get("/kv_event_sources", read_sources)
+    if sources is not None:
+        kind, publishes, told = "vllm", bool(sources), sources
+    else:
+        info = asking.server_info()
+        if info is not None:
+            kind = "sglang"
+            told, block_size = info
+            publishes = bool(told)
+    models, owner = asking.get("/v1/models", named_models) or ((), "")
+    version = asking.version()
+    asking.raise_if_silent()
+    ranks, notes = _reached(told, asking.web.host, asking.bounded(resolve))
+    topics = {source.topic for source in told}
+    return EngineReport(
+        asking.web.url,
+        kind or (owner if owner in ("vllm", "sglang") else ""),
+        version,
+        models,
+        block_size or asking.kv_block_size(),
+        publishes,
+        tuple(ranks),
+        topics.pop() if len(topics) == 1 else "",
+        tuple(notes),
+        asking.answers,
+        asking.failures,
+    )
+
+
+def _reached(
+    told: list[Told], asked: str, resolve: Resolve
+) -> tuple[list[PublisherAddress], list[str]]:
+    ranks, notes = [], []
+    for source in told:
+        offset = source.dp_rank if source.names_base else 0
+        found = reach(source.endpoint, asked, offset=offset, resolve=resolve)
+        replay = None
+        if source.replay is not None:
+            reached = reach(source.replay, asked, offset=offset, resolve=resolve)
+            replay = reached.endpoint
+            notes += [f"replay of rank {source.dp_rank}: {reached.note}"] if reached.note else []
+        notes += [f"rank {source.dp_rank}: {found.note}"] if found.note else []
+        if found.endpoint is not None:
+            ranks.append(PublisherAddress(source.dp_rank, found.endpoint, replay))
+    return ranks, notes
+
+
+class _Asking:
+    """The questions to one engine: they share a deadline, and each may fail by itself."""
+
+    def __init__(self, web: Web, timeout: float) -> None:
+        if not 0 < timeout <= 3600:
+            raise ConfigurationError(f"timeout must be above 0 and up to 3600 s, not {timeout!r}")
+        self.web = web
+        self.answers: dict[str, Any] = {}
+        self.failures: dict[str, str] = {}
+        self._until = time.monotonic() + timeout
+        self._timeout = timeout
+        self._failure: DiscoveryError | None = None
+
+    def get(self, path: str, read: Callable[[Any], Any]) -> Any:
+        """Return what is read of an answer, or None with the failure noted."""
+        try:
+            answer = self.web.get(path, self._left())
+        except DiscoveryError as error:
+            if error.reason != "content":
+                raise  # nothing else will answer there either
+            self._note(path, str(error).removeprefix(f"{self.web.url}{path} "), error)
+            return None
+        if answer.status != 200:
+            self._note_status(path, answer)
+            return None
+        try:
+            found = answer.json()
+            result = read(found)
+            self.answers[path] = without_secrets(found)
+        except (ValueError, TypeError, RecursionError) as error:
+            text = f"answers what cannot be used: {str(error)[:200]}"
+            self._note(path, text, self._error(path, "content", text))
+            return None
+        return result
+
+    def server_info(self) -> tuple[list[Told], int | None] | None:
+        """Return what SGLang tells; None from any other engine."""
+        for path in ("/server_info", "/get_server_info"):
+            info = self.get(path, lambda answer: answer)
+            if tells_sglang(info):
+                try:
+                    return read_server_info(info)
+                except (ValueError, TypeError, RecursionError) as error:
+                    text = f"answers what cannot be used: {str(error)[:200]}"
+                    raise self._error(path, "content", text) from None
+        return None
+
+    def version(self) -> str:
+        """Return the engine's version, which SGLang tells in its server's info."""
+        for path in ("/server_info", "/get_server_info"):
+            version = _text_of(self.answers.get(path), "version")
+            if version:
+                return version
+        return _text_of(self.get("/version", lambda answer: answer), "version")
+
+    def kv_block_size(self) -> int | None:
+        """Return the block size in the other `/get_server_info`, that of vLLM's Rust front end."""
+        info = self.answers.get("/get_server_info")
+        size = info.get("kv_block_size") if isinstance(info, Mapping) else None
+        return size if isinstance(size, int) and 0 < size < 1 << 31 else None
+
+    def bounded(self, resolve: Resolve) -> Resolve:
+        """Return what looks up a few names only, each once, and only while there is time."""
+        known: dict[str, frozenset[str]] = {}
+
+        def look_up(host: str) -> frozenset[str]:
+            if host not in known:
+                if len(known) >= _MAX_NAMES or time.monotonic() >= self._until:
+                    return frozenset()
+                known[host] = resolve(host)
+            return known[host]
+
+        return look_up
+
+    def raise_if_silent(self) -> None:
+        """Raise if no question was answered."""
+        if not self.answers and self._failure is not None:
+            raise self._failure
+
+    def _left(self) -> float:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            text = f"{self.web.url} does not answer everything within {self._timeout:g} s"
+            raise DiscoveryError(text, url=self.web.url, reason="timeout")
+        return left
+
+    def _note_status(self, path: str, answer: Answer) -> None:
+        denied = answer.status in (401, 403)
+        text = f"answers {answer.status}" + (": give the engine's API key as token=" * denied)
+        reason = "denied" if denied else "status"
+        self._note(path, text, self._error(path, reason, text))
+
+    def _note(self, path: str, text: str, error: DiscoveryError) -> None:
+        self.failures[path] = text
+        if self._failure is None or error.reason == "denied":
+            self._failure = error
+
+    def _error(self, path: str, reason: str, text: str) -> DiscoveryError:
+        return DiscoveryError(f"{self.web.url}{path} {text}", url=self.web.url, reason=reason)
+
+
+def _text_of(answer: Any, key: str) -> str:
+    value = answer.get(key) if isinstance(answer, Mapping) else None
+    return value[:100] if isinstance(value, str) and value.isprintable() else ""

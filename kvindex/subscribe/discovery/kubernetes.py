@@ -1,0 +1,226 @@
+"""Engines in the pods of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from kvindex.subscribe.discovery.kube_api import KubeApi
+from kvindex.subscribe.discovery.pods import (
+    POOLS,
+    Pod,
+    PodRules,
+    pod_of,
+    pool_of,
+    rules_of,
+    targets_of,
+)
+from kvindex.subscribe.discovery.targets import Target, Tell
+from kvindex.wire import CacheSettings
+from kvindex.wire.errors import ConfigurationError, DiscoveryError
+
+__all__ = ["KubernetesSource"]
+
+
+class KubernetesSource:
+    """Tells of the engines in pods, as the Kubernetes API server does.
+
+    A pod comes when it is ready for the first time. It goes as soon as it is being deleted, has
+    ended, or no longer has the labels; not when it is only unready for a while, since its cache
+    lives on. If the server cannot be reached, what it said last stays true.
+
+    Each engine is asked where it publishes. One that does not say is assumed to publish at
+    `events_port` + rank.
+
+    Args:
+        selector: labels of the pods, as kubectl takes them: "app=vllm".
+        pool: instead, the name of an InferencePool (`inference.networking.k8s.io/v1`), whose
+            selector and ports count.
+        preset: instead, "llm-d", "aibrix" or "vllm-production-stack": their labels and ports.
+            With `selector` or `pool`, their ports alone.
+        namespace: of the pods; by default this process's own.
+        port: of the engines' HTTP server; by default the container port "http", else 8000.
+        events_port: where rank 0 of an engine that does not say publishes; None assumes nothing.
+        replay_port: where it then answers replay requests.
+        dp_size: number of ranks of such an engine.
+        model_label: a label that has the name of the model; by default each engine is asked.
+        routing_group: of these engines.
+        cache: what their events leave unsaid.
+        kube_url: the API server's URL, or that of a `kubectl proxy`; by default that of the cluster
+            around this process, with the token and certificate of its service account.
+        token, certificate: files that have others.
+
+    Raises:
+        ConfigurationError: a value cannot work, or this process runs in no cluster.
+
+    Examples:
+        >>> KubernetesSource("app=vllm", namespace="llm", kube_url="http://127.0.0.1:8001").name
+        'pods app=vllm in llm'
+    """
+
+    is_certain = True
+
+    def __init__(
+        self,
+        selector: str = "",
+        *,
+        pool: str = "",
+        preset: str = "",
+        namespace: str = "",
+        port: int | None = None,
+        events_port: int | None = 5557,
+        replay_port: int | None = None,
+        dp_size: int = 1,
+        model_label: str = "",
+        routing_group: str = "default",
+        cache: CacheSettings | None = None,
+        kube_url: str | None = None,
+        token: str | os.PathLike[str] | None = None,
+        certificate: str | os.PathLike[str] | None = None,
+    ) -> None:
+        usual, rules = rules_of(preset) if preset else ("", PodRules())
+        self.rules = msgspec.structs.replace(
+            rules,
+            ports=() if port is None else (port,),
+            events_port=events_port,
+            replay_port=replay_port or rules.replay_port,
+            dp_size=dp_size,
+            model_label=model_label or rules.model_label,
+            routing_group=routing_group,
+            cache=cache or CacheSettings(),
+        )
+        if (selector and pool) or not (selector or pool or usual):
+            raise ConfigurationError("give the pods' labels, or the name of an InferencePool")
+        for name in filter(None, (pool, namespace)):
+            if not all(c.isascii() and (c.isalnum() or c in "-.") for c in name):
+                raise ConfigurationError(f"{name!r} is no name in Kubernetes")
+        tuple(targets_of(Pod("any", address="127.0.0.1"), self.rules))  # refuses impossible ports
+        self._api = KubeApi(
+            kube_url, token=token, certificate=certificate, watch_seconds=60 if pool else 240
+        )
+        self.namespace = namespace or self._api.namespace or "default"
+        self._selector = "" if pool else selector or usual
+        self._pool = pool
+        self.name = f"pods {f'of pool {pool}' if pool else self._selector} in {self.namespace}"
+        self._pods: dict[str, Pod] = {}
+        self._told: tuple[Target, ...] | None = None
+        self._closed = threading.Event()
+        self._pause = 1.0  # seconds that a list or a watch takes at least
+
+    def watch(self, tell: Tell) -> None:
+        """Tell of the pods' engines, and again whenever they change."""
+        while not self._closed.is_set():
+            with self._paced():
+                try:
+                    self._list_and_follow(*self._present(), tell)
+                except DiscoveryError as error:
+                    if self._closed.is_set():
+                        return
+                    if error.reason != "expired":  # which a new list cures
+                        raise
+
+    def close(self) -> None:
+        """End `watch`."""
+        self._closed.set()
+        self._api.close()
+
+    def _list_and_follow(self, selector: str, rules: PodRules, tell: Tell) -> None:
+        """Take all pods, and what changes, until other pods are selected."""
+        version = self._list(selector, rules, tell)
+        while version and not self._closed.is_set():
+            with self._paced():
+                version = self._follow(selector, rules, version, tell)
+            if self._pool and self._present() != (selector, rules):
+                return
+
+    @contextmanager
+    def _paced(self) -> Iterator[None]:
+        """Take a moment at least, so that a server which hangs up at once is not flooded."""
+        until = time.monotonic() + self._pause
+        yield
+        self._closed.wait(max(until - time.monotonic(), 0.0))
+
+    def _present(self) -> tuple[str, PodRules]:
+        """Return the selector and the rules as the pool has them now."""
+        if not self._pool:
+            return self._selector, self.rules
+        path = f"{POOLS}/namespaces/{self.namespace}/inferencepools/{self._pool}"
+        try:
+            selector, ports = pool_of(self._api.get(path))
+        except ValueError as error:
+            raise self._odd(f"the pool {self._pool} cannot be understood: {error}") from None
+        if ports and not self.rules.ports:
+            return selector, msgspec.structs.replace(self.rules, ports=ports)
+        return selector, self.rules
+
+    @property
+    def _path(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/pods"
+
+    def _list(self, selector: str, rules: PodRules, tell: Tell) -> str:
+        """Take all pods; return the version of the list."""
+        items, version = self._api.list(self._path, selector)
+        before, self._pods = self._pods, {}
+        for item in items:
+            self._take("ADDED", item, before)
+        self._tell(rules, tell)
+        return version
+
+    def _follow(self, selector: str, rules: PodRules, version: str, tell: Tell) -> str:
+        """Take what changes until the watch ends; return the version that it came to.
+
+        A watch that breaks is gone on with where it was.
+        """
+        reached = version
+        try:
+            for kind, found in self._api.watch(self._path, selector, version):
+                if kind in ("ADDED", "MODIFIED", "DELETED"):
+                    self._take(kind, found, self._pods)
+                    self._tell(rules, tell)
+                reached = _version(found) or reached
+        except DiscoveryError as error:
+            # It got somewhere: the next one goes on there, at once. If not, there is a pause.
+            if error.reason not in ("unreachable", "timeout") or reached == version:
+                raise
+        return reached
+
+    def _take(self, kind: str, found: Any, before: Mapping[str, Pod]) -> None:
+        try:
+            pod = pod_of(found)
+        except ValueError as error:
+            raise self._odd(str(error)) from None
+        known = before.get(pod.name)
+        was_here = known is not None and (known.uid, known.address) == (pod.uid, pod.address)
+        is_gone = kind == "DELETED" or pod.is_ending or not pod.address
+        if is_gone or not (pod.is_ready or was_here):
+            self._pods.pop(pod.name, None)
+        else:
+            self._pods[pod.name] = pod
+
+    def _tell(self, rules: PodRules, tell: Tell) -> None:
+        try:
+            targets = tuple(
+                target
+                for name in sorted(self._pods)
+                for target in targets_of(self._pods[name], rules)
+            )
+        except ConfigurationError as error:
+            raise self._odd(str(error)) from None
+        if targets != self._told:
+            self._told = targets
+            tell(targets)
+
+    def _odd(self, text: str) -> DiscoveryError:
+        return DiscoveryError(f"{self._api.url}: {text}", url=self._api.url, reason="content")
+
+
+def _version(found: Any) -> str:
+    metadata = found.get("metadata") if isinstance(found, Mapping) else None
+    version = metadata.get("resourceVersion") if isinstance(metadata, Mapping) else None
+    return version if isinstance(version, str) else ""

@@ -1,0 +1,152 @@
+"""Engines behind a DNS name with several addresses: a headless service, for instance."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from kvindex.subscribe import Worker
+from kvindex.subscribe.discovery.reach import with_host
+from kvindex.subscribe.discovery.targets import Target, Tell
+from kvindex.subscribe.discovery.web import split_url
+from kvindex.wire import CacheSettings
+from kvindex.wire.errors import ConfigurationError, DiscoveryError
+
+__all__ = ["DnsSource", "usual_worker"]
+
+LookUp: TypeAlias = Callable[[str], Sequence[str]]
+"""Returns the addresses of a name, or raises an OSError."""
+
+
+class DnsSource:
+    """Tells of one engine for each address of a name, and looks it up again and again.
+
+    An address that is missing from an answer is not taken for gone, since name servers give parts
+    of what they know, and only ready pods: the discovery keeps it for `forget_after` seconds. A
+    name that cannot be looked up takes nobody away.
+
+    Args:
+        url: of the engines, by the name: "http://vllm.default.svc.cluster.local:8000". Each address
+            is asked at the URL's port (with https, certificates must name the address). Or
+            "tcp://NAME:5557", for engines that cannot be asked: then rank 0 publishes at that port.
+        replay_port: where rank 0 answers replay requests; for tcp, and for what an engine that does
+            not say publishes at.
+        dp_size: number of ranks of such an engine.
+        events_port: where rank 0 of an engine that does not say is assumed to publish; None assumes
+            nothing.
+        interval: seconds between two look-ups.
+        model, routing_group: of these engines; by default each is asked for its model.
+        cache: what their events leave unsaid.
+        look_up: returns a name's addresses; for tests.
+
+    Raises:
+        ConfigurationError: a value cannot work.
+
+    Examples:
+        >>> DnsSource("http://vllm:8000").name
+        'name vllm'
+    """
+
+    is_certain = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        replay_port: int | None = None,
+        dp_size: int = 1,
+        events_port: int | None = None,
+        interval: float = 5.0,
+        model: str = "",
+        routing_group: str = "default",
+        cache: CacheSettings | None = None,
+        look_up: LookUp | None = None,
+    ) -> None:
+        is_asked = not url.lower().startswith("tcp://")
+        parts = split_url(url if is_asked else "http" + url[3:])
+        if not is_asked and (parts.port is None or parts.path or events_port is not None):
+            raise ConfigurationError(f"{url!r} is no name with a port: write tcp://NAME:5557")
+        if not 0 < interval < 1e6:
+            raise ConfigurationError(f"interval must be above 0 seconds, not {interval!r}")
+        self._host = parts.hostname or ""
+        self.name = f"name {self._host}"
+        self._scheme = parts.scheme if is_asked else ""
+        self._rest = ("" if parts.port is None else f":{parts.port}") + parts.path.rstrip("/")
+        self._events_port = events_port if is_asked else parts.port
+        self._ports = replay_port, dp_size
+        self._facts = model, routing_group, cache or CacheSettings()
+        self._interval = interval
+        self._look_up = look_up or _addresses
+        self._closed = threading.Event()
+        tuple(self._targets(["127.0.0.1"]))  # refuses ports that are none
+
+    def watch(self, tell: Tell) -> None:
+        """Tell of the name's addresses, and again whenever they change."""
+        told: tuple[Target, ...] | None = None
+        while not self._closed.is_set():
+            try:
+                found = sorted(set(self._look_up(self._host)))
+            except (OSError, UnicodeError) as error:
+                raise DiscoveryError(
+                    f"{self._host} cannot be looked up ({error})", url=self._host, reason="name"
+                ) from None
+            targets = tuple(self._targets(found))
+            if targets != told:
+                told = targets
+                tell(targets)
+            self._closed.wait(self._interval)
+
+    def close(self) -> None:
+        """End `watch`."""
+        self._closed.set()
+
+    def _targets(self, addresses: Sequence[str]) -> Iterator[Target]:
+        model, group, cache = self._facts
+        for address in addresses:
+            shown = f"[{address}]" if ":" in address else address
+            replay_port, dp_size = self._ports
+            worker = None
+            if self._events_port is not None:
+                worker = usual_worker(
+                    address, address, self._events_port, replay_port, dp_size, cache
+                )
+            url = f"{self._scheme}://{shown}{self._rest}" if self._scheme else ""
+            yield Target(address, url, worker, model, group, cache=cache)
+
+
+def usual_worker(
+    name: str,
+    host: str,
+    events_port: int,
+    replay_port: int | None,
+    dp_size: int,
+    cache: CacheSettings,
+    first_rank: int = 0,
+) -> Worker:
+    """Return an engine whose ranks publish at port + rank, where engines put them.
+
+    Raises:
+        ConfigurationError: a port is none, or the engine's two ranges of ports overlap.
+    """
+    ranks = range(first_rank, first_rank + dp_size)
+    if replay_port is not None and events_port < replay_port <= events_port + ranks[-1]:
+        raise ConfigurationError(
+            f"with {ranks[-1] + 1} ranks, replay port {replay_port} is where rank "
+            f"{replay_port - events_port} publishes: keep it at least {ranks[-1] + 1} above "
+            f"{events_port}"
+        )
+    return Worker(
+        name,
+        {rank: with_host(host, events_port + rank) for rank in ranks},
+        replay=None
+        if replay_port is None
+        else {rank: with_host(host, replay_port + rank) for rank in ranks},
+        cache=cache,
+    )
+
+
+def _addresses(host: str) -> list[str]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]

@@ -1,0 +1,425 @@
+"""What to do about engines that come, go, move, grow and fall silent.
+
+A state machine without threads, sockets or clocks: it is told what sources and engines say, and
+returns whom to ask and which workers to add and to remove. Owned by the thread of a `Discovery`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from kvindex.subscribe import Worker
+from kvindex.subscribe.discovery.comparing import (
+    described,
+    is_other,
+    part_of,
+    place_of,
+    ranks_of,
+    with_ranks,
+)
+from kvindex.subscribe.discovery.engine import EngineReport
+from kvindex.subscribe.discovery.targets import Found, Target
+from kvindex.wire.errors import DiscoveryError
+
+__all__ = ["MAX_ENGINES", "Step", "Tracker"]
+
+logger = logging.getLogger("kvindex.subscribe.discovery")
+
+MAX_ENGINES = 4096
+"""Most engines that are followed; further ones are refused, and said to be."""
+
+_FIRST_RETRY = 1.0  # seconds until an engine that did not answer is asked again; then it doubles
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One thing to do: add these ranks, or remove them."""
+
+    do: Literal["add", "remove"]
+    found: Found
+
+
+class _Source(msgspec.Struct):
+    """What one source has told."""
+
+    is_certain: bool
+    targets: tuple[Target, ...] | None = None
+    error: str = ""
+    told: int = 0
+    failures: int = 0
+
+
+class _Engine(msgspec.Struct):
+    """One engine that is followed."""
+
+    target: Target
+    source: str
+    ask_at: float
+    is_asking: bool = False
+    found: Found | None = None  # what was asked to be added
+    found_at: str = ""  # the target's URL and version then
+    is_added: bool = False  # whether it was
+    answered_at: float | None = None
+    absent_since: float | None = None
+    failures: int = 0
+    reason: str = "was not asked yet"
+    said: str = ""  # what was logged of it last
+    look_at: float = 0.0  # before this it is not forgotten
+    missing: frozenset[int] = frozenset()  # ranks that the last answer lacks
+
+
+class Tracker:
+    """Follows engines.
+
+    Args:
+        sources: their names, each with whether it is certain; the first that tells of a name wins.
+        interval: seconds between two questions to an engine.
+        forget_after: seconds for which an engine that does not answer is kept.
+        is_alive: whether events of a worker still come: then it is kept however silent it is.
+        jitter: returns 0 to 1: questions are spread, so that they do not come all at once.
+    """
+
+    def __init__(
+        self,
+        sources: Iterable[tuple[str, bool]],
+        *,
+        interval: float,
+        forget_after: float,
+        is_alive: Callable[[str], bool],
+        jitter: Callable[[], float],
+    ) -> None:
+        self._sources = {name: _Source(is_certain) for name, is_certain in sources}
+        self._engines: dict[str, _Engine] = {}
+        self._interval = interval
+        self._forget_after = forget_after
+        self._is_alive = is_alive
+        self._jitter = jitter
+        self._steps: list[Step] = []
+        self._refused: dict[str, str] = {}
+        self.counters = dict.fromkeys(
+            ("asked", "unanswered", "added", "removed", "moved", "grown", "shrunk", "forgotten"), 0
+        )
+
+    # What happens -----------------------------------------------------------------------------
+
+    def told(self, source: str, targets: Iterable[Target], now: float) -> None:
+        """Take all engines that a source tells of."""
+        state = self._sources[source]
+        state.targets, state.error = tuple(targets), ""
+        state.told += 1
+        wanted = self._wanted()
+        for name, engine in list(self._engines.items()):
+            if name not in wanted:
+                self._leave(name, engine, now)
+        for name, (owner, target) in wanted.items():
+            known = self._engines.get(name)
+            if known is None:
+                self._engines[name] = known = _Engine(target, owner, now)
+                if not target.url:
+                    self._accept(known, target.worker, now)
+            else:
+                self._change(known, owner, target, now)
+
+    def source_failed(self, source: str, error: str) -> None:
+        """Note that a source cannot tell; what it told stays true."""
+        state = self._sources[source]
+        state.failures += 1
+        if error != state.error:
+            kept = len(state.targets or ())
+            logger.warning("%s: %s; %d engines known from it are kept", source, error, kept)
+            state.error = error
+
+    def answered(self, target: Target, report: EngineReport, now: float) -> None:
+        """Take what an engine said of itself."""
+        engine = self._asked(target)
+        if engine is None:
+            return
+        try:
+            worker = report.worker(target.name, cache=target.cache)
+        except DiscoveryError as error:
+            self._unanswered(engine, error, now)
+            return
+        if engine.failures and engine.said:
+            logger.info("%s: answers again", target.name)
+            engine.said = ""
+        engine.answered_at, engine.failures = now, 0
+        engine.ask_at = now + self._interval * (0.9 + 0.2 * self._jitter())
+        notes = "; ".join(report.notes)
+        if notes:
+            self._say(engine, logging.WARNING, notes)
+        engine.reason = notes
+        self._accept(engine, worker, now, report.model)
+
+    def unanswered(self, target: Target, error: DiscoveryError, now: float) -> None:
+        """Note that an engine did not say where it publishes."""
+        engine = self._asked(target)
+        if engine is not None:
+            self._unanswered(engine, error, now)
+
+    def done(self, step: Step) -> None:
+        """Note that a step was taken."""
+        engine = self._engines.get(step.found.worker.name)
+        if engine is not None and step.do == "add":
+            engine.is_added = True
+        self.counters["added" if step.do == "add" else "removed"] += 1
+
+    def refused(self, step: Step, reason: str, now: float) -> None:
+        """Note that ranks could not be added; it is tried again with the next answer."""
+        engine = self._engines.get(step.found.worker.name)
+        if engine is None or step.do == "remove":
+            logger.warning("%s could not be removed: %s", step.found.worker.name, reason)
+            return
+        added = {address.dp_rank for address in step.found.worker.publishers()}
+        kept = [a for a in ranks_of(engine.found).values() if a.dp_rank not in added]
+        engine.found = with_ranks(engine.found, kept) if engine.found and kept else None
+        engine.is_added = engine.found is not None
+        engine.reason = f"cannot be added: {reason}"
+        engine.ask_at = now + self._interval
+        self._say(engine, logging.ERROR, engine.reason)
+
+    def refresh(self, worker: str | None, now: float) -> None:
+        """Have one engine asked again at once, or every one."""
+        for name, engine in self._engines.items():
+            if engine.target.url and worker in (None, name):
+                engine.ask_at = now
+
+    # What to do -------------------------------------------------------------------------------
+
+    def due(self, now: float) -> list[Target]:
+        """Return the engines to be asked now; each is to be answered by one call."""
+        targets = []
+        for engine in self._engines.values():
+            if engine.is_asking or engine.ask_at > now:
+                continue
+            if engine.target.url:
+                engine.is_asking = True
+                self.counters["asked"] += 1
+                targets.append(engine.target)
+            else:  # it was refused: try again
+                self._accept(engine, engine.target.worker, now)
+        return targets
+
+    def tick(self, now: float) -> None:
+        """Forget engines that were silent, or not told of, for too long."""
+        for name, engine in list(self._engines.items()):
+            if now < self._forget_at(engine):
+                continue
+            if engine.found is not None and self._is_alive(name):
+                engine.look_at = now + self._interval
+            else:
+                self._forget(name, engine)
+
+    def next_at(self) -> float:
+        """Return when something is to be done without anything happening, by the same clock."""
+        times = [math.inf]
+        for engine in self._engines.values():
+            if not engine.is_asking:
+                times.append(engine.ask_at)
+            times.append(self._forget_at(engine))
+        return min(times)
+
+    def take(self) -> list[Step]:
+        """Return the steps that have come up, in order, once."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    # What is known ----------------------------------------------------------------------------
+
+    def missing(self) -> dict[str, str]:
+        """Return who has not told where to subscribe yet, and why: sources, then engines."""
+        missing = {
+            name: source.error or "has not told which engines there are yet"
+            for name, source in self._sources.items()
+            if source.targets is None
+        }
+        for name, engine in self._engines.items():
+            if not engine.is_added:
+                missing[engine.target.url or name] = engine.reason
+        return missing
+
+    def statistics(self, now: float) -> dict[str, Any]:
+        """Return every counter, source and engine as plain JSON-ready values."""
+        sources = {
+            name: {
+                "engines": len(source.targets or ()),
+                "told": source.told,
+                "failures": source.failures,
+                "error": source.error or None,
+            }
+            for name, source in self._sources.items()
+        }
+        engines = {
+            name: {
+                "source": engine.source,
+                "url": engine.target.url or None,
+                "ranks": len(ranks_of(engine.found)),
+                "is_added": engine.is_added,
+                "model": engine.found.model if engine.found else engine.target.model,
+                "answered": None if engine.answered_at is None else now - engine.answered_at,
+                "failures": engine.failures,
+                "reason": engine.reason or None,
+            }
+            for name, engine in self._engines.items()
+        }
+        counters = {**self.counters, "refused": len(self._refused)}
+        return {"sources": sources, "engines": engines, "counters": counters}
+
+    # One engine -------------------------------------------------------------------------------
+
+    def _wanted(self) -> dict[str, tuple[str, Target]]:
+        """Return who tells of which engine; a name belongs to the first source that has it."""
+        wanted: dict[str, tuple[str, Target]] = {}
+        refused: dict[str, str] = {}
+        for source, state in self._sources.items():
+            for target in state.targets or ():
+                if target.name in wanted:
+                    first = wanted[target.name][0]
+                    refused[f"{source} {target.name}"] = f"{first} tells of that name already"
+                elif len(wanted) >= MAX_ENGINES:
+                    refused[source] = f"more than {MAX_ENGINES} engines"
+                else:
+                    wanted[target.name] = source, target
+        for what in refused.keys() - self._refused.keys():
+            logger.error("%s is left out: %s", what, refused[what])
+        self._refused = refused
+        return wanted
+
+    def _change(self, engine: _Engine, owner: str, target: Target, now: float) -> None:
+        before, engine.target, engine.source = engine.target, target, owner
+        engine.absent_since = None
+        if place_of(before) != place_of(target):
+            engine.ask_at, engine.is_asking = now, False
+            engine.answered_at, engine.failures = None, 0
+        if not target.url and before != target:
+            self._accept(engine, target.worker, now)
+
+    def _leave(self, name: str, engine: _Engine, now: float) -> None:
+        if self._sources[engine.source].is_certain:
+            self._drop(name, engine, f"{engine.source} no longer tells of it")
+        elif engine.absent_since is None:
+            engine.absent_since = now
+
+    def _drop(self, name: str, engine: _Engine, why: str) -> None:
+        del self._engines[name]
+        if engine.found is not None:
+            self._steps.append(Step("remove", engine.found))
+            logger.info("removes %s: %s", name, why)
+
+    def _forget_at(self, engine: _Engine) -> float:
+        """Return when an engine has been silent, or not told of, for too long."""
+        since = engine.absent_since
+        if since is None and engine.failures and engine.found is not None:
+            since = engine.answered_at  # if it never answered, its source alone counts
+        return math.inf if since is None else max(since + self._forget_after, engine.look_at)
+
+    def _forget(self, name: str, engine: _Engine) -> None:
+        self.counters["forgotten"] += 1
+        if engine.absent_since is not None:
+            self._drop(
+                name, engine, f"{engine.source} has not told of it for {self._forget_after:g} s"
+            )
+        elif engine.found is not None:
+            self._steps.append(Step("remove", engine.found))
+            engine.found, engine.is_added = None, False
+            logger.warning(
+                "removes %s until it answers again, after %g s: %s",
+                name,
+                self._forget_after,
+                engine.reason,
+            )
+
+    def _asked(self, target: Target) -> _Engine | None:
+        """Return the engine that was asked, unless it has changed meanwhile."""
+        engine = self._engines.get(target.name)
+        if engine is None or place_of(engine.target) != place_of(target):
+            return None
+        engine.is_asking = False
+        return engine
+
+    def _unanswered(self, engine: _Engine, error: DiscoveryError, now: float) -> None:
+        target = engine.target
+        self.counters["unanswered"] += 1
+        engine.reason = str(error)
+        wait = min(self._interval, _FIRST_RETRY * 2 ** min(engine.failures, 16))
+        engine.failures += 1
+        engine.ask_at = now + wait * (0.9 + 0.2 * self._jitter())
+        is_known = engine.found is not None and engine.found_at == place_of(target)
+        if is_known:
+            if error.reason != "unsaid":
+                self._say(engine, logging.WARNING, f"{error}; what is known of it is kept")
+        elif target.worker is not None and error.reason != "off":
+            self._say(engine, logging.INFO, f"{error}; its usual ports are assumed")
+            self._accept(engine, target.worker, now)
+        else:
+            self._say(engine, logging.WARNING, str(error))
+            if engine.found is not None:  # of another engine, which was here before
+                self._steps.append(Step("remove", engine.found))
+                engine.found, engine.is_added = None, False
+
+    def _accept(self, engine: _Engine, worker: Worker | None, now: float, model: str = "") -> None:
+        """Have an engine's ranks be these."""
+        assert worker is not None  # a target has a URL or a worker
+        target = engine.target
+        if worker.name != target.name:
+            worker = msgspec.structs.replace(worker, name=target.name)
+        if not target.url:
+            engine.ask_at, engine.reason = math.inf, ""
+        was_here = engine.found is not None and engine.found_at == place_of(target)
+        found = Found(
+            worker,
+            target.model or model or (engine.found.model if engine.found and was_here else ""),
+            target.routing_group,
+            target.url or None,
+            target.labels,
+            engine.source,
+        )
+        before, engine.found, engine.found_at = engine.found, found, place_of(target)
+        if before is None:
+            self._steps.append(Step("add", found))
+            logger.info("adds %s", described(found))
+        elif is_other(before, found):
+            self._move(engine, before, found)
+        else:
+            self._resize(engine, before, found, now)
+
+    def _move(self, engine: _Engine, before: Found, found: Found) -> None:
+        self.counters["moved"] += 1
+        engine.is_added = False
+        self._steps += [Step("remove", before), Step("add", found)]
+        logger.info(
+            "removes %s and adds it anew: it has changed to %s", found.worker.name, described(found)
+        )
+
+    def _resize(self, engine: _Engine, before: Found, found: Found, now: float) -> None:
+        """Add the ranks that have come, and remove those that two answers running lack."""
+        old, new = ranks_of(before), ranks_of(found)
+        gone = frozenset(old.keys() - new.keys())
+        if gone and gone != engine.missing and engine.target.url:
+            engine.missing = gone
+            engine.ask_at = min(engine.ask_at, now + _FIRST_RETRY)
+            new |= {rank: old[rank] for rank in gone}
+            engine.found = with_ranks(found, new.values())
+            gone = frozenset()
+        else:
+            engine.missing = frozenset()
+        come = [new[rank] for rank in sorted(new.keys() - old.keys())]
+        if come:
+            self.counters["grown"] += 1
+            self._steps.append(Step("add", part_of(found, come)))
+            logger.info("adds dp_ranks %s of %s", [a.dp_rank for a in come], found.worker.name)
+        if gone:
+            self.counters["shrunk"] += 1
+            self._steps.append(
+                Step("remove", part_of(before, [old[rank] for rank in sorted(gone)]))
+            )
+            logger.info("removes dp_ranks %s of %s", sorted(gone), found.worker.name)
+
+    def _say(self, engine: _Engine, level: int, text: str) -> None:
+        """Log something of an engine, unless it was the last that was logged of it."""
+        if text != engine.said:
+            engine.said = text
+            logger.log(level, "%s: %s", engine.target.name, text)

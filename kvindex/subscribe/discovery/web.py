@@ -1,0 +1,363 @@
+"""HTTP servers, asked with bounded answers and within a deadline.
+
+What they answer comes from the network: it is bounded in size and time, read as JSON, and nothing
+in it is followed. There are no redirects and no proxies.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from kvindex.wire.errors import ConfigurationError, DiscoveryError
+from kvindex.wire.forks import close_in_children
+
+__all__ = ["MAX_ANSWER", "Answer", "Web", "split_url"]
+
+MAX_ANSWER: Final = 8 << 20
+"""Most bytes of one answer. SGLang's `/server_info` is the longest of an engine, with 20 kB."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a server answered: the HTTP status and the body."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """Return the body's JSON.
+
+        Raises:
+            ValueError: it is none, or nested too deeply.
+        """
+        try:
+            return msgspec.json.decode(self.body)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+
+
+def split_url(url: str) -> SplitResult:
+    """Return the parts of a server's URL.
+
+    Raises:
+        ConfigurationError: it is no http or https URL with a host, or it carries more than that.
+
+    Examples:
+        >>> split_url("http://engine:8000/").port
+        8000
+    """
+    if not isinstance(url, str) or not url.lower().startswith(("http://", "https://")):
+        raise ConfigurationError(f"{url!r:.200} is no URL of a server: write http://HOST:PORT")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{url!r:.200} is no URL: {error}") from None
+    if not parts.hostname or port == 0 or any(c.isspace() or ord(c) < 32 for c in url):
+        raise ConfigurationError(f"{url!r:.200} names no host: write http://HOST:PORT")
+    if parts.username is not None:
+        raise ConfigurationError("a URL must not carry a password: give token= instead")
+    if parts.query or parts.fragment:
+        raise ConfigurationError(f"{url!r:.200}: leave out what stands after ? or #")
+    return parts
+
+
+class Web:
+    """One HTTP server, at its URL. Immutable: may be asked from any thread.
+
+    Args:
+        url: http://HOST:PORT or https://…, with a path if the server lies below one.
+        token: sent as a bearer token; a function gives a new one for each request.
+        context: of TLS; by default certificates are checked as the system does.
+
+    Raises:
+        ConfigurationError: the URL cannot be one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | Callable[[], str | None] | None = None,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        parts = split_url(url)
+        self.url = url.rstrip("/")
+        self.host = parts.hostname or ""
+        self._path = parts.path.rstrip("/")
+        self._token = token
+        self._tls = context
+        if parts.scheme.lower() == "https" and context is None:
+            self._tls = ssl.create_default_context()
+        elif parts.scheme.lower() == "http":
+            self._tls = None
+        self.port = parts.port or (443 if self._tls else 80)
+
+    def get(self, path: str, timeout: float, *, limit: int = MAX_ANSWER) -> Answer:
+        """Return what the server answers at a path, whatever its status.
+
+        Args:
+            path: from "/" on, with a query if there is one.
+            timeout: seconds in which the whole answer must have come; looking up the host's name
+                may take longer, as the system's resolver allows.
+            limit: most bytes of the body.
+
+        Raises:
+            DiscoveryError: no whole answer came; `reason` says why.
+        """
+        return self._whole(path, self.open(path, timeout), limit)
+
+    def post(
+        self,
+        path: str,
+        body: bytes,
+        timeout: float,
+        *,
+        headers: Mapping[str, str] | None = None,
+        limit: int = MAX_ANSWER,
+    ) -> Answer:
+        """Return what the server answers to a JSON body; otherwise as `get`.
+
+        Args:
+            path: from "/" on.
+            body: JSON.
+            timeout: as for `get`.
+            headers: further ones.
+            limit: as for `get`.
+
+        Raises:
+            DiscoveryError: as `get`.
+        """
+        named = {"Content-Type": "application/json", **(headers or {})}
+        return self._whole(path, self._opened("POST", path, timeout, body, named), limit)
+
+    def _whole(self, path: str, answer: Stream, limit: int) -> Answer:
+        with answer as stream:
+            body = stream.read(limit + 1)
+        if len(body) > limit:
+            raise self._error(path, "content", f"answers more than {limit} bytes")
+        return Answer(stream.status, body)
+
+    def open(self, path: str, timeout: float) -> Stream:
+        """Return an answer whose body can be read as it comes; close it.
+
+        Raises:
+            DiscoveryError: no answer began within `timeout` seconds.
+        """
+        return self._opened("GET", path, timeout, None, {})
+
+    def _opened(
+        self, method: str, path: str, timeout: float, body: bytes | None, named: Mapping[str, str]
+    ) -> Stream:
+        deadline = _Deadline(timeout)
+        sock: socket.socket | None = None
+        try:
+            sock = _dial(self.host, self.port, deadline)
+            if self._tls is not None:
+                sock.settimeout(deadline.left())
+                sock = self._tls.wrap_socket(sock, server_hostname=self.host)
+            close_in_children(sock)
+            response = self._request(sock, method, path, deadline, body, named)
+        except BaseException as error:
+            if sock is not None:
+                sock.close()
+            is_known = isinstance(error, DiscoveryError)  # the token cannot be read
+            if isinstance(error, OSError | http.client.HTTPException | ValueError) and not is_known:
+                raise self._explain(path, error, timeout) from error
+            raise
+        return Stream(self, path, sock, response, deadline)
+
+    def _request(
+        self,
+        sock: socket.socket,
+        method: str,
+        path: str,
+        deadline: _Deadline,
+        body: bytes | None,
+        named: Mapping[str, str],
+    ) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(self.host, self.port)
+        connection.default_port = 443 if self._tls else 80  # the Host header leaves it out
+        connection.sock = _Wire(sock, deadline)
+        headers = {"Accept": "application/json", "Connection": "close", "User-Agent": "kvindex"}
+        token = self._token() if callable(self._token) else self._token
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        connection.request(method, self._path + path, body, {**headers, **named})
+        return connection.getresponse()
+
+    def _explain(self, path: str, error: Exception, timeout: float) -> DiscoveryError:
+        reason, text = _told(error, timeout)
+        return self._error(path, reason, text)
+
+    def _error(self, path: str, reason: str, text: str) -> DiscoveryError:
+        return DiscoveryError(f"{self.url}{path} {text}", url=self.url, reason=reason)
+
+
+class Stream:
+    """The answer to one request, while it comes. Owned by one thread, but for `close`."""
+
+    def __init__(
+        self,
+        web: Web,
+        path: str,
+        sock: socket.socket,
+        response: http.client.HTTPResponse,
+        deadline: _Deadline,
+    ) -> None:
+        self.status = response.status
+        self.length = response.length  # bytes of the body; None if it does not say
+        self._web = web
+        self._path = path
+        self._sock = sock
+        self._response = response
+        self._deadline = deadline
+
+    def read(self, limit: int, timeout: float | None = None) -> bytes:
+        """Return the next `limit` bytes of the body, or what is left of it.
+
+        Raises:
+            DiscoveryError: they did not come in what is left of the time of `Web.open`, or within
+                `timeout` seconds from now.
+        """
+        if timeout is not None:
+            self._deadline.restart(timeout)
+        return self._reading(lambda: self._response.read(limit), self._deadline.seconds)
+
+    def read_line(self, limit: int, timeout: float) -> bytes:
+        """Return the body's next line that is not empty; b"" if the body has ended.
+
+        Raises:
+            DiscoveryError: no whole line came within `timeout` seconds ("timeout"), it is longer
+                than `limit` bytes ("content"), or the connection broke.
+        """
+        self._deadline.restart(timeout)
+        while line := self._reading(lambda: self._response.readline(limit + 1), timeout):
+            if len(line) > limit:
+                raise self._web._error(self._path, "content", f"sends a line above {limit} bytes")
+            if line := line.strip():
+                return line
+        return b""
+
+    def _reading(self, read: Callable[[], bytes], timeout: float) -> bytes:
+        try:
+            return read()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._web._explain(self._path, error, timeout) from error
+
+    def close(self) -> None:
+        """Hang up; a thread that is reading gets an error."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the server was first
+        self._sock.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Deadline:
+    """A moment until which something must be done."""
+
+    def __init__(self, seconds: float) -> None:
+        self.restart(seconds)
+
+    def restart(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Return the seconds that are left, above 0.
+
+        Raises:
+            TimeoutError: there are none.
+        """
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+
+class _Wire:
+    """What http.client needs of a socket, within a deadline. Whoever dialled closes the socket."""
+
+    def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
+        self._sock = sock
+        self._deadline = deadline
+
+    def sendall(self, data: bytes) -> None:
+        self._sock.settimeout(self._deadline.left())
+        self._sock.sendall(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Incoming(self._sock, self._deadline))
+
+    def close(self) -> None:
+        """Leave it open: http.client closes before the body is read."""
+
+
+class _Incoming(io.RawIOBase):
+    """The bytes that come in, each of them before the deadline."""
+
+    def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
+        self._sock = sock
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._sock.settimeout(self._deadline.left())
+        return self._sock.recv_into(buffer)
+
+
+def _dial(host: str, port: int, deadline: _Deadline) -> socket.socket:
+    """Return a connection to the first of a host's addresses that takes one."""
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(deadline.left())
+            sock.connect(address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure or OSError("the name has no address")
+
+
+_CAUSES: Mapping[type[Exception], tuple[str, str]] = {
+    ConnectionRefusedError: ("refused", "refuses the connection: nothing listens there"),
+    ssl.SSLError: ("tls", "fails at TLS"),
+    socket.gaierror: ("name", "cannot be found: no such host"),
+    http.client.HTTPException: ("content", "does not answer in HTTP"),
+    UnicodeError: ("name", "cannot be found: no such host"),
+    ValueError: ("content", "does not answer in HTTP"),
+}
+
+
+def _told(error: Exception, timeout: float) -> tuple[str, str]:
+    """Return the reason of a failure as a word, and for people."""
+    if isinstance(error, http.client.RemoteDisconnected | http.client.IncompleteRead):
+        return "unreachable", "hangs up before the whole answer"
+    if isinstance(error, TimeoutError):
+        return "timeout", f"does not answer within {timeout:.3g} s"
+    for kind, (reason, text) in _CAUSES.items():
+        if isinstance(error, kind):
+            detail = f" ({str(error)[:200]})" if reason in ("tls", "content") else ""
+            return reason, text + detail
+    return "unreachable", f"cannot be reached ({str(error)[:200] or type(error).__name__})"

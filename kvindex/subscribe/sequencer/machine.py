@@ -1,0 +1,399 @@
+"""The states of a stream, and the steps that lead from one to another.
+
+What `live_batches` and `replies` decide is done here: every item and every request is made here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from random import Random
+
+from kvindex.subscribe.sequencer.applied import Applied
+from kvindex.subscribe.sequencer.config import SequencerConfig
+from kvindex.subscribe.sequencer.held import Held, HeldBatch
+from kvindex.subscribe.sequencer.repair import Purpose, Repair, Replay
+from kvindex.subscribe.sequencer.values import (
+    MAX_COUNT,
+    Action,
+    AskReplay,
+    Batch,
+    CloseReplay,
+    RankBatch,
+    RankLost,
+    RankRestarted,
+    State,
+)
+from kvindex.wire.rank import Rank
+
+__all__ = ["Machine"]
+
+
+class Machine:
+    """Moves a stream from state to state, and makes its items.
+
+    Attributes:
+        rank: whose stream it is.
+        now: the present, as the sequencer was told last.
+        state: the state; silence aside.
+        applied: what was delivered.
+        held: what waits behind it.
+        replay: what is known of the replay endpoint.
+        repair: the replay that is under way, or None.
+        counters: what happened how often, by name.
+        out: what the sequencer's owner is to do next.
+        refused: batches refused in a row for their age.
+        disconnected_at: when the connection broke last.
+
+    Owner: one sequencer.
+    """
+
+    def __init__(self, rank: Rank, config: SequencerConfig, now: float, random: Random) -> None:
+        self.rank = rank
+        self.now = now
+        self.state = State.CONNECTING
+        self.applied = Applied(recent=config.recent)
+        self.held = Held(
+            max_batches=config.max_held,
+            max_bytes=config.max_held_bytes,
+            # One replay may have been a moment too early.
+            refuted_by=max(2, config.replay_policy.attempts),
+        )
+        self.replay = Replay(config, now)
+        self.repair: Repair | None = None
+        self.counters: Counter[str] = Counter()
+        self.out: list[Action] = []
+        self.refused = 0
+        self.disconnected_at = -math.inf
+        self._policy = config.replay_policy
+        self._reset = config.on_loss == "reset"
+        self._random = random
+
+    def disconnect(self) -> None:
+        """Be CONNECTING again, in doubt who will be met next."""
+        self.counters["disconnects"] += 1
+        self.disconnected_at = self.now
+        self.abandon_repair()
+        self.replay.forget_pair()
+        if not self.replay.usable:
+            # What was missing was on its way over the broken connection: nothing can fill the gap.
+            self.lose_all_gaps("gap_without_replay")
+        self.applied.start_in_doubt = True
+        self.state = State.CONNECTING
+        if self.applied.seq is None:
+            # Nothing tells later whether these are of the publisher that is met next.
+            self.counters["held_dropped"] += self.held.clear()
+            if self.applied.next_seq:
+                # Losses were declared up to there; whoever comes next starts afresh.
+                self.restart("unproven_reconnect")
+            self.applied.forget_start()
+        else:
+            self.applied.unproven = True
+        if not self.replay.exists:
+            self.applied.complete = False
+
+    def restart(self, reason: str, trigger: Batch | None = None, *, resync: bool = True) -> None:
+        """Begin a new epoch; with `resync`, by a join."""
+        self.abandon_repair()
+        self._begin_epoch(reason, trigger)
+        if trigger is not None:
+            self.hold(trigger)
+        if self.state is State.CONNECTING:
+            return
+        if self.replay.exists and resync:
+            self.begin(Purpose.JOIN)
+        else:
+            self.go_live()
+
+    def _begin_epoch(self, reason: str, trigger: Batch | None) -> None:
+        """Drop what is held of the epoch that ends, and what was known of it."""
+        self.counters["restarts"] += 1
+        if self.replay.exists:
+            self.held.clear()
+        elif trigger is not None:
+            oldest = trigger.ts
+            self.held.discard(lambda entry: entry.batch.ts < oldest)
+        self.held.forget_losses()
+        self.applied.restart(trigger)
+        self.refused = 0
+        self.replay.wanted = self.replay.paired = False
+        if self.replay.keeps is False:
+            self.replay.keeps = None
+        self.out.append(RankRestarted(self.rank, self.applied.epoch, reason))
+
+    def disown_replay(self) -> None:
+        """Go on without a replay that is another publisher's, with what came live alone."""
+        self.counters["foreign_replay"] += 1
+        self.abandon_repair()
+        self.replay.disown(foreign=True)
+        self.held.discard(lambda entry: entry.confirmed)
+        # Only a replay could prove that what came over an earlier connection is of the same life.
+        broke_at = self.disconnected_at
+        self.counters["held_dropped"] += self.held.discard(lambda e: e.arrived_at <= broke_at)
+        first = self.held.first
+        entry = None if first is None else self.held.get(first)
+        applied = self.applied
+        if entry is None and applied.seq is not None and applied.seq > applied.replayed_to:
+            first = applied.seq + 1
+        self._begin_epoch("foreign_replay", None if entry is None else entry.batch)
+        self.lose_join("foreign_replay", first)
+        self.go_live()
+
+    def begin(self, purpose: Purpose) -> None:
+        """Begin a repair."""
+        self.repair = Repair(purpose, self._policy, self.applied)
+        if purpose is Purpose.GAP:
+            self.state = State.REPAIRING
+        elif purpose is not Purpose.PROBE:
+            self.state = State.SYNCING
+        self.ask(self.repair)
+
+    def notice_gap(self) -> None:
+        """Begin to repair if something is missing and no repair runs."""
+        if not (self.held or self.replay.wanted):
+            return
+        if not self.replay.usable:
+            if self.state is not State.REPAIRING and self.held:
+                self.counters["gaps"] += 1
+                self.state = State.REPAIRING
+                if self.replay.foreign:
+                    self.abandon_repair()  # a probe, which must not delay the end of the gap
+        elif self.repair is None:
+            self.counters["gaps"] += 1
+            self.begin(Purpose.GAP)
+        elif self.repair.purpose is Purpose.PROBE:
+            self.counters["gaps"] += 1
+            self.repair.purpose = Purpose.GAP
+            self.state = State.REPAIRING
+
+    def after_advance(self) -> None:
+        """Be live again as soon as a gap has closed; the open request goes on as a probe."""
+        repair = self.repair
+        if repair is None:
+            if self.state is State.REPAIRING and not len(self.held):
+                self.go_live()
+        elif repair.purpose is Purpose.GAP and not repair.until_end and not self.missing:
+            if repair.request is None:
+                self.go_live()
+            else:
+                repair.purpose = Purpose.PROBE
+                self.state = State.LIVE
+
+    def go_live(self) -> None:
+        """End the repair; deliver what can be; look for a further gap."""
+        self.abandon_repair()
+        self.state = State.LIVE
+        if self.applied.unproven and (first := self.held.first) is not None:
+            entry = self.held.get(first)
+            assert entry is not None
+            self.restart("unproven_reconnect", entry.batch)
+            return
+        if self.applied.next_seq is None and (start := self.held.hole_end) is not None:
+            self.applied.start(start)
+        self.drain()
+        if not self.replay.usable:
+            self.lose_damaged()
+        self.notice_gap()
+
+    # What is known ----------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> bool:
+        """Whether something is known, or must be suspected, to be missing."""
+        return bool(self.held) or self.replay.wanted or self.applied.unproven
+
+    @property
+    def awaits_replay(self) -> bool:
+        """Whether only batches that replay has may be delivered for now."""
+        repair = self.repair
+        syncing = self.state is State.SYNCING and repair is not None and repair.request is not None
+        return self.replay.usable and (syncing or self.applied.start_in_doubt)
+
+    @property
+    def gap_due(self) -> float | None:
+        """Without replay: when the hole in front is given up; None while nothing waits behind one.
+
+        No batch waits for longer than a time-out, however many holes are in front of it.
+        """
+        if self.state is not State.REPAIRING or self.replay.usable or self.applied.unproven:
+            return None
+        since = self.held.waiting_since
+        return None if since is None else since + self._policy.timeout
+
+    # Delivering -------------------------------------------------------------------------------
+
+    def deliver(self, batch: Batch, *, replayed: bool) -> None:
+        """Deliver the next batch; where the epoch may start anywhere, start it there."""
+        applied = self.applied
+        starts_epoch = applied.seq is None
+        if applied.next_seq is None:
+            applied.start(batch.seq)
+        self.held.pop(batch.seq)
+        applied.apply(batch)
+        if replayed:
+            applied.replayed_to = batch.seq
+            self.counters["replayed"] += 1
+        self.note_delivered(1)
+        self.out.append(RankBatch(self.rank, applied.epoch, batch.seq, batch.content, replayed))
+        if starts_epoch and self.replay.exists:
+            self.counters["old_epoch"] += self.held.discard(self._is_straggler)
+
+    def note_delivered(self, count: int) -> None:
+        """Count batches delivered."""
+        self.counters["delivered"] += count
+        self.refused = 0
+        if self.replay.usable and self.replay.paired:  # else see soon whose replay it is
+            self.replay.quiet_since = self.now
+
+    def _is_straggler(self, entry: HeldBatch) -> bool:
+        """Return whether a held batch is older than the epoch and no replay has it."""
+        return not entry.confirmed and entry.batch.ts < self.applied.oldest_ts
+
+    def drain(self) -> None:
+        """Deliver the held batches that follow; only those that replay has, where it decides."""
+        applied = self.applied
+        while not applied.unproven and (seq := applied.next_seq) is not None:
+            entry = self.held.get(seq)
+            if entry is None:
+                return
+            if self.awaits_replay and not entry.confirmed:
+                return
+            self.deliver(entry.batch, replayed=entry.confirmed)
+
+    # Holding ----------------------------------------------------------------------------------
+
+    def hold(self, batch: Batch, *, confirmed: bool = False) -> bool:
+        """Hold a batch that does not follow yet; return whether that brought something new."""
+        known = self.held.get(batch.seq)
+        if known is not None and known.batch.fingerprint == batch.fingerprint:
+            if not confirmed:
+                self.counters["duplicates"] += 1
+            known.confirmed |= confirmed
+            return False
+        if known is not None:
+            self.counters["conflicting"] += 1
+            if batch.ts < known.batch.ts:
+                return False
+        entry = HeldBatch(
+            batch, asked=self.replay.requests, confirmed=confirmed, arrived_at=self.now
+        )
+        if self.held.add(entry):
+            return True
+        self._overflow(entry)
+        return False
+
+    def _overflow(self, entry: HeldBatch) -> None:
+        """Drop the newest arrival for replay to bring; without replay lose the gap before it."""
+        batch = entry.batch
+        if self.replay.usable or self.state is State.CONNECTING:
+            self.counters["held_dropped"] += 1
+            self.replay.wanted = self.replay.usable
+            self.held.dropped = max(self.held.dropped, batch.seq)
+            return
+        self.lose_all_gaps("held_overflow")
+        if batch.seq < (self.applied.next_seq or 0):
+            self.counters["delayed"] += 1
+            return
+        self.held.add(entry)
+        self.drain()
+        self.notice_gap()
+
+    def note_damaged(self, seq: int) -> None:
+        """Remember a damaged batch as a hole at its seq."""
+        applied = self.applied
+        if applied.next_seq is None and self.replay.usable:
+            applied.start(seq)
+            self.held.discard_below(seq)
+            self.drain()
+        if applied.next_seq is None or seq >= applied.next_seq:
+            self.held.note_damaged(seq, self.now)
+
+    # Losing -----------------------------------------------------------------------------------
+
+    def lose(self, reason: str) -> None:
+        """Declare the hole in front lost: to what is held behind it, or one batch."""
+        first = last = self.applied.next_seq
+        if first is None or last is None:
+            return
+        if self.held.is_damaged(first):
+            reason = "undecodable"
+            while self.held.is_damaged(last + 1):
+                last += 1
+        elif (end := self.held.hole_end) is not None:
+            last = end - 1
+        self.applied.skip_to(last + 1)
+        self.declare_lost(reason, first, last)
+
+    def lose_join(self, reason: str, first: int | None) -> None:
+        """Start at `first`, behind what replay did not bring; anywhere if that is None."""
+        if first is None:
+            return
+        self.applied.start(first)
+        if first > 0:
+            self.declare_lost(reason, 0, first - 1)
+
+    def lose_all_gaps(self, reason: str) -> None:
+        """Deliver everything held, with a loss at each hole."""
+        if self.applied.unproven:
+            return
+        if self.applied.next_seq is None and (first := self.held.first) is not None:
+            self.applied.start(first)
+        self.drain()
+        while self.held:
+            self.lose(reason)
+            self.drain()
+
+    def lose_damaged(self) -> None:
+        """Declare the next batches lost as far as they came damaged."""
+        while self.held.is_damaged(self.applied.next_seq):
+            self.lose("undecodable")
+            self.drain()
+
+    def lose_dropped(self) -> None:
+        """Declare what was dropped for want of room, and will not come again, lost."""
+        first, last = self.applied.next_seq, self.held.dropped
+        if first is not None and first <= last and not len(self.held):
+            self.applied.skip_to(last + 1)
+            self.declare_lost("held_overflow", first, last)
+
+    def lose_overdue(self) -> None:
+        """Without replay: lose every hole behind which something has waited for a time-out."""
+        while (due := self.gap_due) is not None and self.now >= due:
+            self.lose("gap_without_replay")
+            self.go_live()
+
+    def declare_lost(self, reason: str, first: int, last: int) -> None:
+        """Say that these batches will never come."""
+        self.counters["losses"] += 1
+        lost = self.counters["lost_batches"] + last - first + 1
+        self.counters["lost_batches"] = min(lost, MAX_COUNT)
+        self.held.forget_damaged(last)
+        self.out.append(RankLost(self.rank, self.applied.epoch, reason, first, last, self._reset))
+
+    # Asking for replay ------------------------------------------------------------------------
+
+    def ask(self, repair: Repair) -> None:
+        """Make a request: from the last applied batch on."""
+        start_seq = 0 if self.replay.keeps is False else self.applied.seq or 0
+        self.replay.requests += 1
+        repair.until_end |= self.replay.wanted
+        self.replay.wanted = False
+        repair.ask(self.replay.requests, start_seq, self.now)
+        self.counters["replays_asked"] += 1
+        self.out.append(AskReplay(self.replay.requests, start_seq))
+
+    def ask_later(self, repair: Repair) -> None:
+        """Have the next request made after a pause."""
+        repair.back_off(self._random, self.now)
+
+    def close_request(self, repair: Repair) -> None:
+        """End the open request, if there is one."""
+        if repair.request is not None:
+            self.out.append(CloseReplay(repair.request))
+        repair.close_try()
+
+    def abandon_repair(self) -> None:
+        """End the repair, if there is one."""
+        if self.repair is not None:
+            self.close_request(self.repair)
+            self.repair = None

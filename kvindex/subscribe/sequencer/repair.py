@@ -1,0 +1,218 @@
+"""Replay: what is known of a publisher's replay endpoint, and the repair that is under way."""
+
+from __future__ import annotations
+
+import enum
+from random import Random
+
+from kvindex.subscribe.sequencer.applied import Applied
+from kvindex.subscribe.sequencer.config import ReplayPolicy, SequencerConfig
+
+__all__ = ["Purpose", "Repair", "Replay"]
+
+MAX_REPLIES = 1_000_000
+"""Replies to one request; a longer replay is cut and asked for again from where it stood."""
+
+MAX_IDLE_REPLIES = 100_000
+"""Replies in a row that bring nothing new."""
+
+MAX_IDLE_TIMEOUTS = 10
+"""How many replay time-outs may pass with replies that bring nothing new."""
+
+MAX_PROBE_FACTOR = 8
+"""A replay endpoint that does not answer probes is probed this much more rarely."""
+
+MAX_DISPUTES = 3
+"""How often in a row replay may deny what came live until it counts as another publisher's."""
+
+
+class Replay:
+    """What is known of a publisher's replay endpoint, over all repairs. Owner: one sequencer.
+
+    Attributes:
+        exists: whether this publisher has an endpoint.
+        foreign: whether the one that was given is another publisher's, by all that it sent. It is
+            asked now and then, and what it sends is compared and not applied.
+        paired: whether it sent what had come live, too, in this epoch and connection.
+        keeps: whether the publisher keeps batches for replay; None until that has shown.
+        wanted: whether a replay must be asked after the current one, which began too early to show
+            what is missing.
+        requests: how many were made; the number of the latest.
+        unanswered: how many in a row, up to now, nothing answered.
+        quiet_since: when the stream last brought something, or a replay showed that it is whole.
+    """
+
+    def __init__(self, config: SequencerConfig, now: float) -> None:
+        self.exists = config.has_replay
+        self.foreign = False
+        self.paired = False
+        self.keeps: bool | None = None
+        self.wanted = False
+        self.requests = 0
+        self.unanswered = 0
+        self.quiet_since = now
+        self._attempts = config.replay_policy.attempts
+        self._probe_interval = config.probe_interval
+        self._probe_factor = 1
+        self._disputes = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether replay can help: there is an endpoint, and it did not prove to be empty."""
+        return self.exists and self.keeps is not False
+
+    @property
+    def probe_due(self) -> float | None:
+        """When a stream that misses nothing is to be checked for a lost tail; None if never."""
+        if not (self.exists or self.foreign):
+            return None
+        return self.quiet_since + self._probe_interval * self._probe_factor
+
+    @property
+    def trouble(self) -> str:
+        """Why replay cannot help at present, for people; empty while it may."""
+        if self.foreign:
+            return "the replay endpoint is another publisher's, check replay="
+        if not self.exists:
+            return "no replay endpoint"
+        if self.unanswered >= self._attempts:
+            return f"the last {self.unanswered} replay requests were not answered"
+        return "the publisher keeps no batches for replay" if self.keeps is False else ""
+
+    def ended(self, now: float) -> None:
+        """Take note of a replay that came to its end."""
+        self.unanswered = 0
+        self.quiet_since = now
+        self._probe_factor = 1
+
+    def agreed(self) -> None:
+        """Take note that it sent what had come live."""
+        self.paired = True
+        self._disputes = 0
+
+    def forget_pair(self) -> None:
+        """Take note of another connection: nothing is known of who answers to it."""
+        self.paired = False
+        self._disputes = 0
+
+    def dispute(self) -> bool:
+        """Take note that it denied what came live; return whether that was once too often."""
+        self._disputes += 1
+        return self._disputes >= MAX_DISPUTES
+
+    def disown(self, foreign: bool) -> None:
+        """Take it for another publisher's from now on, or for this one's again."""
+        self.foreign = foreign
+        self.exists = not foreign
+        self.forget_pair()
+
+    def probe_rarely(self) -> None:
+        """Take note that it did not help: double the time between probes, up to a bound."""
+        self._probe_factor = min(MAX_PROBE_FACTOR, 2 * self._probe_factor)
+
+
+class Purpose(enum.Enum):
+    """Why replay is asked."""
+
+    JOIN = "join"
+    """Nothing of this epoch was applied: everything that the publisher still has."""
+    PROVE = "prove"
+    """After a reconnect: is it the same publisher, and what was missed?"""
+    GAP = "gap"
+    """Batches are missing."""
+    PROBE = "probe"
+    """Nothing is known to be missing: was the last batch lost?"""
+
+
+class Repair:
+    """The state of a repair: tries, back-off, time-outs and the replies to the open request.
+
+    Attributes:
+        purpose: why.
+        asked: requests made in all.
+        tries: requests made since the last progress.
+        request: the open request; None between tries.
+        start_seq: the first seq that the latest request asked for.
+        due: when the open request times out, or when the next one is to be made.
+        replies: replies to the latest request.
+        first_seq, highest_seq: what it brought, the damaged included; None if nothing yet.
+        replied_at: time of its latest reply, or of the request itself.
+        until_end: whether only the end of a replay can tell that nothing is missing.
+    """
+
+    def __init__(self, purpose: Purpose, policy: ReplayPolicy, applied: Applied) -> None:
+        self.purpose = purpose
+        self.asked = 0
+        self.tries = 0
+        self.request: int | None = None
+        self.start_seq = 0
+        self.due = 0.0
+        self.replies = 0
+        self.first_seq: int | None = None
+        self.highest_seq: int | None = None
+        self.replied_at = 0.0
+        self.until_end = False
+        self._policy = policy
+        self._applied = applied
+        self._applied_before = applied.count
+        self._idle_replies = 0
+        self._advanced_at = 0.0
+
+    @property
+    def progress(self) -> bool:
+        """Whether batches were applied since the latest request."""
+        return self._applied.count != self._applied_before
+
+    def ask(self, request: int, start_seq: int, now: float) -> None:
+        """Begin a try."""
+        self.asked += 1
+        self.tries += 1
+        self.request = request
+        self.start_seq = start_seq
+        self.due = now + self._policy.timeout
+        self.replies = 0
+        self.first_seq = self.highest_seq = None
+        self._applied_before = self._applied.count
+        self.replied_at = self._advanced_at = now
+        self._idle_replies = 0
+
+    def saw(self, seq: int, now: float) -> None:
+        """Note a reply, good or damaged, to the open request."""
+        self.replies += 1
+        self.replied_at = now
+        self.due = now + self._policy.timeout
+        if self.first_seq is None:
+            self.first_seq = seq
+        if self.highest_seq is None or seq > self.highest_seq:
+            self.highest_seq = seq
+
+    def judge(self, advanced: bool, now: float) -> bool:
+        """Note whether the reply brought something new; return False when it is a flood."""
+        if advanced:
+            self._advanced_at = now
+            self._idle_replies = 0
+        else:
+            self._idle_replies += 1
+        return not (
+            self.replies >= MAX_REPLIES
+            or self._idle_replies >= MAX_IDLE_REPLIES
+            or now - self._advanced_at > MAX_IDLE_TIMEOUTS * self._policy.timeout
+        )
+
+    def close_try(self) -> None:
+        """End the open request; progress buys a fresh set of tries."""
+        self.request = None
+        if self.progress:
+            self.tries = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all tries without progress are used up."""
+        return self.tries >= self._policy.attempts
+
+    def back_off(self, random: Random, now: float) -> None:
+        """Set `due` to the next try: doubling from `backoff`, capped, less up to half of it."""
+        # The exponent is bounded too: a float power of thousands of tries would overflow.
+        doublings = min(max(self.tries - 1, 0), 60)
+        delay = min(self._policy.max_backoff, self._policy.backoff * 2.0**doublings)
+        self.due = now + delay * random.uniform(0.5, 1.0)

@@ -1,0 +1,257 @@
+"""Takes what happens in a fleet, and says what its routing and its caches cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvindex import (
+    CacheSettings,
+    ConfigurationError,
+    EventBatch,
+    Rank,
+    RankAdded,
+    RankBatch,
+    RankLost,
+    RankRemoved,
+    RankRestarted,
+    RanksRenamed,
+    RankStatus,
+    State,
+    StreamItem,
+)
+from kvindex.tools.audit.blocks import RankBlocks
+from kvindex.tools.audit.findings import Seen, report_of
+from kvindex.tools.audit.histogram import Series
+from kvindex.tools.audit.prefixes import PrefixTree
+from kvindex.tools.audit.rank_audit import RankAudit, Window
+from kvindex.tools.audit.report import Report
+
+__all__ = ["Auditor"]
+
+# As docs/guarantees.md says which ranks' tokens a router should count.
+_COUNTED = frozenset({State.LIVE, State.REPAIRING, State.STALE})
+
+
+class Auditor:
+    """Says of each token that ranks compute who held it at that moment.
+
+    Feed it what an `EventStream` yields, in that order, and `begin` when the figures are to count;
+    what came before tells it what the ranks hold. Without any `RankStatus`, each rank counts as
+    live from its first batch on.
+
+    Args:
+        models: what each worker serves, by its name. Prompts of different models share nothing;
+            workers that are not named share one model.
+        max_blocks_per_rank: the most labels held of a rank. Blocks beyond them are counted as
+            computed, but nobody holds them.
+        max_evicted: the most evicted blocks remembered of a rank; the oldest are forgotten first.
+        source: what is audited, in words for the report.
+
+    Raises:
+        ConfigurationError: a bound is below 1.
+
+    Complexity: O(blocks of a batch); a block evicted from the middle of what a rank holds costs as
+    much as the rank holds behind it.
+
+    Thread safety: none; one owner at a time.
+
+    Examples:
+        >>> from kvindex import Rank, RankBatch
+        >>> from kvindex.testing import FakeEngine
+        >>> engines = [FakeEngine(f"vllm-{n}", block_size=4, publish=False) for n in range(2)]
+        >>> auditor = Auditor()
+        >>> auditor.begin(0.0)
+        >>> for second, engine in enumerate(engines):
+        ...     _ = engine.serve(range(9), flush=False)
+        ...     batch = engine.flush()
+        ...     auditor.take(RankBatch(engine.rank, 0, 0, batch, False), float(second))
+        >>> found = auditor.report(2.0).tokens
+        >>> found.computed, found.elsewhere
+        (16, 8)
+    """
+
+    def __init__(
+        self,
+        *,
+        models: Mapping[str, str] | None = None,
+        max_blocks_per_rank: int = 1 << 20,
+        max_evicted: int = 1 << 17,
+        source: str = "",
+    ) -> None:
+        if max_blocks_per_rank < 1 or max_evicted < 1:
+            raise ConfigurationError(
+                f"max_blocks_per_rank={max_blocks_per_rank} and max_evicted={max_evicted} must be "
+                "at least 1"
+            )
+        self._models = dict(models or {})
+        self._bounds = (max_blocks_per_rank, max_evicted)
+        self._source = source
+        self._tree = PrefixTree()
+        self._seen: dict[Rank, Seen] = {}
+        self._left: list[Seen] = []  # no longer subscribed to
+        self._free: list[int] = []  # numbers of those
+        self._counted = 0  # the ranks whose contents count, as a set of bits
+        self._workers: dict[str, int] = {}  # the ranks of each worker, likewise
+        self._began: float | None = None
+        self._series = Series(4)
+
+    @property
+    def began(self) -> float | None:
+        """When the window was opened, or None."""
+        return self._began
+
+    @property
+    def computed(self) -> int:
+        """Tokens computed in the window so far."""
+        return sum(seen.audit.tokens["computed"] for seen in [*self._seen.values(), *self._left])
+
+    @property
+    def elsewhere(self) -> int:
+        """Of those, what another rank held."""
+        names = ("same_worker", "other_worker")
+        everybody = [*self._seen.values(), *self._left]
+        return sum(seen.audit.tokens[name] for seen in everybody for name in names)
+
+    def begin(self, at: float) -> None:
+        """Open the window: what is taken from now on counts.
+
+        A replayed batch counts only if its publisher made it after this moment: what a late rank
+        tells of its past is no cost of the window.
+
+        Args:
+            at: now, in seconds since 1970.
+        """
+        self._began = at
+        for seen in self._seen.values():
+            seen.away_since = None if seen.audit.blocks.bit & self._counted else at
+
+    def take(self, item: StreamItem | RankStatus, at: float) -> None:
+        """Take what a stream yields, or how a rank's stream stands now.
+
+        Args:
+            item: a batch, or what happened between batches.
+            at: when it came, in seconds since 1970; not before the last one.
+        """
+        if isinstance(item, RankBatch):
+            self._apply(item.rank, item.batch, at, replayed=item.replayed)
+        elif isinstance(item, RankStatus):
+            self._stand(item, at)
+        elif isinstance(item, RankAdded):
+            self._find(item.rank).audit.groups.configure(item.cache)
+        elif isinstance(item, RankLost):
+            self._lose(item)
+        elif isinstance(item, RankRestarted):
+            seen = self._find(item.rank)
+            seen.audit.counts["restarts"] += self._began is not None
+            seen.audit.drop(forget=True)
+        elif isinstance(item, RanksRenamed):
+            self._rename(item)
+        elif isinstance(item, RankRemoved):
+            self._remove(item.rank, at)
+
+    def configure(self, rank: Rank, settings: CacheSettings) -> None:
+        """Take the user's word for what a rank's events leave unsaid."""
+        self._find(rank).audit.groups.configure(settings)
+
+    def complete(self, rank: Rank, complete: bool) -> None:
+        """Take the caller's word for whether all batches of a rank's publisher were taken."""
+        self._find(rank).complete = complete
+
+    def report(self, at: float) -> Report:
+        """Return what was found between `begin` and now.
+
+        Args:
+            at: now, in seconds since 1970.
+
+        Raises:
+            ConfigurationError: `begin` was never called.
+
+        Complexity: O(all blocks that the ranks hold).
+        """
+        if self._began is None:
+            raise ConfigurationError("there is no window yet: call begin(at) first")
+        for seen in self._seen.values():
+            seen.stop_away(at, resume=True)
+        everybody = sorted([*self._seen.values(), *self._left], key=lambda seen: seen.audit.rank)
+        return report_of(
+            everybody,
+            self._tree,
+            self._counted,
+            self._series,
+            began=self._began,
+            ended=at,
+            source=self._source,
+        )
+
+    def _apply(self, rank: Rank, batch: EventBatch, at: float, *, replayed: bool) -> None:
+        seen = self._find(rank)
+        audit = seen.audit
+        seen.heard = (seen.heard[0] if seen.heard else at, at)
+        began = self._began
+        counted = began is not None and (not replayed or batch.ts >= began)
+        peers = self._counted & ~audit.blocks.bit
+        before = audit.series_numbers() if counted else ()
+        audit.apply(batch, Window(counted, peers, peers & self._workers[rank.worker]))
+        if began is not None and counted:
+            after = audit.series_numbers()
+            new = tuple(b - a for a, b in zip(before, after, strict=True))
+            if any(new):
+                self._series.add(at - began, new)
+
+    def _stand(self, status: RankStatus, at: float) -> None:
+        seen = self._find(status.rank)
+        seen.state, seen.complete = str(status.state), status.complete
+        bit = seen.audit.blocks.bit
+        if status.state in _COUNTED:
+            self._counted |= bit
+            seen.stop_away(at)
+        else:
+            self._counted &= ~bit
+            if self._began is not None and seen.away_since is None:
+                seen.away_since = at
+
+    def _lose(self, item: RankLost) -> None:
+        audit = self._find(item.rank).audit
+        if self._began is not None:
+            audit.counts["losses"] += 1
+            if item.last_seq is not None:
+                audit.counts["lost_batches"] += item.last_seq - item.first_seq + 1
+        if item.reset:
+            audit.drop(forget=False)
+
+    def _find(self, rank: Rank) -> Seen:
+        seen = self._seen.get(rank)
+        if seen is None:
+            used = len(self._seen)
+            number = self._free.pop() if self._free else used
+            model = self._models.get(rank.worker, "")
+            blocks = RankBlocks(1 << number, self._tree, *self._bounds)
+            seen = self._seen[rank] = Seen(RankAudit(rank, blocks, self._tree, model), number)
+            seen.model = model
+            self._counted |= blocks.bit
+            self._workers[rank.worker] = self._workers.get(rank.worker, 0) | blocks.bit
+        return seen
+
+    def _rename(self, item: RanksRenamed) -> None:
+        renamed = [(self._find(old), new) for old, new in item.names]
+        for old, _ in item.names:
+            del self._seen[old]
+        for seen, new in renamed:
+            self._workers[seen.audit.rank.worker] &= ~seen.audit.blocks.bit
+            seen.audit.rank = new
+            self._seen[new] = seen
+            self._workers[new.worker] = self._workers.get(new.worker, 0) | seen.audit.blocks.bit
+
+    def _remove(self, rank: Rank, at: float) -> None:
+        seen = self._seen.pop(rank, None)
+        if seen is None:
+            return
+        bit = seen.audit.blocks.bit
+        seen.audit.drop(forget=True)
+        seen.state = "removed"
+        seen.stop_away(at)
+        self._counted &= ~bit
+        self._workers[rank.worker] &= ~bit
+        seen.audit.blocks.bit = 0  # another rank may get it
+        self._free.append(seen.number)
+        self._left.append(seen)

@@ -1,0 +1,182 @@
+"""The blocks that one rank holds, by the engine's labels, and those that it evicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvindex import BlockHash
+from kvindex.tools.audit.evicted import Evicted, Returned
+from kvindex.tools.audit.histogram import Histogram
+from kvindex.tools.audit.prefixes import Prefix, PrefixTree
+
+__all__ = ["Block", "RankBlocks"]
+
+_MAX_MEDIA = 64  # on which one block may lie
+
+
+class Block:
+    """A block that a rank holds.
+
+    Attributes:
+        prefix: the block and all before it; None if events do not tell what is before it.
+        since: when it was stored, by the rank's clock.
+        device: its copies on the device.
+        tiers: its copies on each other medium; None for none.
+    """
+
+    __slots__ = ("device", "prefix", "since", "tiers")
+
+    def __init__(self, prefix: Prefix | None, since: float) -> None:
+        self.prefix = prefix
+        self.since = since
+        self.device = 0
+        self.tiers: dict[str, int] | None = None
+
+
+class RankBlocks:
+    """Holds and releases blocks in the fleet's tree, copy by copy.
+
+    Args:
+        bit: the rank, as a set of one bit.
+        tree: the fleet's prefixes.
+        max_blocks: the most labels held; further blocks count, but are not held.
+        max_evicted: the most evicted blocks remembered.
+
+    Attributes:
+        labels: the held blocks by the engine's hashes.
+        evicted: what was held and evicted.
+        on_device: physical blocks in use on the device, copies included.
+        lifetimes: blocks that left, by the seconds for which they were held, while `counted`.
+    """
+
+    def __init__(self, bit: int, tree: PrefixTree, max_blocks: int, max_evicted: int) -> None:
+        self.bit = bit
+        self.labels: dict[BlockHash, Block] = {}
+        self.evicted = Evicted(max_evicted)
+        self.on_device = 0
+        self.lifetimes = Histogram()
+        self._tree = tree
+        self._max_blocks = max_blocks
+        self._further: Counter[Prefix] = Counter()  # labels of a prefix beyond its first
+        # What the batch at hand evicted, in order, and what it stored again.
+        self._leaving: dict[bytes, tuple[int, float]] = {}
+        self._returning: set[bytes] = set()
+        self._left = 0
+        self._doubtful: list[tuple[BlockHash, Block]] = []  # one label for two blocks
+
+    def put(self, label: BlockHash, prefix: Prefix | None, now: float, tier: str | None) -> str:
+        """Hold one more copy of a block, on the device or on another tier; say why not, else "".
+
+        Whoever made the prefix must `PrefixTree.prune` it afterwards.
+        """
+        block = self.labels.get(label)
+        if block is None:
+            if len(self.labels) >= self._max_blocks:
+                return "max_blocks_per_rank"
+            block = self.labels[label] = Block(None, now)
+            self._place(block, prefix)
+        elif block.prefix is None:
+            self._place(block, prefix)
+        elif prefix is not None and prefix is not block.prefix:
+            self._doubtful.append((label, block))
+            return self._add(block, tier) or "label_ambiguous"
+        return self._add(block, tier)
+
+    def remove(self, label: BlockHash, tier: str | None, now: float, *, counted: bool) -> bool:
+        """Take one copy of a block away; False if the rank holds none there."""
+        block = self.labels.get(label)
+        if block is None:
+            return False
+        if tier is None:
+            if not block.device:
+                return False
+            block.device -= 1
+            self.on_device -= 1
+        else:
+            if not block.tiers or tier not in block.tiers:
+                return False
+            block.tiers[tier] -= 1
+            if not block.tiers[tier]:
+                del block.tiers[tier]
+        if not block.device and not block.tiers:
+            self._evict(label, block, now)
+            if counted:
+                self.lifetimes.add(max(0.0, now - block.since), 1)
+        return True
+
+    def came_back(self, prefix: Prefix) -> Returned | None:
+        """Return when the rank evicted a prefix; its distance is as of the batch's beginning."""
+        if prefix.held & self.bit:
+            return None
+        leaving = self._leaving.get(prefix.key)
+        if leaving is not None:
+            return Returned(leaving[1], self._left - leaving[0])
+        return self.evicted.find(prefix.key)
+
+    def settle(self) -> None:
+        """End a batch: what it evicted can come back from now on."""
+        for label, block in self._doubtful:
+            if self.labels.get(label) is block and block.prefix is not None:
+                self._release(block.prefix)  # which of its blocks is removed will not be said
+                block.prefix = None
+        self._doubtful.clear()
+        for key in self._returning:
+            self.evicted.discard(key)
+        for key, (_, at) in self._leaving.items():
+            self.evicted.add(key, at)
+        self._returning.clear()
+        self._leaving.clear()
+        self._left = 0
+
+    def drop(self) -> None:
+        """Hold nothing any more, and remember nothing: none of it was evicted for room."""
+        for block in self.labels.values():
+            if block.prefix is not None and block.prefix.held & self.bit:
+                self._tree.release(block.prefix, self.bit)
+        self.labels.clear()
+        self.evicted.clear()
+        self._further.clear()
+        self._returning.clear()
+        self._leaving.clear()
+        self._doubtful.clear()
+        self.on_device = self._left = 0
+
+    def _place(self, block: Block, prefix: Prefix | None) -> None:
+        block.prefix = prefix
+        if prefix is None:
+            return
+        if prefix.held & self.bit:
+            self._further[prefix] += 1
+        else:
+            self._tree.hold(prefix, self.bit)
+            self._leaving.pop(prefix.key, None)
+            self._returning.add(prefix.key)
+
+    def _add(self, block: Block, tier: str | None) -> str:
+        if tier is None:
+            block.device += 1
+            self.on_device += 1
+            return ""
+        if block.tiers is None:
+            block.tiers = {}
+        if tier not in block.tiers and len(block.tiers) >= _MAX_MEDIA:
+            return "too_many_media"
+        block.tiers[tier] = block.tiers.get(tier, 0) + 1
+        return ""
+
+    def _evict(self, label: BlockHash, block: Block, now: float) -> None:
+        del self.labels[label]
+        if block.prefix is not None and self._release(block.prefix):
+            self._leaving[block.prefix.key] = (self._left, now)
+            self._left += 1
+
+    def _release(self, prefix: Prefix) -> bool:
+        """Take a label of a prefix away; say if it was the last one."""
+        further = self._further.get(prefix, 0)
+        if further:
+            self._further[prefix] = further - 1
+            if further == 1:
+                del self._further[prefix]
+            return False
+        self._tree.release(prefix, self.bit)
+        return True

@@ -1,0 +1,220 @@
+"""From what an auditor counted to its report."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvindex import __version__
+from kvindex.tools.audit.histogram import Histogram, Series
+from kvindex.tools.audit.prefixes import Prefix, PrefixTree
+from kvindex.tools.audit.rank_audit import RankAudit
+from kvindex.tools.audit.report import (
+    Bar,
+    Bucket,
+    Duplication,
+    RankReport,
+    Report,
+    Saving,
+    SharedPrefix,
+    Tokens,
+)
+from kvindex.tools.audit.trust import trust_lines
+
+__all__ = ["FACTORS", "Seen", "report_of"]
+
+FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
+"""Sizes of caches whose savings are reported, in times of the cache as it was seen."""
+
+_SHARED = 10  # prefixes
+_CANDIDATES = 200  # for them
+_NAMES = 64  # of ranks that hold one
+
+
+class Seen:
+    """One rank, and how its stream stood.
+
+    Attributes:
+        audit: what its events told.
+        number: which bit stands for it.
+        model: what it serves.
+        state, complete: of its stream, as last told; "" and None if nobody told.
+        away: seconds of the window in which its contents did not count, until `away_since`.
+        away_since: when they last stopped to count; None while they do.
+        heard: when its first and its last batch came.
+    """
+
+    def __init__(self, audit: RankAudit, number: int) -> None:
+        self.audit = audit
+        self.number = number
+        self.model = ""
+        self.state = ""
+        self.complete: bool | None = None
+        self.away = 0.0
+        self.away_since: float | None = None
+        self.heard: tuple[float, float] | None = None
+
+    def stop_away(self, at: float, *, resume: bool = False) -> None:
+        """Sum up the time until now in which the contents did not count."""
+        if self.away_since is not None:
+            self.away += max(0.0, at - self.away_since)
+            self.away_since = at if resume else None
+
+
+def report_of(
+    everybody: Sequence[Seen],
+    tree: PrefixTree,
+    counted: int,
+    series: Series,
+    *,
+    began: float,
+    ended: float,
+    source: str,
+) -> Report:
+    """Return the report of all ranks; those in `counted` (a set of bits) hold what is shared."""
+    ranks = [_rank_report(seen, counted) for seen in everybody]
+    ages, lifetimes = Histogram(), Histogram()
+    for seen in everybody:
+        ages.merge(seen.audit.ages)
+        lifetimes.merge(seen.audit.blocks.lifetimes)
+    report = Report(
+        format=1,
+        version=__version__,
+        source=source,
+        began=began,
+        seconds=max(0.0, ended - began),
+        tokens=_sum(rank.tokens for rank in ranks),
+        ranks=ranks,
+        savings=_savings(everybody),
+        ages=_bars(ages),
+        lifetimes=_bars(lifetimes),
+        duplication=_duplication(tree, counted, everybody),
+        shared=_shared(tree, counted, everybody),
+        bucket_seconds=series.width,
+        series=[Bucket(*row) for row in series.rows()],
+        trust=[],
+    )
+    untold = [str(seen.audit.rank) for seen in everybody if seen.audit.groups.kinds_untold]
+    placeless = [str(seen.audit.rank) for seen in everybody if seen.audit.places_unknown]
+    hybrid = [str(seen.audit.rank) for seen in everybody if seen.audit.groups.others_limit_hits]
+    lines = trust_lines(report, hybrid, untold, placeless)
+    if _recorded_apart(everybody):
+        lines.insert(
+            0, "Some recordings end before others begin: the audit takes what ended for still held."
+        )
+    return msgspec.structs.replace(report, trust=lines)
+
+
+def _recorded_apart(everybody: Sequence[Seen]) -> bool:
+    spans = [seen.heard for seen in everybody if seen.heard is not None and not seen.state]
+    return bool(spans) and max(first for first, _ in spans) > min(last for _, last in spans)
+
+
+def _rank_report(seen: Seen, counted: int) -> RankReport:
+    audit = seen.audit
+    size = audit.groups.size
+    unplaced = sum(block.prefix is None for block in audit.blocks.labels.values())
+    tokens = dict(audit.tokens)
+    elsewhere = tokens.get("same_worker", 0) + tokens.get("other_worker", 0)
+    return RankReport(
+        rank=str(audit.rank),
+        model=seen.model,
+        tokens=Tokens(**tokens, elsewhere=elsewhere),
+        block_size=size,
+        resident=len(audit.blocks.labels) * size,
+        unplaced=unplaced * size,
+        peak=audit.peak * size,
+        evicted_known=len(audit.blocks.evicted),
+        evicted_forgotten=audit.blocks.evicted.forgotten,
+        state=seen.state,
+        complete=seen.complete,
+        counted=bool(audit.blocks.bit & counted),
+        away=round(seen.away, 3),
+        counts={name: count for name, count in sorted(audit.counts.items()) if count},
+    )
+
+
+def _sum(parts: Iterable[Tokens]) -> Tokens:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(msgspec.structs.asdict(part))
+    return Tokens(**total)
+
+
+def _bars(histogram: Histogram) -> list[Bar]:
+    return [Bar(end, weight) for end, weight in histogram.bars()]
+
+
+def _savings(everybody: Sequence[Seen]) -> list[Saving]:
+    return [
+        Saving(
+            factor,
+            sum(seen.audit.distances.up_to((factor - 1) * seen.audit.peak) for seen in everybody),
+        )
+        for factor in FACTORS
+    ]
+
+
+def _duplication(tree: PrefixTree, counted: int, everybody: Sequence[Seen]) -> Duplication:
+    by_ranks: Counter[int] = Counter()
+    for prefix in tree:
+        by_ranks[(prefix.held & counted).bit_count()] += prefix.size
+    del by_ranks[0]
+    unplaced = sum(
+        sum(block.prefix is None for block in seen.audit.blocks.labels.values())
+        * seen.audit.groups.size
+        for seen in everybody
+        if seen.audit.blocks.bit & counted
+    )
+    return Duplication(
+        resident=sum(ranks * tokens for ranks, tokens in by_ranks.items()),
+        unique=by_ranks.total(),
+        by_ranks=[by_ranks[ranks] for ranks in range(1, max(by_ranks, default=0) + 1)],
+        unplaced=unplaced,
+    )
+
+
+def _shared(tree: PrefixTree, counted: int, everybody: Sequence[Seen]) -> list[SharedPrefix]:
+    """The prefixes after which fewer ranks hold on, by tokens × ranks."""
+
+    def holders(prefix: Prefix) -> int:
+        return (prefix.whole & counted).bit_count()
+
+    ends = (
+        prefix
+        for prefix in tree
+        if (ranks := holders(prefix)) > 1
+        and all(holders(child) < ranks for child in prefix.children())
+    )
+    largest = heapq.nlargest(_CANDIDATES, ends, key=lambda p: (p.end * holders(p), p.end))
+    names = {seen.audit.blocks.bit: str(seen.audit.rank) for seen in everybody}
+    return [
+        SharedPrefix(
+            tokens=prefix.end,
+            ranks=holders(prefix),
+            names=[n for bit, n in names.items() if bit & prefix.whole & counted][:_NAMES],
+            first_tokens=list(tree.beginning(prefix)),
+        )
+        for prefix in _different(largest)
+    ]
+
+
+def _different(prefixes: Sequence[Prefix]) -> list[Prefix]:
+    """Return the first few of which none has half of its tokens in common with one before it."""
+    chosen: list[Prefix] = []
+    seen: set[Prefix] = set()
+    for prefix in prefixes:
+        path: list[Prefix] = []
+        above: Prefix | None = prefix
+        while above is not None and above not in seen:
+            path.append(above)
+            above = above.parent
+        if above is None or above.end * 2 <= prefix.end:
+            chosen.append(prefix)
+            seen.update(path)
+        if len(chosen) == _SHARED:
+            break
+    return chosen

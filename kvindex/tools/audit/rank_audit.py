@@ -1,0 +1,331 @@
+"""One rank's events: which tokens it computed, and who held them at that moment.
+
+A store on the device is computation, with these exceptions: a block that the rank holds on
+another medium (it is loaded, mostly), one that is announced again in report mode "full", and one
+that SGLang before 0.5.6 stores anew in the batch that removed it (its nodes were split). A store on
+another medium is a copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvindex import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    Rank,
+)
+from kvindex.tools.audit.blocks import RankBlocks
+from kvindex.tools.audit.contents import block_contents
+from kvindex.tools.audit.groups import MainGroup
+from kvindex.tools.audit.histogram import Histogram
+from kvindex.tools.audit.prefixes import Prefix, PrefixTree
+from kvindex.wire.quirks import (
+    fold_hash,
+    fold_medium,
+    is_content_hash,
+    is_root_parent,
+    medium_tier,
+)
+
+__all__ = ["RankAudit", "Window"]
+
+
+class Window(NamedTuple):
+    """What is counted now, and beside whom.
+
+    Attributes:
+        counted: whether this batch counts.
+        peers: the other ranks whose contents count, as a set of bits.
+        siblings: those of them that belong to the same worker.
+    """
+
+    counted: bool
+    peers: int
+    siblings: int
+
+
+class RankAudit:
+    """Takes one rank's batches in order.
+
+    Attributes:
+        rank: which rank.
+        blocks: what it holds.
+        groups: which group of its model counts.
+        tokens: what the window has, in tokens, by the names of `Tokens`.
+        counts: blocks left out by reason, and what happened to the stream.
+        ages: tokens computed again, by the seconds since they were evicted.
+        distances: the same, by the blocks by which the cache was too small.
+        peak: the most blocks in use on the device after a batch, copies included.
+    """
+
+    def __init__(self, rank: Rank, blocks: RankBlocks, tree: PrefixTree, model: str) -> None:
+        self.rank = rank
+        self.blocks = blocks
+        self.groups = MainGroup()
+        self.tokens: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.ages, self.distances = Histogram(), Histogram()
+        self.peak = 0
+        self._tree = tree
+        self._start = tree.start(model.encode("utf-8", "surrogatepass"))
+        self._content_hashes: bool | None = None
+        self._removed: set[BlockHash] = set()  # in the batch at hand
+
+    @property
+    def places_unknown(self) -> bool:
+        """Whether the engine's labels do not tell what is before a block (SGLang up to 0.5.5)."""
+        return bool(self._content_hashes)
+
+    def series_numbers(self) -> tuple[int, int, int, int]:
+        """Return what a time series shows: computed, elsewhere, evicted, unknown."""
+        tokens = self.tokens
+        elsewhere = tokens["same_worker"] + tokens["other_worker"]
+        return tokens["computed"], elsewhere, tokens["evicted"], tokens["unknown"]
+
+    def drop(self, *, forget: bool) -> None:
+        """Hold nothing any more; `forget` what was learned of the engine, too."""
+        self.blocks.drop()
+        if forget:
+            self._content_hashes = None
+            self.groups.forget()
+
+    def apply(self, batch: EventBatch, window: Window) -> None:
+        """Take a batch's events in order."""
+        self._removed.clear()
+        self.counts["skipped_events"] += len(batch.skipped)
+        if self.groups.learn(batch) and self.blocks.labels:
+            self.counts["main_group_changed"] += 1
+            self.drop(forget=False)
+        for event in _runs(filter(self._is_main, batch.events)):
+            if isinstance(event, list):
+                self._store(event, batch.ts, window)
+            elif isinstance(event, BlockRemoved):
+                self._remove(event, batch.ts, window)
+            else:
+                self.counts["clears"] += window.counted
+                self.drop(forget=False)
+        self.blocks.settle()
+        self.peak = max(self.peak, self.blocks.on_device)
+
+    def _is_main(self, event: Event) -> bool:
+        if isinstance(event, AllBlocksCleared) or (event.group_idx or 0) == self.groups.main:
+            return True
+        self.counts["other_groups"] += len(event.block_hashes)
+        return False
+
+    def _remove(self, event: BlockRemoved, now: float, window: Window) -> None:
+        tier = _tier(event.medium)
+        for label in map(fold_hash, event.block_hashes):
+            if not self.blocks.remove(label, tier, now, counted=window.counted):
+                self.counts["removed_unknown"] += 1
+            if self._content_hashes and tier is None:
+                self._removed.add(label)
+
+    # Storing ---------------------------------------------------------------------------------
+
+    def _store(self, run: list[BlockStored], now: float, window: Window) -> None:
+        """Take stores that follow one another in a chain, on one medium."""
+        first, tier = run[0], _tier(run[0].medium)
+        if self._content_hashes is None and tier is None and _is_whole(first):
+            tokens = first.token_ids[: first.block_size]
+            self._content_hashes = is_content_hash(first.block_hashes[0], tokens)
+        fault = self._fault(first)
+        if fault:
+            self.counts[fault] += sum(len(event.block_hashes) for event in run)
+            return
+        if tier is None and self._is_announced_again(first):
+            self.tokens["reannounced"] += len(first.token_ids) * window.counted
+            run = run[1:]
+        labels = [fold_hash(label) for event in run for label in event.block_hashes]
+        prefixes = self._prefixes(run, labels, tier)
+        if window.counted:
+            self._count(run, labels, prefixes, tier, window, now)
+        for label, prefix in zip(labels, prefixes, strict=True):
+            if reason := self.blocks.put(label, prefix, now, tier):
+                self.counts[reason] += 1
+        if prefixes and prefixes[-1] is not None:
+            self._tree.prune(prefixes[-1])
+
+    def _fault(self, event: BlockStored) -> str:
+        """Say why a store cannot count, if it cannot."""
+        if not event.token_ids or self._content_hashes:
+            return ""
+        if event.block_size <= 0:
+            return "malformed"
+        if _tier(event.medium) is None and event.block_size < self.groups.size:
+            return "partial_block"
+        return "" if _is_whole(event) or _is_sparse(event) else "malformed"
+
+    def _is_announced_again(self, event: BlockStored) -> bool:
+        """Whether vLLM's report mode "full" tells of blocks that a request found in the cache."""
+        if self.groups.settings.report_mode != "full" or event.parent_block_hash is not None:
+            return False
+        held = map(self.blocks.labels.get, map(fold_hash, event.block_hashes))
+        return bool(event.token_ids) and all(block is not None and block.device for block in held)
+
+    def _prefixes(
+        self, run: list[BlockStored], labels: Sequence[BlockHash], tier: str | None
+    ) -> list[Prefix | None]:
+        """Return each block with all before it, or None where events do not tell that."""
+        known = self.blocks.labels
+        if not run or self._content_hashes or not self._tells_contents(run[0], tier):
+            return [block.prefix if (block := known.get(label)) else None for label in labels]
+        prefix = self._before(run[0])
+        prefixes: list[Prefix | None] = []
+        after, size = self._tree.after, run[0].block_size
+        contents = (content for event in run for content in block_contents(event))
+        for label, content in zip(labels, contents, strict=True):
+            if prefix is not None:
+                prefix = after(prefix, content, size)
+            elif (block := known.get(label)) is not None:
+                prefix = block.prefix  # its label was placed before
+            prefixes.append(prefix)
+        if prefixes[0] is not None and prefixes[0].parent is self._start:
+            self._tree.note_beginning(prefixes[0], run[0].token_ids)
+        return prefixes
+
+    def _tells_contents(self, event: BlockStored, tier: str | None) -> bool:
+        """Whether a store names its blocks' tokens, and all else that their identity covers.
+
+        vLLM's connectors leave out the extra keys of what they offload, and may join blocks.
+        """
+        if not _is_whole(event):
+            return False
+        if tier is None:
+            return True
+        complete = event.extra_keys is not None or event.group_idx is None
+        return complete and event.block_size == self.groups.size
+
+    def _before(self, event: BlockStored) -> Prefix | None:
+        parent = event.parent_block_hash
+        if parent is None:
+            return self._start
+        block = self.blocks.labels.get(fold_hash(parent))
+        if block is not None:
+            return block.prefix
+        return self._start if is_root_parent(parent) else None
+
+    # Counting --------------------------------------------------------------------------------
+
+    def _count(
+        self,
+        run: list[BlockStored],
+        labels: Sequence[BlockHash],
+        prefixes: Sequence[Prefix | None],
+        tier: str | None,
+        window: Window,
+        now: float,
+    ) -> None:
+        """Count a run before it is held: who holds what now is what matters."""
+        if not labels:
+            return
+        size = run[0].block_size if run[0].token_ids else self.groups.size
+        blocks: Counter[str] = Counter()
+        if tier is not None:
+            blocks["offloaded"] = len(labels)
+        elif not run[0].token_ids:
+            blocks["returned"] = len(labels)
+        else:
+            for label, prefix in zip(labels, prefixes, strict=True):
+                self._classify(label, prefix, blocks, window, now, size)
+            if len(labels) == 1:
+                blocks["alone"] = blocks["computed"]
+        for name, count in blocks.items():
+            self.tokens[name] += count * size
+
+    def _classify(
+        self,
+        label: BlockHash,
+        prefix: Prefix | None,
+        blocks: Counter[str],
+        window: Window,
+        now: float,
+        size: int,
+    ) -> None:
+        """Say of one stored block whether it was computed, and who held it."""
+        bit = self.blocks.bit
+        if prefix is None:
+            moved = label in self._removed
+            blocks["moved" if moved else "computed"] += 1
+            blocks["unknown"] += not moved
+            return
+        if prefix.whole & bit:
+            held = self.blocks.labels.get(label)
+            if held is not None and not held.device:
+                blocks["returned"] += 1
+            else:
+                blocks["computed"] += 1
+                blocks["here"] += 1
+            return
+        blocks["computed"] += 1
+        others = prefix.whole & window.peers
+        if others:
+            near = others & window.siblings
+            blocks["same_worker" if near else "other_worker"] += 1
+        came = self.blocks.came_back(prefix)
+        if came is not None:
+            blocks["evicted"] += 1
+            blocks["evicted_elsewhere"] += bool(others)
+            self.ages.add(max(0.0, now - came.at), size)
+            self.distances.add(came.distance, size)
+        elif not others:
+            blocks["unreachable" if prefix.held & bit else "first"] += 1
+
+
+def _tier(medium: str | None) -> str | None:
+    """The folded name of a medium that is not the device; None for the device."""
+    folded = fold_medium(medium)
+    return folded if medium_tier(folded) else None
+
+
+def _is_whole(event: BlockStored) -> bool:
+    """Whether a store has the tokens of each of its blocks, and fitting extras."""
+    count = len(event.block_hashes)
+    if not count or event.block_size <= 0 or len(event.token_ids) != count * event.block_size:
+        return False
+    if event.extra_keys is not None and len(event.extra_keys) != count:
+        return False
+    ahead = event.lookahead_token_ids
+    return ahead is None or (len(ahead) == count and len(set(map(len, ahead))) == 1)
+
+
+def _is_sparse(event: BlockStored) -> bool:
+    """Whether a store leaves out some blocks of its tokens, as vLLM's windows and Mamba do."""
+    blocks, rest = divmod(len(event.token_ids), event.block_size)
+    return not rest and blocks > len(event.block_hashes)
+
+
+def _runs(
+    events: Iterable[Event],
+) -> Iterator[list[BlockStored] | BlockRemoved | AllBlocksCleared]:
+    """Yield events, with stores joined that continue one another: some engines split them."""
+    run: list[BlockStored] = []
+    for event in events:
+        if run and not (isinstance(event, BlockStored) and _continues(run[-1], event)):
+            yield run
+            run = []
+        if isinstance(event, BlockStored):
+            run.append(event)
+        else:
+            yield event
+    if run:
+        yield run
+
+
+def _continues(before: BlockStored, after: BlockStored) -> bool:
+    return (
+        after.parent_block_hash is not None
+        and bool(before.block_hashes)
+        and after.parent_block_hash == before.block_hashes[-1]
+        and after.medium == before.medium
+        and after.block_size == before.block_size
+        and _is_whole(before)
+        and _is_whole(after)
+    )

@@ -1,0 +1,131 @@
+"""The command line: see what engines publish, keep it, and ask which rank holds a prompt.
+
+Exit codes of every command: 0 it did what was asked; 1 it did not (each `--help` says when);
+2 the arguments cannot work; 130 interrupted by Ctrl-C (where that is not the normal end); 141 the
+reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+
+from kvindex import ConfigurationError, KVIndexError, TokenError
+from kvindex.tools.cli.output import in_options, version_text
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+_BROKEN_PIPE = 141  # 128 + SIGPIPE
+_COMMANDS = {
+    "demo": "see it work: faults, live repair, and what a router gains",
+    "fake-engine": "publish the events of an engine without a model or a GPU",
+    "tail": "print every rank's events in order, as they come",
+    "match": "ask running engines which rank holds a prompt",
+    "record": "write the frames that publishers send to files",
+    "replay": "apply recorded frames and print what is resident",
+    "audit": "say what routing costs a fleet today, from its events alone",
+    "fanout": "subscribe once, for many router processes",
+    "serve": "answer routers over HTTP, and show a page",
+    "status": "show how the ranks of a running fanout stand",
+    "top": "show how a fleet stands, and keep that up to date",
+    "doctor": "say why the hit rate is zero: look at engines, their ports and their streams",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments after the program's name; those of the process by default.
+    """
+    _open_outputs()
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser(argv).parse_args(argv)
+    with _logging_to_stderr(arguments.log_from, arguments.verbose + arguments.verbose_too):
+        try:
+            code: int = arguments.run(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_output()
+            return _BROKEN_PIPE
+        except KeyboardInterrupt:
+            print("kvindex: interrupted", file=sys.stderr)
+            return _INTERRUPTED
+        except (ConfigurationError, TokenError) as error:
+            print(f"kvindex {arguments.command}: {in_options(str(error))}", file=sys.stderr)
+            return 2
+        except (KVIndexError, OSError) as error:
+            print(f"kvindex {arguments.command}: {error}", file=sys.stderr)
+            return 1
+    return code
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvindex",
+        description="Subscribe to LLM engines' KV-cache events and ask which rank holds a prompt.",
+        epilog="Start with: kvindex demo. Each command has its own --help.",
+    )
+    parser.add_argument("--version", action="version", version=version_text())
+    _add_verbose(parser, "verbose")
+    parser.set_defaults(log_from=logging.ERROR)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
+    for name, text in _COMMANDS.items():
+        if name in argv:  # only this one is loaded, and what it needs
+            import_module(f"kvindex.tools.cli.{name.replace('-', '_')}").add_parser(commands, text)
+        else:
+            commands.add_parser(name, help=text)
+    for command_parser in commands.choices.values():
+        _add_verbose(command_parser, "verbose_too")
+    return parser
+
+
+def _add_verbose(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        dest=name,
+        help="log to stderr what the library does; twice for more",
+    )
+
+
+def _open_outputs() -> None:
+    """Write to nothing where a shell has closed an output (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
+
+
+@contextmanager
+def _logging_to_stderr(level: int, verbose: int) -> Iterator[None]:
+    """Show the library's log from the command's level, or from the one asked for."""
+    level = (level, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(level)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("kvindex")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def _discard_output() -> None:
+    """Point stdout at nothing, so that Python's own flush at exit does not fail again."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)

@@ -1,0 +1,283 @@
+"""`kvindex demo`: injected faults, live repair, a prompt routed, and what a router gains."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from kvindex import (
+    Client,
+    Rank,
+    RankStatus,
+    ReplayPolicy,
+    SocketOptions,
+    State,
+    Worker,
+    connect,
+)
+from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, Request, Workload
+from kvindex.tools.cli.arguments import Commands, seconds
+from kvindex.tools.cli.gain import compare_routers
+from kvindex.tools.cli.narrator import Narrator
+from kvindex.tools.cli.output import Colour, painted, table, version_text
+from kvindex.wire import BlockHash
+
+__all__ = ["add_parser"]
+
+_DIALECTS = {"vllm-0": "vllm-0.33.0", "sglang-0": "sglang-0.5.18"}
+_DP_SIZE = 2
+_FAULTS = Faults(live=LaneFaults(drop=0.03, duplicate=0.04, reorder=0.03))
+_INTERVAL = 0.02  # seconds between requests: what paces the demo
+_CATCH_UP = 8.0  # seconds that repair may take after the last request
+_MASK_64 = 2**64 - 1
+
+_INTRODUCTION = """
+Two fake engines with two ranks each (a rank is one copy of the model with a
+KV cache of its own) publish what enters and leaves their caches, in numbered
+batches. The network between them and kvindex drops, duplicates and reorders
+some. A missing number is a gap: kvindex asks the engine to send the batch
+again (a replay), and applies later ones after it.
+"""
+_DIFFERENCES = """\
+These numbers need not agree: neighbouring batches that are dropped make one
+gap, a reordered batch may make one until it arrives, a late batch that was
+replayed already is a duplicate, and a reconnect asks for a replay too.
+"""
+_NEXT_STEPS = """\
+
+Next: start `kvindex fake-engine` and connect to it with the first lines of the
+README, or ask engines of your own: `kvindex match --help`."""
+
+
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
+    parser = commands.add_parser(
+        "demo",
+        help=text,
+        description=(
+            "Run two fake engines (a vLLM, an SGLang) of two DP ranks each in this process, behind "
+            "links that drop, duplicate and reorder messages. Restart one rank, disconnect "
+            "another, and show the repair. Then compare the index with what each engine's cache "
+            "really holds, route a prompt, and compare a router that asks the index with "
+            "round-robin. Needs no GPU and no fixed ports. Exit 0: index and caches are equal; "
+            "1: they differ."
+        ),
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        metavar="N",
+        help="seed for faults and requests (default: 1)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds of traffic (default: 5)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the demo; return whether index and engines agree."""
+    print(textwrap.fill(version_text(), 80))
+    print(_INTRODUCTION)
+    with ExitStack() as stack:
+        fleet = _Fleet(stack, arguments.seed)
+        client = stack.enter_context(
+            connect(
+                fleet.workers(),
+                replay_policy=ReplayPolicy(timeout=0.5, attempts=8, max_backoff=0.5),
+                socket_options=SocketOptions(reconnect=0.05, max_reconnect=0.2),
+                probe_interval=0.5,
+            )
+        )
+        client.wait_live(timeout=5.0)
+        narrator = Narrator(client)
+        narrator.say(f"live: {', '.join(map(str, client.ranks))}", "green")
+        requests = _traffic(fleet, narrator, arguments)
+        for link in fleet.links.values():
+            link.quiesce()
+        narrator.say(f"{len(requests)} requests served; no more faults, catching up")
+        caught_up = fleet.wait_until_applied(client, narrator)
+        if not caught_up:
+            for rank in client.ranks:
+                narrator.say(f"{rank}: {client.status(rank).reason or 'live'}", "red")
+        _print_counts(fleet, client)
+        equal = _print_truth(fleet, client)
+        as_engines = _print_route(fleet, client, requests)
+    _print_gain(arguments.seed)
+    good = caught_up and equal and as_engines
+    if good:
+        print(painted("\nResult: every rank's index equals its engine's cache.", "green"))
+    else:
+        print(painted("\nResult: index and caches are NOT equal, see above.", "red"))
+    print(_NEXT_STEPS)
+    return 0 if good else 1
+
+
+class _Fleet:
+    """The engines and the faulty links before them, by rank."""
+
+    def __init__(self, stack: ExitStack, seed: int) -> None:
+        self.engines: dict[Rank, FakeEngine] = {}
+        self.links: dict[Rank, FaultyLink] = {}
+        for worker, dialect in _DIALECTS.items():
+            for dp_rank in range(_DP_SIZE):
+                rank = Rank(worker, dp_rank)
+                engine = FakeEngine(
+                    worker, dp_rank=dp_rank, dialect=dialect, num_blocks=160, seed=seed
+                )
+                self.engines[rank] = stack.enter_context(engine)
+                link = FaultyLink(
+                    engine.endpoint,
+                    engine.replay_endpoint,
+                    faults=_FAULTS,
+                    seed=seed * 100 + len(self.links),
+                )
+                self.links[rank] = stack.enter_context(link)
+
+    def workers(self) -> list[Worker]:
+        """The workers as a subscriber reaches them: through the links."""
+        found = []
+        for name in _DIALECTS:
+            links = [link for rank, link in self.links.items() if rank.worker == name]
+            replays = [link.replay_endpoint or "" for link in links]
+            found.append(Worker(name, [link.endpoint for link in links], replay=replays))
+        return found
+
+    def wait_until_applied(self, client: Client, narrator: Narrator) -> bool:
+        """Wait until every rank is live at its engine's last batch; return whether it came so."""
+        until = time.monotonic() + _CATCH_UP
+        while not (done := client.wait_for(self._applied, 0.0)) and time.monotonic() < until:
+            narrator.watch(0.05)
+        return done
+
+    def _applied(self, statuses: Mapping[Rank, RankStatus]) -> bool:
+        return all(
+            statuses[rank].state is State.LIVE and statuses[rank].seq == engine.published - 1
+            for rank, engine in self.engines.items()
+        )
+
+
+def _traffic(
+    fleet: _Fleet, narrator: Narrator, arguments: argparse.Namespace
+) -> list[tuple[Rank, Request]]:
+    """Serve requests for some seconds, restart one rank and cut another off meanwhile."""
+    restarted, cut = Rank("sglang-0", 1), Rank("vllm-0", 1)
+    duration = arguments.seconds
+    script = [
+        (0.35, f"{restarted}: the engine is restarted", fleet.engines[restarted].restart),
+        (0.60, f"{cut}: the connection is cut", fleet.links[cut].cut),
+        (0.72, f"{cut}: the connection is back", fleet.links[cut].heal),
+    ]
+    choose = random.Random(arguments.seed)
+    ranks = list(fleet.engines)
+    served: list[tuple[Rank, Request]] = []
+    started = time.monotonic()
+    for request in Workload(int(duration / _INTERVAL) + 1, seed=arguments.seed):
+        passed = time.monotonic() - started
+        if passed >= duration:
+            break
+        if script and passed >= script[0][0] * duration:
+            _, told, do = script.pop(0)
+            narrator.say(told, "yellow", mark="!")
+            do()
+        rank = choose.choice(ranks)
+        fleet.engines[rank].serve(request.token_ids, new_tokens=request.new_tokens)
+        served.append((rank, request))
+        narrator.watch(_INTERVAL)
+    for _, told, do in script:  # a machine too slow to reach them in time
+        narrator.say(told, "yellow", mark="!")
+        do()
+    return served
+
+
+def _print_truth(fleet: _Fleet, client: Client) -> bool:
+    """Compare each rank of the index with its engine's cache, block by block and copy by copy."""
+    rows = []
+    agree = True
+    for rank, engine in fleet.engines.items():
+        truth = {_plain_key(*key): copies for key, copies in engine.truth().items()}
+        held = {
+            _plain_key(block.block_hash, block.medium, block.group_idx): block.copies
+            for block in client.index.tree(rank).walk()
+        }
+        agree = agree and held == truth
+        verdict = "equal" if held == truth else "DIFFERENT"
+        rows.append((rank, engine.dialect.name, len(truth), len(held), verdict))
+    print("What each engine's cache really holds, and what the index says, in blocks:")
+    shown = table(("rank", "engine version", "cache", "index", "verdict"), rows)
+    print(_with_colours(shown, {"equal": "green", "DIFFERENT": "red"}))
+    return agree
+
+
+def _plain_key(
+    block_hash: BlockHash, medium: str, group_idx: int | None
+) -> tuple[BlockHash, str, int]:
+    """The index names hashes modulo 2**64, and group 0 where the engine names none."""
+    if isinstance(block_hash, int):
+        block_hash &= _MASK_64
+    return block_hash, medium, group_idx or 0
+
+
+def _print_route(fleet: _Fleet, client: Client, requests: Sequence[tuple[Rank, Request]]) -> bool:
+    """Route the prompt that is held longest, and ask each engine itself what it would find."""
+    candidates = [list(request.token_ids) for _, request in requests[-40:]]
+    matches = [(client.match(tokens), tokens) for tokens in candidates]
+    match, tokens = max(matches, key=lambda pair: pair[0].best.tokens if pair[0].best else 0)
+    rows = []
+    agree = match.best is not None
+    for found in match:
+        own = fleet.engines[found.rank].lookup(tokens).tokens
+        agree = agree and own == found.tokens
+        best = "<- send it here" if match.best and found.rank == match.best.rank else ""
+        rows.append((found.rank, found.tokens, own, found.state or "-", best))
+    print(f"\nA prompt of {len(tokens)} tokens, and how many of them each rank holds:")
+    shown = table(("rank", "by the index", "by its engine", "state", ""), rows)
+    print(_with_colours(shown, {"<- send it here": "bold"}))
+    return agree
+
+
+def _print_counts(fleet: _Fleet, client: Client) -> None:
+    injected = [link.statistics() for link in fleet.links.values()]
+    dropped, doubled, reordered = (
+        sum(link.get(f"live.{what}", 0) for link in injected)
+        for what in ("dropped", "duplicated", "reordered")
+    )
+    seen = [client.status(rank) for rank in client.ranks]
+    print(
+        f"\nInjected: batches dropped {dropped}, duplicated {doubled}, reordered {reordered}; "
+        "1 restart, 1 cut."
+        f"\nNoticed:  gaps {sum(s.gaps for s in seen)}, "
+        f"duplicates {sum(s.duplicates for s in seen)}, "
+        f"restarts {sum(s.restarts for s in seen)}, losses {sum(s.losses for s in seen)}; "
+        f"replays asked {sum(s.replays_asked for s in seen)}."
+    )
+    print(_DIFFERENCES)
+
+
+def _print_gain(seed: int) -> None:
+    """Show what the answers are good for: less to compute, on the same requests."""
+    asking, in_turn = outcomes = compare_routers(seed)
+    rows = [
+        (one.router, f"{one.hit_rate:.1%}", f"{one.computed:,}", f"{one.busiest:,}")
+        for one in outcomes
+    ]
+    print("\nThe same 600 requests, sent to four engines with small caches by two routers:")
+    shown = table(("router", "cached", "tokens to compute", "busiest engine"), rows)
+    print(_with_colours(shown, {asking.router: "bold"}))
+    saved = 1 - asking.computed / in_turn.computed
+    print(painted(f"A router that asks kvindex leaves {saved:.0%} less to compute.", "green"))
+
+
+def _with_colours(text: str, colours: Mapping[str, Colour]) -> str:
+    for word, colour in colours.items():
+        text = text.replace(word, painted(word, colour))
+    return text

@@ -1,0 +1,197 @@
+"""`kvindex doctor`: why the hit rate is zero."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from kvindex import ConfigurationError
+from kvindex.tools.cli.arguments import (
+    Commands,
+    add_prompt_arguments,
+    count,
+    parse_tokens,
+    read_tokens,
+    seconds,
+)
+from kvindex.tools.cli.endpoints import WORKER_FORM, parse_worker
+from kvindex.tools.cli.output import Colour, counted, in_options, painted, plain, printable
+from kvindex.tools.doctor import CAUSES, Finding, Limits, Prompt, Report, Target, examine
+
+__all__ = ["add_parser"]
+
+_COLOURS: dict[str, Colour] = {"error": "red", "warning": "yellow", "info": "green"}
+_SHOWN_EVIDENCE = 300  # characters
+
+
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
+    parser = commands.add_parser(
+        "doctor",
+        help=text,
+        description=(
+            "Look for reasons why hits are missing. An engine with a URL is asked what it is and "
+            "where it publishes; then it is sent one test prompt twice (not with --passive), to "
+            "see whether its events, the index and its own cache agree. All targets are examined "
+            "at once. Exit 0: nothing is wrong; 1: something is; 2: a target could not be looked "
+            "at, or the arguments cannot work."
+        ),
+    )
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="TARGET",
+        help="an engine: http://HOST:PORT, tcp://HOST:PORT (where it publishes), or "
+        f"{WORKER_FORM}; or a running kvindex serve: http://HOST:PORT",
+    )
+    parser.add_argument("--engine", metavar="URL", help="HTTP server of the one TARGET's engine")
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT|@FILE",
+        help="a prompt to look for: text, or a file with text, token ids, or a request's body",
+    )
+    parser.add_argument(
+        "--tokens", metavar="FILE", help="the token ids that your router asks with, or - for stdin"
+    )
+    add_prompt_arguments(parser)
+    parser.add_argument("--passive", action="store_true", help="send engines no test prompt")
+    parser.add_argument("--model", default="", help="model to ask for (default: the first)")
+    parser.add_argument(
+        "--block-size", type=count, metavar="N", help="tokens of a block that your router assumes"
+    )
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="the engines' API key, in a file (default: what KVINDEX_API_KEY holds)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=seconds,
+        default=Limits().listen,
+        metavar="S",
+        help="listen for events for at most S seconds (default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine, and print what was found."""
+    report = examine(
+        _targets(arguments),
+        passive=arguments.passive,
+        prompt=_prompt(arguments),
+        token=_api_key(arguments),
+        model=arguments.model,
+        block_size=arguments.block_size,
+        limits=Limits(listen=arguments.seconds),
+    )
+    if arguments.json:
+        print(json.dumps({**plain(report), "exit_code": report.exit_code}))
+    else:
+        _print(report)
+    return report.exit_code
+
+
+def _targets(arguments: argparse.Namespace) -> list[Target]:
+    targets = [_target(text) for text in arguments.targets]
+    if arguments.engine is None:
+        if not targets:
+            raise ConfigurationError("name an engine: http://HOST:PORT, or tcp://HOST:PORT")
+        return targets
+    if not targets:
+        return [Target(url=arguments.engine)]
+    if len(targets) > 1 or targets[0].url:
+        raise ConfigurationError("--engine belongs to one TARGET that says where it publishes")
+    return [Target(url=arguments.engine, worker=targets[0].worker)]
+
+
+def _target(text: str) -> Target:
+    if text.startswith(("http://", "https://")):
+        return Target(url=text)
+    if text.startswith(("tcp://", "ipc://")):
+        first = text.partition(",")[0]
+        text = f"{first.split('://', 1)[1]}={text}"
+    if "=" not in text:
+        raise ConfigurationError(
+            f"target {text!r}: expected http://HOST:PORT, tcp://HOST:PORT, or {WORKER_FORM}"
+        )
+    return Target(worker=parse_worker(text))
+
+
+def _api_key(arguments: argparse.Namespace) -> str:
+    """Return the engines' key; never from an argument, which any user of the machine can read."""
+    name = arguments.api_key_file
+    if name is None:
+        return os.environ.get("KVINDEX_API_KEY", "")
+    try:
+        return Path(name).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--api-key-file {name}: {error}") from error
+
+
+def _prompt(arguments: argparse.Namespace) -> Prompt | None:
+    if arguments.prompt is None and arguments.tokens is None:
+        return None
+    tokens = None if arguments.tokens is None else read_tokens(arguments.tokens)
+    text, body = arguments.prompt or "", None
+    if text.startswith("@"):
+        text, body, in_file = _from_file(text[1:])
+        tokens = tokens if in_file is None else in_file
+    return Prompt(text=text, body=body, tokens=tokens, lora=arguments.lora, salt=arguments.salt)
+
+
+def _from_file(name: str) -> tuple[str, dict[str, Any] | None, list[int] | None]:
+    """Return what a file holds: text, a request's body, or token ids."""
+    try:
+        text = Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read a prompt from {name}: {error}") from error
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text, None, None
+    if isinstance(value, dict):
+        return "", value, None
+    if isinstance(value, list):
+        return "", None, parse_tokens(text)
+    return text, None, None
+
+
+def _print(report: Report) -> None:
+    for finding in report.findings:
+        _print_finding(finding)
+    for note in report.notes:
+        print(printable(note))
+    targets = counted(len(report.targets), "target")
+    counts = Counter(finding.severity for finding in report.findings)
+    found = ", ".join(
+        counted(counts[severity], severity) for severity in ("error", "warning") if counts[severity]
+    )
+    print(f"{targets} examined in {report.seconds:.1f} s: {found or 'nothing is wrong'}")
+
+
+def _print_finding(finding: Finding) -> None:
+    head = painted(finding.severity.upper(), _COLOURS[finding.severity])
+    print(head, printable(f"{finding.subject}: {finding.what} [{finding.id}]"))
+    if finding.id == "all-well":
+        return
+    said = {name for _, name, _, _ in Formatter().parse(CAUSES[finding.id].what) if name}
+    said = {name.partition("[")[0] for name in said}
+    rest = {
+        name: str(value)
+        for name, value in finding.evidence.items()
+        if name not in said
+        and str(value)
+        and not (len(str(value)) > 8 and str(value) in finding.what)
+    }
+    seen = ", ".join(f"{name}={value}" for name, value in rest.items())
+    if seen:
+        print(printable(f"    seen: {seen[:_SHOWN_EVIDENCE]}"))
+    print(printable(f"    do:   {in_options(finding.remedy)}"))
+    print(f"    more: {finding.docs}")

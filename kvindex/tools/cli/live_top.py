@@ -1,0 +1,254 @@
+"""What `kvindex top` draws: again on news, steered by keys; through a pipe once. Needs rich."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvindex import KVIndexError
+from kvindex.service.overview import Fleet, RankView
+from kvindex.tools.cli.fleet_table import HEADER, SORTS, reasons, row, sorted_ranks, totals_line
+from kvindex.tools.cli.output import printable
+
+__all__ = ["View", "drawn", "print_once", "show"]
+
+_COLOURS: Final = {
+    "live": "green",
+    "syncing": "cyan",
+    "repairing": "yellow",
+    "stale": "yellow",
+    "connecting": "red",
+    "closed": "bright_black",
+}
+_NUMBERS = ("lag", "idle s", "gaps", "losses", "restarts")
+_WIDE: Final = 10_000  # columns: what a program reads is not cut
+_FRAME = 8  # lines around the ranks and their reasons
+_REASONS = 3
+_SEQUENCES: Final = {
+    "\x1b[A": "up",
+    "\x1b[B": "down",
+    "\x1b[5~": "page up",
+    "\x1b[6~": "page down",
+}
+_STEPS: Final = {"up": -1, "down": 1}
+_PAGES: Final = {"page up": -1, "page down": 1, " ": 1}
+
+
+class View:
+    """How the table is to be shown; keys change it.
+
+    Attributes:
+        sort: one of SORTS.
+        reverse: the other way round.
+        first: which rank stands first; the drawing keeps it within what there is.
+        page: how many were drawn.
+        find: only ranks with this in their name, model or reason.
+        finding: whether keys are part of what is to be found.
+        why: whether reasons are shown in full, instead of the table.
+        ended: whether q was pressed.
+
+    Owner: the thread that draws.
+    """
+
+    def __init__(self, sort: str) -> None:
+        self.sort = sort
+        self.reverse = False
+        self.first = 0
+        self.page = 1
+        self.find = ""
+        self.finding = False
+        self.why = False
+        self.ended = False
+
+    def press(self, key: str) -> None:
+        """Do what a key stands for; others do nothing."""
+        if self.finding:
+            self._type(key)
+        elif key == "/":
+            self.finding, self.find, self.first = True, "", 0
+        elif key == "q":
+            self.ended = True
+        elif key == "r":
+            self.reverse = not self.reverse
+        elif key == "w":
+            self.why = not self.why
+        elif key == "\x1b":
+            self.find = ""
+        else:
+            self.first += _STEPS.get(key, 0) + _PAGES.get(key, 0) * self.page
+        for sort, its_key in SORTS.items():
+            if key == its_key and not self.finding:
+                self.sort, self.reverse, self.first = sort, False, 0
+
+    def _type(self, key: str) -> None:
+        if key in ("\r", "\n", "\x1b"):
+            self.finding = False
+            self.find = "" if key == "\x1b" else self.find
+        elif key in ("\x7f", "\b"):
+            self.find = self.find[:-1]
+        elif len(key) == 1 and key.isprintable():
+            self.find += key
+
+
+def drawn(
+    fleet: Fleet | None, view: View, *, most: int, trouble: str = "", once: bool = False
+) -> Group:
+    """Return what is shown of a fleet.
+
+    Args:
+        fleet: as it was read last, if it was.
+        view: how.
+        most: ranks at most.
+        trouble: why it could not be read just now.
+        once: with each reason in full and without help, as it is not drawn again.
+    """
+    parts: list[Text | Table] = []
+    if trouble:
+        parts.append(Text(printable(trouble), style="bold red"))
+    if fleet is None:
+        return Group(*parts)
+    parts.append(Text(totals_line(fleet.totals), style="bold"))
+    ranks = [
+        rank
+        for rank in sorted_ranks(fleet.ranks, view.sort, reverse=view.reverse)
+        if view.find.lower() in f"{rank.worker}/{rank.dp_rank} {rank.model} {rank.reason}".lower()
+    ]
+    why = reasons(fleet, ranks)
+    if view.why:
+        parts += [Text(line) for line in why[:most]] or [Text("nothing is wrong")]
+    else:
+        view.first, view.page = max(0, min(view.first, len(ranks) - most)), most
+        shown = ranks[view.first : view.first + most]
+        parts.append(_grid(shown))
+        if len(ranks) > len(shown):
+            place = f"ranks {view.first + 1}-{view.first + len(shown)} of {len(ranks)}"
+            parts.append(Text(place, "bright_black"))
+        for line in why if once else why[:_REASONS]:
+            parts.append(Text(line, "bright_black", no_wrap=True, overflow="ellipsis"))
+    if not once:
+        parts.append(_help(view))
+    return Group(*parts)
+
+
+def print_once(fleet: Fleet, *, sort: str, most: int | None) -> None:
+    """Print a fleet for a program or a file: all ranks, or `most` of them."""
+    most = max(1, len(fleet.ranks)) if most is None else most
+    Console(width=_WIDE).print(drawn(fleet, View(sort), most=most, once=True))
+
+
+def _grid(ranks: list[RankView]) -> Table:
+    grid = Table(box=None, header_style="bright_black", pad_edge=False)
+    for name in HEADER:
+        grid.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for rank in ranks:
+        # Text, never markup: names come from the network.
+        cells = [Text(cell) for cell in row(rank)]
+        cells[2].stylize(_COLOURS.get(rank.state, ""))
+        cells[3].stylize("" if rank.complete else "yellow")
+        grid.add_row(*cells)
+    return grid
+
+
+def _help(view: View) -> Text:
+    if view.finding:
+        return Text(printable(f"find: {view.find}_   Enter keeps it, Escape clears it"))
+    keys = "  ".join(f"{key} {sort}" for sort, key in SORTS.items())
+    order = " reversed" if view.reverse else ""
+    found = f", with {view.find!r}" if view.find else ""
+    said = (
+        f"sorted by {view.sort}{order}{found}   {keys}  r reverse  ↑↓ scroll  / find  w why  q quit"
+    )
+    return Text(printable(said), "bright_black")
+
+
+def show(
+    read: Callable[[], Fleet],
+    changed: threading.Event,
+    *,
+    sort: str,
+    most: int | None,
+    every: float,
+) -> None:
+    """Draw a fleet again and again, until q is pressed.
+
+    Args:
+        read: returns the fleet as it is; what it raises is shown, and it is asked again.
+        changed: set when something happened.
+        sort: one of SORTS.
+        most: ranks at most; as many as the terminal has room for by default.
+        every: seconds between two looks without news.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C.
+    """
+    console = Console()
+    view = View(sort)
+    fleet: Fleet | None = None
+    with _keys(changed) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while not view.ended:
+            trouble = ""
+            changed.clear()
+            try:
+                fleet = read()
+            except KVIndexError as error:
+                trouble = str(error)
+            room = max(1, console.height - _FRAME - _REASONS)
+            live.update(
+                drawn(fleet, view, most=min(room, most or room), trouble=trouble), refresh=True
+            )
+            changed.wait(every)
+            while pressed:
+                view.press(pressed.pop(0))
+
+
+@contextmanager
+def _keys(changed: threading.Event) -> Iterator[list[str]]:
+    """Give the keys that are pressed, one by one; a thread reads them and sets the event."""
+    pressed: list[str] = []
+    if not sys.stdin.isatty():
+        yield pressed
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    end_read, end_write = os.pipe()
+
+    def listen() -> None:
+        while True:
+            ready, _, _ = select.select([descriptor, end_read], [], [])
+            if end_read in ready:
+                return
+            typed = os.read(descriptor, 64)
+            if not typed:
+                return
+            pressed.extend(_pressed(typed.decode(errors="ignore")))
+            changed.set()
+
+    thread = threading.Thread(target=listen, name="kvindex-top-keys", daemon=True)
+    try:
+        tty.setcbreak(descriptor)
+        thread.start()
+        yield pressed
+    finally:
+        os.write(end_write, b"x")
+        thread.join()
+        os.close(end_read)
+        os.close(end_write)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _pressed(typed: str) -> list[str]:
+    """Return the keys behind what a terminal sends at once."""
+    return [_SEQUENCES[typed]] if typed in _SEQUENCES else list(typed)

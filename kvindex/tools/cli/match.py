@@ -1,0 +1,118 @@
+"""`kvindex match`: which rank of running engines holds a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kvindex import Match, NotLiveError, connect
+from kvindex.tools.cli.arguments import (
+    Commands,
+    add_cache_arguments,
+    add_prompt_arguments,
+    cache_of,
+    read_tokens,
+    seconds,
+)
+from kvindex.tools.cli.endpoints import add_engine_arguments, engines_of
+from kvindex.tools.cli.output import counted, in_options, json_line, table
+
+__all__ = ["add_parser", "match_table"]
+
+_NOTHING_MATCHED = 1
+_NOT_LIVE = 3
+
+
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
+    parser = commands.add_parser(
+        "match",
+        help=text,
+        description=(
+            "Connect, catch up by replay, and print how many leading tokens of a prompt each rank "
+            "holds. Exit 0: some rank holds a block of it; 1: none does; 3: --require-live was "
+            "given and a rank is not live."
+        ),
+        epilog="An engine always recomputes the last token: leave it out to predict its hit.",
+    )
+    parser.add_argument(
+        "tokens",
+        metavar="FILE",
+        help="token ids: a JSON list, or numbers separated by spaces or commas; - for stdin",
+    )
+    add_prompt_arguments(parser)
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds to wait for every rank to be live (default: 5)",
+    )
+    parser.add_argument(
+        "--require-live", action="store_true", help="fail (exit 3) if a rank is not live by then"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="say where each rank's match ends, and why"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_engine_arguments(parser)
+    add_cache_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Connect, wait, ask, print."""
+    engines = engines_of(arguments, cache_of(arguments))
+    token_ids = read_tokens(arguments.tokens)
+    late: dict[str, str] = {}
+    with connect(engines) as client:
+        try:
+            client.wait_live(arguments.wait)
+        except NotLiveError as error:
+            print(f"kvindex match: {in_options(str(error))}", file=sys.stderr)
+            if arguments.require_live:
+                return _NOT_LIVE
+            late = {str(rank): reason for rank, reason in error.reasons.items()} | error.engines
+        options = {"lora": arguments.lora, "salt": arguments.salt}
+        why = client.explain(token_ids, **options) if arguments.explain else None
+        match = client.match(token_ids, **options) if why is None else why.match
+    if arguments.json:
+        best = match.best and match.best.rank
+        answer = {"tokens": len(token_ids), "best": best, "ranks": match.to_dict()}
+        reasons = {} if why is None else {"explanation": why.to_dict()}
+        print(json_line({**answer, **reasons, "not_live": late}))
+    else:
+        print(match_table(match, len(token_ids)))
+        if why is not None:
+            print(f"\n{why}")
+    return 0 if match.best else _NOTHING_MATCHED
+
+
+def match_table(match: Match, prompt_tokens: int) -> str:
+    """Return a table of what each rank holds, longest first, and below it what to make of it."""
+    rows = [
+        (
+            found.rank,
+            found.tokens,
+            found.blocks,
+            ", ".join(f"{n} {medium}" for medium, n in sorted(found.by_medium.items())) or "-",
+            found.state or "-",
+            {None: "-", True: "yes", False: "no"}[found.complete],
+        )
+        for found in match
+    ]
+    header = ("rank", "tokens", "blocks", "on", "state", "complete")
+    best = match.best
+    if best is None:
+        some = any(found.tokens for found in match)
+        live = "live " if some else ""
+        verdict = f"no {live}rank holds a block of {counted(prompt_tokens, 'token')}"
+    else:
+        verdict = f"best: {best.rank} holds {best.tokens} of {counted(prompt_tokens, 'token')}"
+    most = [str(found.rank) for found in match if found.tokens and found.upper_bound]
+    if most:
+        verdict += f"\nupper bounds, the engine's own hit may be shorter: {', '.join(most)}"
+    least = [str(found.rank) for found in match if found.lower_bound]
+    if least:
+        verdict += f"\nlower bounds, the engine's own hit may be longer: {', '.join(least)}"
+    return f"{table(header, rows)}\n{verdict}"

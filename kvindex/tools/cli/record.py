@@ -1,0 +1,276 @@
+"""`kvindex record`: what publishers send, frame by frame, to a file for each rank."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import zmq
+
+from kvindex import ConfigurationError, DecodeError, EncodeError, Rank, SocketOptions, Worker
+from kvindex.subscribe import PublisherAddress
+from kvindex.tools.cli.arguments import Commands, count, seconds
+from kvindex.tools.cli.endpoints import add_engine_arguments, asked_workers
+from kvindex.tools.cli.output import Progress, counted
+from kvindex.wire import RecordingWriter, parse_live, parse_replay, replay_request
+
+__all__ = ["add_parser", "file_names"]
+
+_BURST = 256  # messages taken from one socket before the others get their turn
+_SUFFIX = ".frames"
+_TELL_INTERVAL = 10.0  # seconds between two words on what a rank misses
+
+
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
+    parser = commands.add_parser(
+        "record",
+        help=text,
+        description=(
+            "Write the frames that publishers send to files, untouched: one file for each rank, "
+            "NAME.frames, or NAME-WORKER-DP.frames if there are several. Runs until Ctrl-C, which "
+            "is its normal end (exit 0), as are --limit and --seconds. Exit 1: --replay was given "
+            "and a replay did not reach its end. The files hold the prompts' tokens."
+        ),
+    )
+    parser.add_argument("output", metavar="NAME", help="file to write; .frames is added if missing")
+    parser.add_argument("--limit", type=count, metavar="N", help="end after N messages in all")
+    parser.add_argument("--seconds", type=seconds, metavar="S", help="end after S seconds")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="at the end, ask each replay endpoint for everything it still holds, and append it",
+    )
+    parser.add_argument(
+        "--replay-timeout",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="give a replay up after S seconds without a reply (default: 5)",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite files that exist")
+    add_engine_arguments(parser)
+    parser.set_defaults(run=run, log_from=logging.WARNING)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Record until there was enough, or Ctrl-C; then the replays, if asked for."""
+    workers = asked_workers(arguments)
+    names = file_names(arguments.output, workers)
+    if arguments.replay and not any(worker.replay for worker in workers):
+        raise ConfigurationError("--replay: no engine has a replay endpoint")
+    complete = True
+    with ExitStack() as stack:
+        context = stack.enter_context(_context())
+        takes = [
+            _Take(context, worker, address, stack.enter_context(_new(path, arguments.force)))
+            for worker, address, path in names
+        ]
+        try:
+            for take, (_, _, path) in zip(takes, names, strict=True):
+                print(f"recording {take.rank} to {path}", file=sys.stderr, flush=True)
+            _record(takes, arguments)
+        except KeyboardInterrupt:
+            pass  # the normal end of a recording
+        if arguments.replay:
+            for take in takes:
+                complete = take.add_replay(arguments.replay_timeout) and complete
+    for take, (_, _, path) in zip(takes, names, strict=True):
+        print(f"{path}: {take.summary()}")
+    return 0 if complete else 1
+
+
+def file_names(
+    output: str, workers: Sequence[Worker]
+) -> list[tuple[Worker, PublisherAddress, Path]]:
+    """Return each publisher with its file: a recording holds one.
+
+    Raises:
+        ConfigurationError: two ranks would share a file.
+    """
+    publishers = [(worker, address) for worker in workers for address in worker.publishers()]
+    stem = output.removesuffix(_SUFFIX)
+    if len(publishers) == 1:
+        return [(*publishers[0], Path(stem + _SUFFIX))]
+    named = []
+    for worker, address in publishers:
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker.name)
+        named.append((worker, address, Path(f"{stem}-{safe}-{address.dp_rank}{_SUFFIX}")))
+    if len({path for _, _, path in named}) < len(named):
+        raise ConfigurationError("two workers' names give the same file name: rename one")
+    return named
+
+
+@contextmanager
+def _context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
+@contextmanager
+def _new(path: Path, force: bool) -> Iterator[BinaryIO]:
+    try:
+        file = path.open("wb" if force else "xb")
+    except FileExistsError:
+        raise ConfigurationError(f"{path} exists: choose another name, or --force") from None
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error}") from error
+    with file:
+        yield file
+
+
+class _Take:
+    """One publisher being recorded."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        worker: Worker,
+        address: PublisherAddress,
+        file: BinaryIO,
+    ) -> None:
+        self.rank = Rank(worker.name, address.dp_rank)
+        self.live = 0
+        self.replayed = 0
+        self.bytes = 0
+        self._address = address
+        self._context = context
+        self._curve = worker.curve
+        self._file = file
+        self._writer = RecordingWriter(file)
+        self._refused = 0
+        self._seq: int | None = None
+        self._missed = 0
+        self._tell_again_at = -math.inf
+        self._ended = address.replay is None
+        self.socket = self._open(zmq.SUB)
+        self.socket.subscribe(worker.topic.encode())
+        _attach(self.socket, address.endpoint, bind=worker.bind)
+
+    def _open(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        SocketOptions().configure(socket, self._curve)
+        return socket
+
+    def receive(self, limit: int) -> int:
+        """Write the messages that are ready, at most `limit`; return how many."""
+        taken = 0
+        while taken < limit:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            taken += 1
+            self._note_seq(frames)
+            self.live += self._write("live", frames)
+        self._file.flush()
+        return taken
+
+    def add_replay(self, timeout: float) -> bool:
+        """Append what the publisher still holds; return whether the replay reached its end."""
+        if self._address.replay is None:
+            return True
+        with self._open(zmq.DEALER) as socket:
+            _attach(socket, self._address.replay)
+            socket.send_multipart(replay_request(0), zmq.NOBLOCK)
+            while not self._ended and socket.poll(int(timeout * 1000)):
+                frames = socket.recv_multipart()
+                self.replayed += self._write("replay", frames)
+                self._ended = _is_end(frames)
+        if not self._ended:
+            replies = counted(self.replayed, "reply", "replies")
+            print(
+                f"{self.rank}: replay from {self._address.replay} did not end within {timeout:g} s"
+                f" after {replies}: is it the engine's replay_endpoint?",
+                file=sys.stderr,
+            )
+        return self._ended
+
+    def _write(self, kind: str, frames: list[bytes]) -> int:
+        try:
+            self._writer.write("live" if kind == "live" else "replay", frames)
+        except EncodeError:
+            self._refused += 1
+            return 0
+        self.bytes += sum(map(len, frames))
+        return 1
+
+    def _note_seq(self, frames: list[bytes]) -> None:
+        try:
+            seq = parse_live(frames).seq
+        except DecodeError:
+            return  # recorded all the same: a recording shows what came
+        if self._seq is not None and seq > self._seq:
+            self._note_missed(seq - self._seq - 1)
+        self._seq = seq
+
+    def _note_missed(self, count: int) -> None:
+        """Count messages that did not come, and say so, but not all the time."""
+        self._missed += count
+        now = time.monotonic()
+        if count and now >= self._tell_again_at:
+            self._tell_again_at = now + _TELL_INTERVAL
+            missed = counted(self._missed, "message")
+            print(f"{self.rank}: {missed} missed by seq so far", file=sys.stderr, flush=True)
+
+    def summary(self) -> str:
+        """Tell what was recorded, and what is known to be missing."""
+        parts = [counted(self.live, "live message")]
+        if self.replayed:
+            parts.append(counted(self.replayed, "reply", "replies"))
+        parts.append(counted(self.bytes, "byte"))
+        if self._missed:
+            parts.append(f"{self._missed} missed by seq")
+        if self._refused:
+            parts.append(f"{self._refused} too large to record")
+        return ", ".join(parts)
+
+
+def _attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool = False) -> None:
+    try:
+        (socket.bind if bind else socket.connect)(endpoint)
+    except zmq.ZMQError as error:
+        verb = "bind to" if bind else "connect to"
+        raise ConfigurationError(f"cannot {verb} {endpoint!r}: {error}") from error
+
+
+def _is_end(frames: list[bytes]) -> bool:
+    try:
+        return parse_replay(frames).end
+    except DecodeError:
+        return False
+
+
+def _record(takes: list[_Take], arguments: argparse.Namespace) -> None:
+    """Write what comes until there were enough messages or the time is over."""
+    started = time.monotonic()
+    poller = zmq.Poller()
+    for take in takes:
+        poller.register(take.socket, zmq.POLLIN)
+    by_socket = {take.socket: take for take in takes}
+    progress = Progress()
+    left = arguments.limit or float("inf")
+    try:
+        while left > 0:
+            wait = 1.0
+            if arguments.seconds:
+                wait = min(wait, started + arguments.seconds - time.monotonic())
+            if wait <= 0:
+                return
+            for socket, _ in poller.poll(int(wait * 1000) + 1):
+                left -= by_socket[socket].receive(int(min(left, _BURST)))
+            messages, size = sum(t.live for t in takes), sum(t.bytes for t in takes)
+            progress.show(f"{counted(messages, 'message')}, {size / 1e6:.1f} MB; Ctrl-C ends")
+    finally:
+        progress.clear()

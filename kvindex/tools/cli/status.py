@@ -1,0 +1,54 @@
+"""`kvindex status`: how the ranks of a running `kvindex fanout` stand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from kvindex.index.replicas import ask
+from kvindex.tools.cli.arguments import Commands, seconds
+from kvindex.tools.cli.output import counted
+from kvindex.tools.cli.states import state_table
+
+__all__ = ["add_parser"]
+
+_NOT_LIVE = 3
+
+
+def add_parser(commands: Commands, text: str) -> None:
+    """Add this command to the command line, with `text` in the list of commands."""
+    parser = commands.add_parser(
+        "status",
+        help=text,
+        description=(
+            "Ask the `kvindex fanout` (or kvindex.index.replicas.FanOut) that listens at PATH how "
+            "its ranks stand. Exit 0: it answered; 1: nothing answers at PATH; 3: --require-live "
+            "was given and a rank is not live."
+        ),
+    )
+    parser.add_argument("path", metavar="PATH", help="the socket it listens at")
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds to wait for its answer (default: 5)",
+    )
+    parser.add_argument(
+        "--require-live", action="store_true", help="fail (exit 3) if a rank is not live"
+    )
+    parser.add_argument("--json", action="store_true", help="print every counter as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, and print."""
+    report = ask(arguments.path, arguments.wait)
+    ranks = report["ranks"]
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        print(state_table(ranks))
+        print(counted(report["replicas"], "process has joined", "processes have joined"))
+    all_live = all(rank["state"] == "live" for rank in ranks.values())
+    return 0 if all_live or not arguments.require_live else _NOT_LIVE

@@ -1,0 +1,84 @@
+"""One target while it is examined: what is known of it so far, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvindex import PublisherAddress, Worker
+from kvindex.subscribe.discovery import EngineReport
+from kvindex.tools.doctor.ear import Ear
+from kvindex.tools.doctor.engine_http import EngineHttp
+from kvindex.tools.doctor.finding import Finding, found
+from kvindex.tools.doctor.metrics_text import EngineMetrics
+
+__all__ = ["Case", "Target"]
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What to examine: an engine by its URL, by where it publishes, or by both.
+
+    Attributes:
+        url: the engine's HTTP server, or "".
+        worker: where it publishes; None to ask the engine.
+    """
+
+    url: str = ""
+    worker: Worker | None = None
+
+
+class Case:
+    """A target under examination. Owned by one thread at a time."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.name = target.worker.name if target.worker else target.url.split("://", 1)[-1]
+        self.http: EngineHttp | None = None
+        self.report: EngineReport | None = None
+        self.worker: Worker | None = target.worker
+        self.metrics = EngineMetrics()
+        self.ear: Ear | None = None
+        self.findings: list[Finding] = []
+        self.broken: set[int] = set()  # ranks whose port was found to be wrong
+        self.test: dict[str, Any] | None = None
+
+    @property
+    def engine(self) -> str:
+        """The engine's kind: "vllm", "sglang" or ""."""
+        return self.report.kind if self.report else ""
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What SGLang tells of itself; empty for others."""
+        answers = self.report.answers if self.report else {}
+        info = answers.get("/server_info") or answers.get("/get_server_info")
+        return info if self.engine == "sglang" and isinstance(info, Mapping) else {}
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest request, if the engine says it."""
+        models = self.report.answers.get("/v1/models") if self.report else None
+        data = models.get("data") if isinstance(models, Mapping) else None
+        first = data[0] if isinstance(data, list) and data else {}
+        told = (first.get("max_model_len"), self.info.get("max_req_input_len"))
+        return next((x for x in told if isinstance(x, int) and x > 0), None)
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of a block, as the engine says."""
+        if self.report and self.report.block_size:
+            return self.report.block_size
+        said = self.metrics.labels("vllm:cache_config_info").get("block_size", "")
+        return int(said) if said.isdigit() and 0 < len(said) < 10 and int(said) else None
+
+    @property
+    def addresses(self) -> list[PublisherAddress]:
+        """Where its ranks publish."""
+        return self.worker.publishers() if self.worker else []
+
+    def add(self, kind: str, dp_rank: int | None = None, /, **evidence: Any) -> None:
+        """Note a finding, of the whole engine or of a rank."""
+        subject = self.name if dp_rank is None else f"{self.name}/{dp_rank}"
+        self.findings.append(found(kind, subject, engine=self.engine, **evidence))

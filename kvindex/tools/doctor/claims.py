@@ -1,0 +1,234 @@
+"""What an engine says of itself over HTTP: what is wrong with that, and with what was given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from kvindex import PublisherAddress
+from kvindex.subscribe.discovery import DiscoveryError, ask_engine
+from kvindex.subscribe.discovery.web import Web
+from kvindex.tools.doctor.case import Case
+from kvindex.tools.doctor.engine_http import EngineHttp
+from kvindex.tools.doctor.finding import found
+from kvindex.tools.doctor.limits import Limits
+
+__all__ = ["accept_mapped", "ask_and_check", "version_of"]
+
+_DENIED: Final = re.compile("answers 40[13]")
+_LARGE_BLOCK: Final = 256  # tokens
+_MAX_RANKS: Final = 64  # of a service that are told one by one
+
+# Engine, first version with it, first version without it, what it is.
+_BUGS: Final = (
+    (
+        "sglang",
+        "0.4.8",
+        "0.5.1",
+        "pages are hashed by their own tokens only: the same page at two places is one",
+    ),
+    ("sglang", "0.5.1", "0.5.6", "events do not say where pages belong: answers are 0 or too low"),
+    (
+        "sglang",
+        "0.5.6",
+        "0.5.7",
+        "a split prefix is announced as removed and never stored again: answers are too low",
+    ),
+    (
+        "vllm",
+        "0.9.0",
+        "0.10.2",
+        "with sha256 hashes no batch can be encoded, and every one is lost",
+    ),
+    (
+        "vllm",
+        "0.10.2",
+        "0.20.0",
+        "KV events switch off the hybrid cache manager: hybrid models cache less",
+    ),
+)
+
+
+def ask_and_check(case: Case, token: str, limits: Limits) -> None:
+    """Ask the engine at the case's URL what it is and where it publishes; note what is wrong."""
+    url = case.target.url
+    try:
+        case.report = ask_engine(url, limits.http, token=token or None)
+    except DiscoveryError as error:
+        if error.reason in ("status", "content") and _check_service(case, token, limits):
+            return
+        denied = error.reason == "denied"
+        case.add("engine-denied" if denied else "engine-unreachable", url=url, error=str(error))
+        return
+    refusal = next((why for why in case.report.failures.values() if _DENIED.match(why)), "")
+    if refusal:  # vLLM guards only what is under /v1
+        case.add("engine-denied", url=url, error=refusal)
+    case.http = EngineHttp(url, token, limits)
+    case.metrics = case.http.metrics()
+    _check_events(case)
+    _check_cache(case)
+    _check_model(case)
+    _check_version(case)
+
+
+def _check_service(case: Case, token: str, limits: Limits) -> bool:
+    """Note what a `kvindex serve` says of its ranks; return whether it is one."""
+    web = Web(case.target.url, token=token or None)
+    try:
+        ready = web.get("/ready", limits.http).json()
+        workers = web.get("/workers", limits.http).json()
+    except (DiscoveryError, ValueError):
+        return False
+    if not isinstance(ready, Mapping) or "ready" not in ready or not isinstance(workers, list):
+        return False
+    if not workers:
+        case.add("service-without-workers", url=case.target.url)
+    for standing in ("waiting", "given_up", "behind"):
+        ranks = ready.get(standing)
+        for rank, why in list(ranks.items())[:_MAX_RANKS] if isinstance(ranks, Mapping) else ():
+            reason = str(why)[:400]
+            case.add("service-rank-not-live", rank=rank, reason=reason, standing=standing)
+    return True
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """Return a version's leading numbers.
+
+    Examples:
+        >>> version_of("0.10.1.1rc2"), version_of("dev")
+        ((0, 10, 1, 1), ())
+    """
+    numbers = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(number[:9]) for number in numbers[0].split(".")) if numbers else ()
+
+
+def _check_events(case: Case) -> None:
+    report = case.report
+    assert report is not None
+    others = sorted({p for p in _publishers(report.answers) if p not in ("zmq", "null")})
+    if others:
+        case.add("publisher-not-zmq", publisher=", ".join(others))
+    elif report.publishes is False:
+        case.add("events-off", url=report.url)
+    _compare_endpoints(case, case.addresses, report.ranks)
+    if others or report.publishes is False:
+        case.broken.update(address.dp_rank for address in case.addresses)  # nothing is to be there
+    if case.worker is not None or others:
+        return
+    try:
+        case.worker = report.worker()
+    except DiscoveryError as error:
+        if error.reason == "unsaid":
+            case.add("sources-unknown", url=report.url, failures=report.failures)
+        elif error.reason == "content":
+            case.add("endpoint-unreachable", endpoint=report.url, error=str(error))
+    else:
+        case.name = case.worker.name
+
+
+def _compare_endpoints(
+    case: Case, given: Sequence[PublisherAddress], said: Sequence[PublisherAddress]
+) -> None:
+    """Note what the user gave and the engine says otherwise, by ports: hosts may be mapped."""
+    if not given or not said:
+        return
+    by_rank = {address.dp_rank: address for address in said}
+    if len(said) == len(given) == 1:  # the only one, whatever its number
+        pairs = [(given[0], said[0])]
+    else:
+        pairs = [(one, by_rank[one.dp_rank]) for one in given if one.dp_rank in by_rank]
+        ranks = [address.dp_rank for address in given]
+        if ranks != list(by_rank):
+            case.add("ranks-differ", said=list(by_rank), given=ranks)
+            case.broken.update(set(ranks) - set(by_rank))
+    for one, other in pairs:
+        ports = _ports(one), _ports(other)
+        if one.replay is None and other.replay is not None:
+            case.add("replay-not-given", one.dp_rank, port=ports[1]["replay"])
+            ports[0]["replay"] = ports[1]["replay"]
+        if ports[0] != ports[1]:
+            case.add("endpoints-differ", one.dp_rank, said=ports[1], given=ports[0])
+
+
+def accept_mapped(case: Case) -> None:
+    """Take ports that differ for mapped ones, if the test prompt came through one of them."""
+    differing = {one.subject for one in case.findings if one.id == "endpoints-differ"}
+    foreign = any(one.id == "replay-of-another" for one in case.findings)
+    if not differing or foreign or not case.test or case.test["outcome"] != "all-well":
+        return
+    ear = case.ear
+    proven = (
+        differing if ear is None else {f"{case.name}/{r}" for r in ear.heard if ear.first(r).tested}
+    )
+    if proven & differing:
+        case.findings = [
+            found("endpoints-mapped", one.subject, engine=case.engine, **one.evidence)
+            if one.id == "endpoints-differ"
+            else one
+            for one in case.findings
+        ]
+
+
+def _ports(address: PublisherAddress) -> dict[str, int | str | None]:
+    """The ports of a rank; other endpoints as they are."""
+    ports: dict[str, int | str | None] = {}
+    for name, endpoint in (("port", address.endpoint), ("replay", address.replay)):
+        scheme, _, port = (endpoint or "").rpartition(":")
+        ports[name] = int(port) if scheme.startswith("tcp:") and port.isdigit() else endpoint
+    return ports
+
+
+def _publishers(answers: Mapping[str, Any]) -> Iterator[str]:
+    """The publishers that an engine's answers name."""
+    sources = answers.get("/kv_event_sources")
+    if isinstance(sources, Mapping):
+        sources = sources.get("sources", list(sources.values()))
+    info = answers.get("/server_info") or answers.get("/get_server_info")
+    described = [info.get("kv_events")] if isinstance(info, Mapping) else []
+    for entry in [*(sources if isinstance(sources, list) else []), *described]:
+        if isinstance(entry, Mapping) and isinstance(entry.get("publisher"), str):
+            yield entry["publisher"]
+
+
+def _check_cache(case: Case) -> None:
+    config = case.metrics.labels("vllm:cache_config_info")
+    if config.get("enable_prefix_caching") == "False" or case.info.get("disable_radix_cache"):
+        case.add("prefix-caching-off", source="cache_config_info" if config else "server_info")
+    size, longest = case.block_size, case.max_model_len
+    if size is not None and longest is not None and 2 * size > longest:
+        case.add("block-exceeds-prompts", block_size=size, max_model_len=longest)
+    elif size is not None and size >= _LARGE_BLOCK:
+        case.add("block-large", block_size=size)
+    blocks = config.get("num_gpu_blocks", "")
+    tokens = int(blocks) * size if blocks.isdigit() and len(blocks) < 12 and size else None
+    if not config:
+        told = case.info.get("max_total_num_tokens")
+        tokens = told if isinstance(told, int) else None
+    if tokens and longest and tokens < 2 * longest:
+        case.add("cache-small", cache_tokens=tokens, max_model_len=longest)
+
+
+def _check_model(case: Case) -> None:
+    info = case.info
+    if info.get("disaggregation_mode") == "decode":
+        case.add("decode-only", disaggregation_mode="decode")
+    algorithm = info.get("speculative_algorithm")
+    if isinstance(algorithm, str) and algorithm.upper() in ("EAGLE", "EAGLE3", "NEXTN"):
+        case.add("speculates-bigrams", algorithm=algorithm)
+    if len(case.addresses) > 1 and case.target.worker is None:
+        case.add("dp-behind-one-port", ranks=len(case.addresses))
+
+
+def _check_version(case: Case) -> None:
+    assert case.report is not None
+    version = version_of(case.report.version)
+    for engine, first, fixed, bug in _BUGS:
+        if case.engine == engine and version_of(first) <= version < version_of(fixed):
+            case.add(
+                "version-known-bug",
+                version=case.report.version,
+                bug=bug,
+                since=fixed,
+                engine_name=engine,
+            )

@@ -1,0 +1,254 @@
+"""An examination from beginning to end: all targets at once, each step within its time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from kvindex import Client, Rank, RankStatus, ReplayPolicy, State, connect
+from kvindex.tools.doctor.active import probe_engine
+from kvindex.tools.doctor.case import Case, Target
+from kvindex.tools.doctor.claims import accept_mapped, ask_and_check
+from kvindex.tools.doctor.ear import Ear
+from kvindex.tools.doctor.finding import Finding
+from kvindex.tools.doctor.limits import MAX_TARGETS, Limits
+from kvindex.tools.doctor.ports import check_rank, check_replayed, check_shape
+from kvindex.tools.doctor.prompts import Prompt, check_prompt
+from kvindex.tools.doctor.report import Examined, Report, ordered, rank_of
+from kvindex.tools.doctor.streams import (
+    check_hashes,
+    check_heard,
+    check_prefixes,
+    check_serving,
+    check_streams,
+)
+from kvindex.wire.errors import ConfigurationError
+
+__all__ = ["examine"]
+
+_AT_ONCE: Final = 64  # questions under way
+
+
+def examine(
+    targets: Iterable[Target],
+    *,
+    passive: bool = False,
+    prompt: Prompt | None = None,
+    token: str = "",
+    model: str = "",
+    block_size: int | None = None,
+    limits: Limits | None = None,
+) -> Report:
+    """Look for reasons why hits are missing, and return what was found.
+
+    All targets are examined at once. Engines with a URL are sent one test prompt, twice, unless
+    `passive`; nothing else changes their state.
+
+    Args:
+        targets: engines, by URL, by endpoints, or by both.
+        passive: send no prompt.
+        prompt: a prompt to look for besides.
+        token: the engines' API key.
+        model: the model to ask for; by default each engine's first.
+        block_size: the block size that your router goes by, to be compared.
+        limits: how long to wait.
+
+    Raises:
+        ConfigurationError: there are no targets, or too many, or one cannot be used as given.
+
+    Thread safety: any thread. It blocks for seconds; its threads end with it.
+
+    Examples:
+        >>> from kvindex.testing import FakeEngine, HttpEngine
+        >>> with FakeEngine() as engine, HttpEngine(engine) as server:
+        ...     report = examine([Target(url=server.url)])
+        >>> report.exit_code, [finding.id for finding in report.findings]
+        (0, ['all-well'])
+    """
+    started = time.monotonic()
+    cases = _cases(targets)
+    limits = limits or Limits()
+    with ExitStack() as stack:
+        pool = stack.enter_context(_pool())
+        context: zmq.Context[Any] = zmq.Context()
+        stack.callback(context.term)
+        _each(pool, cases, lambda case: _ask(case, token, limits))
+        _name_apart(cases)
+        _look_at_ports(pool, cases, context, limits)
+        for case in cases:
+            stack.callback(_hang_up, case)
+            _open_ear(case, context)
+        client = _subscribed(cases, stack, limits)
+        before = {} if client is None else _wait_live(cases, client, limits)
+        seed = random.SystemRandom().getrandbits(64)
+        _each(pool, cases, lambda case: _watch(case, client, limits, passive, model, seed))
+        _each(pool, cases, lambda case: check_replayed(case, context, limits))
+        for case in cases:
+            if client is not None and case.worker is not None:
+                check_streams(case, client, block_size, before)
+            check_heard(case)
+            accept_mapped(case)
+        check_hashes(cases)
+        found, notes = ([], []) if prompt is None else check_prompt(prompt, cases, client, model)
+        found += [] if client is None else check_prefixes(client)
+    return _report(cases, found, notes, time.monotonic() - started)
+
+
+def _cases(targets: Iterable[Target]) -> list[Case]:
+    cases = [Case(target) for target in targets]
+    if not 1 <= len(cases) <= MAX_TARGETS:
+        raise ConfigurationError(f"targets: 1 to {MAX_TARGETS} can be examined, not {len(cases)}")
+    for case in cases:
+        if not case.target.url and case.target.worker is None:
+            raise ConfigurationError("a target needs a URL or endpoints")
+    return cases
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvindex-doctor")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _each(pool: ThreadPoolExecutor, cases: Sequence[Case], do: Callable[[Case], None]) -> None:
+    for future in [pool.submit(do, case) for case in cases]:
+        future.result()
+
+
+def _ask(case: Case, token: str, limits: Limits) -> None:
+    if case.target.url:
+        ask_and_check(case, token, limits)
+    check_shape(case)
+
+
+def _name_apart(cases: Sequence[Case]) -> None:
+    """Give each case a name of its own, which is its worker's too."""
+    taken: set[str] = set()
+    for case in cases:
+        name, number = case.name, 1
+        while case.name in taken:
+            number += 1
+            case.name = f"{name}#{number}"
+        taken.add(case.name)
+        if case.worker is not None and case.worker.name != case.name:
+            case.worker = msgspec.structs.replace(case.worker, name=case.name)
+
+
+def _look_at_ports(
+    pool: ThreadPoolExecutor, cases: Sequence[Case], context: zmq.Context[Any], limits: Limits
+) -> None:
+    looks = [
+        pool.submit(check_rank, case, address, context, limits)
+        for case in cases
+        for address in case.addresses
+    ]
+    for look in looks:
+        look.result()
+
+
+def _open_ear(case: Case, context: zmq.Context[Any]) -> None:
+    """Listen without a filter, where a plain connection can."""
+    worker = case.worker
+    if worker is None or worker.bind or worker.curve is not None:
+        return
+    addresses = [
+        address
+        for address in case.addresses
+        if address.dp_rank not in case.broken and not address.endpoint.startswith("inproc:")
+    ]
+    if addresses:
+        case.ear = Ear(context, addresses)
+
+
+def _hang_up(case: Case) -> None:
+    if case.ear is not None:
+        case.ear.close()
+
+
+def _subscribed(cases: Sequence[Case], stack: ExitStack, limits: Limits) -> Client | None:
+    """Return a client of all engines that can be heard."""
+    workers = [case.worker for case in cases if case.worker is not None]
+    if not workers:
+        return None
+    policy = ReplayPolicy(timeout=limits.live, attempts=3)
+    return stack.enter_context(
+        connect(workers, replay_policy=policy, probe_interval=max(0.1, limits.listen / 4))
+    )
+
+
+def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping[Rank, int | None]:
+    """Wait until all ranks are live, nothing comes any more, or the time is over.
+
+    Returns each rank's last batch before the last wait: one that has another now gets on.
+    """
+    broken = {Rank(case.name, dp_rank) for case in cases for dp_rank in case.broken}
+
+    until = time.monotonic() + limits.replay
+
+    def last_batches(statuses: Mapping[Rank, RankStatus]) -> dict[Rank, int | None]:
+        return {
+            rank: status.seq
+            for rank, status in statuses.items()
+            if status.state is not State.LIVE and rank not in broken
+        }
+
+    while True:
+        before = last_batches(client.statuses())
+
+        def done(statuses: Mapping[Rank, RankStatus], before: Any = before) -> bool:
+            now = last_batches(statuses)
+            return not now or (now != before and time.monotonic() >= until)
+
+        client.wait_for(done, limits.live)
+        now = last_batches(client.statuses())
+        if not now or now == before or time.monotonic() >= until:
+            return before
+
+
+def _watch(
+    case: Case, client: Client | None, limits: Limits, passive: bool, model: str, seed: int
+) -> None:
+    """Test an engine, or only listen to it."""
+    if case.worker is None or client is None:
+        return  # nobody would hear what a test prompt brings about
+    denied = any(finding.id == "engine-denied" for finding in case.findings)
+    if case.http is not None and not passive and not denied:
+        probe_engine(case, client, limits, model=model, seed=seed)
+        return
+    before = case.metrics.total("vllm:prompt_tokens", "sglang:prompt_tokens")
+    if case.ear is not None:
+        case.ear.listen(lambda: False, limits.listen)
+    check_serving(case, before)
+
+
+def _report(
+    cases: Sequence[Case], found: list[Finding], notes: list[str], seconds: float
+) -> Report:
+    findings = [one for case in cases for one in ordered(case.findings)] + found
+    return Report(
+        targets=tuple(_examined(case) for case in cases),
+        findings=tuple(sorted(findings, key=rank_of)),
+        notes=tuple(notes),
+        seconds=round(seconds, 3),
+    )
+
+
+def _examined(case: Case) -> Examined:
+    return Examined(
+        name=case.name,
+        url=case.target.url,
+        engine=case.engine,
+        version=case.report.version if case.report else "",
+        ranks={address.dp_rank: address.endpoint for address in case.addresses},
+        test=case.test,
+    )

@@ -1,0 +1,181 @@
+"""Who answers at an engine's ports, and whether it is who should."""
+
+from __future__ import annotations
+
+import socket
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Final
+
+import zmq
+
+from kvindex import PublisherAddress
+from kvindex.tools.doctor.case import Case
+from kvindex.tools.doctor.limits import Limits
+from kvindex.tools.doctor.zmtp import Peer, greet, look
+from kvindex.wire import END_SEQ, ReplayReply, parse_replay, replay_request
+from kvindex.wire.errors import DecodeError
+
+__all__ = ["check_rank", "check_replayed", "check_shape"]
+
+_MAX_MESSAGE: Final = 8 << 20  # bytes
+
+_PUBLISHES: Final = ("PUB", "XPUB")
+_PROTOCOL: Final = {"http": "an HTTP server", "tls": "a TLS server", "other": "another protocol"}
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def check_shape(case: Case) -> None:
+    """Note endpoints that cannot be right whoever answers there."""
+    if case.worker is None:
+        return
+    shared = case.worker.shared_endpoints()
+    for endpoint in shared:
+        publishes = [a.dp_rank for a in case.addresses if a.endpoint == endpoint]
+        replays = [a.dp_rank for a in case.addresses if a.replay == endpoint]
+        case.add("ports-collide", endpoint=endpoint, publishes=publishes, replays=replays)
+        case.broken.update(publishes, replays)
+    said = case.report.ranks if case.report else ()
+    if all(address.replay is None for address in (*case.addresses, *said)):
+        case.add("replay-missing")
+
+
+def check_rank(case: Case, address: PublisherAddress, context: Context, limits: Limits) -> None:
+    """Look at a rank's two ports and note what is wrong."""
+    if case.worker is None or case.worker.bind or address.dp_rank in case.broken:
+        return
+    peer = look(address.endpoint, limits.handshake)
+    if not _check_publisher(case, address, peer, limits):
+        case.broken.add(address.dp_rank)
+    if address.replay is not None and case.worker.curve is None:
+        _check_replay(case, address.dp_rank, address.replay, context, limits)
+
+
+def check_replayed(case: Case, context: Context, limits: Limits) -> None:
+    """Note replay endpoints that do not have the batch that was heard last."""
+    for address in case.addresses:
+        marks = case.ear.first(address.dp_rank).marks if case.ear else {}
+        if address.replay is not None and marks:
+            _check_replayed(case, address.dp_rank, address.replay, marks, context, limits)
+
+
+def _check_replayed(
+    case: Case,
+    rank: int,
+    endpoint: str,
+    marks: dict[int, int],
+    context: Context,
+    limits: Limits,
+) -> None:
+    seq = next(reversed(marks))
+    for _ in range(2):  # engines keep a batch just after they sent it
+        first = next(_replay(endpoint, seq, context, limits.handshake), None)
+        if first is None or not first.end:
+            break
+    if first is None or (seq < first.seq and not first.end):
+        return  # it is silent, or that batch has left the buffer
+    if first.end or first.seq != seq or zlib.crc32(first.payload) != marks[seq]:
+        there = "is missing there" if first.end else "is another there"
+        case.add("replay-of-another", rank, endpoint=endpoint, seq=seq, there=there)
+
+
+def _check_publisher(case: Case, address: PublisherAddress, peer: Peer, limits: Limits) -> bool:
+    rank, endpoint = address.dp_rank, address.endpoint
+    if peer.kind == "refused":
+        kind = _who_dials(endpoint, limits.handshake)
+        if kind in _PUBLISHES:
+            case.add("publisher-connects", rank, endpoint=endpoint, socket_type=kind)
+        elif kind:
+            case.add("subscriber-dials", rank, endpoint=endpoint, socket_type=kind)
+        else:
+            case.add("publisher-refused", rank, endpoint=endpoint, error=peer.detail)
+    elif peer.kind != "zmq":
+        return _check_stranger(case, rank, endpoint, peer)
+    elif peer.mechanism not in ("", "NULL"):
+        if case.worker is None or case.worker.curve is None:
+            case.add("port-encrypted", rank, endpoint=endpoint, mechanism=peer.mechanism)
+            return False
+        return True
+    elif peer.socket_type and peer.socket_type not in _PUBLISHES:
+        case.add("publisher-wrong-socket", rank, endpoint=endpoint, socket_type=peer.socket_type)
+    else:
+        return True
+    return False
+
+
+def _check_stranger(case: Case, rank: int, endpoint: str, peer: Peer) -> bool:
+    """Note who answers instead; return whether nothing can be said against it."""
+    if peer.kind in _PROTOCOL:
+        protocol = _PROTOCOL[peer.kind]
+        case.add("port-not-zmq", rank, endpoint=endpoint, protocol=protocol, detail=peer.detail)
+    elif peer.kind == "reset":
+        case.add("port-reset", rank, endpoint=endpoint)
+    elif peer.kind == "silent":
+        case.add("port-silent", rank, endpoint=endpoint)
+    elif peer.kind == "unreachable":
+        case.add("endpoint-unreachable", rank, endpoint=endpoint, error=peer.detail)
+    return peer.kind == "unseen"
+
+
+def _check_replay(case: Case, rank: int, endpoint: str, context: Context, limits: Limits) -> None:
+    peer = look(endpoint, limits.handshake)
+    if peer.kind == "refused":
+        case.add("replay-refused", rank, endpoint=endpoint, error=peer.detail)
+    elif peer.kind not in ("zmq", "unseen"):
+        _check_stranger(case, rank, endpoint, peer)
+    elif peer.socket_type and peer.socket_type != "ROUTER":
+        case.add("replay-wrong-socket", rank, endpoint=endpoint, socket_type=peer.socket_type)
+    elif peer.mechanism in ("", "NULL") and not _replays(endpoint, context, limits.handshake):
+        case.add("replay-silent", rank, endpoint=endpoint, waited=limits.handshake)
+
+
+def _replays(endpoint: str, context: Context, timeout: float) -> bool:
+    """Whether the end of a replay comes, asked for from a number that nobody has reached."""
+    return any(reply.end for reply in _replay(endpoint, END_SEQ, context, timeout))
+
+
+def _replay(endpoint: str, start: int, context: Context, timeout: float) -> Iterator[ReplayReply]:
+    """Ask for a replay from a number, and yield what comes up to its end, within the time."""
+    until = time.monotonic() + timeout
+    with context.socket(zmq.DEALER) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
+        sock.connect(endpoint)
+        sock.send_multipart(replay_request(start))
+        while sock.poll(max(0, int((until - time.monotonic()) * 1000) + 1)):
+            try:
+                reply = parse_replay(sock.recv_multipart())
+            except DecodeError:
+                return
+            yield reply
+            if reply.end:
+                return
+
+
+def _who_dials(endpoint: str, timeout: float) -> str:
+    """Listen where nobody does, if the address is ours, and return the kind of socket that dials.
+
+    A publisher that was told a concrete host connects to it, and tries again ten times a second.
+    So do subscribers: a publisher counts first.
+    """
+    kind, until = "", time.monotonic() + timeout
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp":
+        return ""
+    try:
+        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host.strip("[]"), int(port)))
+            listener.listen(8)
+            while kind not in _PUBLISHES and (left := until - time.monotonic()) > 0:
+                listener.settimeout(left)
+                caller, _ = listener.accept()
+                with caller:
+                    kind = greet(caller, left).socket_type or kind
+    except (OSError, OverflowError, UnicodeError):
+        pass  # nobody dials any more, or the address is another machine's
+    return kind

@@ -1,0 +1,172 @@
+"""How an engine's streams stand: as the client tells, and as they were heard."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from kvindex import BlockHash, Client, Rank, RankStatus, State
+from kvindex.tools.doctor.active import heard_block_sizes
+from kvindex.tools.doctor.case import Case
+from kvindex.tools.doctor.finding import Finding, found
+
+__all__ = ["check_hashes", "check_heard", "check_prefixes", "check_serving", "check_streams"]
+
+_MANY: Final = 20  # blocks, or prompts, from which a share of them means something
+_MAX_NODES: Final = 2_000
+_LIMITED: Final = {
+    *("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba")
+}  # kinds of groups that do not keep every block of a prompt
+
+
+def check_streams(
+    case: Case, client: Client, assumed: int | None, before: Mapping[Rank, int | None]
+) -> None:
+    """Note what the client knows of the engine's ranks.
+
+    Args:
+        case: of the engine.
+        client: subscribed to it.
+        assumed: the block size that the user's router goes by, if it is known.
+        before: each rank's last batch some time ago.
+    """
+    statistics = client.statistics()
+    for rank, status in client.statuses().items():
+        if rank.worker == case.name:
+            _check_status(case, status, running=status.seq != before.get(rank, status.seq))
+            _check_index(case, status.rank.dp_rank, statistics["ranks"][str(rank)]["index"])
+    heard = set(heard_block_sizes(case, statistics))
+    said = case.block_size
+    if heard and said and said not in heard:
+        case.add("block-size-differs", said=said, heard=_listed(heard))
+    if heard and assumed and assumed not in heard:
+        case.add("block-size-assumed", assumed=assumed, heard=_listed(heard))
+    _check_offload(case, statistics)
+
+
+def check_heard(case: Case) -> None:
+    """Note what came over the wire that no client shows."""
+    if case.ear is None or case.worker is None:
+        return
+    for rank in case.ear.differing():
+        endpoint = next(a.endpoint for a in case.addresses if a.dp_rank == rank)
+        case.add("several-publishers", rank, endpoint=endpoint)
+    for rank in case.ear.heard:
+        heard = case.ear.first(rank)
+        topics = sorted(heard.topics)
+        if topics and not any(topic.startswith(case.worker.topic) for topic in topics):
+            case.add("topic-filtered", rank, filter=case.worker.topic, topics=topics)
+        _check_names(case, rank, topics)
+        if heard.missing:
+            case.add("numbers-jump", rank, missing=heard.missing, messages=heard.messages)
+        if heard.stored >= _MANY and heard.stored_again * 10 >= heard.stored:
+            again, stored = heard.stored_again, heard.stored
+            case.add("evicted-before-reuse", rank, again=again, stored=stored)
+
+
+def check_serving(case: Case, before: float | None) -> None:
+    """Note that the engine computed prompts while nothing was heard.
+
+    Args:
+        case: of an engine that is asked over HTTP.
+        before: its prompt tokens when the listening began.
+    """
+    if case.http is None or case.ear is None or before is None:
+        return
+    after = case.http.metrics().total("vllm:prompt_tokens", "sglang:prompt_tokens")
+    if any(heard.messages for ranks in case.ear.heard.values() for heard in ranks):
+        return
+    served = int((after or 0.0) - before)
+    if served >= 2 * (case.block_size or 16):
+        case.add("silent-while-serving", prompt_tokens=served)
+
+
+def check_hashes(cases: Iterable[Case]) -> None:
+    """Note the same tokens under different hashes: what consumers of hashes trip over."""
+    hashes: dict[int, dict[BlockHash, list[str]]] = defaultdict(lambda: defaultdict(list))
+    known = [case for case in cases if case.ear is not None]
+    for case in known:
+        assert case.ear is not None
+        for rank in case.ear.heard:
+            for tokens, block_hash in case.ear.first(rank).first_hashes.items():
+                hashes[tokens][block_hash].append(f"{case.name}/{rank}")
+    for by_hash in hashes.values():
+        if len(by_hash) > 1:
+            ranks = sorted(names[0] for names in by_hash.values())
+            case = next(case for case in known if ranks[0].startswith(f"{case.name}/"))
+            case.add("hash-seeds-differ", ranks=", ".join(ranks[:8]))
+            return  # once says it all
+
+
+def check_prefixes(client: Client) -> list[Finding]:
+    """Return where prompts part, if most of them part at one place."""
+    found_there = client.index.prefixes(max_nodes=_MAX_NODES)
+    leaves = sum(node.children == 0 for node in found_there.nodes) + found_there.left_out
+    leaves += sum(node.left_out for node in found_there.nodes)
+    parting, tokens = found_there.children, 0
+    for node in found_there.nodes:
+        if node.children > parting:
+            parting, tokens = node.children, (node.depth + node.blocks) * node.block_size
+    if parting < _MANY or parting * 5 < leaves * 4:
+        return []
+    evidence: dict[str, Any] = {"prompts": parting, "all": leaves, "tokens": tokens}
+    return [found("prompts-diverge", "prompts", **evidence)]
+
+
+def _check_status(case: Case, status: RankStatus, *, running: bool) -> None:
+    rank = status.rank.dp_rank
+    if status.state in (State.SYNCING, State.REPAIRING) and running and status.seq is not None:
+        done = status.seq + 1
+        case.add("replay-running", rank, done=done, known=done + status.lag, reason=status.reason)
+    elif status.state is not State.LIVE and rank not in case.broken:
+        case.add("stream-not-live", rank, state=str(status.state), reason=status.reason)
+    elif status.state is State.LIVE and not status.complete and status.replay_endpoint:
+        case.add("stream-incomplete", rank, losses=status.losses, reason=status.reason)
+    if status.decode_failures:
+        case.add("undecodable", rank, failures=status.decode_failures)
+
+
+def _check_index(case: Case, rank: int, index: Mapping[str, Any]) -> None:
+    kinds = {group["kind"] for group in index.get("groups", {}).values()}
+    placeless = {name: index.get(name, 0) for name in ("orphans", "unplaced")}
+    ignored: dict[str, int] = index.get("ignored", {})
+    reasons = {**placeless, **ignored}
+    if kinds & _LIMITED:  # their events leave places out, though nothing was lost
+        reasons = ignored
+        if kinds <= _LIMITED and any(placeless.values()):
+            case.add("windows-only", rank, kinds=sorted(kinds), blocks=index["blocks"], **placeless)
+    counted = {reason: count for reason, count in reasons.items() if count}
+    total = sum(counted.values())
+    if total and total * 100 >= index.get("blocks", 0):
+        listed = ", ".join(f"{count} {reason}" for reason, count in sorted(counted.items()))
+        case.add("blocks-left-out", rank, count=total, reasons=listed)
+    for advice in index.get("advice", []):
+        case.add("setting-untold", rank, advice=advice)
+
+
+def _check_offload(case: Case, statistics: Mapping[str, Any]) -> None:
+    external = case.metrics.total("vllm:external_prefix_cache_hits")
+    media = {
+        medium
+        for rank in statistics["ranks"].values()
+        if rank["rank"].rpartition("/")[0] == case.name
+        for medium in rank["index"].get("media", {})
+    }
+    if external and media <= {"GPU"}:
+        case.add("offload-unseen", external=int(external), media=sorted(media))
+
+
+def _check_names(case: Case, rank: int, topics: Iterable[str]) -> None:
+    """Compare the model in topics of the form kv@POD@MODEL with those that the engine serves."""
+    models = case.report.models if case.report else ()
+    for topic in topics:
+        parts = topic.split("@", 2)
+        if len(parts) == 3 and models and parts[2] not in models:
+            case.add(
+                "topic-names-another", rank, topic=topic, named=parts[2], models=", ".join(models)
+            )
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))

@@ -1,0 +1,145 @@
+"""Which implementation of the index runs: the native one, or the one in Python.
+
+The native one runs wherever its module was built. The environment variable `KVINDEX_BACKEND`
+overrides that: "python" takes the Python index, "native" makes a missing module an error. If unset
+and there is no native module, the Python index runs, and the first index of the process logs a
+warning.
+
+This is about the index only. Queues in shared memory and the fan-out have no Python twin: they load
+the native module when they are used, whichever index runs, and raise SegmentError without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Final, Literal
+
+from kvindex.wire.errors import ConfigurationError
+
+__all__ = [
+    "BACKEND",
+    "SLOWER",
+    "Backend",
+    "choose_backend",
+    "explain_fallback",
+    "hidden_native_build",
+    "warn_of_fallback",
+]
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["native", "python"]
+
+SLOWER: Final = "more than 100 times slower than the native one"
+"""How the Python index compares, for messages."""
+
+_VARIABLE = "KVINDEX_BACKEND"
+_MODULE = "kvindex.wire._native"
+
+
+def choose_backend(wanted: str | None) -> Backend:
+    """Return the backend to run, given what `KVINDEX_BACKEND` asks for (None or "": nothing).
+
+    A native module that is there but cannot be loaded is never passed over silently: the Python
+    index then runs with a `RuntimeWarning` that says why.
+
+    Raises:
+        ConfigurationError: `wanted` is neither "native" nor "python".
+        ImportError: `wanted` is "native" and the native module is missing or cannot be loaded.
+    """
+    if wanted not in (None, "", "native", "python"):
+        raise ConfigurationError(
+            f'{_VARIABLE} is {wanted!r}; it can be "native", "python" or unset (native if built)'
+        )
+    if wanted == "python":
+        return "python"
+    try:
+        import_module(_MODULE)
+    except ImportError as error:
+        if wanted == "native":
+            raise ImportError(
+                f"{_VARIABLE} is native, but {_MODULE} cannot be loaded ({error}). Install kvindex"
+                " where a C++20 compiler is (with KVINDEX_STRICT_BUILD=1 a failing build says why),"
+                f" or unset {_VARIABLE} to run the Python index",
+                name=_MODULE,
+            ) from error
+        if not _is_absent(error):
+            warnings.warn(
+                f"{_MODULE} is installed but cannot be loaded ({error}); the Python index runs,"
+                f" set {_VARIABLE}=python to accept that",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return "python"
+    return "native"
+
+
+def explain_fallback(wanted: str | None) -> str:
+    """Return why the Python index runs though nobody asked for it, and what to do; "" if neither.
+
+    Args:
+        wanted: what `KVINDEX_BACKEND` asks for.
+    """
+    if wanted == "python":
+        return ""
+    try:
+        import_module(_MODULE)
+    except ImportError as error:
+        here = Path(__file__).parent
+        hidden = hidden_native_build()
+        if not _is_absent(error):
+            cause = f"{_MODULE} cannot be loaded ({error})."
+        elif hidden is not None:
+            cause = (
+                f"the sources in {here} have no native module and hide the native build in"
+                f" {hidden}. Work in another directory, or install the sources with"
+                " `pip install -e .`."
+            )
+        else:
+            cause = (
+                "the native module was not built. Install a C++20 compiler, then install kvindex"
+                " again with `pip install --no-cache-dir --force-reinstall`."
+            )
+        return f"{cause} {_VARIABLE}=python accepts this"
+    return ""
+
+
+def hidden_native_build() -> Path | None:
+    """Return where an installed native build lies that this copy of the package hides, if any."""
+    # Here: it takes as long to load as the index, and only a missing native module needs it.
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        installed = distribution("kvindex")
+    except PackageNotFoundError:
+        return None
+    for file in installed.files or ():
+        if file.name.startswith("_native.") and file.suffix != ".pyi":
+            path = Path(str(installed.locate_file(file)))
+            return path.parent if path.exists() else None
+    return None
+
+
+@cache
+def warn_of_fallback() -> None:
+    """Log, once in a process, why the Python index runs if nobody asked for it."""
+    told = explain_fallback(os.environ.get(_VARIABLE))
+    if told:
+        logger.warning("the Python index runs, %s: %s", SLOWER, told)
+
+
+def _is_absent(error: ImportError) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == _MODULE
+
+
+BACKEND: Final[Backend] = choose_backend(os.environ.get(_VARIABLE))
+"""Which implementation of the index runs in this process: "native" (C++) or "python".
+
+Both give the same answers; the Python one is more than 100 times slower. The environment variable
+`KVINDEX_BACKEND` chooses; without it the native one runs where its module was built.
+"""

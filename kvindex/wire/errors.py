@@ -1,0 +1,390 @@
+"""Every error that kvindex raises, as one tree.
+
+```
+KVIndexError
+├── ConfigurationError   (also ValueError)    a value given by the caller cannot work
+│   └── DuplicatePublisherError (also KeyError)  a publisher of that name is registered already
+├── EndpointRefusedError (also PermissionError) an address that a registration may not have dialled
+├── RegistrationError    (also ValueError)    a worker that a server does not take, or does not have
+├── UnknownRankError     (also KeyError)      a rank or worker that nobody added
+├── TokenError           (also ValueError)    tokens whose type, shape or range cannot be read
+├── DecodeError          (also ValueError)    bytes that are not an event batch
+├── QueryError           (also ValueError)    a query's body that cannot be read
+├── EncodeError          (also ValueError)    an event batch that the chosen dialect cannot carry
+├── BusyError            (also TimeoutError)  a thread was too busy to carry out a call in time
+├── InUseError           (also RuntimeError)  a second call where one at a time is allowed
+├── ClosedError          (also RuntimeError)  the object was closed
+│   └── QueueClosedError                      the writer closed the queue, and all of it was read
+├── SnapshotError        (also ValueError)    bytes that cannot be restored as an index
+├── SegmentError         (also OSError)       shared memory that cannot be created or attached
+├── QueueTimeoutError    (also TimeoutError)  no room for a message, or no message, in time
+├── WaitCancelledError   (also RuntimeError)  `cancel` or `close` ended a wait
+├── PeerDiedError        (also ConnectionError) a party of a queue died without closing
+│   ├── WriterDiedError                       the writer: nothing more will come
+│   ├── ReaderDiedError                       readers: what they had not read is lost to them
+│   └── ReaderEvictedError                    the writer removed this reader from the queue
+├── DiscoveryError       (also ConnectionError) what tells where engines are did not, and why
+├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
+├── NoCandidateError     (also LookupError)   no rank may be chosen for a request
+├── DuplicateBookingError (also ValueError)   a request that has an open booking already
+├── UnknownBookingError  (also KeyError)      a request that has no open booking
+└── InvariantError       (also AssertionError)  a structure is not whole: our bug, or half changed
+```
+
+Each also inherits the builtin that a stranger would catch. `kvindex` has those that its own names
+raise; `kvindex.shm` and `kvindex.index.replicas` have those of queues and shared memory,
+`kvindex.routing` those of routing, `kvindex.service.queries` that of queries; `kvindex.service`
+raises EndpointRefusedError and RegistrationError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvindex.wire.rank import Rank
+
+__all__ = [
+    "BusyError",
+    "ClosedError",
+    "ConfigurationError",
+    "DecodeError",
+    "DiscoveryError",
+    "DuplicateBookingError",
+    "DuplicatePublisherError",
+    "EncodeError",
+    "EndpointRefusedError",
+    "InUseError",
+    "InvariantError",
+    "KVIndexError",
+    "NoCandidateError",
+    "NotLiveError",
+    "PeerDiedError",
+    "QueryError",
+    "QueueClosedError",
+    "QueueTimeoutError",
+    "ReaderDiedError",
+    "ReaderEvictedError",
+    "RegistrationError",
+    "SegmentError",
+    "SnapshotError",
+    "TokenError",
+    "UnknownBookingError",
+    "UnknownRankError",
+    "WaitCancelledError",
+    "WriterDiedError",
+]
+
+
+class KVIndexError(Exception):
+    """Base of every error raised by kvindex; all of them pickle, attributes included."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are unpickled by calling their class, which wants more than the message.
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(
+    kind: type[KVIndexError], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> KVIndexError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
+
+class ConfigurationError(KVIndexError, ValueError):
+    """A value given by the caller cannot work; the message says which and what would."""
+
+
+class DuplicatePublisherError(ConfigurationError, KeyError):
+    """A publisher of that name is registered already."""
+
+    __str__ = Exception.__str__  # KeyError would show the message quoted
+
+
+class EndpointRefusedError(KVIndexError, PermissionError):
+    """An endpoint that came in a registration over HTTP, and that this server does not dial.
+
+    Attributes:
+        reason: "transport" (not tcp), "form", "name" (it has no address) or "network" (its address
+            is in none of the allowed networks).
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class RegistrationError(KVIndexError, ValueError):
+    """A worker that a server does not take, or does not have; the message is the whole answer.
+
+    Attributes:
+        reason: "conflict" (with another registration), "unknown" (there is none to remove),
+            "invalid" (it cannot work) or "room" (there are too many).
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class UnknownRankError(KVIndexError, KeyError):
+    """A rank (or worker) that is not known here, or a name that several ranks have.
+
+    Attributes:
+        name: what was asked for.
+        known: what is known, or has that name, sorted.
+        ambiguous: whether several have it.
+    """
+
+    def __init__(
+        self, name: object, known: Iterable[object] = (), *, ambiguous: bool = False
+    ) -> None:
+        self.name = name
+        self.known = tuple(sorted(known, key=str))
+        self.ambiguous = ambiguous
+        super().__init__(name)
+
+    def __str__(self) -> str:
+        listed = ", ".join(str(item) for item in self.known[:8]) or "none"
+        more = f" and {len(self.known) - 8} more" if len(self.known) > 8 else ""
+        if isinstance(self.name, Rank):
+            return f"{self.name} is not known; known: {listed}{more}"
+        name = f"{self.name!r} ({type(self.name).__name__})"
+        if self.ambiguous:
+            return f"{name} stands for several: {listed}{more}; give one as Rank(WORKER, DP_RANK)"
+        return f"{name} is not known; known: {listed}{more}"
+
+
+class TokenError(KVIndexError, ValueError):
+    """Tokens that cannot be matched: wrong type, shape or range."""
+
+
+class DecodeError(KVIndexError, ValueError):
+    """Bytes that are not an event batch.
+
+    Attributes:
+        size: length of the refused payload in bytes.
+    """
+
+    def __init__(self, message: str, *, size: int = 0) -> None:
+        self.size = size
+        super().__init__(message)
+
+
+class QueryError(KVIndexError, ValueError):
+    """A query's body that is no JSON, or not the JSON that a query is.
+
+    Attributes:
+        reason: "malformed" (no JSON), "type" (JSON of another kind than is wanted), "range" (a
+            number that no token can have), "repeated" (a field that is there twice) or "too_many"
+            (more tokens than are allowed).
+        field: the field that is wrong; "" for the body as a whole.
+        position: which of the field's values is wrong, counted from 0; None for all of it.
+    """
+
+    def __init__(
+        self, message: str, *, reason: str, field: str = "", position: int | None = None
+    ) -> None:
+        self.reason = reason
+        self.field = field
+        self.position = position
+        super().__init__(message)
+
+    @property
+    def malformed(self) -> bool:
+        """Whether the body is no JSON (HTTP 400), not merely the wrong one (HTTP 422)."""
+        return self.reason == "malformed"
+
+
+class EncodeError(KVIndexError, ValueError):
+    """An event batch that the chosen dialect cannot carry."""
+
+
+class BusyError(KVIndexError, TimeoutError):
+    """The owning thread was too busy to carry out a call in time, or to finish it.
+
+    Attributes:
+        timeout: how long the call waited, in seconds.
+        begun: whether the call has begun: then it is finished as soon as the sink returns. If
+            not, it will not be carried out.
+    """
+
+    def __init__(self, timeout: float, *, begun: bool = False) -> None:
+        self.timeout = timeout
+        self.begun = begun
+        outcome = "the call has begun and ends when that does" if begun else "nothing was done"
+        super().__init__(
+            f"the subscriber's thread was busy for {timeout:g} s: its sink has not returned; "
+            f"{outcome}"
+        )
+
+
+class InUseError(KVIndexError, RuntimeError):
+    """Another call is running, in another thread or interrupted by this one; nothing was done."""
+
+
+class ClosedError(KVIndexError, RuntimeError):
+    """The object was closed and takes no more calls."""
+
+
+class QueueClosedError(ClosedError):
+    """The writer closed the queue, and this reader has read everything that was in it."""
+
+
+class SnapshotError(KVIndexError, ValueError):
+    """Bytes that cannot be restored as an index.
+
+    Attributes:
+        reason: "format" (not a snapshot), "version", "truncated", "checksum", "backend" (made by
+            the other implementation of the index, or under another seed), "content" (well-formed
+            bytes with contradictory content) or "room" (it exceeds the limits of the index).
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class SegmentError(KVIndexError, OSError):
+    """Shared memory that cannot be created or attached; the message says why and what to do."""
+
+
+class QueueTimeoutError(KVIndexError, TimeoutError):
+    """A queue had no room for a message, or no message came, in time.
+
+    Attributes:
+        timeout: how long the call waited, in seconds.
+    """
+
+    def __init__(self, message: str, *, timeout: float) -> None:
+        self.timeout = timeout
+        super().__init__(message)
+
+
+class WaitCancelledError(KVIndexError, RuntimeError):
+    """`cancel`, or `close` in another thread, ended a wait; no message was taken."""
+
+
+class PeerDiedError(KVIndexError, ConnectionError):
+    """A party of a queue died without closing: it was killed, or crashed."""
+
+
+class WriterDiedError(PeerDiedError):
+    """The writer died; every message that it completed was read, and nothing more will come."""
+
+
+class ReaderDiedError(PeerDiedError):
+    """Readers died with messages unread and were removed; the others were sent the message.
+
+    Attributes:
+        ranks: the readers' ranks, sorted.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(message)
+
+
+class ReaderEvictedError(PeerDiedError):
+    """The writer removed this reader: it was too slow, or seemed dead; attach again."""
+
+
+class DiscoveryError(KVIndexError, ConnectionError):
+    """What tells where engines are (an engine, a file, a name, an API server) did not tell.
+
+    Attributes:
+        reason: "name" (no such host), "refused" (nothing listens), "unreachable", "timeout", "tls",
+            "denied" (it wants another token), "status" (it answers an error), "content" (what it
+            answers cannot be used), "off" (the engine says that it publishes no events), "unsaid"
+            (it does not say where it publishes) or "expired" (its list is out of date).
+        url: who was asked.
+    """
+
+    def __init__(self, message: str, *, url: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.url = url
+
+
+class NotLiveError(KVIndexError, TimeoutError):
+    """Some ranks did not become live in time.
+
+    Attributes:
+        timeout: how long the call waited, in seconds.
+        reasons: for each rank that is not live, what is wrong and what to try.
+        engines: for each engine (by its URL) or source of engines that has not told where to
+            subscribe, why: its ranks are not known.
+    """
+
+    def __init__(
+        self, timeout: float, reasons: Mapping[Rank, str], engines: Mapping[str, str] | None = None
+    ) -> None:
+        self.timeout = timeout
+        self.reasons = dict(reasons)
+        self.engines = dict(engines or {})
+        lines = [f"\n  {rank}: {reason}" for rank, reason in sorted(self.reasons.items())]
+        lines += [f"\n  {engine}: {reason}" for engine, reason in sorted(self.engines.items())]
+        ranks = "1 rank is" if len(self.reasons) == 1 else f"{len(self.reasons)} ranks are"
+        trouble = [f"{ranks} not live"] if self.reasons or not self.engines else []
+        if self.engines:
+            count = len(self.engines)
+            trouble.append("1 engine is not found" if count == 1 else f"{count} are not found")
+        super().__init__(f"{' and '.join(trouble)} after {timeout:g} s:{''.join(lines)}")
+
+
+class NoCandidateError(KVIndexError, LookupError):
+    """No rank may be chosen for a request.
+
+    Attributes:
+        ranks: how many ranks are known.
+        refused: by reason (a filter's name, "drained", "ranks"), how many ranks it refused.
+    """
+
+    def __init__(self, ranks: int, refused: Mapping[str, int]) -> None:
+        why = ", ".join(f"{reason} refuses {count}" for reason, count in refused.items())
+        super().__init__(
+            f"none of {ranks} ranks may be chosen: {why}"
+            if ranks
+            else "no rank is known yet: wait for the client to be live, or add ranks to the index"
+        )
+        self.ranks = ranks
+        self.refused = dict(refused)
+
+
+class DuplicateBookingError(KVIndexError, ValueError):
+    """A request id that an open booking has already.
+
+    Attributes:
+        request_id: the id.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"request {request_id!r} has an open booking: finish or cancel it, or give another id"
+        )
+        self.request_id = request_id
+
+
+class UnknownBookingError(KVIndexError, KeyError):
+    """A request id that no open booking has: never booked, ended, or expired.
+
+    Attributes:
+        request_id: the id.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"no open booking of request {request_id!r}: it ended, or has expired")
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would show it quoted
+
+
+class InvariantError(KVIndexError, AssertionError):
+    """A structure is not whole.
+
+    It failed its own `check()`: please report it, it is a bug in kvindex. Or a change of it was cut
+    short, as the message says: by what a signal's handler raised, for instance.
+    """

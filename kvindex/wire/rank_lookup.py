@@ -1,0 +1,88 @@
+"""Ranks by what people write for them: `Rank("a", 0)`, "a/0", or "a" for worker a's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypeAlias
+
+from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.rank import Rank
+
+__all__ = ["RankName", "RankNames", "find_rank", "find_ranks"]
+
+RankName: TypeAlias = Rank | str
+"""A `Rank`, or its text as `str(rank)` gives it, or the name of its worker."""
+
+
+def find_ranks(name: object, known: Collection[Rank]) -> list[Rank]:
+    """Return the known ranks that a name stands for, at least one, sorted.
+
+    Raises:
+        UnknownRankError: there is none, or the name is both a rank's text and a worker's name.
+
+    Examples:
+        >>> find_ranks("a", [Rank("a", 0), Rank("a", 1)])
+        [Rank(worker='a', dp_rank=0), Rank(worker='a', dp_rank=1)]
+    """
+    if isinstance(name, tuple) and name in known:
+        return [Rank(*name)]
+    if not isinstance(name, str):
+        raise UnknownRankError(name, known)
+    itself = [rank for rank in known if str(rank) == name]
+    of_worker = sorted(rank for rank in known if rank.worker == name)
+    if bool(itself) is bool(of_worker):
+        raise UnknownRankError(name, itself + of_worker or known, ambiguous=bool(itself))
+    return itself or of_worker
+
+
+def find_rank(name: object, known: Collection[Rank]) -> Rank:
+    """Return the known rank that a name stands for.
+
+    Raises:
+        UnknownRankError: there is none, or there are several.
+
+    Examples:
+        >>> find_rank("a/1", [Rank("a", 0), Rank("a", 1)])
+        Rank(worker='a', dp_rank=1)
+    """
+    found = find_ranks(name, known)
+    if len(found) > 1:
+        raise UnknownRankError(name, found, ambiguous=True)
+    return found[0]
+
+
+class RankNames:
+    """What every name of some ranks stands for: `find_ranks` for many names, each in O(1).
+
+    Args:
+        known: the ranks.
+
+    Complexity: O(ranks × log ranks) to make.
+
+    Thread safety: immutable.
+
+    Examples:
+        >>> names = RankNames([Rank("a", 0), Rank("a", 1)])
+        >>> names.find("a/1"), names.find("a")
+        ([Rank(worker='a', dp_rank=1)], [Rank(worker='a', dp_rank=0), Rank(worker='a', dp_rank=1)])
+    """
+
+    def __init__(self, known: Collection[Rank]) -> None:
+        self._known = known
+        self._found: dict[object, list[Rank]] = {}
+        for rank in sorted(known):
+            self._found.setdefault(rank.worker, []).append(rank)
+        for rank in known:
+            self._found[rank] = [rank]
+            text = str(rank)
+            if self._found.setdefault(text, [rank]) != [rank]:
+                del self._found[text]  # a worker is called so too: `find_ranks` says so
+
+    def find(self, name: RankName) -> list[Rank]:
+        """Return the ranks that a name stands for, at least one, sorted.
+
+        Raises:
+            UnknownRankError: there is none, or the name is both a rank's text and a worker's name.
+        """
+        found = self._found.get(name) if isinstance(name, (str, tuple)) else None
+        return found or find_ranks(name, self._known)
