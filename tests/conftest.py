@@ -1,4 +1,4 @@
-"""Hypothesis profiles, how many processes run the tests, and what their children inherit.
+"""Kinds of tests, hypothesis profiles, how many processes run, and what children inherit.
 
 The profiles are "default" for every run, and "nightly" (HYPOTHESIS_PROFILE=nightly) for many.
 """
@@ -8,17 +8,34 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import zmq
 from hypothesis import HealthCheck, settings
 
 import kvindex
 from kvindex.wire.backend import hidden_native_build
 from tests.hung import Watch
+from tests.publish.publish_peers import Context
 
+_TESTS = Path(__file__).parent
 collect_ignore = ["typing"]  # for type checkers, which is why it is never imported
-_LONG = [Path(__file__).parent / name for name in ("engines", "service", "docs/test_site.py")]
+if not find_spec("torch"):  # the extra "torch"
+    collect_ignore.append("shm/test_torch_groups.py")
+if not find_spec("kvindex.wire._native"):  # nothing to compare with
+    collect_ignore += [
+        "index/test_backends_agree.py",
+        "routing/test_choosing_agrees.py",
+        "service/queries/test_backends_agree.py",
+    ]
+_LONG = [
+    _TESTS / name
+    for name in ("docs/test_site.py", "engines", "service/http", "tools/cli/test_top_live.py")
+]
+KINDS = {"unit", "property", "conformance", "e2e", "faults", "adapter", "service", "engine"}
 
 # LiteLLM fetches its prices from the internet when it is imported, unless it is told not to.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
@@ -64,14 +81,37 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out what takes minutes, unless it is asked for by its path, as `.ci/run` does."""
+    """Leave out what takes minutes, unless it or a room that it is in is asked for by its path."""
     if collection_path not in _LONG:
         return None
     asked = [
         Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args
     ]
-    named = any(path == collection_path or collection_path in path.parents for path in asked)
+    named = any(
+        collection_path in (path, *path.parents) or path in _rooms_of(collection_path)
+        for path in asked
+    )
     return None if named else True
+
+
+def _rooms_of(path: Path) -> list[Path]:
+    return [parent for parent in path.parents if _TESTS in parent.parents]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test that does not say of what kind it is: `-m faults` shall miss none."""
+    kinds = KINDS & {mark.name for mark in item.iter_markers()}
+    if _TESTS in item.path.parents and len(kinds) != 1:
+        known = ", ".join(sorted(KINDS))
+        pytest.fail(f"its file needs `pytestmark = pytest.mark.KIND`: {known}", pytrace=False)
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    """A ZeroMQ context of the test's own, ended with all that is in it."""
+    with zmq.Context() as context:
+        yield context
+        context.destroy(linger=0)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:

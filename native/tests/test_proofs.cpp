@@ -1,5 +1,5 @@
 // SHA-256 against the examples of FIPS 180-4 and NIST's test vectors; and an index that proves by it
-// where blocks of a model of windows belong. tests/unit/test_index_proofs.py has the rest.
+// where blocks of a model of windows belong. tests/index/test_proofs.py has the rest.
 #include <algorithm>
 #include <array>
 #include <numeric>

@@ -22,6 +22,8 @@ from tests.docs.pages import PAGES, ROOT, Fence, fences_in, name_of
 from tests.live import PATIENCE
 from tests.native_ring import MISSING
 
+pytestmark = pytest.mark.e2e
+
 PROMPT = list(range(100))
 # Not run here: installations and builds (.ci/run does those), engines that need a GPU,
 # benchmarks that take minutes (`--smoke` is in .ci/run), and what runs at night.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from queue import SimpleQueue
 
+import pytest
+
 from kvindex import Client, Rank, RankStatus, State, Worker, connect
 from kvindex.testing import FakeEngine, FaultyLink
 from tests.docs.pages import DOCS
+
+pytestmark = pytest.mark.e2e
 
 PROMPT = list(range(100))
 OTHER = Rank("other")

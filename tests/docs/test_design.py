@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.docs.pages import DOCS
-from tests.unit.test_layers import LAYERS
+from tests.package.test_layers import LAYERS
+
+pytestmark = pytest.mark.unit
 
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \|[^|]*\|[^|]*\|$", re.MULTILINE)
 

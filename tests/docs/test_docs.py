@@ -36,6 +36,8 @@ from tests.docs.pages import (
 from tests.docs.test_commands import commands
 from tests.native_ring import MISSING, needs_ring
 
+pytestmark = pytest.mark.e2e
+
 WORKER = re.compile(
     r'Worker\("(\w+-0)", "tcp://127\.0\.0\.1:5557", replay="tcp://127\.0\.0\.1:5657", dp_size=2\)'
 )
@@ -165,7 +167,9 @@ def test_a_page_has_no_example_that_nobody_runs(page: Path) -> None:
     for fence in fences(page):
         if included := INCLUDES.match(fence.language):
             shown = (page.parent / included[1]).resolve()
-            assert shown.parent == ROOT / "examples", "tests/e2e/test_examples.py runs these only"
+            assert shown.parent == ROOT / "examples", (
+                "tests/package/test_examples.py runs these only"
+            )
             assert shown.exists()
         else:
             assert fence.language in LANGUAGES, f"{name_of(page)}:{fence.line}"

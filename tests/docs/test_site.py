@@ -13,6 +13,8 @@ import pytest
 
 from tests.docs.pages import DOCS, ROOT
 
+pytestmark = pytest.mark.e2e
+
 MODULES = ["kvindex"]
 MODULES += [
     f"kvindex.{part}"

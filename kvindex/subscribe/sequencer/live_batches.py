@@ -123,7 +123,7 @@ class LiveBatches:
         exactly that seq, if it is not older than the epoch, passes every test that could refuse or
         hold it, delivers it, and finds nothing to do afterwards. That leaves `run_start` one higher
         and everything else that it asks for unchanged, so the same is true of the next batch.
-        Held against `take` by `tests/property/test_sequencer_runs.py`.
+        Held against `take` by `tests/subscribe/sequencer/test_runs.py`.
         """
         if first_seq != self.run_start:
             return 0

@@ -1,0 +1,89 @@
+"""Questions to an index in every form that tokens may have."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from tests.index.index_steps import EXTRAS, RANKS, TEXTS, Told, usually
+
+
+class Query(NamedTuple):
+    """A question in one of the forms that tokens may have."""
+
+    text: int
+    length: int
+    form: str
+    options: dict[str, Any]
+
+    def tokens(self) -> Any:
+        text = TEXTS[self.text]
+        tokens = list(text if len(text) > 100 else text[: self.length])
+        try:
+            return FORMS[self.form](tokens)
+        except (OverflowError, ValueError):  # tokens that this form has no room for
+            return tuple(tokens)
+
+
+def _numpy(kind: str) -> Callable[[list[int]], Any]:
+    try:
+        import numpy
+    except ImportError:
+        return lambda tokens: tuple(tokens)
+    return lambda tokens: numpy.array(tokens, dtype=kind)
+
+
+def _range(tokens: list[int]) -> Any:
+    if tokens != list(range(len(tokens))):
+        raise ValueError("no range")
+    return range(len(tokens))
+
+
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "range": _range,
+    **{f"array {code}": partial(array, code) for code in "iIlLqQ"},
+    "view of bytes": lambda tokens: memoryview(array("I", tokens).tobytes()).cast("I"),
+    "memoryview": lambda tokens: memoryview(array("q", tokens)),
+    "unaligned": lambda tokens: memoryview(b"." + array("q", tokens).tobytes())[1:].cast("q"),
+    **{f"numpy {kind}": _numpy(kind) for kind in ("int32", "uint32", "int64", "uint64")},
+}
+
+
+def about(told: Told, block_size: int) -> Query:
+    """The prompt that an event is about."""
+    options = {
+        "lora": told.lora[0] or told.lora[1],
+        "salt": told.salt,
+        "extra_keys": None if told.extras is None else told.keys(range(13)),
+        "block_size": told.odd_size or block_size,
+    }
+    return Query(told.text, len(told.tokens), "list", options)
+
+
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "lora": usually(None, "lora", 7, "", 0, -5),
+        "salt": usually(None, "salt"),
+        "extra_keys": usually(
+            None, [("image", 3)], [None, EXTRAS[1], ["lora", ("image", 3)], EXTRAS[3]], [EXTRAS[4]]
+        ),
+        "media": st.sampled_from([None, "gpu", ["CPU", "GPU"], ["cuda:0"], []]),
+        "ranks": st.none() | st.lists(st.sampled_from(list(RANKS)), max_size=3),
+        "block_size": st.sampled_from([None, 1, 2, 3, 300, 2**40]),
+        "recomputed": st.sampled_from([0, 1, 1, 2, 4, 13, 2**70]),
+    },
+)
+queries = st.builds(
+    Query,
+    text=st.integers(0, len(TEXTS) - 1),
+    length=st.sampled_from([13, 13, *range(14)]),
+    form=st.sampled_from(list(FORMS)),
+    options=st.just({}) | options,
+)

@@ -1,0 +1,202 @@
+"""A replica, or a server, in a process of its own, driven through a pipe; and what equals what."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Pipe
+from typing import Any
+
+from kvindex import Client, ClosedError, Match, Rank, RankStatus, Worker
+from kvindex.index.replicas import FanOut, Replica, join
+from kvindex.subscribe import State
+from kvindex.testing import Workload
+from tests.live import PATIENCE, REPLAYS
+from tests.shm.queue_peers import Nursery, Peer, ProcessPeer
+
+Answers = list[dict[Rank, tuple[Any, ...]]]
+Mark = dict[Rank, tuple[Any, ...]]
+
+
+BEFORE, MEANWHILE, LATER = (Workload(30, seed=seed) for seed in (1, 2, 3))
+PROMPTS = [list(r.token_ids) for w in (BEFORE, MEANWHILE, LATER) for r in w][::3]
+
+
+def fan_out(path: str, *workers: Worker, **options: Any) -> FanOut:
+    return FanOut(workers, path, **{"replay_policy": REPLAYS, "probe_interval": 0.3, **options})
+
+
+def mark(statuses: Mapping[Rank, RankStatus]) -> Mark:
+    """How far every rank is, and how far to be trusted."""
+    return {r: (s.epoch, s.seq, s.trust, s.losses, s.restarts) for r, s in statuses.items()}
+
+
+def answers(asked: Client | Replica, prompts: Iterable[Any]) -> Answers:
+    """What is answered to each prompt, trust included."""
+    return [
+        {
+            found.rank: (found.blocks, found.tokens, dict(found.by_medium), *_trust(match, found))
+            for found in match
+        }
+        for match in asked.match_many(prompts)
+    ]
+
+
+def _trust(match: Match, found: Any) -> tuple[Any, ...]:
+    return found.state, found.complete, found.lag
+
+
+def held(asked: Client | Replica) -> dict[Rank, dict[tuple[Any, str, int], int]]:
+    """Every resident block of every rank, on each medium, with its copies."""
+    index = asked.index
+    index.check()
+    return {
+        rank: {(b.block_hash, b.medium, b.group_idx): b.copies for b in index.tree(rank).walk()}
+        for rank in index.ranks
+    }
+
+
+class FanOutEnd:
+    """A replica or a server; runs in the peer's process."""
+
+    replica: Replica
+    fanout: FanOut
+
+    def join(self, path: str, timeout: float = PATIENCE, **options: Any) -> None:
+        self.replica = join(path, timeout, **options)
+
+    def leave(self) -> None:
+        self.replica.close()
+
+    def reached(self, wanted: Mark, timeout: float = PATIENCE) -> Any:
+        """Wait until every rank is as marked."""
+        if not self.replica.wait_for(lambda statuses: mark(statuses) == wanted, timeout):
+            return wanted, self.replica.statistics()
+        return None
+
+    def stale(self, reason: str, timeout: float = PATIENCE) -> dict[Rank, str]:
+        """Wait until every rank is stale for this reason; the reasons."""
+
+        def reached(statuses: Mapping[Rank, RankStatus]) -> bool:
+            return bool(statuses) and all(
+                s.state is State.STALE and reason in s.reason for s in statuses.values()
+            )
+
+        self.replica.wait_for(reached, timeout)
+        return {rank: self.replica.status(rank).reason for rank in self.replica.ranks}
+
+    def rejoined(self, joins: int, timeout: float = PATIENCE) -> bool:
+        """Wait until it has joined so many times and follows."""
+
+        def reached(_: Any) -> bool:
+            found = self.replica.statistics()["replica"]
+            return bool(found["joins"] >= joins and found["following"])
+
+        return self.replica.wait_for(reached, timeout)
+
+    def held(self) -> Any:
+        return held(self.replica)
+
+    def answers(self, prompts: list[Any]) -> Answers:
+        return answers(self.replica, prompts)
+
+    def statistics(self) -> dict[str, Any]:
+        return self.replica.statistics()
+
+    def fork(self) -> int:
+        """Have a child that does nothing and outlives this process; its id."""
+        ours, theirs = Pipe()
+        with ours, theirs:
+            pid = os.fork()
+            if pid == 0:
+                theirs.send("it has run what runs after a fork")
+                signal.pause()
+            ours.recv()
+        return pid
+
+    def ask_in_child(self, prompts: list[Any]) -> dict[str, Any]:
+        """Fork, and let the child ask at once; all that it is told."""
+        ours, theirs = Pipe()
+        with ours, theirs:
+            pid = os.fork()
+            if pid == 0:
+                theirs.send(self._told(prompts))
+                os._exit(0)
+            said: dict[str, Any] = ours.recv() if ours.poll(PATIENCE) else {}
+            os.waitpid(pid, 0 if said else os.WNOHANG)
+            return said
+
+    def _told(self, prompts: list[Any]) -> dict[str, Any]:
+        replica = self.replica
+        told = {
+            "answers": answers(replica, prompts),
+            "reasons": {rank: replica.status(rank).reason for rank in replica.ranks},
+            "replica": replica.statistics()["replica"],
+        }
+        for wait in (replica.wait_live, partial(replica.wait_for, lambda _: True, PATIENCE)):
+            try:
+                wait()
+            except ClosedError as error:
+                told.setdefault("errors", []).append(str(error))
+        replica.close()
+        return told
+
+    def serve(self, path: str, workers: list[Worker], **options: Any) -> None:
+        self.fanout = FanOut(workers, path, replay_policy=REPLAYS, probe_interval=0.3, **options)
+        self.fanout.client.wait_live(PATIENCE)
+
+    def server_mark(self, last: dict[Rank, int]) -> Mark:
+        """Wait until these batches are applied; how far the server is then."""
+        client = self.fanout.client
+        assert client.wait_for(
+            lambda s: all(s[r].seq == q and s[r].state is State.LIVE for r, q in last.items()),
+            PATIENCE,
+        )
+        return mark(client.subscriber.statuses())
+
+    def server_held(self) -> Any:
+        return held(self.fanout.client)
+
+
+@contextmanager
+def ended(peers: list[ProcessPeer]) -> Iterator[list[ProcessPeer]]:
+    """End all peers of a list afterwards, those too that were added meanwhile."""
+    try:
+        yield peers
+    finally:
+        for peer in peers:
+            peer.end()
+
+
+def stop(peer: ProcessPeer) -> None:
+    """Stop a replica's process."""
+    peer.signal(signal.SIGSTOP)
+
+
+def go_on(peer: ProcessPeer) -> None:
+    """Let a replica go on that was stopped."""
+    peer.signal(signal.SIGCONT)
+
+
+def nursery() -> Nursery:
+    return Nursery("tests.index.replicas.fanout_peers:FanOutEnd")
+
+
+def assert_equal(client: Client, *peers: Peer, prompts: list[Any]) -> None:
+    """Assert that each replica is, holds and answers what the server's own client does."""
+    wanted = mark(client.subscriber.statuses())
+    for peer in peers:
+        peer.start("reached", wanted)
+    for peer in peers:
+        assert peer.result() is None
+    for peer in peers:
+        peer.start("held")
+    own = held(client)
+    assert all(peer.result() == own for peer in peers)
+    for peer in peers:
+        peer.start("answers", prompts)
+    expected = answers(client, prompts)
+    assert all(peer.result() == expected for peer in peers)

@@ -1,0 +1,116 @@
+"""Positions of one joiner, case by case; tests/index/replicas/test_join.py has all cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvindex.index.replicas.catchup import Catchup
+from kvindex.index.replicas.entries import Applied, Entry, Message, Restored
+from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed
+from kvindex.wire.errors import DecodeError
+from kvindex.wire.rank import Rank
+
+pytestmark = pytest.mark.unit
+
+A, B = Rank("a", 0), Rank("b", 0)
+
+
+def message(number: int, *entries: Entry) -> Message:
+    return Message(number, 0.0, list(entries))
+
+
+def batches(number: int) -> Message:
+    return message(number, Applied(A, b"%d" % number), Applied(B, b"%d" % number))
+
+
+def caught(catchup: Catchup, *messages: Message) -> list[tuple[Rank, int]]:
+    """Rank and message of each batch that is due."""
+    return [
+        (entry.rank, int(entry.payload))
+        for one in messages
+        for entry in catchup.due(one)
+        if isinstance(entry, Applied)
+    ]
+
+
+def joined(begin: int = 2, a: int = 3, b: int = 5, end: int = 6) -> Catchup:
+    catchup = Catchup()
+    catchup.begin(begin)
+    catchup.place(A, a)
+    catchup.place(B, b)
+    catchup.end(end)
+    return catchup
+
+
+def test_each_rank_is_applied_from_its_position_on() -> None:
+    catchup = joined()
+    due = caught(catchup, *map(batches, range(1, 8)))
+    assert [number for rank, number in due if rank == A] == [3, 4, 5, 6, 7]
+    assert [number for rank, number in due if rank == B] == [5, 6, 7]
+    assert catchup.passed == 6
+
+
+def test_a_rank_without_a_section_counts_from_where_it_is_added() -> None:
+    catchup = Catchup()
+    catchup.begin(0)
+    catchup.end(4)
+    due = caught(catchup, batches(0), message(1, RankAdded(A)), batches(2), batches(3), batches(4))
+    assert due == [(A, 2), (A, 3), (A, 4), (B, 4)]
+
+
+def test_a_rank_without_a_section_counts_from_what_it_begins_with() -> None:
+    catchup = Catchup()
+    catchup.begin(0)
+    catchup.end(4)
+    saved = Restored(A, b"section")
+    messages = [batches(0), message(1, saved), message(2, RankAdded(A)), batches(3)]
+    due = [entry for one in messages for entry in catchup.due(one)]
+    assert due == [saved, RankAdded(A), Applied(A, b"3")]
+
+
+def test_a_rank_that_came_back_before_its_section_is_not_applied_twice() -> None:
+    catchup = joined(begin=0, a=3, b=5, end=6)
+    due = caught(
+        catchup,
+        message(0, RankRemoved(B), RankAdded(B), Applied(B, b"0")),
+        *map(batches, range(1, 7)),
+    )
+    assert [number for rank, number in due if rank == B] == [5, 6]
+
+
+def test_beginning_again_forgets_the_sections_before() -> None:
+    catchup = Catchup()
+    catchup.begin(0)
+    catchup.place(A, 0)
+    catchup.begin(3)
+    catchup.end(6)
+    due = caught(catchup, *map(batches, range(6)))
+    assert due == []  # it was removed before its section could be taken again
+
+
+def test_a_ring_that_begins_after_the_snapshot_is_a_hole() -> None:
+    with pytest.raises(DecodeError, match="message 3 came where 2 should follow"):
+        joined(begin=2).due(batches(3))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_message_out_of_order_is_refused(number: int) -> None:
+    catchup = joined()
+    catchup.due(batches(1))
+    with pytest.raises(DecodeError, match=f"message {number} came where 2 should"):
+        catchup.due(batches(number))
+
+
+def test_what_no_server_sends_is_refused() -> None:
+    catchup = joined(begin=0, a=3, b=5, end=6)
+    with pytest.raises(DecodeError, match="renamed in message 0"):
+        list(catchup.due(message(0, RanksRenamed(((A, B),)))))
+    with pytest.raises(DecodeError, match="where none can be"):
+        catchup.place(A, 7)
+    catchup = Catchup()
+    catchup.begin(5)
+    with pytest.raises(DecodeError, match="where none can be"):
+        catchup.place(A, 4)
+    catchup.place(A, 8)
+    with pytest.raises(DecodeError, match="before its sections"):
+        catchup.end(7)

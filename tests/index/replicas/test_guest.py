@@ -1,0 +1,175 @@
+"""One joiner at the server, step by step, over a pair of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+
+import pytest
+
+from kvindex.index.replicas.frames import (
+    Ask,
+    Attached,
+    Hello,
+    JoinersFrame,
+    Leave,
+    Refused,
+    Report,
+    Welcome,
+    encode_frame,
+)
+from kvindex.index.replicas.guest import Guest
+from kvindex.wire.errors import DecodeError
+from tests.live import PATIENCE
+
+pytestmark = pytest.mark.unit
+
+
+class Party:
+    """A guest that is served by a thread, and the joiner's end of its connection."""
+
+    def __init__(self, answer: Welcome | Refused, patience: float = PATIENCE) -> None:
+        ours, self.joiner = socket.socketpair()
+        ours.setblocking(False)
+        self.joiner.settimeout(PATIENCE)
+        self.taking = False
+        self.joined = threading.Event()
+        self.failure: Exception | None = None
+        self.guest = Guest(
+            ours,
+            welcome=lambda hello: answer,
+            report=lambda: b"{}",
+            make_snapshot=self._parts,
+            patience=patience,
+        )
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self.guest.converse(lambda guest: self.joined.set()))
+        except Exception as error:
+            self.failure = error
+        finally:
+            self.guest.connection.close()
+
+    def _parts(self) -> Generator[bytes, None, None]:
+        self.taking = True
+        try:
+            yield b"first"
+            yield bytes(1 << 22)  # more than the connection holds
+        finally:
+            self.taking = False
+
+    def says(self, *frames: JoinersFrame) -> None:
+        self.joiner.sendall(b"".join(map(encode_frame, frames)))
+
+    def hears(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size and (piece := self.joiner.recv(size - len(data))):
+            data += piece
+        return data
+
+    def ends(self) -> None:
+        """Wait until it is served no more; raise why, unless it has all been said."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        self.joiner.close()
+        with suppress(OSError, DecodeError):
+            self.ends()
+
+
+HELLO = Hello(1, "native", 42)
+WELCOME = Welcome(3, (1, 2, 3, "ring"), b"seed", None)
+
+
+@pytest.fixture
+def party() -> Iterator[Party]:
+    party = Party(WELCOME)
+    yield party
+    party.close()
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_joiner_is_greeted_sent_every_part_and_then_follows(
+    party: Party, in_pieces: bool
+) -> None:
+    hello = encode_frame(HELLO)
+    for at in range(0, len(hello), 1 if in_pieces else len(hello)):
+        party.joiner.sendall(hello[at : at + (1 if in_pieces else len(hello))])
+    welcome = encode_frame(WELCOME)
+    assert party.hears(len(welcome)) == welcome
+    assert (party.guest.following, party.guest.place, party.guest.pid) == (False, 3, 42)
+    party.says(Attached())
+    assert party.hears(5 + (1 << 22)) == b"first" + bytes(1 << 22)
+    assert party.joined.wait(PATIENCE)
+    assert party.guest.following
+    assert not party.taking
+    party.says(Leave())
+    party.ends()
+    assert party.guest.left
+
+
+def test_nothing_more_is_taken_for_one_that_is_gone(party: Party) -> None:
+    party.says(HELLO, Attached())
+    party.hears(len(encode_frame(WELCOME)) + 5)
+    assert party.taking
+    party.joiner.close()
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):
+        party.ends()
+    assert not party.taking
+    assert not party.guest.following
+
+
+def test_one_that_is_refused_is_told_why_and_that_is_all() -> None:
+    refused = Refused("full", False)
+    party = Party(refused)
+    party.says(HELLO)
+    party.ends()
+    assert party.hears(4096) == encode_frame(refused)
+    assert (party.guest.answered, party.guest.place) == (True, None)
+    party.close()
+
+
+def test_one_that_asks_gets_one_answer_and_no_place(party: Party) -> None:
+    party.says(Ask())
+    party.ends()
+    assert party.hears(4096) == encode_frame(Report(2)) + b"{}"
+    assert (party.guest.answered, party.guest.place) == (True, None)
+
+
+@pytest.mark.parametrize("frames", [[Attached()], [HELLO, HELLO]], ids=["attached", "hello-again"])
+def test_what_may_not_come_now_is_refused(party: Party, frames: list[JoinersFrame]) -> None:
+    party.says(*frames)
+    with pytest.raises(DecodeError, match="should come"):
+        party.ends()
+
+
+def test_one_that_takes_too_long_for_a_step_is_given_up() -> None:
+    party = Party(WELCOME, patience=0.05)
+    party.says(HELLO)
+    with pytest.raises(TimeoutError, match=r"0\.05 s for a step"):
+        party.ends()
+    party.close()
+
+
+def test_one_that_does_not_read_its_snapshot_is_given_up() -> None:
+    party = Party(WELCOME, patience=0.05)
+    party.says(HELLO, Attached())
+    with pytest.raises(TimeoutError, match=r"0\.05 s for a step"):
+        party.ends()
+    assert not party.taking
+    party.close()
+
+
+def test_a_joiner_that_hangs_up_is_noticed(party: Party) -> None:
+    party.joiner.close()
+    with pytest.raises(ConnectionResetError):
+        party.ends()

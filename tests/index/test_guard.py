@@ -1,0 +1,392 @@
+"""Signal handlers and forks meet an index at any moment: they get what is true, or an error.
+
+And whoever works or waits in it lets other threads run.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import kvindex
+from kvindex import (
+    AllBlocksCleared,
+    BlockStored,
+    EventBatch,
+    Index,
+    InUseError,
+    InvariantError,
+    Rank,
+)
+from kvindex.index import guard as guard_module
+from kvindex.index import read_batch, reference
+from kvindex.index.guard import Guard
+from kvindex.wire import encode_batch
+from tests.children import in_child
+from tests.index.index_events import A, B, prompt, stored
+from tests.live import PATIENCE
+
+pytestmark = pytest.mark.unit
+
+
+def batch(*numbers: int) -> EventBatch:
+    return EventBatch(ts=0.0, events=[stored(*numbers)])
+
+
+@contextmanager
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, handler: Callable[[], Any]
+) -> Iterator[None]:
+    """Have a signal's handler called once, in the middle of one of the index's functions."""
+    original = getattr(owner, name)
+    left = [True]
+
+    def function(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        if left and left.pop():
+            signal.raise_signal(signal.SIGUSR1)
+        return result
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        handler()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    monkeypatch.setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not left, f"{name} was not called"
+
+
+def python_index() -> reference.Index:
+    index = reference.Index()
+    index.apply(A, batch(0, 1))
+    return index
+
+
+def test_a_handler_may_ask_while_it_interrupts_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = python_index()
+    found: list[int] = []
+
+    def ask() -> None:
+        found.append(index.match(prompt(2))[A].blocks)
+        found.append(len(index))
+        found.append(index.statistics()["blocks"])
+
+    with interrupted(monkeypatch, reference, "held_blocks", ask):
+        assert index.match(prompt(2))[A].blocks == 2
+    assert found == [2, 2, 2]
+
+
+def test_a_query_that_a_handler_changes_the_index_under_answers_for_what_is_there_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = python_index()
+
+    def change() -> None:
+        index.remove(A)
+        index.apply(B, batch(0, 1, 2))
+
+    with interrupted(monkeypatch, reference, "held_blocks", change):
+        match = index.match(prompt(3))
+    assert {found.rank: found.blocks for found in match} == {B: 3}
+    index.check()
+
+
+def test_a_handler_that_interrupts_a_change_is_told_so_and_the_change_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = python_index()
+    told: list[str] = []
+
+    def use() -> None:
+        for call in (
+            partial(index.match, prompt(2)),
+            partial(index.apply, B, batch(0)),
+            partial(len, index),
+            index.statistics,
+            partial(index.dump, A),
+            index.check,
+        ):
+            with pytest.raises(InUseError, match="interrupted a change") as caught:
+                call()
+            told.append(str(caught.value))
+
+    with interrupted(monkeypatch, index._tree, "extend", use):
+        index.apply(B, batch(0, 1, 2))
+    assert len(told) == 6
+    assert index.match(prompt(3))[B].blocks == 3
+    index.check()
+
+
+def test_a_change_that_a_handler_cuts_short_is_never_answered_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = python_index()
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with (
+        interrupted(monkeypatch, index._tree, "extend", stop),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        index.apply(B, batch(0, 1, 2))
+    for call in (partial(index.match, prompt(2)), partial(index.remove, B), partial(len, index)):
+        with pytest.raises(InvariantError, match=r"KeyboardInterrupt .* make a new one"):
+            call()
+
+
+def test_a_refused_change_leaves_the_index_usable() -> None:
+    index = reference.Index(max_blocks=1, seed=1)
+    index.add(A)
+    section = python_section()
+    with pytest.raises(kvindex.SnapshotError):
+        index.restore(B, section)
+    with pytest.raises(kvindex.UnknownRankError):
+        index.dump(B)
+    assert index.match(prompt(2))[A].blocks == 0
+
+
+def python_section() -> bytes:
+    index = reference.Index(seed=1)
+    index.apply(A, batch(0, 1, 2))
+    return index.dump(A)
+
+
+def test_an_error_of_a_question_is_its_callers() -> None:
+    def fail() -> None:
+        raise LookupError("no such thing")
+
+    guard = Guard()
+    with pytest.raises(LookupError, match="no such thing"):
+        guard.ask(fail)
+    assert guard.ask(lambda: 1) == 1
+
+
+def test_a_question_that_is_never_left_alone_ends() -> None:
+    guard = Guard()
+    with pytest.raises(InUseError, match="each of 100 attempts"):
+        guard.ask(lambda: guard.change(lambda: None))  # as a handler would, each time
+    assert guard.ask(lambda: 1) == 1
+
+
+def test_only_who_uses_an_index_keeps_it() -> None:
+    index = Index()
+    guard = weakref.ref(index._guard)
+    del index
+    gc.collect()
+    assert guard() is None
+
+
+# Forks -------------------------------------------------------------------------------------------
+
+
+def test_children_have_the_index_as_it_was_though_another_thread_was_changing_it() -> None:
+    index = Index()
+    index.apply(B, batch(0, 1))
+    grown = [EventBatch(ts=0.0, events=[stored(*range(200))]), EventBatch(ts=0.0, events=[])]
+    started, done = threading.Event(), threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            index.apply(A, grown[0])
+            index.remove(A)
+            started.set()
+
+    def child() -> None:
+        match = index.match(prompt(200))
+        assert match[B].blocks == 2
+        assert A not in match or match[A].blocks in {0, 200}
+        index.check()
+        index.apply(Rank("new"), batch(0, 1, 2))  # another rank needs every lock there is
+        index.remove(A)
+        assert index.match(prompt(3))[Rank("new")].blocks == 3
+        index.check()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        assert started.wait(PATIENCE)
+        for _ in range(20):
+            assert in_child(child) == 0
+    finally:
+        done.set()
+        thread.join()
+    assert index.ranks == (B,)
+    index.check()
+
+
+def test_a_child_has_a_part_of_a_long_change_that_another_thread_was_making() -> None:
+    blocks = 20 * guard_module.HOLD_BLOCKS
+    tokens = list(range(blocks))
+    chain = BlockStored(block_hashes=[*range(1, blocks + 1)], token_ids=tokens, block_size=1)
+    for _ in range(5):
+        index = Index()
+        index.add(A)
+
+        def child(index: Index = index) -> None:
+            index.check()
+            assert index.match(tokens)[A].blocks % guard_module.HOLD_BLOCKS == 0
+            index.apply(A, EventBatch(ts=0.0, events=[AllBlocksCleared(), stored(0)]))
+            assert len(index) == 1
+
+        change = partial(index.apply, A, EventBatch(ts=0.0, events=[chain]))
+        thread = threading.Thread(target=change)
+        thread.start()
+        while not len(index) and thread.is_alive():
+            pass
+        assert in_child(child) == 0
+        thread.join()
+        assert index.match(tokens)[A].blocks == blocks
+
+
+def test_a_grandchild_has_the_index_too() -> None:
+    index = Index()
+    index.apply(A, batch(0, 1))
+
+    def child() -> None:
+        index.apply(A, batch(2))
+        assert in_child(grandchild) == 0
+
+    def grandchild() -> None:
+        assert index.match(prompt(3))[A].blocks == 3
+
+    assert in_child(child) == 0
+    assert index.match(prompt(3))[A].blocks == 2
+
+
+def test_a_fork_during_a_change_that_does_not_end_leaves_the_child_an_index_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard_module, "_PATIENCE", 0.0)
+    guard = Guard()
+    within, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        within.set()
+        end.wait(PATIENCE)
+
+    def child() -> None:
+        with pytest.raises(InvariantError, match="when this process was forked; make a new one"):
+            guard.ask(lambda: 1)
+        assert Guard().ask(lambda: 1) == 1
+
+    thread = threading.Thread(target=partial(guard.change, work))
+    thread.start()
+    try:
+        assert within.wait(PATIENCE)
+        assert in_child(child) == 0
+    finally:
+        end.set()
+        thread.join()
+    assert guard.ask(lambda: 1) == 1
+
+
+def test_a_handler_may_fork_in_the_middle_of_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = python_index()
+    parent = os.getpid()
+    children: list[int] = []
+
+    def fork() -> None:
+        if pid := os.fork():
+            children.append(pid)
+
+    code = 1
+    try:
+        with interrupted(monkeypatch, index._tree, "extend", fork):
+            index.apply(B, batch(0, 1, 2))
+        index.check()
+        assert index.match(prompt(3))[B].blocks == 3
+        code = 0
+    finally:
+        if os.getpid() != parent:
+            os._exit(code)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0]
+
+
+# Waiting -----------------------------------------------------------------------------------------
+
+WAITERS = """
+import threading
+from kvindex import BlockStored, CacheSettings, EventBatch, Index, Rank
+from kvindex.wire import encode_batch
+
+A = Rank("a")
+index = Index()
+batch = EventBatch(ts=0.0, events=[BlockStored(block_hashes=[1], token_ids=[1, 2], block_size=2)])
+index.apply(A, batch)
+payload = encode_batch(batch)
+calls = [
+    lambda: index.apply(A, payload),
+    lambda: index.apply(A, batch),
+    lambda: index.add(Rank("b")),
+    lambda: index.configure(A, CacheSettings()),
+    lambda: index.rename({A: A}),
+    lambda: index.match([1, 2]),
+    lambda: index.match([1, 2], extra_keys=[["x"]]),
+    lambda: len(index),
+    lambda: len(index.tree(A)),
+    lambda: index.statistics(),
+    lambda: index.tree(A).statistics(),
+    lambda: list(index.tree(A).walk()),
+    lambda: index.check(),
+    lambda: index.dump(A),
+]
+index._core.hold_for_fork()  # nothing can change, and whoever asks comes after those who would
+threads = [threading.Thread(target=call) for call in calls]
+for thread in threads:
+    thread.start()
+    thread.join(0.02)  # waiting by now, as a rule
+assert threads[0].is_alive()
+index._core.end_fork(False)
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.skipif(kvindex.BACKEND != "native", reason="the Python index waits as Python does")
+def test_whoever_waits_for_the_index_lets_other_threads_run() -> None:
+    # With the GIL held in any of these, the thread that is waited for never runs again.
+    subprocess.run([sys.executable, "-c", WAITERS], check=True, timeout=PATIENCE)
+
+
+@pytest.mark.skipif(kvindex.BACKEND != "native", reason="the Python index decodes in Python")
+def test_other_threads_run_while_a_long_payload_is_decoded() -> None:
+    payload = encode_batch(EventBatch(ts=0.0, events=[stored(*range(100_000))]))
+    steps, done = [0], threading.Event()
+
+    def step() -> None:
+        while not done.is_set():
+            steps[0] += 1
+            time.sleep(0)  # gives the GIL away, and has it again when somebody else does
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # whoever has the GIL is not asked for it
+    thread = threading.Thread(target=step)
+    try:
+        thread.start()
+        for _ in range(50):
+            before = steps[0]
+            read_batch(payload)
+            if steps[0] > before:
+                return
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        thread.join()
+    pytest.fail("no other thread had a turn while the payload was decoded")

@@ -1,0 +1,566 @@
+"""Snapshots as files and bytes: what comes along, what is refused, what a failure leaves.
+
+That a restored index goes on as the dumped one is in tests/index/test_snapshots.py.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from array import array
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import pytest
+
+from kvindex import BACKEND, AllBlocksCleared, CacheSettings, EventBatch, GroupSpec, Index, Rank
+from kvindex.index import (
+    SnapshotReader,
+    SnapshotRecord,
+    SnapshotWriter,
+    read_snapshot,
+    reference,
+    replaced_file,
+    write_snapshot,
+)
+from kvindex.index.api import BaseIndex
+from kvindex.index.keys import Namespace
+from kvindex.index.orphans import Orphans
+from kvindex.index.rank_image import RankImage, read_image, write_image
+from kvindex.index.snapshot_section import open_section
+from kvindex.index.tree import Owner
+from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
+from kvindex.wire.quirks import content_hash
+from tests.index.index_events import (
+    SIZE,
+    A,
+    B,
+    apply,
+    index_of,
+    located,
+    matched,
+    prompt,
+    removed,
+    stored,
+    tokens,
+    told,
+)
+
+pytestmark = pytest.mark.unit
+
+HEAD = 28  # bytes of a snapshot before its first rank
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(SnapshotError) as caught:
+        call()
+    return caught.value.reason
+
+
+def changed(data: bytes, at: int, to: bytes) -> bytes:
+    """The bytes with some of them replaced; `at` may count from the end."""
+    at %= len(data)
+    return data[:at] + to + data[at + len(to) :]
+
+
+def two_ranks() -> Index:
+    index = index_of(stored(0, 1, 2), located(1, medium="CPU"))
+    apply(index, B, stored(0), stored(8, 9))
+    return index
+
+
+# One rank
+
+
+def test_a_restored_rank_answers_as_the_dumped_one() -> None:
+    index = two_ranks()
+    copy = Index(seed=index.seed)
+    for rank in index.ranks:
+        copy.restore(rank, index.dump(rank))
+    copy.check()
+    assert copy.ranks == (A, B)
+    assert list(copy.match(prompt(4))) == list(index.match(prompt(4)))
+    assert told(copy, A) == told(index, A)
+    assert told(copy, B) == told(index, B)
+
+
+def test_a_rank_may_be_restored_under_another_name() -> None:
+    index = two_ranks()
+    index.restore(Rank("c", 5), index.dump(A))
+    index.check()
+    assert matched(index, prompt(3), Rank("c", 5)) == matched(index, prompt(3), A) == 3
+
+
+def test_restoring_replaces_what_the_rank_held_and_had_learned() -> None:
+    index = index_of(stored(0, 1))
+    section = index.dump(A)
+    apply(index, A, AllBlocksCleared(), stored(0, base=500), stored(7, parent=3))
+    index.restore(A, section)
+    index.check()
+    assert matched(index, prompt(3)) == 2
+    assert told(index)["cleared"] == told(index)["orphans"] == 0
+
+
+def test_orphans_are_placed_when_their_parent_comes_after_the_restart() -> None:
+    index = index_of(stored(1, 2), located(3))
+    copy = Index.from_bytes(index.to_bytes())
+    apply(copy, A, stored(0), stored(3))
+    assert matched(copy, prompt(4)) == 4
+    assert told(copy)["orphans_attached"] == 2
+
+
+def test_orphans_beyond_the_limit_are_given_up_oldest_first_and_counted() -> None:
+    index = index_of(stored(1, 2, 3))
+    copy = Index.load(index.to_bytes(), max_orphans=2)
+    assert (told(copy)["orphans"], told(copy)["orphans_dropped"]) == (2, 1)
+    apply(copy, A, stored(0), stored(1))
+    assert matched(copy, prompt(4)) == 4
+
+
+def test_removals_after_the_restart_find_further_copies() -> None:
+    index = index_of(stored(0), stored(0), stored(0, base=900))
+    copy = Index.from_bytes(index.to_bytes())
+    for gone, left in ((100, 1), (100, 1), (900, 0)):
+        apply(copy, A, removed(0, base=gone))
+        assert matched(copy, prompt(1)) == left
+
+
+def test_siblings_wait_in_the_order_in_which_they_were_told_last() -> None:
+    told_twice, other = stored(1), stored(5, parent=100)
+    index = index_of(told_twice, other, told_twice)
+    for some in (index, Index.from_bytes(index.to_bytes(), max_blocks=2)):
+        apply(some, A, stored(0))
+    assert matched(some, tokens(0, 5)) == 2  # there was room for the first to come
+    assert matched(some, tokens(0, 1)) == 1
+
+
+def test_orphans_are_bounded_in_bytes_too() -> None:
+    image = python_image()
+    orphans = Orphans(10, max_bytes=SIZE * 8)
+    namespaces = [Namespace(*namespace) for namespace in image.namespaces]
+    orphans.restore(image, namespaces, [Owner(A, "GPU", 0), Owner(A, "CPU", 0)])
+    assert (len(orphans), orphans.dropped) == (1, 1)
+
+
+def test_the_newest_block_of_a_label_is_still_the_newest() -> None:
+    index = index_of(stored(5, parent=None, base=2), stored(3, parent=None, base=4))  # both are 7
+    for some in (index, Index.from_bytes(index.to_bytes())):
+        apply(some, A, located(7, base=0, medium="CPU"))
+        assert matched(some, tokens(3), media="CPU") == 1
+        assert matched(some, tokens(5), media="CPU") == 0
+
+
+def test_torn_labels_stay_torn() -> None:
+    index = index_of(
+        stored(5, parent=None, base=2),
+        stored(3, parent=None, base=4),
+        located(7, base=0, medium="CPU"),
+        removed(7, base=0),
+    )
+    for some in (index, Index.from_bytes(index.to_bytes())):
+        apply(some, A, stored(9, parent=7))
+        assert told(some)["ignored"] == {"parent_ambiguous": 1}
+
+
+def test_that_positions_cannot_be_told_is_not_forgotten() -> None:
+    index = index_of(stored(0, block_hashes=[content_hash(tokens(0))], parent=None))
+    for some in (index, Index.from_bytes(index.to_bytes())):
+        apply(some, A, stored(9, parent=8))
+        assert told(some)["ignored"] == {"position_unknown": 2}
+
+
+def test_holes_are_joined_where_only_another_rank_parted_them() -> None:
+    index = index_of(stored(0, 1, 2, 3))
+    apply(index, B, stored(0, 1))
+    apply(index, A, removed(0, 1, 2))
+    copy = Index(seed=index.seed)
+    copy.restore(A, index.dump(A))
+    copy.check()
+    apply(copy, A, stored(0, 1, 2))
+    assert matched(copy, prompt(4)) == 4
+
+
+def test_described_groups_come_along() -> None:
+    index = index_of(stored(0, 1, 2, 3, group_idx=1))
+    index.configure(A, CacheSettings(groups={1: GroupSpec("sliding_window", 5)}))
+    copy = Index.from_bytes(index.to_bytes())
+    other = stored(9, parent=None, kv_cache_spec_kind="full_attention", group_idx=1)
+    apply(copy, A, other, removed(0, 1, group_idx=1))
+    assert told(copy)["groups"]["1"]["sliding_window"] == 5
+    assert matched(copy, prompt(4)) == 4  # the last two are all that the window needs
+
+
+def test_learned_groups_come_along_as_learned() -> None:
+    index = index_of(stored(0, kv_cache_spec_kind="mamba"))
+    copy = Index.from_bytes(index.to_bytes())
+    assert told(copy)["groups"]["0"]["kind"] == "mamba"
+    apply(copy, A, stored(0, kv_cache_spec_kind="full_attention"))
+    assert told(copy)["groups"]["0"]["kind"] == "full_attention"
+    copy.tree(A).clear()
+    assert told(copy)["groups"] == {}
+
+
+def test_a_rank_that_holds_nothing_is_still_known() -> None:
+    index = Index()
+    index.add(A)
+    assert Index.from_bytes(index.to_bytes()).ranks == (A,)
+
+
+def test_an_unknown_rank_cannot_be_dumped() -> None:
+    with pytest.raises(UnknownRankError):
+        Index().dump(A)
+
+
+def test_text_of_any_code_points_comes_along() -> None:
+    index = index_of(stored(0, medium="\ud800", kv_cache_spec_kind="\ud801"))
+    index.apply(A, EventBatch(0.0, [], skipped=("\ud802",)))
+    copy = Index.from_bytes(index.to_bytes())
+    assert told(copy) == told(index)
+    assert matched(copy, prompt(1), media="\ud800") == 1
+
+
+def test_a_python_rank_with_numbers_beyond_64_bits_cannot_be_dumped() -> None:
+    index = reference.Index()
+    apply(index, A, stored(0, group_idx=2**70))
+    with pytest.raises(ConfigurationError, match="64 bits"):
+        index.dump(A)
+
+
+# Room
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    index = two_ranks()
+    small = Index(seed=index.seed, max_blocks=2)
+    apply(small, B, stored(0))
+    assert refused(lambda: small.restore(A, index.dump(A))) == "room"
+    assert (small.ranks, len(small)) == ((B,), 1)
+    small.check()
+    assert refused(lambda: Index.from_bytes(index.to_bytes(), max_blocks=2)) == "room"
+
+
+def test_a_rank_makes_room_for_itself() -> None:
+    index = index_of(stored(0, 1, 2), max_blocks=3)
+    index.restore(A, index.dump(A))
+    apply(index, A, stored(3))
+    assert (len(index), told(index)["ignored"]) == (3, {"max_blocks": 1})
+
+
+# What is no section
+
+
+def test_damaged_sections_are_refused_with_the_reason() -> None:
+    index = two_ranks()
+    section = index.dump(A)
+    reasons = {
+        "format": [b"", b"KVIX", b"no section at all", section + b"."],
+        "truncated": [section[:-1], section[:20], section[:3]],
+        "version": [changed(section, 4, b"\x01"), changed(section, 4, b"\x03")],
+        "checksum": [
+            changed(section, 30, bytes([section[30] ^ 1])),
+            changed(section, 6, b"\x07"),
+            changed(section, -20, b"........"),
+        ],
+        "backend": [changed(section, -1, bytes([section[-1] ^ 1]))],
+    }
+    reasons["format"].remove(b"")
+    reasons["truncated"].append(b"")
+    for reason, sections in reasons.items():
+        for some in sections:
+            assert refused(lambda some=some: index.restore(B, some)) == reason  # type: ignore[misc]
+    index.check()
+    assert matched(index, prompt(3), B) == 1
+
+
+def test_a_section_of_another_seed_is_refused() -> None:
+    section = two_ranks().dump(A)
+    assert refused(lambda: Index().restore(A, section)) == "backend"
+
+
+def test_the_other_backend_is_named() -> None:
+    other: type[BaseIndex] = reference.Index
+    if BACKEND == "python":
+        other = type("Other", (reference.Index,), {"backend": "native"})
+    made = other(seed=1)
+    made.add(A)
+    for call in (
+        lambda: Index(seed=1).restore(A, made.dump(A)),
+        lambda: Index.from_bytes(made.to_bytes()),
+    ):
+        with pytest.raises(SnapshotError, match=f"KVINDEX_BACKEND={made.backend}") as caught:
+            call()
+        assert caught.value.reason == "backend"
+
+
+def python_image() -> RankImage:
+    index = reference.Index(seed=1)
+    apply(index, A, stored(0, 1, 2), stored(7, 8), located(1, medium="CPU"))
+    return read_image(open_section(index.dump(A), index._identity()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chains": [(0, b"." * 16)]},
+        {"chains": [(-3, b"." * 48)]},
+        {"chains": [(-1, b"." * 47)]},
+        {"chains": [(-1, b"." * 48), (-1, b"." * 16)]},
+        {"chains": []},
+        {
+            "chains": [(-1, b"a" * 16 + b"b" * 16 + b"c" * 16), (0, b"b" * 16)],
+            "labels": [(1, [(2, [(0, 1)])]), (2, [(3, [(0, 1)])])],
+        },
+        {"places": []},
+        {"places": [(b"GPU", 0), (b"GPU", 0)]},
+        {"places": [(b"\xff", 0), (b"CPU", 0)]},
+        {"places": [(b"%d" % i, 0) for i in range(65)]},
+        {"labels": []},
+        {"labels": [(1, [])]},
+        {"labels": [(1, [(2, [])])]},
+        {"labels": [(1, [(2, [(0, 0)])])]},
+        {"labels": [(1, [(2, [(0, 1), (0, 1)])])]},
+        {"labels": [(1, [(2, [(2, 1)])])]},
+        {"labels": [(1, [(3, [(0, 1)])])]},
+        {"labels": [(1, [(2, [(0, 1)]), (2, [(0, 1)])])]},
+        {"labels": [(1, [(2, [(0, 1)])]), (1, [(2, [(0, 1)])])]},
+        {"labels": [(-1, [(2, [(0, 1)])])]},
+        {"labels": [(b"", [(2, [(0, 1)])])]},
+        {"orphans": []},
+        {"waiting": [(0, 1, 0, b""), (0, 1, 0, b"")]},
+        {"waiting": [(0, 1, 1, b"")]},
+        {"groups": [(0, b"sliding_window", None, False, 4)]},
+        {"groups": [(0, b"mamba", None, False, -1)]},
+        {"shapes": []},
+        {"shapes": [(size, 0) for size in range(1, 18)]},
+        {"namespaces": [(4, "", 0)]},
+        {"namespaces": [(0, None, 0)], "shapes": [(0, 0)]},
+        {"skipped": [(b"%d" % i, 1) for i in range(66)]},
+        {"ambiguous": -1},
+        {"torn": list(range(65_537))},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_an_image_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    image = python_image()
+    for name, value in change.items():
+        setattr(image, name, value)
+    assert refused(lambda: read_image(write_image(image))) == "content"
+
+
+@pytest.mark.parametrize("text", ["DISK", "sqlx", "mamba", "TagX"])
+def test_what_is_no_text_is_refused(text: str) -> None:
+    index = Index(seed=1)
+    index.configure(A, CacheSettings(groups={1: GroupSpec("mamba")}))
+    index.apply(A, EventBatch(ts=0.0, events=[stored(0, medium="DISK", lora_name="sqlx")]))
+    index.apply(A, msgspec.msgpack.encode([0.0, [["TagX"]], None]))
+    body = index._dump(A)
+    other = Index(seed=1)
+    other._restore(A, memoryview(body))
+    assert other.statistics()["ranks"] == index.statistics()["ranks"]
+    for damage in (b"\xff", b"\x80", b"\xc3"):
+        damaged = body.replace(text.encode(), damage + text.encode()[1:])
+        assert damaged != body
+        assert refused(partial(other._restore, B, memoryview(damaged))) == "content"
+    assert other.ranks == (A,)
+
+
+@pytest.mark.skipif(BACKEND != "native", reason="of the native section's form")
+@pytest.mark.parametrize("tag", [b"s", b"i", b"x12", b"i0", b"i1x", b"i-", b"i" + b"1" * 641])
+def test_a_lora_that_none_can_have_is_refused(tag: bytes) -> None:
+    index = index_of(stored(0, lora_name="sqlx"), seed=1)
+    for good in (b"i12", b"i-7", b"s\xed\xa0\x80"):
+        index._restore(B, memoryview(with_lora(index._dump(A), good)))
+        assert list(index.tree(B).walk())
+    body = with_lora(index._dump(A), tag)
+    assert refused(lambda: index._restore(B, memoryview(body))) == "content"
+
+
+def with_lora(body: bytes, tag: bytes) -> bytes:
+    size = bytes([len(tag)]) if len(tag) < 128 else bytes([0x80 | len(tag) & 0x7F, len(tag) >> 7])
+    return body.replace(b"\x05ssqlx", size + tag)
+
+
+# Files
+
+
+def test_a_saved_index_is_loaded_as_it_was(tmp_path: Path) -> None:
+    index = two_ranks()
+    path = tmp_path / "index.kvi"
+    index.save(path)
+    copy = Index.load(path)
+    assert (copy.seed, copy.statistics()) == (index.seed, index.statistics())
+    assert Index.load(str(path)).ranks == index.ranks
+    assert index.to_bytes() == path.read_bytes()
+    with open(path, "rb") as file:
+        assert Index.load(file).ranks == index.ranks
+
+
+def test_only_its_owner_reads_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "index.kvi"
+    path.write_bytes(b"before")
+    path.chmod(0o644)
+    Index().save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_failing_save_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "index.kvi"
+    path.write_bytes(b"before")
+    index = two_ranks()
+    with pytest.raises(ConfigurationError, match="cursor"):
+        write_snapshot(path, index, cursors={A: bytes(65_537)})
+    assert path.read_bytes() == b"before"
+    assert os.listdir(tmp_path) == ["index.kvi"]
+    with pytest.raises(FileNotFoundError):
+        index.save(tmp_path / "nowhere" / "index.kvi")
+
+
+def test_nobody_sees_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replaced_file(path) as file:
+        file.write(b"half")
+        file.flush()
+        assert not path.exists()
+    assert path.read_bytes() == b"half"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_cursors_come_back_as_they_were() -> None:
+    index = two_ranks()
+    file = io.BytesIO()
+    write_snapshot(file, index, cursors={A: b"", Rank("gone"): b"?"})
+    snapshot = read_snapshot(file.getvalue())
+    assert (snapshot.backend, snapshot.seed) == (BACKEND, index.seed)
+    assert [(record.rank, record.cursor) for record in snapshot.ranks] == [(A, b""), (B, None)]
+
+
+def test_records_are_written_and_read_one_by_one() -> None:
+    file = io.BytesIO(b"before")
+    file.seek(6)
+    writer = SnapshotWriter(file, backend="python", seed=2**128 - 1)
+    records = [
+        SnapshotRecord(Rank("ä\ud800", -3), b"section", b"cursor" * 10_000),
+        SnapshotRecord(Rank("", 2**40), bytes(3 * 2**20), None),
+    ]
+    for record in records:
+        writer.add(*record)
+    with pytest.raises(ConfigurationError, match="already"):
+        writer.add(*records[0])
+    writer.finish()
+    file.write(b"after")
+    file.seek(6)
+    with SnapshotReader(file) as reader:
+        assert (reader.backend, reader.seed) == ("python", 2**128 - 1)
+        assert list(reader) == records
+    assert file.read() == b"after"  # a file that was opened elsewhere may go on
+
+
+def test_a_rank_that_goes_away_meanwhile_is_left_out() -> None:
+    index = two_ranks()
+
+    class Leaving(io.BytesIO):
+        def write(self, data: Any) -> int:
+            index.remove(B)
+            return super().write(data)
+
+    file = Leaving()
+    write_snapshot(file, index)
+    assert [record.rank for record in read_snapshot(file.getvalue()).ranks] == [A]
+
+
+def test_what_is_no_snapshot_is_refused_with_the_reason() -> None:
+    data = two_ranks().to_bytes()
+    reasons = {
+        "format": [b"PK\x03\x04", b"no snapshot, however long it is.....", data + b"."],
+        "truncated": [b"", data[:5], data[: HEAD - 1], data[:HEAD], data[: HEAD + 9], data[:-1]],
+        "version": [changed(data, 8, b"\x02")],
+        "checksum": [changed(data, -1, bytes([data[-1] ^ 1])), changed(data, HEAD, b"\x05")],
+    }
+    for reason, snapshots in reasons.items():
+        for some in snapshots:
+            assert refused(lambda some=some: read_snapshot(some)) == reason, some  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("given", ["a", None, 5, [1], Path("a"), memoryview(bytes(8))[::2]])
+def test_what_cannot_be_bytes_is_refused_before_it_is_looked_at(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="bytes"):
+        Index.from_bytes(given)
+    with pytest.raises(ConfigurationError, match="bytes"):
+        Index().restore(A, given)
+
+
+def test_any_buffer_is_as_good_as_bytes() -> None:
+    index = two_ranks()
+    kinds: list[Callable[[bytes], Any]] = [bytes, bytearray, memoryview, partial(array, "B")]
+    for kind in kinds:
+        assert Index.from_bytes(kind(index.to_bytes())).ranks == index.ranks
+        index.restore(A, kind(index.dump(A)))
+
+
+@pytest.mark.parametrize("given", [None, 5, [1]], ids=str)
+def test_what_cannot_be_a_file_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a path"):
+        Index.load(given)
+    with pytest.raises(ConfigurationError, match="a path"):
+        Index().save(given)
+
+
+def test_lengths_are_not_believed() -> None:
+    """A length of exabytes is a truncated file, not an allocation."""
+    data = two_ranks().to_bytes()
+    section_length = HEAD + 1 + 4 + 8 + 4
+    huge = changed(data, section_length, b"\xff" * 7)
+    assert refused(lambda: read_snapshot(huge)) == "truncated"
+    names = changed(data, HEAD + 1, b"\xff" * 4)
+    assert refused(lambda: read_snapshot(names)) == "checksum"
+
+
+def signed(write: Callable[[SnapshotWriter], None], file: BinaryIO) -> None:
+    writer = SnapshotWriter(file, backend=BACKEND, seed=1)
+    write(writer)
+    writer.finish()
+
+
+def test_a_rank_that_comes_twice_is_refused() -> None:
+    file = io.BytesIO()
+
+    def twice(writer: SnapshotWriter) -> None:
+        writer.add(A, b"")
+        writer._ranks.clear()
+        writer.add(A, b"")
+        writer._ranks.add(B)
+
+    signed(twice, file)
+    assert refused(lambda: read_snapshot(file.getvalue())) == "content"
+
+
+def test_an_index_that_is_restored_goes_on_being_dumped() -> None:
+    index = two_ranks()
+    for _ in range(3):
+        index = Index.from_bytes(index.to_bytes())
+    index.check()
+    assert matched(index, prompt(4)) == 3
+
+
+def test_a_save_removes_what_killed_savers_left_and_nothing_else(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    path = tmp_path / "state"
+    left, written, others = (tmp_path / f".state.{end}" for end in ("abcdefgh", "ijklmnop", "txt"))
+    for one in (left, written, others):
+        one.write_bytes(b"half")
+    with open(written) as living:  # another saver at work
+        fcntl.flock(living, fcntl.LOCK_EX)
+        Index().save(path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, written, others])
+
+
+def test_orphans_given_up_before_a_clear_leave_no_lower_bound_after_a_restore() -> None:
+    index = index_of(stored(1, 2, 3), max_orphans=2)
+    assert Index.load(index.to_bytes(), max_orphans=2).match(prompt(1))[A].lower_bound
+    index.apply(A, EventBatch(ts=0.0, events=[AllBlocksCleared()]))
+    assert not index.match(prompt(1))[A].lower_bound
+    assert not Index.load(index.to_bytes(), max_orphans=2).match(prompt(1))[A].lower_bound

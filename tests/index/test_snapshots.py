@@ -1,0 +1,254 @@
+"""Whatever happened to an index, what was restored from it answers and goes on as it does.
+
+Both backends are tested, whichever runs; the native one where it was built.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvindex import KVIndexError, Rank
+from kvindex.index import reference
+from kvindex.index.api import BaseIndex
+from kvindex.index.snapshot_section import open_section, seal_section
+from kvindex.wire.errors import SnapshotError
+from tests.examples import examples
+from tests.index.index_queries import Query, about, queries
+from tests.index.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
+
+pytestmark = pytest.mark.property
+
+many = examples(30)
+
+SEED = 7
+SWEEP = [
+    Query(text, 13, "list", options)
+    for text in range(len(TEXTS))
+    for options in ({}, {"lora": "lora"})
+]
+
+
+def backends() -> list[type[BaseIndex]]:
+    found: list[type[BaseIndex]] = [reference.Index]
+    if find_spec("kvindex.wire._native"):
+        from kvindex.index import native
+
+        found.append(native.Index)
+    return found
+
+
+each_backend = pytest.mark.parametrize("backend", backends(), ids=lambda made: made.backend)
+
+limits = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_blocks": st.sampled_from([None, None, 3, 8, 20]),
+        "max_orphans": st.sampled_from([16_384, 16_384, 1, 3]),
+    },
+)
+histories = themes.flatmap(
+    lambda theme: st.lists(st.one_of(*[sendings(theme)] * 9, calls), min_size=2, max_size=20)
+)
+
+
+def take(index: BaseIndex, step: Sent | Call) -> None:
+    if isinstance(step, Call):
+        step.on(index)
+        return
+    try:
+        index.apply(step.rank, step.payload())
+    except KVIndexError:
+        pass  # damaged
+
+
+def counted(index: BaseIndex) -> dict[str, Any]:
+    """The statistics; of the native index without the one that tells how the tree is kept."""
+    statistics = index.statistics()
+    if index.backend == "native":
+        del statistics["runs"]
+    return statistics
+
+
+def held(index: BaseIndex) -> dict[Rank, Counter[Any]]:
+    return {rank: Counter(index.tree(rank).walk()) for rank in index.ranks}
+
+
+def answer(index: BaseIndex, query: Query) -> Any:
+    try:
+        match = index.match(query.tokens(), **query.options)
+    except KVIndexError as error:
+        return type(error)
+    return list(match), match.best
+
+
+def assert_equal(index: BaseIndex, copy: BaseIndex, asked: list[Query]) -> None:
+    copy.check()
+    assert copy.ranks == index.ranks
+    assert counted(copy) == counted(index)
+    assert held(copy) == held(index)
+    for query in asked:
+        assert answer(copy, query) == answer(index, query)
+
+
+def asked_about(step: Sent | Call) -> list[Query]:
+    told = step.told if isinstance(step, Sent) else []
+    return [about(some, RANKS[step.rank]) for some in told]
+
+
+def refusal(index: BaseIndex, rank: Rank, section: bytes) -> str | None:
+    """Restore a section; return why that was refused, if it was."""
+    try:
+        index.restore(rank, section)
+    except SnapshotError as error:
+        return error.reason
+    return None
+
+
+def copy_ranks(index: BaseIndex, copy: BaseIndex) -> None:
+    """Restore every rank into the copy, and forget those that are gone."""
+    for rank in set(copy.ranks) - set(index.ranks):
+        copy.remove(rank)
+    sections = {rank: index.dump(rank) for rank in index.ranks}
+    while sections:  # for want of room, those that shrank may have to come first
+        before = len(sections)
+        for rank, section in list(sections.items()):
+            refused = refusal(copy, rank, section)
+            copy.check()
+            assert refused in (None, "room")
+            if refused is None:
+                del sections[rank]
+        if len(sections) == before:
+            for rank in index.ranks:
+                copy.remove(rank)
+
+
+@each_backend
+@many
+@given(limits, histories, histories, queries)
+def test_a_restored_index_answers_and_goes_on_as_the_dumped_one(
+    backend: Callable[..., BaseIndex],
+    limits: dict[str, Any],
+    before: list[Sent | Call],
+    after: list[Sent | Call],
+    query: Query,
+) -> None:
+    index = backend(seed=SEED, **limits)
+    for step in before:
+        take(index, step)
+    copy = type(index).from_bytes(index.to_bytes(), **limits)
+    assert_equal(index, copy, [*SWEEP, query])
+    for step in after:
+        take(index, step)
+        take(copy, step)
+        assert_equal(index, copy, [query, *asked_about(step)])
+    for rank in RANKS:
+        copy.remove(rank)
+    assert copy.statistics()["unique_blocks"] == len(copy) == 0
+
+
+@each_backend
+@many
+@given(limits, themes.flatmap(lambda theme: st.lists(st.tuples(sendings(theme), st.booleans()))))
+def test_a_replica_that_is_restored_now_and_then_is_whole_each_time(
+    backend: Callable[..., BaseIndex],
+    limits: dict[str, Any],
+    steps: list[tuple[Sent, bool]],
+) -> None:
+    index, replica = backend(seed=SEED, **limits), backend(seed=SEED, **limits)
+    for step, also in steps:
+        take(index, step)
+        if also:
+            take(replica, step)
+        elif step.rank in index.ranks:
+            refused = refusal(replica, step.rank, index.dump(step.rank))
+            assert refused in (None, "room")
+            if refused is None:
+                assert held(replica)[step.rank] == held(index)[step.rank]
+        replica.check()
+    copy_ranks(index, replica)
+    assert_equal(index, replica, SWEEP)
+    for rank in index.ranks:
+        index.restore(rank, index.dump(rank))
+    assert_equal(replica, index, SWEEP)
+
+
+edits = st.lists(
+    st.tuples(st.integers(0, 2**16), st.integers(0, 3), st.binary(max_size=4)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@each_backend
+@examples(25, nightly=20_000)
+@given(histories, histories, st.lists(edits, min_size=1, max_size=8))
+def test_a_section_made_by_an_enemy_is_refused_or_restored_whole(
+    backend: Callable[..., BaseIndex],
+    before: list[Sent | Call],
+    after: list[Sent | Call],
+    changes: list[list[tuple[int, int, bytes]]],
+) -> None:
+    index = backend(seed=SEED)
+    for step in before:
+        take(index, step)
+    identity = index._identity()
+    for rank in index.ranks:
+        body = bytes(open_section(index.dump(rank), identity))
+        for change in changes:
+            forged = bytearray(body)
+            for at, cut, put in change:
+                at %= len(forged) + 1
+                forged[at : at + cut] = put
+            copy = backend(seed=SEED)
+            for step in after:
+                take(copy, step)
+            expected = (counted(copy), held(copy))
+            refused = refusal(copy, rank, seal_section(bytes(forged), identity))
+            assert refused in (None, "content")
+            if refused:
+                assert (counted(copy), held(copy)) == expected
+            copy.check()
+            for query in SWEEP:
+                answer(copy, query)
+            for step in after:
+                take(copy, step)
+            copy.check()
+            for known in copy.ranks:
+                copy.remove(known)
+            assert copy.statistics()["unique_blocks"] == len(copy) == 0
+
+
+@each_backend
+@many
+@given(histories, st.binary(max_size=64), st.lists(edits, min_size=1, max_size=4))
+def test_damaged_snapshots_are_refused(
+    backend: Callable[..., BaseIndex],
+    before: list[Sent | Call],
+    noise: bytes,
+    changes: list[list[tuple[int, int, bytes]]],
+) -> None:
+    index = backend(seed=SEED)
+    for step in before:
+        take(index, step)
+    data = index.to_bytes()
+    load = type(index).from_bytes
+    with pytest.raises(SnapshotError):
+        load(noise)
+    for change in changes:
+        damaged = bytearray(data)
+        for at, cut, put in change:
+            at %= len(damaged) + 1
+            damaged[at : at + cut] = put
+        if damaged != data:
+            with pytest.raises(SnapshotError):
+                load(damaged)
+    for size in range(0, len(data), 1 + len(data) // 40):
+        with pytest.raises(SnapshotError):
+            load(data[:size])

@@ -1,0 +1,77 @@
+"""A test that hangs is named and ended, and the others run: see tests.hung."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.live import PATIENCE
+
+pytestmark = pytest.mark.unit
+
+CONFTEST = """
+from tests.hung import Watch
+
+def pytest_configure(config):
+    config.pluginmanager.register(Watch())
+"""
+TESTS = """
+import os, signal, threading
+import pytest
+from tests import hung
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(hung, "limit", 0.1)
+
+def test_waits(at_once):
+    threading.Event().wait()
+
+def test_waits_for_a_child(at_once):
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    os.waitpid(pid, 0)
+
+@pytest.fixture
+def stuck():
+    yield
+    threading.Event().wait()
+
+def test_fails_and_waits(stuck, monkeypatch):
+    monkeypatch.setattr(hung, "limit", 0.1)
+    raise AssertionError("failed")
+
+@pytest.mark.parametrize("number", range(20))
+def test_others(number):
+    pass
+"""
+
+
+def test_what_hangs_is_named_and_ended_and_the_others_run(tmp_path: Path) -> None:
+    Path(tmp_path, "conftest.py").write_text(CONFTEST)
+    Path(tmp_path, "test_it.py").write_text(TESTS)
+    command = ["-m", "pytest", "-p", "xdist", "-n2", "--dist=worksteal", "-c", os.devnull]
+    ended = subprocess.run(
+        [sys.executable, *command, "test_it.py"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    for name in ("test_waits", "test_waits_for_a_child", "test_fails_and_waits"):
+        assert f"crashed while running 'test_it.py::{name}'" in ended.stdout, ended.stdout
+    assert "4 failed, 20 passed" in ended.stdout  # one of them had failed before
+    for where in ("in test_waits\n", "in test_waits_for_a_child\n", "in stuck\n"):
+        assert where in ended.stderr, ended.stderr

@@ -1,0 +1,125 @@
+"""The root has every name that its own functions return, and no more `Any` than it needs."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+import kvindex
+import kvindex.index.replicas
+import kvindex.routing
+import kvindex.service.queries
+import kvindex.shm
+import kvindex.subscribe.discovery
+from kvindex.wire import errors
+
+pytestmark = pytest.mark.unit
+
+_T = TypeVar("_T")
+
+
+class _Unpack(typing.Generic[_T]):
+    """Stands for `typing_extensions.Unpack`, which nothing needs at run time."""
+
+
+def public_functions(owner: object) -> Iterator[Any]:
+    if inspect.isfunction(owner):
+        yield owner
+    if inspect.isclass(owner):
+        for name, member in inspect.getmembers(owner):
+            shown = not name.startswith("_") or name in ("__iter__", "__getitem__", "__aiter__")
+            function = member.fget if isinstance(member, property) else member
+            function = getattr(function, "__func__", function)
+            if shown and inspect.isfunction(function):
+                yield function
+
+
+def hints(something: Any) -> dict[str, Any]:
+    module = inspect.getmodule(something)
+    names = {**vars(kvindex.subscribe.discovery), **vars(module), "Unpack": _Unpack}
+    return typing.get_type_hints(something, names, names)
+
+
+def parts(hint: Any) -> Iterator[Any]:
+    yield hint
+    arguments = hint if isinstance(hint, list) else typing.get_args(hint)
+    for argument in arguments:
+        yield from parts(argument)
+
+
+def ours(hint: Any) -> Iterator[str]:
+    """The names of the classes of kvindex that a type hint has."""
+    for part in parts(hint):
+        if inspect.isclass(part) and part.__module__.startswith("kvindex"):
+            yield part.__name__
+
+
+@pytest.mark.parametrize("name", kvindex.__all__)
+def test_what_the_root_returns_is_in_the_root(name: str) -> None:
+    owner = getattr(kvindex, name)
+    returned = [
+        hints(function).get("return")
+        for function in public_functions(owner)
+        if function.__module__.startswith("kvindex")
+    ]
+    if inspect.isclass(owner) and hasattr(owner, "__struct_fields__"):
+        returned += hints(owner).values()
+    for hint in returned:
+        assert set(ours(hint)) <= set(kvindex.__all__)
+
+
+@pytest.mark.parametrize("name", kvindex.__all__)
+def test_no_argument_of_the_root_is_untyped(name: str) -> None:
+    owner = getattr(kvindex, name)
+    functions = [*public_functions(owner), *([owner.__init__] if inspect.isclass(owner) else ())]
+    for function in functions:
+        if inspect.isfunction(function) and function.__module__.startswith("kvindex"):
+            found = {key: hint for key, hint in hints(function).items() if key != "return"}
+            assert Any not in found.values(), function.__qualname__
+
+
+def test_every_error_is_had_where_it_is_raised() -> None:
+    queue_errors = {
+        "PeerDiedError",
+        "QueueClosedError",
+        "QueueTimeoutError",
+        "ReaderDiedError",
+        "ReaderEvictedError",
+        "SegmentError",
+        "WaitCancelledError",
+        "WriterDiedError",
+    }
+    routing_errors = {"DuplicateBookingError", "NoCandidateError", "UnknownBookingError"}
+    server_errors = {"EndpointRefusedError", "QueryError", "RegistrationError"}
+    elsewhere = queue_errors | routing_errors | server_errors
+    assert not elsewhere & set(kvindex.__all__)
+    assert queue_errors <= set(kvindex.shm.__all__)
+    assert routing_errors <= set(kvindex.routing.__all__)
+    assert "DiscoveryError" in kvindex.subscribe.discovery.__all__
+    assert "QueryError" in kvindex.service.queries.__all__
+    assert set(errors.__all__) - elsewhere <= set(kvindex.__all__)
+    assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.index.replicas.__all__)
+
+
+def test_a_client_and_connect_take_the_same_options() -> None:
+    ours_alone = {"tap", "on_stop", "self"}
+    client = inspect.signature(kvindex.Client.__init__).parameters
+    connect = inspect.signature(kvindex.connect).parameters
+    assert [*connect.items()] == [i for i in client.items() if i[0] not in ours_alone]
+    shared = {"on_loss", "replay_policy", "socket_options", "probe_interval", "stale_after"}
+    defaults = collections.defaultdict(set)
+    for taker in (
+        kvindex.connect,
+        kvindex.EventStream,
+        kvindex.Subscriber,
+        kvindex.index.replicas.FanOut,
+    ):
+        parameters = inspect.signature(taker).parameters
+        for name in (*shared, "context"):
+            defaults[name].add(parameters[name].default)
+    assert all(len(found) == 1 for found in defaults.values()), defaults

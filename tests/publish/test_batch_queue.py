@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kvindex.publish.batch_queue import BatchQueue
+from kvindex.wire import EventBatch
+from kvindex.wire.errors import ClosedError
+from tests.live import PATIENCE
+
+pytestmark = pytest.mark.unit
+
+
+class Wakes:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+def batch(number: int = 0) -> EventBatch:
+    return EventBatch(ts=float(number), events=[])
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_batches_leave_in_the_order_of_their_numbers() -> None:
+    queue = BatchQueue(10, drop_when_full=False, wake=Wakes())
+    for number in range(5):
+        assert queue.put(batch(number))
+    assert [(seq, taken.ts) for seq, taken in queue.take(3)] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert [seq for seq, _ in queue.take(9)] == [3, 4]
+    assert queue.take(9) == []
+
+
+def test_only_the_first_batch_of_an_empty_queue_wakes() -> None:
+    wakes = Wakes()
+    queue = BatchQueue(10, drop_when_full=False, wake=wakes)
+    queue.put(batch())
+    queue.put(batch())
+    assert wakes.count == 1
+    queue.take(2)
+    queue.put(batch())
+    assert wakes.count == 2
+
+
+def test_a_full_queue_that_drops_spends_the_number() -> None:
+    queue = BatchQueue(2, drop_when_full=True, wake=Wakes())
+    assert [queue.put(batch()) for _ in range(4)] == [True, True, False, False]
+    queue.take(1)
+    assert queue.put(batch())
+    assert [seq for seq, _ in queue.take(9)] == [1, 4]
+    assert (queue.accepted, queue.dropped, queue.next_seq) == (3, 2, 5)
+
+
+def test_a_full_queue_that_blocks_waits_for_room_and_loses_nothing() -> None:
+    woken = threading.Event()
+    queue = BatchQueue(2, drop_when_full=False, wake=woken.set)
+    thread = in_thread(lambda: [queue.put(batch(number)) for number in range(100)])
+    seen: list[int] = []
+    while len(seen) < 100:
+        assert woken.wait(PATIENCE)
+        woken.clear()
+        assert len(queue) <= 2
+        seen += [seq for seq, _ in queue.take(9)]
+    thread.join(PATIENCE)
+    assert seen == list(range(100))
+    assert queue.dropped == 0
+
+
+def test_concurrent_callers_get_numbers_without_gap_or_duplicate() -> None:
+    queue = BatchQueue(10_000, drop_when_full=False, wake=Wakes())
+    threads = [in_thread(lambda: [queue.put(batch()) for _ in range(500)]) for _ in range(4)]
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [seq for seq, _ in queue.take(10_000)] == list(range(2000))
+
+
+def test_closing_releases_a_caller_that_waits_for_room() -> None:
+    queue = BatchQueue(1, drop_when_full=False, wake=Wakes())
+    queue.put(batch())
+    errors: list[str] = []
+    is_about_to_wait = threading.Event()
+
+    def put() -> None:
+        is_about_to_wait.set()
+        try:
+            queue.put(batch())
+        except ClosedError as error:
+            errors.append(str(error))
+
+    thread = in_thread(put)
+    assert is_about_to_wait.wait(PATIENCE)
+    queue.close("closed for a test")
+    thread.join(PATIENCE)
+    assert errors == ["closed for a test"]
+    assert queue.next_seq == 1
+
+
+def test_a_closed_queue_refuses_and_can_still_be_emptied() -> None:
+    wakes = Wakes()
+    queue = BatchQueue(5, drop_when_full=True, wake=wakes)
+    queue.put(batch())
+    queue.close("first reason")
+    queue.close("second reason")
+    assert wakes.count == 3
+    with pytest.raises(ClosedError, match="first reason"):
+        queue.put(batch())
+    assert [seq for seq, _ in queue.take(5)] == [0]
+
+
+def test_nothing_is_woken_after_stop_waking() -> None:
+    wakes = Wakes()
+    queue = BatchQueue(5, drop_when_full=True, wake=wakes)
+    queue.stop_waking()
+    queue.put(batch())
+    queue.close("closed")
+    assert wakes.count == 0

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvindex.publish.replay_buffer import ReplayBuffer
+from kvindex.publish.replay_service import MAX_REPLAYS, SLICE_REPLIES, ReplayService, SendResult
+from kvindex.wire import parse_replay
+
+pytestmark = pytest.mark.unit
+
+
+class Askers:
+    """Receives the replies; each asker has room for `room` of them."""
+
+    def __init__(self) -> None:
+        self.received: dict[bytes, list[int | str]] = {}
+        self.order: list[bytes] = []
+        self.room: dict[bytes, int] = {}
+        self.gone: set[bytes] = set()
+        self.topics: set[bytes | None] = set()
+
+    def send(self, frames: list[bytes]) -> SendResult:
+        identity = frames[0]
+        if identity in self.gone:
+            return SendResult.UNREACHABLE
+        if self.room.get(identity, 1) <= 0:
+            return SendResult.NO_ROOM
+        if identity in self.room:
+            self.room[identity] -= 1
+        reply = parse_replay(frames[1:])
+        self.topics.add(reply.topic)
+        self.received.setdefault(identity, []).append("end" if reply.end else reply.seq)
+        self.order.append(identity)
+        return SendResult.SENT
+
+
+class Bench:
+    """A service over a buffer of numbered batches, with a clock of its own."""
+
+    def __init__(
+        self, seqs: range, *, steps: int = 10_000, with_topic: bool = False, size: int = 8
+    ) -> None:
+        self.buffer = ReplayBuffer(steps)
+        for seq in seqs:
+            self.buffer.append(seq, bytes(size))
+        self.askers = Askers()
+        self.counters: Counter[str] = Counter()
+        self.now = 0.0
+        self.service = ReplayService(
+            self.buffer,
+            self.askers.send,
+            topic=b"kv",
+            with_topic=with_topic,
+            counters=self.counters,
+            stall_timeout=10.0,
+        )
+
+    def run(self, limit: int = 10_000) -> None:
+        """Serve until no replay is on, at the times that the service asks for."""
+        for _ in range(limit):
+            wait = self.service.wait_time(self.now)
+            if wait is None:
+                return
+            self.now += wait
+            self.service.serve_slice(self.now)
+        raise AssertionError(f"replays did not end within {limit} slices")
+
+
+def upto(first: int, end: int) -> list[int | str]:
+    return [*range(first, end), "end"]
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [(0, upto(5, 12)), (5, upto(5, 12)), (9, upto(9, 12)), (12, ["end"]), (2**64 - 1, ["end"])],
+)
+def test_a_replay_is_what_is_held_from_the_start_then_the_end(
+    start: int, expected: list[int | str]
+) -> None:
+    bench = Bench(range(12), steps=7)
+    bench.service.ask(b"a", start, bench.now)
+    bench.run()
+    assert bench.askers.received[b"a"] == expected
+    assert bench.counters["replays_served"] == 1
+    assert bench.counters["replayed_batches"] == len(expected) - 1
+
+
+def test_an_empty_buffer_and_no_buffer_reply_with_the_end() -> None:
+    for bench in (Bench(range(0)), Bench(range(5), steps=0)):
+        bench.service.ask(b"a", 0, bench.now)
+        bench.run()
+        assert bench.askers.received[b"a"] == ["end"]
+
+
+@pytest.mark.parametrize(("with_topic", "topics"), [(True, {b"kv", b""}), (False, {None})])
+def test_replies_have_a_topic_if_the_dialect_says_so(
+    with_topic: bool, topics: set[bytes | None]
+) -> None:
+    bench = Bench(range(3), with_topic=with_topic)
+    bench.service.ask(b"a", 0, bench.now)
+    bench.run()
+    assert bench.askers.topics == topics
+
+
+def test_one_slice_sends_a_bounded_number_of_replies() -> None:
+    bench = Bench(range(1000))
+    bench.service.ask(b"a", 0, bench.now)
+    bench.service.serve_slice(bench.now)
+    assert len(bench.askers.order) == SLICE_REPLIES
+
+
+def test_one_slice_sends_a_bounded_number_of_bytes() -> None:
+    bench = Bench(range(10), size=600_000)
+    bench.service.ask(b"a", 0, bench.now)
+    bench.service.serve_slice(bench.now)
+    assert len(bench.askers.order) == 2
+
+
+def test_askers_take_turns() -> None:
+    bench = Bench(range(SLICE_REPLIES * 3))
+    for identity in (b"a", b"b", b"c"):
+        bench.service.ask(identity, 0, bench.now)
+    for _ in range(6):
+        bench.service.serve_slice(bench.now)
+    turns = [bench.askers.order[i * SLICE_REPLIES] for i in range(6)]
+    assert turns == [b"a", b"b", b"c", b"a", b"b", b"c"]
+    bench.run()
+    assert set(map(len, bench.askers.received.values())) == {SLICE_REPLIES * 3 + 1}
+
+
+def test_batches_published_meanwhile_are_replayed_too() -> None:
+    bench = Bench(range(100))
+    bench.service.ask(b"a", 0, bench.now)
+    bench.service.serve_slice(bench.now)
+    for seq in range(100, 150):
+        bench.buffer.append(seq, b"...")
+    bench.run()
+    assert bench.askers.received[b"a"] == upto(0, 150)
+
+
+def test_replays_of_one_asker_come_one_after_the_other() -> None:
+    bench = Bench(range(200))
+    for start in (0, 190, 2**64 - 1):
+        bench.service.ask(b"a", start, bench.now)
+    bench.run()
+    assert bench.askers.received[b"a"] == [*upto(0, 200), *upto(190, 200), "end"]
+
+
+def test_an_asker_without_room_loses_nothing_and_holds_up_nobody() -> None:
+    bench = Bench(range(1000))
+    bench.askers.room[b"slow"] = 10
+    bench.service.ask(b"slow", 0, bench.now)
+    bench.service.ask(b"fast", 0, bench.now)
+    while b"fast" not in bench.askers.received or "end" not in bench.askers.received[b"fast"]:
+        bench.service.serve_slice(bench.now)
+    assert bench.askers.received[b"slow"] == list(range(10))
+    bench.askers.room[b"slow"] = 10_000
+    bench.run()
+    assert bench.askers.received[b"slow"] == upto(0, 1000)
+
+
+def test_the_end_too_waits_for_room() -> None:
+    bench = Bench(range(3))
+    bench.askers.room[b"a"] = 3
+    bench.service.ask(b"a", 0, bench.now)
+    bench.service.serve_slice(bench.now)
+    assert bench.askers.received[b"a"] == [0, 1, 2]
+    bench.askers.room[b"a"] = 1
+    bench.run()
+    assert bench.askers.received[b"a"] == upto(0, 3)
+    assert bench.counters["replayed_batches"] == 3
+
+
+def test_an_asker_that_stands_still_for_too_long_is_given_up() -> None:
+    bench = Bench(range(100))
+    bench.askers.room[b"a"] = 5
+    bench.service.ask(b"a", 0, bench.now)
+    bench.service.ask(b"a", 50, bench.now)
+    bench.run(limit=1000)  # the retries slow down: 10 s are no 1000 tries
+    assert bench.now >= 10.0
+    assert bench.counters["replays_stalled"] == 2
+    assert len(bench.service) == 0
+
+
+def test_an_asker_that_went_away_is_forgotten() -> None:
+    bench = Bench(range(1000))
+    bench.service.ask(b"a", 0, bench.now)
+    bench.service.serve_slice(bench.now)
+    bench.askers.gone.add(b"a")
+    bench.run()
+    assert bench.counters["replays_unreachable"] == 1
+    assert bench.service.wait_time(bench.now) is None
+
+
+def test_too_many_replays_are_refused_until_one_ends() -> None:
+    bench = Bench(range(10))
+    for number in range(MAX_REPLAYS + 3):
+        bench.service.ask(b"%d" % number, 0, bench.now)
+    assert (len(bench.service), bench.counters["replays_refused"]) == (MAX_REPLAYS, 3)
+    bench.run()
+    assert len(bench.askers.received) == MAX_REPLAYS
+    bench.service.ask(b"late", 0, bench.now)
+    bench.run()
+    assert bench.askers.received[b"late"] == upto(0, 10)
+
+
+def test_batches_that_leave_the_buffer_under_a_slow_replay_are_counted() -> None:
+    bench = Bench(range(100), steps=100)
+    bench.askers.room[b"a"] = 10
+    bench.service.ask(b"a", 0, bench.now)
+    bench.service.serve_slice(bench.now)
+    for seq in range(100, 150):
+        bench.buffer.append(seq, b"...")
+    bench.askers.room[b"a"] = 1000
+    bench.run()
+    assert bench.askers.received[b"a"] == [*range(10), *upto(50, 150)]
+    assert bench.counters["replay_batches_overtaken"] == 40
+
+
+def test_a_buffer_with_holes_is_replayed_as_it_is() -> None:
+    bench = Bench(range(0, 20, 3))
+    bench.service.ask(b"a", 4, bench.now)
+    bench.run()
+    assert bench.askers.received[b"a"] == [6, 9, 12, 15, 18, "end"]
+    assert bench.counters["replay_batches_overtaken"] == 0

@@ -1,0 +1,185 @@
+"""The native choice of a rank and its Python twin, side by side: the same bits, whatever is asked.
+
+Collected only where the native module was built (conftest.py here).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvindex import Hits
+from kvindex.routing.choosing import Chosen, Weights, choose_in_python, choose_natively
+from kvindex.routing.loads import LoadColumns
+
+pytestmark = pytest.mark.property
+
+PLAIN = Weights()
+
+
+class Question(NamedTuple):
+    """All that a choice depends on."""
+
+    prompt_tokens: int
+    hits: Hits
+    loads: LoadColumns
+    usable: bytes | bytearray
+    weights: Weights
+    chance: float
+
+
+def question(
+    held: list[tuple[int, int, int]],
+    loads: list[tuple[float, float, float, float]],
+    usable: bytes | bytearray,
+    weights: Weights = PLAIN,
+    *,
+    prompt_tokens: int = 1000,
+    chance: float = 0.0,
+) -> Question:
+    hits = [array("q", [row[tier] for row in held]) for tier in range(3)]
+    columns = [array("d", [row[kind] for row in loads]) for kind in range(4)]
+    sizes = array("q", [16] * len(held))
+    return Question(
+        prompt_tokens, Hits._make([*hits, sizes]), LoadColumns(*columns), usable, weights, chance
+    )
+
+
+def answers(asked: Question) -> Chosen:
+    told = choose_natively(*asked)
+    expected = choose_in_python(*asked)
+    assert told == expected
+    assert told.costs.tobytes() == expected.costs.tobytes()
+    assert [type(value) for value in told] == [type(value) for value in expected]
+    return told
+
+
+# Few different values, so that many rows cost the same.
+tokens = st.sampled_from([0, 16, 16, 512, 800, 1000]) | st.integers(0, 2**40)
+loads = st.sampled_from([0.0, 0.0, 1.0, 2.0, 1000.0]) | st.floats(0, 1e12)
+weights = st.sampled_from([0.0, 1.0, 1.0, 0.8, 0.1, 2.0, 256.0]) | st.floats(-1e6, 1e6)
+row = st.tuples(
+    st.tuples(tokens, tokens, tokens).map(lambda held: tuple(sorted(held))),
+    st.tuples(loads, loads, loads, loads),
+    st.sampled_from([0, 1, 1, 255]),
+)
+questions = st.builds(
+    lambda rows, prompt_tokens, weights, chance, mask: question(
+        [held for held, _, _ in rows],
+        [load for _, load, _ in rows],
+        mask(usable for _, _, usable in rows),
+        weights,
+        prompt_tokens=prompt_tokens,
+        chance=chance,
+    ),
+    st.lists(row, max_size=40),
+    tokens,
+    st.builds(
+        Weights,
+        *[weights] * 7,
+        st.booleans(),
+        st.sampled_from([0.0, 0.0, 0.3, 0.8, 1.0, -1.0]),
+        st.sampled_from([0.0, 100.0, 1e5, math.inf]) | weights,
+        *[st.sampled_from([0.0, 1.0, -2.0]) | st.floats(-1e6, 1e6)] * 2,
+    ),
+    st.floats(0, 1, exclude_max=True),
+    st.sampled_from([bytes, bytearray]),
+)
+
+
+@given(questions)
+@example(question([], [], b""))
+def test_both_choose_the_same_row_at_the_same_cost(asked: Question) -> None:
+    chosen = answers(asked)
+    usable = [row for row, may_be in enumerate(asked.usable) if may_be]
+    assert (chosen.row in usable) if usable else chosen.row == -1
+    for row, cost in enumerate(chosen.costs):
+        assert (row in usable) == math.isfinite(cost)
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_both_round_alike(seed: int, product: bool) -> None:
+    """Numbers with all their digits, so that another order of the operations would show."""
+    some = random.Random(seed)
+    held = [(7 * row, 9 * row, 11 * row) for row in range(32)]
+    has_to_do = [(some.random(), some.random(), some.random(), 0.0) for _ in held]
+    reals = [some.random() for _ in range(11)]
+    weights = Weights._make([*reals[:7], product, *reals[7:]])
+    answers(question(held, has_to_do, b"\1" * 32, weights, prompt_tokens=313))
+
+
+@pytest.mark.parametrize(
+    ("chance", "row"), [(0.0, 0), (0.33, 0), (0.34, 2), (0.67, 3), (1 - 2**-53, 3)]
+)
+def test_chance_decides_among_equals(chance: float, row: int) -> None:
+    asked = question(
+        [(0, 0, 0)] * 5,
+        [(5.0, 1.0, 2.0, given) for given in (3, 4, 3, 3, 3)],
+        bytes([1, 1, 1, 1, 0]),
+    )
+    assert answers(asked._replace(chance=chance)).row == row
+
+
+def test_the_holder_is_kept_until_it_is_too_far_behind() -> None:
+    held = [(0, 0, 0), (800, 800, 800)]
+    near, far = ([(0.0, 0.0, 0.0, 0.0), (queued, 0.0, 0.0, 0.0)] for queued in (1800.0, 1801.0))
+    weights = Weights(affinity=0.8, slack=1000.0)
+    assert answers(question(held, near, b"\1\1", weights))[:4] == (1, 1, True, 800)
+    assert answers(question(held, far, b"\1\1", weights))[:4] == (0, 1, False, 800)
+    assert answers(question(held, near, b"\1\0", weights))[:4] == (0, 0, False, 0)
+
+
+GOOD = question([(0, 0, 0)] * 2, [(0.0, 0.0, 0.0, 0.0)] * 2, b"\1\1")
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda good: good._replace(usable=b"\1"), "column of 1 numbers"),
+        (lambda good: good._replace(usable=b"\1\1\1"), "hits.device must be a column of 3"),
+        (
+            lambda good: good._replace(hits=good.hits._replace(host=array("q", [0]))),
+            "hits.host must be a column of 2",
+        ),
+        (
+            lambda good: good._replace(hits=good.hits._replace(tokens=array("i", [0] * 4))),
+            "hits.tokens",
+        ),
+        (
+            lambda good: good._replace(hits=good.hits._replace(tokens=array("d", [0] * 2))),
+            "hits.tokens",
+        ),
+        (lambda good: good._replace(hits=good.hits._replace(tokens=[0, 0])), "hits.tokens"),
+        (
+            lambda good: good._replace(loads=good.loads._replace(given=array("d", [0.0] * 3))),
+            r"loads.given must be a column of 2 numbers, such as array\('d'\)",
+        ),
+        (
+            lambda good: good._replace(loads=good.loads._replace(open=array("f", [0.0] * 4))),
+            "loads.open",
+        ),
+        (lambda good: good._replace(hits=good.hits[:2]), "3 columns"),
+        (lambda good: good._replace(loads=good.loads[:3]), "4 columns"),
+        (lambda good: good._replace(weights=good.weights[:11]), "12 values"),
+        (lambda good: good._replace(chance=1.0), "chance"),
+        (lambda good: good._replace(chance=math.nan), "chance"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(
+    broken: Callable[[Any], Question], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_natively(*broken(GOOD))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_is_chosen_whatever_the_loads_are(bad: float) -> None:
+    asked = question([(0, 0, 0)] * 2, [(bad, bad, bad, bad)] * 2, b"\0\1", Weights(decode=0.0))
+    assert choose_natively(*asked).row == 1

@@ -1,0 +1,125 @@
+"""A router that is cut short: by Ctrl-C, by a signal's handler, by a finalizer that ends bookings.
+
+Python runs these where a function is entered, and where a C function has returned.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from kvindex import Rank, routing
+from kvindex.routing import Booking, Load, Router
+from tests.routing.routing_fleet import PROMPT, Clock, FollowedIndex, fleet, hold
+
+pytestmark = pytest.mark.unit
+
+A, B, C = Rank("a"), Rank("b"), Rank("c")
+MOMENTS = 2_000  # more than any of these calls has
+ROUTING = Path(routing.__file__).parent  # an index is tested by itself
+Call = Callable[[], object]
+
+
+class Site:
+    """A router over ranks that have just changed, with bookings."""
+
+    def __init__(self, *, gauges: bool = False) -> None:
+        self.clock = Clock()
+        index = fleet({"a": 3, "b": 0})
+        followed = FollowedIndex(index, frozenset([A, B]))
+        self.router = Router(followed, clock=self.clock, expires_after=60.0, predict=5.0)
+        self.booking = self.router.reserve(PROMPT, ranks="a", request_id="r")
+        self.other = self.router.reserve(PROMPT, ranks="b")
+        hold(index, C, 0)
+        followed.live = followed.connected = frozenset(index.ranks)
+        if gauges:
+            self.router.report("b", queued_tokens=5_000)
+
+    def check(self) -> None:
+        """Everything goes on, and nothing is booked once all has expired."""
+        for rank in (A, B, C):
+            assert self.router.select(PROMPT, ranks=[rank]).rank == rank
+        self.clock.now += 60.0
+        assert [self.router.load(rank) for rank in (A, B, C)] == [Load()] * 3
+        statistics = self.router.statistics()
+        assert statistics["bookings"]["open"] == 0
+        self.clock.now += 5.0
+        assert self.router.statistics()["predictions"]["blocks"] == 0
+
+
+CALLS: dict[str, Callable[[Site], object]] = {
+    "reserve": lambda site: site.router.reserve(PROMPT),
+    "select": lambda site: site.router.select(PROMPT),
+    "book": lambda site: site.router.book("c/0", 100, 40),
+    "first_token": lambda site: site.booking.first_token(),
+    "output": lambda site: site.booking.output(40),
+    "finish": lambda site: site.booking.finish(16),
+    "cancel": lambda site: site.booking.cancel(),
+}
+
+
+def at(moment: int, call: Call, act: Call) -> bool:
+    """Make a call, and do something at one of its moments; return whether it came so far."""
+    left = moment
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        if (
+            event not in ("call", "c_return")
+            or ROUTING not in Path(frame.f_code.co_filename).parents
+        ):
+            return
+        left -= 1
+        if left == 0:
+            sys.setprofile(None)
+            act()
+
+    gc.disable()  # what is raised in a finalizer is not seen
+    sys.setprofile(count)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return left <= 0
+
+
+def moments(call: Callable[[Site], object], act: Callable[[Site], object]) -> Iterator[Site]:
+    """Yield a site for each moment at which that was done."""
+    for moment in range(1, MOMENTS):
+        site = Site(gauges=moment % 2 == 0)
+        if not at(moment, lambda site=site: call(site), lambda site=site: act(site)):  # type: ignore[misc]
+            return
+        yield site
+    raise AssertionError("the call never came to its end")
+
+
+def interrupt(site: Site) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_at_any_moment_leaves_the_load_whole(name: str) -> None:
+    for site in moments(CALLS[name], interrupt):
+        site.check()
+
+
+@pytest.mark.parametrize("ends", [Booking.cancel, Booking.finish, Booking.first_token])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_handler_that_ends_bookings_at_any_moment_leaves_the_load_whole(
+    name: str, ends: Callable[[Booking], None]
+) -> None:
+    def handle(site: Site) -> None:
+        ends(site.booking)
+        ends(site.other)
+
+    for site in moments(CALLS[name], handle):
+        site.check()

@@ -1,0 +1,327 @@
+"""The simulated engines of `python -m benchmarks routing`, and what runs over them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.routing.cache import PrefixCache
+from benchmarks.routing.engine import Engine, Job, Model, Stored, Told, idle_ttft
+from benchmarks.routing.field import POLICIES, make_policy
+from benchmarks.routing.generated import KINDS, generate
+from benchmarks.routing.payloads import payload
+from benchmarks.routing.plots import Line, line_chart
+from benchmarks.routing.runs import Fleet, Run, Traffic, simulate, spread
+from benchmarks.routing.sharing import Boards
+from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
+from benchmarks.routing.traces import mooncake
+from benchmarks.routing.traffic import BLOCK, Session, Turn, tokens_of
+from kvindex import Index, Rank
+from kvindex.routing import Router
+
+pytestmark = pytest.mark.unit
+
+MODEL = Model(cache=256 * BLOCK)
+NOT_WHOLE = 100  # tokens
+LOSSES = [Loss(rank=0, at=1.5, notice=0.1, back=2.0), Loss(rank=1, at=4.0)]
+
+
+def turn(prompt: int, output: int = 1, *, first: int = 1, gap: float = 0.0) -> Turn:
+    """Return a turn whose blocks are named from `first` on."""
+    return Turn(gap, prompt, output, tuple(range(first, first + (prompt + output) // BLOCK)))
+
+
+def alone(prompt: Turn, engine: Engine, now: float = 0.0) -> tuple[Job, float, float]:
+    """Have an idle engine serve one request; return it, with when its first and last token came."""
+    engine.submit(job := Job(prompt, 0), now)
+    first = last = math.nan
+    while engine.due is not None:
+        due, told = engine.due, engine.advance()
+        first = due if told.first else first
+        last = due if told.finished else last
+    return job, first, last
+
+
+def simulation(
+    *,
+    policy: str = "kvindex",
+    gateways: int = 1,
+    shared: float | None = 0.0,
+    event_delay: float = 0.0,
+) -> tuple[Simulation, list[Router], Index, Boards]:
+    index, clock, boards = Index(seed=1), Clock(), Boards(gateways)
+    routers = [
+        Router(index, policy=make_policy(policy), loads=b, clock=clock, seed=1) for b in boards
+    ]
+    made = Simulation(index, routers, clock, ranks=3, model=MODEL, event_delay=event_delay)
+    boards.share(made, delay=shared, period=None)
+    return made, routers, index, boards
+
+
+# An engine ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [1, BLOCK, 8_192, 8_193, 50_000])
+def test_the_first_token_of_an_idle_engine_comes_when_the_formula_says(prompt: int) -> None:
+    _, first, _ = alone(turn(prompt), Engine(MODEL))
+    assert first == pytest.approx(idle_ttft(MODEL, prompt))
+
+
+def test_a_prompt_that_was_served_before_is_found_but_for_its_last_token() -> None:
+    engine = Engine(MODEL)
+    _, first, last = alone(turn(4 * BLOCK), engine)
+    job, again, _ = alone(turn(4 * BLOCK), engine, last)
+    assert job.hit == 3 * BLOCK
+    assert again - last == pytest.approx(idle_ttft(MODEL, 4 * BLOCK, 3 * BLOCK))
+    assert again - last < first
+
+
+def test_the_blocks_of_an_answer_are_found_by_the_next_turn() -> None:
+    engine = Engine(MODEL)
+    _, _, last = alone(turn(BLOCK, BLOCK + 1), engine)
+    job, _, _ = alone(turn(3 * BLOCK), engine, last)
+    assert job.hit == 2 * BLOCK
+
+
+def test_each_token_of_an_answer_takes_a_step() -> None:
+    _, first, last = alone(turn(BLOCK, 11), Engine(MODEL))
+    assert last - first == pytest.approx(10 * MODEL.step(0, 1))
+
+
+def test_a_prefill_slows_down_what_decodes_beside_it() -> None:
+    engine = Engine(MODEL)
+    engine.submit(long := Job(turn(BLOCK, 1_000), 0), 0.0)
+    assert engine.due is not None
+    engine.advance()
+    begun, stretch = idle_ttft(MODEL, BLOCK), MODEL.step(0, 1)
+    engine.submit(Job(turn(8_000, first=900), 1), begun + 2.5 * stretch)
+    assert engine.due == pytest.approx(begun + 3 * stretch)  # the step that runs is not cut
+    engine.advance()
+    assert engine.due == pytest.approx(begun + 3 * stretch + MODEL.step(8_000, 1))
+    finished = []
+    while engine.due is not None:
+        due, told = engine.due, engine.advance()
+        finished += [(job, due) for job in told.finished]
+    alone_again = begun + 999 * stretch + 8_000 / MODEL.prefill_rate
+    assert dict(finished)[long] == pytest.approx(alone_again)
+
+
+def test_a_chunk_is_shared_by_prompts_in_their_order() -> None:
+    engine = Engine(MODEL)
+    engine.submit(Job(turn(1_000), 0), 0.0)  # runs at once, by itself
+    for number, prompt in enumerate((6_000, 6_000), 1):
+        engine.submit(Job(turn(prompt, first=1_000 * number), number), 0.0)
+    assert [job.request for job in engine.advance().first] == [0]
+    assert [job.request for job in engine.advance().first] == [1]
+    assert engine.due is not None
+    assert [job.request for job in engine.advance().first] == [2]
+    steps = MODEL.step(1_000, 0) + MODEL.step(8_192, 0) + MODEL.step(12_000 - 8_192, 0)
+    assert engine.busy == pytest.approx(steps)
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    engine = Engine(replace(MODEL, running=2))
+    for number in range(5):
+        engine.submit(Job(turn(BLOCK, 50, first=100 * number + 1), number), 0.0)
+    finished: list[int] = []
+    while engine.due is not None:
+        finished += [job.request for job in engine.advance().finished]
+        assert sum(job.left == 0 and job.own > 0 for job in engine.sequences) <= 2
+    assert sorted(finished) == list(range(5))
+
+
+def test_a_request_waits_for_memory() -> None:
+    engine = Engine(MODEL)
+    engine.submit(Job(turn(200 * BLOCK, BLOCK), 0), 0.0)
+    engine.submit(Job(turn(100 * BLOCK, BLOCK, first=1_000), 1), 0.0)
+    order: list[str] = []
+    while engine.due is not None:
+        told = engine.advance()
+        order += [f"{job.request} ends" for job in told.finished]
+        order += [f"{job.request} begins" for job in told.first]
+        assert engine.cache.used <= engine.cache.capacity
+    assert order == ["0 begins", "0 ends", "1 begins", "1 ends"]
+
+
+def test_the_cache_gives_up_what_was_used_longest_ago_ends_first() -> None:
+    cache = PrefixCache(4)
+    assert cache.take([], 2)
+    assert cache.store([1, 2]) == [1, 2]
+    cache.release([1, 2], 0)
+    assert cache.take([], 3)
+    assert cache.evicted == [2]
+    assert 1 in cache
+    assert not cache.take([1], 1)  # four blocks, of which three are in use
+    assert cache.used == 3
+
+
+def test_a_block_that_went_and_came_in_one_step_is_there_until_it_goes() -> None:
+    index, rank = Index(), Rank("engine")
+    for removed, stored in (([], [1]), ([1], [1]), ([1], [])):
+        told = Told([], [], removed, [Stored(None, stored)] if stored else [])
+        message = payload(told, 0.0)
+        assert message is not None
+        index.apply(rank, message)
+        match = index.match(tokens_of(turn(BLOCK)))
+        assert (match[rank].tokens if rank in match else 0) == BLOCK * len(stored)
+    assert payload(Told([], [], [], []), 0.0) is None
+
+
+# A run --------------------------------------------------------------------------------------------
+
+
+def sessions(kind: str = "chat", requests: int = 60) -> list[Session]:
+    return generate(kind, requests=requests, seconds=3.0, seed=5)
+
+
+def checked(requests: list[Request], made: list[Session]) -> None:
+    """Each turn was answered once, in order, and nothing was found that was not asked for."""
+    assert sorted(one.session for one in requests) == [
+        (number, place) for number, one in enumerate(made) for place in range(len(one.turns))
+    ]
+    ends: dict[tuple[int, int], float] = {}
+    for one in requests:
+        assert one.first is not None
+        assert one.finished is not None
+        assert one.arrival < one.first <= one.finished
+        assert 0 <= one.hit < one.turn.prompt
+        number, place = one.session
+        ends[number, place] = one.finished
+        if place:
+            assert one.arrival == pytest.approx(ends[number, place - 1] + one.turn.gap)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_is_answered_once_under_every_policy(policy: str) -> None:
+    made = sessions()
+    run, routers, _, _ = simulation(policy=policy)
+    checked(run.run(made), made)
+    statistics = routers[0].statistics()["bookings"]
+    assert statistics["finished"] == sum(len(one.turns) for one in made)
+    assert statistics["open"] == 0
+    for rank in routers[0].ranks:
+        assert tuple(routers[0].load(rank)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("event_delay", [0.0, 0.7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_index_says_what_the_engines_hold(kind: str, event_delay: float) -> None:
+    run, _, index, _ = simulation(event_delay=event_delay)
+    run.lose(LOSSES)
+    requests = run.run(sessions(kind))
+    assert any(one.hit for one in requests)
+    assert sum(place.engine is not None for place in run.places) == 3
+    for one in requests:
+        match = index.match(tokens_of(one.turn), recomputed=1)
+        for place in run.places:
+            assert place.engine is not None
+            held = place.engine.cache.leading(one.turn.blocks[: (one.turn.prompt - 1) // BLOCK])
+            found = match[place.rank].tokens if place.rank in match else 0
+            assert found == held * BLOCK
+
+
+def test_the_same_seed_gives_the_same_result_and_another_one_another() -> None:
+    run = Run(Traffic("rag", 1.0, 60), "kvindex", 3, Fleet(ranks=2))
+    assert simulate(run) == simulate(run)
+    assert simulate(run) != simulate(replace(run, seed=4))
+
+
+def test_what_a_dead_engine_had_is_answered_elsewhere() -> None:
+    made = sessions("bursts")
+    run, routers, _, _ = simulation()
+    run.lose(LOSSES)
+    requests = run.run(made)
+    checked(requests, made)
+    again = [one for one in requests if one.sent > 1]
+    assert again
+    assert routers[0].statistics()["bookings"]["cancelled"] == sum(one.sent - 1 for one in again)
+    dead = [one for one in requests if one.rank == 0 and one.first and 1.5 < one.first < 3.5]
+    assert not [one for one in dead if one.sent == 1]
+    assert not routers[0].drained
+
+
+def test_events_that_come_late_make_predictions_worse_and_lose_nothing() -> None:
+    made = Run(Traffic("agentic", 2.0, 200), "kvindex", 1, Fleet(ranks=2))
+    now, late = simulate(made), simulate(replace(made, fleet=Fleet(ranks=2, event_delay=5.0)))
+    assert now.missed < late.missed
+
+
+def test_gateways_that_share_everything_know_what_one_would() -> None:
+    _, routers, _, _ = simulation(gateways=3)
+    prompt = tokens_of(turn(4 * BLOCK))
+    bookings = [router.reserve(prompt) for router in routers for _ in range(3)]
+    assert {str(booking.rank) for booking in bookings} == {
+        f"engine-{number:02}/0" for number in range(3)
+    }
+    loads = [[router.load(rank) for rank in router.ranks] for router in routers]
+    assert loads[0] == loads[1] == loads[2]
+    assert [load.open_requests for load in loads[0]] == [3, 3, 3]
+    for booking in bookings:
+        booking.cancel()
+    assert all(tuple(router.load(rank)) == (0, 0, 0) for router in routers for rank in router.ranks)
+
+
+def test_gateways_that_share_nothing_know_their_own_load_only() -> None:
+    _, routers, _, _ = simulation(gateways=2, shared=None)
+    booking = routers[0].reserve(tokens_of(turn(BLOCK)))
+    assert routers[0].load(booking.rank).open_requests == 1
+    routers[1].select(tokens_of(turn(BLOCK)))
+    assert routers[1].load(booking.rank).open_requests == 0
+
+
+# Traffic and figures ------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_equal_beginnings_are_equal_and_no_longer() -> None:
+    short, long = turn(2 * BLOCK + NOT_WHOLE), turn(3 * BLOCK)
+    assert len(tokens_of(short)) == short.prompt
+    assert tokens_of(short)[: 2 * BLOCK] == tokens_of(long)[: 2 * BLOCK]
+    assert tokens_of(short)[2 * BLOCK :] != tokens_of(long)[2 * BLOCK : short.prompt]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generated_turns_continue_their_session(kind: str) -> None:
+    made = sessions(kind)
+    assert made == sessions(kind)
+    assert sum(len(one.turns) for one in made) >= 60
+    for one in made:
+        for before, after in zip(one.turns, one.turns[1:], strict=False):
+            assert after.prompt > before.prompt + before.output
+            assert after.blocks[: len(before.blocks)] == before.blocks
+        for asked in one.turns:
+            assert len(asked.blocks) == (asked.prompt + asked.output) // BLOCK
+
+
+def test_a_trace_keeps_its_order_and_is_spread_over_its_grid(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": t, "input_length": 700, "output_length": 0, "hash_ids": [0, n]}
+        for n, t in enumerate((0, 0, 0, 3_000, 3_000), 1)
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = mooncake(file, speed=2.0, seed=1)
+    starts = [one.start for one in made]
+    assert starts == sorted(set(starts))
+    assert starts[2] < 1.5 <= starts[3]
+    assert starts[4] < 3.0
+    assert [one.turns for one in made] == [(Turn(0.0, 700, 1, (1,)),)] * 5
+    assert len(mooncake(file, speed=2.0, seed=1, most=2)) == 2
+
+
+def test_noise_is_the_half_width_of_the_interval_of_a_mean() -> None:
+    found = spread([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.noise == pytest.approx(4.30 / math.sqrt(3))
+    assert not found.matters
+    assert spread([4.0, 4.1, 4.0]).matters
+    assert not spread([1e9]).matters
+
+
+def test_a_chart_has_a_line_for_each_policy() -> None:
+    chart = line_chart("waits <ms>", [Line("a", [(1, 10.0), (2, 900.0)]), Line("b", [(1, 20.0)])])
+    assert chart.count("<path") == 3 + 1 + 2 + 2  # decades, axes, lines, legend
+    assert "waits &lt;ms&gt;" in chart

@@ -1,0 +1,94 @@
+"""Bodies of any form, in JSON and in msgpack: each is answered, and none is our failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("starlette", reason="needs kvindex[server]")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvindex import Client
+from kvindex.service.asking import answer
+from kvindex.service.catalog import Partition, Registration
+from kvindex.service.registering import register, unregister
+from kvindex.service.registry import Registry
+from kvindex.service.replies import Reply
+from kvindex.service.service import Service
+from kvindex.wire.errors import EndpointRefusedError
+
+pytestmark = pytest.mark.service
+
+NAMES = [
+    "model",
+    "model_name",
+    "modelname",
+    "token_ids",
+    "routing_group",
+    "tenant_id",
+    "lora_name",
+    "cache_salt",
+    "instance_id",
+    "hit_detail",
+    "block_size",
+    "dp_rank",
+    "endpoint",
+    "replay_endpoint",
+    "medium_endpoints",
+    "hash_profile",
+    "type",
+]
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["m", "default", "1", "tcp://h:1", "x", ""])
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES), inner),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(NAMES) | st.integers(0, 3)
+BODIES = st.dictionaries(KEYS, VALUES, max_size=8)
+
+
+def dial(endpoint: str) -> str:
+    raise EndpointRefusedError(f"{endpoint} is not allowed", reason="network")
+
+
+@pytest.fixture(scope="module")
+def service() -> Any:
+    with Client() as client:
+        service = Service(client, Registry(client, dial=dial))
+        told: dict[str, dict[str, Any]] = {"1": {}, "2": {"medium_endpoints": {}}}
+        for name, details in told.items():
+            one = Registration(
+                instance_id=name,
+                partition=Partition("m" * int(name)),
+                endpoint="tcp://127.0.0.1:9",
+                details=details,
+            )
+            service.registry.register(one, trusted=True)
+        yield service
+
+
+@pytest.mark.parametrize("ask", [answer, register, unregister])
+@pytest.mark.parametrize("is_packed", [False, True])
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(body=BODIES | VALUES)
+def test_any_body_is_answered(service: Service, ask: Any, is_packed: bool, body: Any) -> None:
+    encode = msgspec.msgpack.encode if is_packed else msgspec.json.encode
+    kind = b"application/msgpack" if is_packed else b"application/json"
+    reply: Reply = ask(service, encode(body), kind)
+    assert reply.status < 500
+
+
+@pytest.mark.parametrize("ask", [answer, register, unregister])
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(body=st.binary(max_size=60), kind=st.sampled_from(["msgpack", "json", "octet-stream", ""]))
+def test_any_bytes_are_answered(service: Service, ask: Any, body: bytes, kind: str) -> None:
+    assert ask(service, body, f"application/{kind}".encode() if kind else None).status < 500

@@ -1,0 +1,382 @@
+"""Clients of RFC #1403, of Mooncake's conductor and of MindIE, as these send their requests."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("starlette", reason="needs kvindex[server]")
+pytest.importorskip("httpx")
+
+from kvindex import Client, State, Worker
+from kvindex.service.app import build_app
+from kvindex.service.catalog import Partition
+from kvindex.service.service import Service
+from kvindex.testing import FakeEngine
+from tests.live import PATIENCE, caught_up, client_of
+from tests.service.http.asking import Asker
+
+pytestmark = pytest.mark.service
+
+PROMPT = list(range(64))
+PACKED = {"content-type": "application/msgpack"}
+PROFILE = {
+    "strategy": "vllm_v1",
+    "algorithm": "sha256_cbor",
+    "python_hash_seed": "0",
+    "index_projection": "low64_be",
+}
+
+
+class Fleet:
+    """One instance of two ranks; rank 0 has the prompt, rank 1 nothing."""
+
+    def __init__(self, engines: list[FakeEngine], client: Client, dialect: str = "auto") -> None:
+        self.engines = engines
+        self.client = client
+        self.asker = Asker(build_app(Service(client, dialect=dialect)))
+
+    def register(self, engine: FakeEngine, **fields: Any) -> dict[str, Any]:
+        return {
+            "endpoint": engine.endpoint,
+            "replay_endpoint": engine.replay_endpoint,
+            "type": "vLLM",
+            "modelname": "m",
+            "instance_id": "vllm-prefill-7",
+            "block_size": 16,
+            "dp_rank": engine.rank.dp_rank,
+            **fields,
+        }
+
+    def packed(self, path: str, body: Any) -> tuple[int, Any]:
+        response = self.asker.send(
+            "POST", path, content=msgspec.msgpack.encode(body), headers=PACKED
+        )
+        assert response.headers["content-type"] == "application/msgpack"
+        return response.status_code, msgspec.msgpack.decode(response.content)
+
+    def caught_up(self) -> None:
+        caught_up(self.client, *self.engines)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    name = "vllm-prefill-7"
+    with (
+        FakeEngine(name) as zero,
+        FakeEngine(name, dp_rank=1) as one,
+        client_of() as client,
+    ):
+        zero.serve(PROMPT)
+        yield Fleet([zero, one], client)
+
+
+def without_trust(instance: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in instance.items() if k not in ("state", "complete", "lag", "ranks")}
+
+
+# B: RFC #1403 ---------------------------------------------------------------------------------
+
+
+def test_an_rfc_client_registers_asks_and_leaves(fleet: Fleet) -> None:
+    ask = fleet.asker
+    for engine in fleet.engines:
+        body = fleet.register(engine, lora_name="", additionalsalt="w8a8", tenant_id="t")
+        done = {"status": "registered successfully", "instance_id": "vllm-prefill-7"}
+        assert ask.post("/register", body) == (200, done)
+        assert ask.post("/register", body) == (200, done)
+    fleet.caught_up()
+    query = {"model": "m", "token_ids": PROMPT, "block_size": 16, "tenant_id": "t"}
+    status, answer = ask.post("/query", query)
+    assert status == 200
+    instance = answer["t"]["vllm-prefill-7"]
+    assert without_trust(instance) == {
+        "longest_matched": 64,
+        "GPU": 64,
+        "CPU": 64,
+        "DISK": 64,
+        "DP": {"0": 64},
+    }
+    assert (instance["state"], set(instance["ranks"])) == ("live", {"0", "1"})
+    assert ask.post("/query", {**query, "instance_id": "other"}) == (200, {"t": {}})
+    assert ask.post("/query", {**query, "model": "nope"}) == (200, {"t": {}})
+    assert ask.get("/services")[1]["count"] == 2
+    gone = {"instance_id": "vllm-prefill-7", "modelname": "m", "tenant_id": "t", "dp_rank": 1}
+    assert ask.post("/unregister", gone) == (
+        200,
+        {"status": "unregistered successfully", "removed_instances": ["vllm-prefill-7|t|1"]},
+    )
+    assert ask.post("/unregister", gone)[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"instance_id": 7}, 422),
+        ({"block_size": 0}, 422),
+        ({"dp_rank": -1}, 422),
+        ({"endpoint": None}, 400),
+        ({"endpoint": "nowhere"}, 400),
+    ],
+)
+def test_what_an_rfc_registration_cannot_be(
+    fleet: Fleet, fields: dict[str, Any], status: int
+) -> None:
+    body = fleet.register(fleet.engines[0], **fields)
+    assert fleet.asker.post("/register", body)[0] == status
+    assert not fleet.client.ranks
+
+
+# C: Mooncake's conductor ----------------------------------------------------------------------
+
+
+def test_mooncakes_proxy_registers_asks_and_leaves(fleet: Fleet) -> None:
+    for engine in fleet.engines:
+        body = fleet.register(engine, hash_profile=PROFILE)
+        done = {"status": "registered successfully", "instance_id": "vllm-prefill-7"}
+        assert fleet.packed("/register", body) == (200, done)
+        assert fleet.packed("/register", body) == (200, done)
+    fleet.caught_up()
+    query = {"model": "m", "block_size": 16, "token_ids": array("i", PROMPT).tobytes()}
+    answer = {
+        "longest_matched": 64,
+        "gpu": 64,
+        "cpu": 64,
+        "disk": 64,
+        "dp": {"0": 64, "1": 0},
+        "rank_matches": {
+            "0": {"gpu": 64, "cpu": 64, "disk": 64},
+            "1": {"gpu": 0, "cpu": 0, "disk": 0},
+        },
+    }
+    expected = (200, {"instances": {"vllm-prefill-7": answer}})
+    assert fleet.packed("/query", query) == expected
+    assert fleet.packed("/query", {**query, "token_ids": PROMPT}) == expected
+    assert fleet.packed("/query", {**query, "model": "nope"}) == (200, {"instances": {}})
+    assert fleet.packed("/query", {**query, "instance_id": "x"}) == (200, {"instances": {}})
+    gone = {"instance_id": "vllm-prefill-7", "dp_rank": 0}
+    assert fleet.packed("/unregister", gone)[1]["removed_instances"] == ["vllm-prefill-7|default|0"]
+    [service] = fleet.asker.get("/services")[1]["services"]
+    assert (service["DPRank"], service["HashProfile"]) == (1, PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "field"),
+    [
+        ({"zzz": 1}, "unknown_field", "zzz"),
+        ({"model": ""}, "invalid_value", "model"),
+        ({"model": 5}, "invalid_type", "model"),
+        ({"block_size": 0}, "out_of_range", "block_size"),
+        ({"block_size": None}, "invalid_type", "block_size"),
+        ({"token_ids": "abc"}, "invalid_type", "token_ids"),
+        ({"token_ids": b"abc"}, "invalid_value", "token_ids"),
+        ({"tenant_id": 3}, "invalid_type", "tenant_id"),
+    ],
+)
+def test_the_conductors_queries_are_strict(
+    fleet: Fleet, fields: dict[str, Any], reason: str, field: str
+) -> None:
+    query = {"model": "m", "block_size": 16, "token_ids": [1, 2], **fields}
+    status, error = fleet.packed("/query", query)
+    assert (status, error["reason"], error["field"]) == (400, reason, field)
+    assert error["error"]
+
+
+def test_a_fault_in_the_conductors_tokens_names_the_token(fleet: Fleet) -> None:
+    query = {"model": "m", "block_size": 16, "token_ids": [1, -2]}
+    error = fleet.packed("/query", query)[1]
+    assert (error["field"], error["index"]) == ("token_ids", 1)
+
+
+@pytest.mark.parametrize("missing", ["model", "block_size", "token_ids"])
+def test_what_a_conductors_query_lacks_is_told(fleet: Fleet, missing: str) -> None:
+    query = {"model": "m", "block_size": 16, "token_ids": [1, 2]}
+    del query[missing]
+    status, error = fleet.packed("/query", query)
+    assert (status, error["reason"], error["field"]) == (400, "missing", missing)
+
+
+def test_unknown_fields_of_the_conductors_registration_are_refused(fleet: Fleet) -> None:
+    body = fleet.register(fleet.engines[0], hash_profile=PROFILE, zzz=1)
+    status, error = fleet.packed("/register", body)
+    assert (status, error["reason"], error["field"]) == (400, "unknown_field", "zzz")
+
+
+# D: MindIE ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_mindie_registers_a_medium_and_reads_blocks_by_tier(fleet: Fleet, is_packed: bool) -> None:
+    ask = fleet.packed if is_packed else fleet.asker.post
+    for engine in fleet.engines:
+        body = fleet.register(engine, medium_endpoints={"npu": engine.endpoint})
+        del body["endpoint"]
+        assert ask("/register", body)[0] == 200
+    fleet.caught_up()
+    status, answer = ask("/query", {"model": "m", "block_size": 16, "token_ids": PROMPT})
+    assert status == 200
+    instance = answer["default"]["vllm-prefill-7"]
+    assert without_trust(instance) == {
+        "longest_matched": 64,
+        "DP": {"0": {"matched_tokens": 64, "npu_blocks": 4, "cpu_blocks": 0, "disk_blocks": 0}},
+    }
+
+
+def test_an_older_mindie_reads_tokens_of_each_rank(fleet: Fleet) -> None:
+    for engine in fleet.engines:
+        fleet.asker.post("/register", fleet.register(engine))
+    fleet.caught_up()
+    query = {"model": "m", "block_size": 16, "token_ids": PROMPT}
+    assert fleet.asker.post("/query", query)[1]["default"]["vllm-prefill-7"]["DP"]["0"] == 64
+    detailed = fleet.asker.post("/query", {**query, "hit_detail": True})
+    assert detailed[1]["default"]["vllm-prefill-7"]["DP"]["0"]["npu_blocks"] == 4
+
+
+# All ------------------------------------------------------------------------------------------
+
+
+def test_raw_tokens_are_asked_for_in_the_url(fleet: Fleet) -> None:
+    for engine in fleet.engines:
+        fleet.asker.post("/register", fleet.register(engine))
+    fleet.caught_up()
+    raw = {
+        "content": array("I", PROMPT).tobytes(),
+        "headers": {"content-type": "application/octet-stream"},
+    }
+    answer = fleet.asker.send("POST", "/query?model_name=m", **raw).json()
+    assert answer["scores"] == {"vllm-prefill-7": {"0": 64}}
+    assert fleet.asker.send("POST", "/query?model=m", **raw).json().keys() == {"default"}
+    assert fleet.asker.send("POST", "/query", **raw).status_code == 422
+    raw["content"] = b"abc"
+    assert fleet.asker.send("POST", "/query?model=m", **raw).status_code == 422
+
+
+def test_dynamos_query_may_be_msgpack(fleet: Fleet) -> None:
+    fleet.asker.post("/register", fleet.register(fleet.engines[0]))
+    caught_up(fleet.client, fleet.engines[0])
+    status, answer = fleet.packed("/query", {"model_name": "m", "token_ids": PROMPT})
+    assert (status, answer["scores"]) == (200, {"vllm-prefill-7": {"0": 64}})
+
+
+def test_a_dialect_can_be_forced(fleet: Fleet) -> None:
+    forced = Fleet(fleet.engines, fleet.client, "dynamo")
+    assert forced.asker.post("/query", {"model": "m", "token_ids": [1]})[0] == 422
+    forced = Fleet(fleet.engines, fleet.client, "rfc")
+    assert forced.asker.post("/query", {"model_name": "m", "token_ids": [1]})[0] == 422
+
+
+def test_a_rank_that_is_registered_elsewhere_has_moved(fleet: Fleet) -> None:
+    zero, one = fleet.engines
+    fleet.asker.post("/register", fleet.register(zero))
+    caught_up(fleet.client, zero)
+    assert fleet.asker.post("/register", fleet.register(one, dp_rank=0))[0] == 200
+    fleet.client.wait_live(PATIENCE)
+    assert [status.endpoint for status in fleet.client.statuses().values()] == [one.endpoint]
+
+
+def test_a_server_is_ready_once_each_rank_was_live_and_strict_asks_for_now() -> None:
+    now = [0.0]
+    with client_of() as client:
+        service = Service(client, patience=30.0, clock=lambda: now[0])
+        ask = Asker(build_app(service))
+        assert ask.get("/ready")[0] == 200
+        dead = {"modelname": "m", "instance_id": "dead", "block_size": 16}
+        ask.post("/register", {**dead, "endpoint": "tcp://127.0.0.1:9"})
+        status, told = ask.get("/ready")
+        assert (status, list(told["waiting"])) == (503, ["dead/0"])
+        now[0] = 31.0
+        status, told = ask.get("/ready")
+        assert (status, list(told["given_up"])) == (200, ["dead/0"])
+        assert told["given_up"]["dead/0"]
+        assert ask.get("/ready?strict=1")[0] == 503
+
+
+def test_a_new_rank_that_is_not_live_yet_takes_nobodys_answers_away(fleet: Fleet) -> None:
+    now = [0.0]
+    service = Service(fleet.client, patience=30.0, clock=lambda: now[0])
+    ask = Asker(build_app(service))
+    ask.post("/register", fleet.register(fleet.engines[0]))
+    caught_up(fleet.client, fleet.engines[0])
+    for seconds in (10.0, 1000.0):  # before the server's patience is over, and long after
+        now[0] = seconds
+        assert ask.get("/ready")[0] == 200
+        new = {"modelname": "m", "instance_id": f"new{seconds:g}", "block_size": 16}
+        ask.post("/register", {**new, "endpoint": "tcp://127.0.0.1:9"})
+        status, told = ask.get("/ready")
+        assert (status, told["live"], f"new{seconds:g}/0" in told["given_up"]) == (200, False, True)
+
+
+def test_ranks_are_waited_for_since_the_server_began_not_since_somebody_asked() -> None:
+    now = [0.0]
+    with client_of() as client:
+        service = Service(client, patience=30.0, clock=lambda: now[0])
+        service.registry.add(Worker("dead", "tcp://127.0.0.1:9"), Partition("m"))
+        now[0] = 31.0
+        assert service.standing().ready
+
+
+def test_one_standing_answers_all_who_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    with client_of() as client:
+        service = Service(client, patience=30.0, clock=lambda: now[0])
+        service.registry.add(Worker("dead", "tcp://127.0.0.1:9"), Partition("m"))
+        looked = 0
+        statuses = service.statuses
+
+        def look() -> Any:
+            nonlocal looked
+            looked += 1
+            return statuses()
+
+        monkeypatch.setattr(service, "statuses", look)
+        with ThreadPoolExecutor(8) as pool:
+            for seconds, is_ready in ((0.0, False), (29.0, False), (30.0, True)):
+                now[0] = seconds
+                asked = [pool.submit(service.standing) for _ in range(100)]
+                assert {one.result(PATIENCE).ready for one in asked} == {is_ready}
+        assert looked == 3
+
+
+def test_a_rank_that_was_live_is_behind_later_even_if_nobody_asked_before(fleet: Fleet) -> None:
+    engine = fleet.engines[0]
+    fleet.asker.post("/register", fleet.register(engine))
+    caught_up(fleet.client, engine)
+    engine.close()
+    assert fleet.client.wait_for(
+        lambda now: all(status.state is not State.LIVE for status in now.values()), PATIENCE
+    )
+    status, told = fleet.asker.get("/ready")
+    assert (status, told["live"], len(told["behind"])) == (200, False, 1)
+
+
+def test_an_engine_that_is_not_found_is_waited_for_and_named() -> None:
+    now = [0.0]
+    with client_of() as client:
+        service = Service(client, patience=30.0, clock=lambda: now[0])
+        service.missing = lambda: {"http://127.0.0.1:1": "refuses the connection"}
+        ask = Asker(build_app(service))
+        status, told = ask.get("/ready")
+        assert (status, told["missing"]) == (503, {"http://127.0.0.1:1": "refuses the connection"})
+        now[0] = 31.0
+        assert ask.get("/ready")[0] == 200
+        assert ask.get("/ready?strict=1")[0] == 503
+
+
+def test_a_dump_has_a_line_for_each_rank_and_block(fleet: Fleet) -> None:
+    for engine in fleet.engines:
+        fleet.asker.post("/register", fleet.register(engine))
+    fleet.caught_up()
+    lines = fleet.asker.send("GET", "/dump").text.splitlines()
+    told = [msgspec.json.decode(line) for line in lines]
+    assert [(one["rank"], one["blocks"]) for one in told if "rank" in one] == [
+        ("vllm-prefill-7/0", 4),
+        ("vllm-prefill-7/1", 0),
+    ]
+    assert sorted(one["depth"] for one in told if "depth" in one) == [0, 1, 2, 3]
+    assert len(fleet.asker.send("GET", "/dump?blocks=1").text.splitlines()) == 3
+    assert fleet.asker.get("/dump?blocks=-1")[0] == 422

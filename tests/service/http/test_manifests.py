@@ -1,0 +1,81 @@
+"""The Kubernetes manifests in deploy/: whole, least privilege, and understood by the command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex.service.settings import ServeSettings
+from kvindex.tools.cli import serve
+from tests.service.test_deploy import parsed
+
+pytestmark = pytest.mark.service
+
+yaml = pytest.importorskip("yaml")
+
+FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
+
+
+def documents() -> Iterator[dict[str, Any]]:
+    for path in sorted(FOLDER.glob("*.yaml")):
+        yield from yaml.safe_load_all(path.read_text())
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    (found,) = (one for one in documents() if one["kind"] == kind)
+    return found
+
+
+def pod() -> dict[str, Any]:
+    spec: dict[str, Any] = of_kind("Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def test_the_commands_are_understood_and_can_work() -> None:
+    (container,) = pod()["containers"]
+    arguments = parsed(container["args"])
+    settings = ServeSettings(**serve.options_of(arguments))
+    assert settings.host == "0.0.0.0"
+    assert settings.networks() == ()  # nobody registers what it dials
+    assert serve.sources_of(arguments) == [{"kind": "kubernetes", "selector": "app=vllm"}]
+    service = of_kind("Service")["metadata"]
+    assert f"{service['name']}.{service['namespace']}.svc" in settings.allowed_hosts
+    assert container["ports"] == [{"name": "http", "containerPort": settings.port}]
+
+
+def test_probes_ask_what_needs_no_token() -> None:
+    (container,) = pod()["containers"]
+    paths = {name: container[name]["httpGet"]["path"] for name in container if "Probe" in name}
+    assert paths == {
+        "startupProbe": "/health",
+        "livenessProbe": "/health",
+        "readinessProbe": "/ready",
+    }
+
+
+def test_the_pod_may_do_no_more_than_it_must() -> None:
+    spec = pod()
+    (container,) = spec["containers"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in spec["volumes"]}
+    for rule in of_kind("Role")["rules"]:
+        assert set(rule["verbs"]) == {"get", "list", "watch"}
+        assert "*" not in rule["resources"] + rule["apiGroups"]
+
+
+def test_everything_is_in_one_namespace_and_named_alike() -> None:
+    assert {one["metadata"]["namespace"] for one in documents()} == {"llm"}
+    labels = of_kind("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert of_kind("Deployment")["spec"]["selector"]["matchLabels"] == labels
+    assert of_kind("Service")["spec"]["selector"] == labels
+    assert of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
+    assert pod()["serviceAccountName"] == of_kind("ServiceAccount")["metadata"]["name"]

@@ -1,0 +1,165 @@
+"""What /openapi.json says is what the server does, whatever is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs kvindex[server]")
+pytest.importorskip("schemathesis")
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    ensure_resource_availability,
+    positive_data_acceptance,
+    unsupported_method,
+    use_after_free,
+)
+
+from kvindex import Client
+from kvindex.service.app import build_app
+from kvindex.service.asking_by_hash import HashQueries
+from kvindex.service.exposition import Exposition
+from kvindex.service.gate import Gate
+from kvindex.service.guards import Guard
+from kvindex.service.hashing import HashFollower
+from kvindex.service.openapi import description
+from kvindex.service.page import Page
+from kvindex.service.registry import Registry
+from kvindex.service.running import Running
+from kvindex.service.service import Service
+from kvindex.service.settings import ServeSettings
+from kvindex.service.snapshots import snapshot_route
+from kvindex.service.traffic import Totals
+from kvindex.wire.errors import EndpointRefusedError
+from tests.service.http.asking import Asker
+
+pytestmark = pytest.mark.service
+
+QUICK = settings(
+    max_examples=10,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)
+
+
+def dial(endpoint: str) -> str:
+    """Let nothing be dialled but what nobody can reach."""
+    if endpoint.endswith(("1", "3", "5", "7", "9")):
+        raise EndpointRefusedError(f"{endpoint} is not allowed", reason="network")
+    return "tcp://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Any]:
+    with Client() as client:
+        hashes = HashFollower()
+        registry = Registry(client, dial=dial, besides=[hashes])
+        service = Service(client, registry)
+        page = Page(service)
+        guard = Guard(allowed_hosts=["testserver"])
+
+        def statistics() -> dict[str, Any]:
+            streams = {"open_now": 0, "cut_off": 0}
+            return {
+                "refused": guard.counters.values(),
+                "streams": streams,
+                "processes": None,
+                "state": None,
+                "discovery": {"sources": {}},
+            }
+
+        app = build_app(
+            service,
+            routes=[snapshot_route(client), *page.routes],
+            metrics=Exposition(service, Totals(lambda: [service.traffic]), statistics).write,
+            by_hash=HashQueries(registry, hashes),
+        )
+        yield schemathesis.openapi.from_asgi("/openapi.json", Gate(app, guard))
+        page.close()
+        hashes.close()
+
+
+# A 501 or 503 is no fault here; what is well-formed may still be refused.
+UNCHECKED = [not_a_server_error, positive_data_acceptance, unsupported_method]
+
+# These compare with what an earlier request of the run did; ours are idempotent on purpose.
+STATEFUL = [*UNCHECKED, ensure_resource_availability, use_after_free]
+
+OPERATIONS = [
+    ("POST", path) for path in ("/query", "/query_by_hash", "/register", "/unregister", "/outcomes")
+] + [
+    ("POST", "/register_peer"),
+    ("POST", "/deregister_peer"),
+    ("POST", "/api/explain"),
+    *(("GET", path) for path in ("/peers", "/workers", "/services", "/health", "/ready", "/dump")),
+    *(("GET", path) for path in ("/", "/metrics", "/snapshot")),
+    *(("GET", f"/api/{name}") for name in ("fleet", "timeline", "traffic", "prefixes")),
+]
+NOT_RUN = {("GET", "/openapi.json"), ("GET", "/events")}  # the latter never ends: see test_page
+
+
+def test_every_route_is_tried_or_said_not_to_be(api: Any) -> None:
+    described = {
+        (result.ok().method.upper(), result.ok().path) for result in api.get_all_operations()
+    }
+    assert described - NOT_RUN == set(OPERATIONS)
+
+
+def test_every_route_of_a_running_server_is_described_but_for_files_of_the_page() -> None:
+    with Running(ServeSettings(port=0, hash_queries="xxh3")) as running:
+        routes = {path for path in running.routes if not path.startswith("/static/")}
+        assert routes == set(description(running.routes)["paths"])
+        assert {"/", "/events", "/snapshot", "/metrics", "/api/explain"} <= routes
+
+
+def test_the_codes_of_the_guard_are_described_where_they_occur() -> None:
+    with Running(ServeSettings(port=0), tokens=["a-token-of-16-characters"]) as running:
+        ask = Asker(running.app)
+        for path, item in description(running.routes)["paths"].items():
+            for method, operation in item.items():
+                codes = operation["responses"].keys()
+                for host, refused in (("localhost", 401), ("evil.example", 421)):
+                    response = ask.send(method.upper(), path, headers={"host": host})
+                    assert (response.status_code == refused) == (str(refused) in codes)
+                assert {"400", "408", "413", "431", "503"} <= codes
+                assert (operation.get("security") == [{}]) == ("401" not in codes)
+
+
+WITHOUT_INPUT = {"/", "/peers", "/services", "/health", "/snapshot", "/api/fleet", "/api/timeline"}
+RUNS = [(*operation, GenerationMode.POSITIVE) for operation in OPERATIONS]
+RUNS += [(*one, GenerationMode.NEGATIVE) for one in OPERATIONS if one[1] not in WITHOUT_INPUT]
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), RUNS)
+def test_every_answer_is_as_described(
+    api: Any, method: str, path: str, mode: GenerationMode
+) -> None:
+    cases = api[path][method].as_strategy(generation_mode=mode)
+
+    @QUICK
+    @given(case=cases)
+    def check(case: Any) -> None:
+        response = case.call_and_validate(excluded_checks=UNCHECKED)
+        assert response.status_code not in (500, 503) or path == "/ready"
+
+    check()
+
+
+def test_no_order_of_registering_asking_and_leaving_breaks_anything(api: Any) -> None:
+    machine = api.exclude(path="/events").as_state_machine()
+
+    class Checked(machine):  # type: ignore[misc, valid-type]
+        def validate_response(self, response: Any, case: Any, **options: Any) -> None:
+            case.validate_response(response, excluded_checks=STATEFUL)
+            assert response.status_code not in (500, 503) or case.path == "/ready"
+
+    Checked.run(settings=settings(QUICK, max_examples=5, stateful_step_count=8))

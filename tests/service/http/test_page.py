@@ -1,0 +1,449 @@
+"""What the page asks for: its files, the fleet, prefixes, explanations and news."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs kvindex[server]")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+
+import httpx
+from starlette.applications import Starlette
+
+from kvindex import State
+from kvindex.service import event_stream
+from kvindex.service.catalog import Partition
+from kvindex.service.event_stream import EventStreamResponse, StreamCounters
+from kvindex.service.gate import Gate
+from kvindex.service.guards import Guard
+from kvindex.service.http import HttpServer
+from kvindex.service.page import Page
+from kvindex.service.timeline import Timeline
+from kvindex.service.tokenizing import TokenizerError, tokenize
+from kvindex.testing import FakeEngine, HttpEngine
+from tests.index.index_events import apply, removed, stored
+from tests.live import PATIENCE, caught_up, wait_status, worker_of
+from tests.service.http.asking import Asker
+from tests.service.http.page_server import MODEL, ManyRanks, paged, register
+from tests.service.test_fleet_overview import A, status_of
+
+pytestmark = pytest.mark.service
+
+PROMPT = list(range(48))
+
+
+@pytest.fixture
+def asker() -> Iterator[Asker]:
+    page = Page(ManyRanks(16))
+    yield Asker(Starlette(routes=page.routes))
+    page.close()
+
+
+# Files
+
+
+def test_the_page_lets_nothing_in_from_elsewhere_and_nothing_inline(asker: Asker) -> None:
+    for path in ("/", "/static/app.js", "/static/style.css"):
+        answer = asker.send("GET", path)
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    text = asker.send("GET", "/").text
+    assert "<style" not in text
+    assert "<script>" not in text
+    assert "//" not in text.replace("<!doctype html>", "")
+
+
+def test_a_file_that_has_not_changed_is_not_sent_again(asker: Asker) -> None:
+    tag = asker.send("GET", "/static/app.js").headers["etag"]
+    again = asker.send("GET", "/static/app.js", headers={"If-None-Match": tag})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_only_files_of_the_page_are_served(asker: Asker) -> None:
+    for path in ("/static/../page.py", "/static/%2e%2e/page.py", "/static/", "/static/none.js"):
+        assert asker.send("GET", path).status_code == 404
+
+
+# The fleet and its prefixes
+
+
+def test_the_fleet_is_told_and_its_prefixes_with_who_holds_them() -> None:
+    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
+        one.serve(PROMPT)
+        two.serve(PROMPT[:16])
+        with paged(one, two) as (_, client, url):
+            caught_up(client, one, two)
+            fleet = httpx.get(f"{url}/api/fleet").json()
+            query = {"model": MODEL.model, "max_nodes": "10"}
+            prefixes = httpx.get(f"{url}/api/prefixes", params=query).json()
+            none = httpx.get(f"{url}/api/prefixes", params={"model": "other"}).json()
+    assert [(rank["worker"], rank["blocks"]) for rank in fleet["ranks"]] == [
+        ("a", {"GPU": 3}),
+        ("b", {"GPU": 1}),
+    ]
+    assert [(node["blocks"], node["ranks"]) for node in prefixes["nodes"]] == [(1, 2), (2, 1)]
+    assert prefixes["ranks"] == [["a", 0], ["b", 0]]
+    assert none["nodes"] == []
+
+
+def test_prefixes_of_one_partition_have_no_totals_of_others() -> None:
+    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
+        one.serve(PROMPT)
+        two.serve([9] * 64)
+        with paged(one) as (page, client, url):
+            register(page._service, two, partition=Partition("qwen"))  # type: ignore[arg-type]
+            caught_up(client, one, two)
+            llama = httpx.get(f"{url}/api/prefixes", params={"model": MODEL.model}).json()
+            everybody = httpx.get(f"{url}/api/prefixes").json()
+    assert (llama["children"], llama["left_out"], llama["unique_blocks"]) == (1, 0, None)
+    assert (everybody["children"], everybody["unique_blocks"]) == (2, 7)
+
+
+def test_prefixes_of_the_only_partition_have_its_holes_and_the_size_of_the_tree() -> None:
+    fleet = ManyRanks(2)
+    apply(fleet.index, fleet.ranks[0], stored(0, 1, 2, 3), removed(1, 2))
+    page = Page(fleet)
+    _, found = Asker(Starlette(routes=page.routes)).get(f"/api/prefixes?model={MODEL.model}")
+    page.close()
+    assert [(node["blocks"], node["ranks"]) for node in found["nodes"]] == [(1, 1), (2, 0), (1, 1)]
+    assert found["unique_blocks"] == 4
+
+
+def test_engines_that_were_not_found_are_told(asker: Asker) -> None:
+    _, fleet = asker.get("/api/fleet")
+    assert fleet["missing"] == {"http://vllm-99:8000": "nothing listens there"}
+
+
+def test_what_was_asked_is_told_over_time_and_by_partition() -> None:
+    fleet = ManyRanks(16)
+    page = Page(fleet)
+    fleet.traffic.query(MODEL, 100, 60, 1_000)
+    page.look()
+    asker = Asker(Starlette(routes=page.routes))
+    page.close()
+    _, all_of_it = asker.get("/api/traffic?seconds=300")
+    _, other = asker.get("/api/traffic?seconds=300&model=qwen")
+    assert all_of_it["partitions"] == [{"model": "llama", "routing_group": "default"}]
+    assert sum(all_of_it["points"]["best_match"]) == 60
+    assert all_of_it["points"]["ranks"][-1] == 16
+    assert sum(other["points"]["queries"]) == 0
+    status, said = asker.get("/api/traffic?seconds=7")
+    assert (status, said["error"]) == (
+        422,
+        "seconds must be one of 300, 900, 3600, 21600, 86400, not '7'",
+    )
+
+
+def test_the_timeline_says_since_when_it_has_everything() -> None:
+    now = [100.0]
+    timeline = Timeline(most=2, clock=lambda: now[0])
+    page = Page(ManyRanks(0), timeline=timeline)
+    asker = Asker(Starlette(routes=page.routes))
+    timeline.observe(status_of(A))
+    assert asker.get("/api/timeline")[1]["since"] == 100.0
+    for losses in range(1, 4):
+        now[0] += 1
+        timeline.sweep([status_of(A, losses=losses)])
+    said = asker.get("/api/timeline")[1]
+    page.close()
+    assert (said["dropped"], said["since"]) == (2, 102.0)
+
+
+@pytest.mark.parametrize("asked", ["max_nodes=0", "max_nodes=99999", "min_blocks=x"])
+def test_numbers_that_cannot_be_are_refused_in_words(asker: Asker, asked: str) -> None:
+    status, said = asker.get(f"/api/prefixes?{asked}")
+    assert status == 422
+    assert asked.partition("=")[0] in said["error"]
+
+
+# Explanations
+
+
+def test_a_prompt_is_explained_for_each_rank_longest_first() -> None:
+    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
+        one.serve(PROMPT[:16])
+        two.serve(PROMPT)
+        with paged(one, two) as (_, client, url):
+            caught_up(client, one, two)
+            asked = {"model": MODEL.model, "token_ids": PROMPT}
+            found = httpx.post(f"{url}/api/explain", json=asked).json()
+    assert [(r["worker"], r["match"]["tokens"], r["ending"]) for r in found["ranks"]] == [
+        ("b", 48, "whole"),
+        ("a", 16, "end"),
+    ]
+    assert found["tokens"] == 48
+    assert found["ranks"][1]["held"]["spans"] == [[0, 16]]
+
+
+def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> None:
+    with FakeEngine("a", block_size=4) as one, HttpEngine(one) as http:
+        said = {"model": MODEL.model, "prompt": "one two three four five six"}
+        tokens = httpx.post(f"{http.url}/tokenize", json=said).json()["tokens"]
+        one.serve(tokens)
+        with paged(one, engine=http.url) as (_, client, url):
+            caught_up(client, one)
+            asked = {"model": MODEL.model, "text": said["prompt"]}
+            found = httpx.post(f"{url}/api/explain", json=asked).json()
+            fleet = httpx.get(f"{url}/api/fleet").json()
+        assert found["tokens"] == len(tokens)
+        assert found["ranks"][0]["match"]["tokens"] == len(tokens) // 4 * 4
+        assert fleet["partitions"][0]["tokenizer"] is True
+        http.close()
+        with paged(one, engine=http.url) as (_, client, url):
+            gone = httpx.post(f"{url}/api/explain", json=asked)
+            assert gone.status_code == 502
+            assert http.url in gone.json()["error"]
+        configured = Page(ManyRanks(1), tokenizer=http.url)
+        gone = Asker(Starlette(routes=configured.routes)).send("POST", "/api/explain", json=asked)
+        configured.close()
+        assert gone.status_code == 502  # it was asked, though no registration names it
+        # An engine that came over HTTP is not asked: who registers could name any address.
+        with paged(one, engine=http.url, source="zmq") as (_, client, url):
+            assert httpx.post(f"{url}/api/explain", json=asked).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"{}", 422),
+        (b'{"token_ids": [1], "text": "a"}', 422),
+        (b'{"token_ids": [-1]}', 422),
+        (b'{"token_ids": [1.5]}', 422),
+        (b'{"token_ids": [9223372036854775808]}', 422),
+        (b'{"token_ids": [1], "model": "nobody"}', 404),
+        (b'{"text": "a", "model": "llama"}', 409),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_refused_in_words(
+    asker: Asker, body: bytes, status: int
+) -> None:
+    answer = asker.send("POST", "/api/explain", content=body)
+    assert answer.status_code == status
+    assert answer.json()["error"]
+
+
+# News
+
+
+class Events:
+    """The events of a stream, one after the other."""
+
+    def __init__(self, response: Any) -> None:
+        self._lines = response.iter_lines()
+
+    def __next__(self) -> dict[str, Any]:
+        event: dict[str, Any] = {}
+        for line in self._lines:
+            name, _, value = line.partition(": ")
+            if not line and event:
+                return event
+            if name:
+                event[name] = json.loads(value) if name == "data" else value
+        raise AssertionError("the stream has ended")
+
+
+def test_the_stream_begins_with_the_states_and_tells_that_an_engine_went_away() -> None:
+    with FakeEngine("a") as one:
+        with paged(one) as (page, client, url):
+            caught_up(client, one)
+            with httpx.stream("GET", f"{url}/events", timeout=PATIENCE) as response:
+                events = Events(response)
+                first = next(events)
+                assert (first["event"], first["data"]["missed"]) == ("fleet", 0)
+                assert [rank["state"] for rank in first["data"]["ranks"]] == ["live"]
+                one.close()
+                lost = next(events)
+            assert (lost["event"], lost["data"]["state"]) == ("state", "connecting")
+            assert lost["data"]["model"] == MODEL.model
+            assert lost["id"] == f"{page.timeline.life}-{page.timeline.position}"
+
+
+def test_a_rank_that_is_added_is_told_with_its_model_from_the_first() -> None:
+    with paged() as (page, client, _), FakeEngine("a") as one:
+        page._service.registry.add(worker_of(one), MODEL)  # type: ignore[attr-defined]
+        caught_up(client, one)
+        happenings = page.timeline.since(0).happenings
+        assert happenings[0].kind == "added"
+        assert {happening.model for happening in happenings} == {MODEL.model}
+
+
+def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() -> None:
+    with FakeEngine("a") as one, paged(one) as (page, client, url):
+        one.serve(PROMPT)
+        caught_up(client, one)
+        last = f"{page.timeline.life}-{page.timeline.position}"
+        one.restart()
+        wait_status(client, one.rank, restarts=1, state=State.LIVE)
+
+        def come_back(event_id: str) -> list[dict[str, Any]]:
+            headers = {"Last-Event-ID": event_id}
+            with httpx.stream("GET", f"{url}/events", headers=headers, timeout=PATIENCE) as found:
+                events = Events(found)
+                return [next(events), next(events)]
+
+        fleet, missed = come_back(last)
+        assert (fleet["data"]["missed"], fleet["id"]) == (0, last)
+        assert (missed["event"], missed["data"]["state"]) == ("state", "connecting")
+        for other in ("0badc0de-5", "nonsense"):
+            fleet, oldest = come_back(other)
+            assert fleet["data"]["missed"] is None
+            assert oldest["event"] == "added"
+
+
+def test_a_reader_that_takes_nothing_is_cut_off_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_stream, "SEND_WITHIN", 0.05)
+    counters = StreamCounters()
+
+    async def stuck() -> None:
+        never = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await never.wait()
+            return {}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await never.wait()
+
+        await EventStreamResponse(Timeline(), dict, counters)({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(stuck(), PATIENCE))
+    assert (counters.opened, counters.open_now, counters.cut_off) == (1, 0, 1)
+
+
+def test_the_server_ends_the_connection_of_a_slow_reader_without_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_stream, "SEND_WITHIN", 0.05)
+    timeline, counters = Timeline(), StreamCounters()
+    for number in range(1000):
+        timeline.observe(status_of(A, (State.LIVE, State.STALE)[number % 2]))
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await EventStreamResponse(timeline, dict, counters, "unknown-0")(scope, receive, send)
+        done.set()
+
+    done = threading.Event()
+    guard = Guard()
+    server = HttpServer(Gate(stream, guard), guard)
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        client.connect(listening.getsockname())
+        client.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert done.wait(PATIENCE)
+        server.stop()
+        thread.join(PATIENCE)
+    assert (counters.cut_off, counters.open_now) == (1, 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_reader_that_fell_behind_the_history_is_cut_off() -> None:
+    counters = StreamCounters()
+    timeline = Timeline(most=2)
+    sent: list[bytes] = []
+
+    async def slow() -> None:
+        async def receive() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            return {}
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if len(sent) == 2:  # while the first event is on its way, much happens
+                timeline.observe(status_of(A))
+                for losses in range(1, 9):
+                    timeline.sweep([status_of(A, losses=losses)])
+
+        await EventStreamResponse(timeline, dict, counters)({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(slow(), PATIENCE))
+    assert counters.cut_off == 1
+    assert b"event: loss" not in b"".join(sent)
+
+
+def test_a_silent_stream_says_now_and_then_that_it_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_stream, "HEARTBEAT", 0.01)
+    sent: list[bytes] = []
+
+    async def quiet() -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if len(sent) == 5:
+                gone.set()
+
+        await EventStreamResponse(Timeline(), dict, StreamCounters())({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(quiet(), PATIENCE))
+    assert sent.count(b": alive\n\n") >= 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "why"),
+    [
+        (b'{"tokens": "no"}', 200, "no list of tokens"),
+        (b"\xff", 200, "no list of tokens"),
+        (b"nothing here", 404, "it answers 404: nothing here"),
+    ],
+)
+def test_an_engine_that_gives_no_tokens_is_told_with_what_it_said(
+    body: bytes, status: int, why: str
+) -> None:
+    with answering(body, status) as url, pytest.raises(TokenizerError, match=why):
+        tokenize(url, "m", "text")
+
+
+def test_an_engine_that_nobody_reaches_is_told() -> None:
+    with pytest.raises(TokenizerError, match="refuses the connection"):
+        tokenize("http://127.0.0.1:1", "m", "text")
+
+
+@contextmanager
+def answering(body: bytes, status: int) -> Iterator[str]:
+    """The URL of an HTTP server that answers every POST alike."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:  # the library's name
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()

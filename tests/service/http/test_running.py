@@ -1,0 +1,73 @@
+"""How a server begins: what it waits for, what it says first, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from kvindex import ConfigurationError, Worker
+from kvindex.service.running import Running, own_directory
+from kvindex.service.serving import FixedSource
+from kvindex.service.settings import ServeSettings
+from kvindex.service.workers import target_of
+from kvindex.tools.cli.serve import _say
+
+pytestmark = pytest.mark.service
+
+
+def test_workers_that_are_named_are_added_before_it_says_who_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvindex.service.running._FIRST_LOOK", 0.0)
+    workers = [Worker(f"w{n}", f"inproc://nobody-publishes-at-{n}") for n in range(50)]
+    source = FixedSource(target_of(worker) for worker in workers)
+    with Running(ServeSettings(port=0), [source]) as running:
+        assert running.missing == {}
+        assert len(running.service.catalog.registrations) == 50
+
+
+def test_it_says_where_it_listens_and_names_a_few_of_many_that_are_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    running = SimpleNamespace(
+        settings=ServeSettings(host="0.0.0.0", insecure=True),
+        service=SimpleNamespace(catalog=SimpleNamespace(registrations=())),
+        missing={f"vllm-{n}": "refuses the connection" for n in range(64)},
+        url="http://127.0.0.1:8090",
+        port=8090,
+    )
+    _say(running)
+    said = capsys.readouterr().out
+    assert said.count("not found yet: vllm-") == 5
+    assert "and 59 more" in said
+    assert "all addresses of this machine, port 8090" in said
+
+
+def test_a_state_that_is_no_ordinary_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    os.mkfifo(path)
+    with pytest.raises(ConfigurationError, match="no ordinary file"):
+        Running(ServeSettings(port=0, state=str(path)))
+
+
+def test_directories_of_killed_servers_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, new, other = (tmp_path / name for name in ("kvindex-serve-a", "kvindex-serve-b", "x"))
+    for one in (left, new, other):
+        one.mkdir()
+        (one / "http").touch()
+    with own_directory() as living:
+        for old in (left, other, living):
+            os.utime(old, (0, 0))
+        with own_directory() as own:
+            assert {str(path) for path in tmp_path.iterdir()} == {str(new), str(other), living, own}
+    assert set(tmp_path.iterdir()) == {new, other}

@@ -1,0 +1,369 @@
+"""`kvindex serve` from start to end: registered, asked, refused, ended and started again."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import resource
+import signal
+import socket
+import ssl
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+pytest.importorskip("xxhash")
+
+import xxhash
+
+from kvindex.testing import FakeEngine
+from tests.live import PATIENCE, until
+from tests.service.http.served import (
+    BLOCK,
+    Served,
+    certificate_in,
+    engine,
+    matched,
+    register,
+    serving,
+)
+
+pytestmark = pytest.mark.service
+
+PROMPT = list(range(3 * BLOCK))
+TOKEN = "a-token-for-these-tests"
+BOTH = pytest.mark.parametrize("processes", [1, 2])
+
+
+def states(served: Served) -> dict[str, str]:
+    """Return the state of each registered rank."""
+    return {
+        f"{worker['instance_id']}/{rank}": listener["state"]
+        for worker in served.get("/workers").json
+        for rank, listener in worker["listeners"].items()
+    }
+
+
+@BOTH
+def test_an_engine_is_registered_asked_killed_and_comes_back(processes: int) -> None:
+    with serving("--processes", processes) as served:
+        with engine() as one:
+            assert register(served, one).status == 201
+            assert register(served, one).status == 200  # the same again
+            one.serve(PROMPT)
+            until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
+            until(lambda: served.get("/ready").status, lambda status: status == 200)
+            endpoint, replay = one.endpoint, one.replay_endpoint
+        until(lambda: states(served), lambda found: found["1/0"] != "live")
+        reasons = until(lambda: served.get("/ready?strict=1"), lambda answer: answer.status == 503)
+        assert "1/0" in reasons.json["behind"]
+        with engine(endpoint=endpoint, replay_endpoint=replay, seed=5) as again:
+            again.serve(PROMPT[:BLOCK])
+            until(lambda: matched(served, PROMPT), lambda tokens: tokens == BLOCK)
+            until(lambda: states(served), lambda found: found == {"1/0": "live"})
+
+
+@BOTH
+def test_a_wrong_token_is_refused_and_probes_need_none(processes: int, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    with serving("--processes", processes, "--token-file", file) as served:
+        assert served.get("/workers").status == 401
+        wrong = served.get("/workers", authorization=f"Bearer {TOKEN}x")
+        assert (wrong.status, wrong.json["reason"]) == (401, "token")
+        assert "www-authenticate" in wrong.headers
+        assert served.post("/query", {"token_ids": [1], "model_name": "m"}).status == 401
+        assert served.get("/workers", authorization=f"Bearer {TOKEN}").status == 200
+        assert served.get("/health").status == 200
+        bare = served.get("/ready")
+        assert (bare.status, bare.body) == (200, b"")
+
+
+def test_beyond_loopback_no_token_is_an_error_and_the_environment_may_give_it() -> None:
+    with pytest.raises(AssertionError, match="--insecure"), serving("--host", "0.0.0.0"):
+        pass
+    with serving("--host", "0.0.0.0", env={"KVINDEX_TOKEN": TOKEN}) as served:
+        assert served.get("/workers").status == 401
+        with engine() as one:
+            answer = register(served, one, headers={"authorization": f"Bearer {TOKEN}"})
+            assert answer.status == 403  # beyond loopback, no network may be dialled unless named
+
+
+@BOTH
+def test_another_host_or_origin_is_refused(processes: int) -> None:
+    with serving("--processes", processes, "--allowed-host", "kvindex.example") as served:
+        query = {"token_ids": [1], "model_name": "m"}
+        assert served.get("/workers", host="evil.example").status == 421
+        assert served.post("/query", query, host="evil.example").status == 421
+        assert served.get("/workers", host="kvindex.example").status == 200
+        assert served.post("/query", query, origin="http://evil.example").status == 403
+
+
+@pytest.mark.parametrize(
+    "host", ["169.254.169.254", "10.1.2.3", "[fe80::1]", "0.0.0.0", "metadata.invalid"]
+)
+def test_a_registration_that_points_elsewhere_is_refused_and_nothing_is_dialled(
+    host: str, at_loopback: Served
+) -> None:
+    for field in ("endpoint", "replay_endpoint"):
+        body = {
+            "instance_id": 9,
+            "endpoint": "tcp://127.0.0.1:5557",
+            "model_name": "m",
+            "block_size": BLOCK,
+            field: f"tcp://{host}:80",
+        }
+        assert at_loopback.post("/register", body).status == 403
+    assert at_loopback.get("/workers").json == []
+
+
+@pytest.fixture(scope="module")
+def at_loopback() -> object:
+    with serving() as served:
+        yield served
+
+
+def test_an_allowed_network_may_be_registered() -> None:
+    with serving("--register-network", "203.0.113.0/24") as served:
+        body = {"instance_id": 1, "model_name": "m", "block_size": BLOCK}
+        assert served.post("/register", {**body, "endpoint": "tcp://203.0.113.9:1"}).status == 201
+        assert served.post("/register", {**body, "endpoint": "tcp://127.0.0.1:1"}).status == 403
+
+
+@BOTH
+def test_a_body_that_is_too_long_is_refused_whole(processes: int) -> None:
+    with serving("--processes", processes, "--max-body", 1000) as served:
+        for path in ("/query", "/register", "/nowhere"):
+            answer = served.post(path, b"[" + b"1," * 1000 + b"1]", content_type="application/json")
+            assert (path, answer.status) == (path, 413)
+        assert served.get("/health").status == 200
+
+
+def test_too_many_ranks_are_refused() -> None:
+    with serving("--max-ranks", 1) as served, engine() as one:
+        assert register(served, one).status == 201
+        assert register(served, one, dp_rank=1, endpoint="tcp://127.0.0.1:9").status == 503
+        assert register(served, one).status == 200
+
+
+def test_a_head_that_never_ends_is_refused(at_loopback: Served) -> None:
+    with socket.create_connection(("127.0.0.1", at_loopback.port), PATIENCE) as slow:
+        slow.settimeout(PATIENCE)
+        slow.sendall(b"GET / HTTP/1.1\r\nx: " + b"y" * (70 << 10))
+        assert slow.recv(4096).startswith(b"HTTP/1.1 431")
+
+
+def test_a_slow_head_and_a_slow_body_are_cut_off(tmp_path: Path) -> None:
+    config = tmp_path / "kvindex.toml"
+    config.write_text("[limits]\nhead_seconds = 0.5\nbody_seconds = 0.5\n")
+    head = b"POST /register HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n"
+    with serving("--config", config) as served:
+        for said in (head, head + b"content-type: application/json\r\n\r\n{"):
+            with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as slow:
+                slow.settimeout(PATIENCE)
+                slow.sendall(said)
+                assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_more_connections_than_allowed_are_refused() -> None:
+    with serving("--max-connections", 1) as served:
+        kept = served.connection()
+        assert served.ask("GET", "/health", via=kept).status == 200
+        assert served.get("/health").status == 503
+        assert served.ask("GET", "/health", via=kept).status == 200
+        kept.close()
+        until(lambda: served.get("/health").status, lambda status: status == 200)
+
+
+@BOTH
+def test_it_speaks_tls_with_the_certificate_that_is_named(processes: int, tmp_path: Path) -> None:
+    cert, key = certificate_in(tmp_path)
+    with serving("--processes", processes, "--tls-cert", cert, "--tls-key", key) as served:
+        context = ssl.create_default_context(cafile=str(cert))
+        kept = http.client.HTTPSConnection(
+            "127.0.0.1", served.port, timeout=PATIENCE, context=context
+        )
+        query = {"token_ids": PROMPT, "model_name": "m"}
+        assert served.ask("POST", "/query", query, via=kept).status == 404
+        assert served.ask("GET", "/workers", via=kept).json == []
+        kept.close()
+
+
+# The end, and what comes after ------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_open_requests_are_answered_before_it_ends(processes: int, number: signal.Signals) -> None:
+    body = b'{"instance_id": "7"}'
+    head = b"POST /register HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with serving("--processes", processes) as served:
+        with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as half:
+            half.settimeout(PATIENCE)
+            half.sendall(head + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body))
+            assert half.recv(4096).startswith(b"HTTP/1.1 100")  # it is being answered
+            served.process.send_signal(number)
+            until(lambda: "".join(served.said), lambda said: "ending" in said)
+            half.sendall(body)
+            assert half.recv(4096).startswith(b"HTTP/1.1 422")
+        assert served.process.wait(PATIENCE) == 0
+
+
+@BOTH
+def test_event_streams_end_whole_and_hold_up_no_end(processes: int) -> None:
+    with serving("--processes", processes, "--shutdown-within", 300) as served:
+        stream = served.connection()
+        stream.request("GET", "/events")
+        response = stream.getresponse()
+        assert b"event: fleet" in response.readline() + response.readline()
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(PATIENCE) == 0
+        response.read()  # raises if the last chunk is missing
+        stream.close()
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with serving("--shutdown-within", 300) as served:
+        with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as open_one:
+            open_one.sendall(
+                b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n1"
+            )
+            served.get("/health")
+            served.process.send_signal(signal.SIGTERM)
+            until(lambda: "".join(served.said), lambda said: "ending" in said)
+            assert served.end(signal.SIGTERM) == 128 + signal.SIGTERM
+
+
+@BOTH
+def test_it_starts_warm_and_knows_who_was_registered(processes: int, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with engine() as one:
+        with serving("--state", state, "--processes", processes) as served:
+            register(served, one)
+            one.serve(PROMPT)
+            until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
+            until(lambda: states(served), lambda found: found == {"1/0": "live"})
+            assert served.end() == 0
+        assert os.stat(state).st_mode & 0o077 == 0
+        one.serve([9] * len(PROMPT))
+        with serving("--state", state, "--processes", processes) as served:
+            until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
+            until(lambda: matched(served, [9] * BLOCK), lambda tokens: tokens == BLOCK)
+            assert states(served) == {"1/0": "live"}
+
+
+def test_what_was_registered_outlives_a_kill(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with engine() as one:
+        with serving("--state", state) as served:
+            register(served, one)
+            until(lambda: state.with_name("state.registered.json").exists())
+            served.process.kill()
+        with serving("--state", state) as served:
+            one.serve(PROMPT)
+            until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
+
+
+def test_a_new_server_begins_with_the_snapshot_of_another(tmp_path: Path) -> None:
+    with engine(buffer_steps=1) as one:
+        name = f"1={one.endpoint},replay={one.replay_endpoint},model=m"
+        with serving("--worker", name) as first:
+            for tokens in ([6] * BLOCK, PROMPT, [7] * BLOCK):  # one after the other is heard live
+                one.serve(tokens)
+                until(lambda seen=tokens: matched(first, seen) == len(seen))  # type: ignore[misc]
+            with serving("--worker", name, "--warm-from", f"http://127.0.0.1:{first.port}") as new:
+                # Its engine replays the last batch only: this can come from the snapshot alone.
+                until(lambda: matched(new, PROMPT), lambda tokens: tokens == len(PROMPT))
+
+
+def test_a_state_file_that_is_none_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.write_bytes(b"no snapshot at all")
+    with (
+        pytest.raises(AssertionError, match="delete it or move it away"),
+        serving("--state", state),
+    ):
+        pass
+
+
+def test_it_opens_as_many_files_as_the_system_allows() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving() as served:
+        assert served.get("/health").status == 200
+        soft, _ = resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE)
+        assert soft >= min(hard, 65_536) or hard == resource.RLIM_INFINITY
+
+
+def test_a_port_in_use_is_an_error_that_names_it(at_loopback: Served) -> None:
+    port = at_loopback.port
+    with pytest.raises(AssertionError, match=f"cannot listen at 127.0.0.1 port {port}"):
+        with serving("--port", port):
+            pass
+
+
+# The file ---------------------------------------------------------------------------------------
+
+
+def entry(one: FakeEngine, name: str) -> str:
+    return (
+        f'[[workers]]\nname = "{name}"\nendpoint = "{one.endpoint}"\n'
+        f'replay = "{one.replay_endpoint}"\nmodel = "m"\n'
+    )
+
+
+def test_workers_in_the_file_are_followed_and_a_broken_file_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "kvindex.toml"
+    with engine("1") as one, engine("2") as two:
+        one.serve(PROMPT)
+        two.serve(PROMPT[:BLOCK])
+        config.write_text(entry(one, "a"))
+        with serving("--config", config) as served:
+            until(lambda: matched(served, PROMPT, "a"), lambda tokens: tokens == len(PROMPT))
+            config.write_text(entry(one, "a") + entry(two, "b"))
+            until(lambda: matched(served, PROMPT, "b"), lambda tokens: tokens == BLOCK)
+            config.write_text("[[workers]]\nbroken")
+            served.process.send_signal(signal.SIGHUP)
+            until(lambda: "".join(served.said), lambda said: "is no TOML" in said)
+            assert matched(served, PROMPT, "a") == len(PROMPT)
+            config.write_text(entry(two, "a"))  # a has moved, b has gone
+            until(lambda: matched(served, PROMPT, "a"), lambda tokens: tokens == BLOCK)
+            until(lambda: set(states(served)), lambda found: found == {"a/0"})
+
+
+def test_a_mistake_in_the_file_is_told_at_the_start(tmp_path: Path) -> None:
+    config = tmp_path / "kvindex.toml"
+    config.write_text("[serve]\nprot = 1\n")
+    with pytest.raises(AssertionError, match="line 2"), serving("--config", config):
+        pass
+
+
+@BOTH
+def test_a_query_by_hash_counts_in_the_metrics_as_one_by_tokens(processes: int) -> None:
+    hashes = []
+    for at in range(0, len(PROMPT), BLOCK):
+        data = b"".join(token.to_bytes(4, "little") for token in PROMPT[at : at + BLOCK])
+        hashes.append(int.from_bytes(xxhash.xxh3_64_digest(data, seed=1337), "big", signed=True))
+    query = {"model_name": "m", "block_hashes": hashes}
+
+    def by_hash(served: Served) -> int:
+        instances = served.post("/query_by_hash", query).json["instances"]
+        return int(instances["1"]["longest_matched"]) if instances else 0
+
+    def counted(served: Served, name: str) -> float:
+        found = re.search(rf"^{name}{{.*}} (.*)$", served.get("/metrics").body.decode(), re.M)
+        return float(found[1]) if found else 0.0
+
+    names = ("kvindex_query_tokens_total", "kvindex_query_best_match_tokens_total")
+    with serving("--processes", processes, "--hash-queries", "xxh3") as served, engine() as one:
+        register(served, one)
+        one.serve(PROMPT)
+        until(lambda: by_hash(served), lambda tokens: tokens == len(PROMPT))
+        before = [counted(served, name) for name in names]
+        assert by_hash(served) == len(PROMPT)
+        after = [counted(served, name) for name in names]
+        assert [new - old for old, new in zip(before, after, strict=True)] == [len(PROMPT)] * 2

@@ -1,0 +1,131 @@
+"""What was asked over time, out of counters that only rise: by a clock that the test turns."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from kvindex.service.catalog import Partition
+from kvindex.service.metrics import SeriesLabels
+from kvindex.service.traffic import Totals, Traffic
+from kvindex.service.trends import WINDOWS, Trends
+
+pytestmark = pytest.mark.service
+
+A, B = Partition("a"), Partition("b", "blue")
+START = 1_800_000.0  # divides by every step
+
+
+class Asked:
+    """Two processes that are asked, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self.parts = [Traffic(), Traffic()]
+        self.parts[0].query(A, 1_000_000, 0, 1)  # before the ring began
+        self.trends = Trends(Totals(lambda: self.parts).asked, clock=lambda: self.now)
+
+    def after(self, seconds: float = 5.0, *, live: int = 2, ranks: int = 2) -> None:
+        self.now += seconds
+        self.trends.sample(live, ranks)
+
+    def points(self, seconds: int = 300, partition: Partition | None = None) -> dict[str, Any]:
+        labels = None if partition is None else SeriesLabels(*partition)
+        found: dict[str, Any] = self.trends.points(seconds, labels)["points"]
+        return found
+
+
+def test_what_all_processes_were_asked_is_added_up_in_slots_of_time() -> None:
+    asked = Asked()
+    asked.parts[0].query(A, 100, 60, 7_000)
+    asked.parts[1].query(A, 50, 50, 1_000)
+    asked.parts[1].outcome(A, 40, 30, 20, 10)
+    asked.parts[1].outcome(A, 40, 30, 20)
+    asked.after(live=1)
+    asked.after()
+    points = asked.points()
+    assert points["at"] == [START + 5, START + 10]
+    assert points["seconds"] == [5, 5]
+    assert (points["live"], points["ranks"]) == ([1, 2], [2, 2])
+    rises = {name: column[0] for name, column in points.items() if name not in ("at", "seconds")}
+    assert rises == {
+        "live": 1,
+        "ranks": 2,
+        "queries": 2,
+        "tokens": 150,
+        "best_match": 110,
+        "nanoseconds": 8_000,
+        "requests": 2,
+        "asked": 80,
+        "attainable": 60,
+        "chosen": 40,
+        "reported": 40,
+        "delivered": 10,
+    }
+    assert points["queries"][1] == points["asked"][1] == 0
+
+
+def test_a_partition_has_sums_of_its_own_and_one_that_nobody_asked_has_none() -> None:
+    asked = Asked()
+    asked.parts[0].query(A, 10, 0, 1)
+    asked.parts[0].query(B, 20, 5, 1)
+    asked.after()
+    assert asked.points(300)["tokens"] == [30]
+    assert asked.points(300, B)["tokens"] == [20]
+    assert asked.points(300, Partition("none"))["tokens"] == [0]
+    assert asked.trends.points(300)["partitions"] == [
+        {"model": "a", "routing_group": "default"},
+        {"model": "b", "routing_group": "blue"},
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "step"), WINDOWS.items())
+def test_each_window_has_at_most_120_points_and_loses_nothing(seconds: int, step: int) -> None:
+    asked = Asked()
+    for _ in range(seconds // 5):
+        asked.parts[0].query(A, 1, 1, 1)
+        asked.after()
+    points = asked.points(seconds)
+    assert len(points["at"]) <= 121  # the first and the last are parts of one
+    assert all(b - a == step for a, b in zip(points["at"], points["at"][1:], strict=False))
+    assert sum(points["queries"]) == seconds // 5
+    assert sum(points["seconds"]) == seconds
+
+
+def test_time_that_nobody_looked_at_has_no_points_and_is_not_taken_for_quiet() -> None:
+    asked = Asked()
+    asked.after()
+    asked.parts[0].query(A, 1, 1, 1)
+    asked.after(120.0)  # the machine slept
+    points = asked.points()
+    assert points["at"] == [START + 5, START + 125]
+    assert points["seconds"] == [5, 120]  # so that a rate is right
+
+
+def test_a_clock_that_is_set_back_breaks_nothing() -> None:
+    asked = Asked()
+    asked.after()
+    asked.parts[0].query(A, 1, 1, 1)
+    asked.after(-3600.0)
+    asked.now += 3600
+    assert asked.points()["queries"] == [1]
+    assert min(asked.points()["seconds"]) >= 0
+
+
+def test_a_day_and_any_number_of_partitions_take_bounded_memory() -> None:
+    asked = Asked()
+    everything = list(asked.trends._rings)
+    for number in range(40):
+        asked.parts[0].query(Partition(f"m{number}"), 1, 1, 1)
+    for _ in range(3 * 86_400 // 60):
+        asked.after(60.0)
+    slots = [slot for _, ring in everything for slot in ring]
+    assert len(slots) == 726 + 484
+    asked.after()
+    asked.parts[0].query(Partition("m39"), 1, 1, 1)
+    asked.after()
+    assert asked.points()["queries"][-1] == 1  # counted with all, though not by itself
+    assert len(asked.trends.points(300)["partitions"]) == 16
+    assert sum(map(sys.getsizeof, slots)) < 200_000

@@ -1,0 +1,224 @@
+"""A query's JSON to tokens and the rest, and what is said of bodies that are no queries."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import msgspec
+import pytest
+
+from kvindex import BACKEND, BlockStored, ConfigurationError, EventBatch, Index, Rank
+from kvindex.service.queries import QueryError, read_query, reading
+from kvindex.service.queries.scanning import scan_in_python
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True, params=["native", "python"])
+def scanner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which of the two reads."""
+    if request.param == "python":
+        monkeypatch.setattr(reading, "_scan", scan_in_python)
+    elif BACKEND != "native":
+        pytest.skip("no native module")
+    return str(request.param)
+
+
+def tokens_of(body: bytes) -> list[int] | None:
+    tokens = read_query(body).token_ids
+    return None if tokens is None else tokens.tolist()
+
+
+def refusal(body: bytes, max_tokens: int | None = None) -> QueryError:
+    with pytest.raises(QueryError) as caught:
+        read_query(body, max_tokens=max_tokens)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens", "rest"),
+    [
+        (b'{"token_ids":[1,2,3]}', [1, 2, 3], {}),
+        (b'{"token_ids":[],"model":"m"}', [], {"model": "m"}),
+        (b'{"model":"m","token_ids":[7]}', [7], {"model": "m"}),
+        (b'{"a":1,"token_ids":[7],"b":[]}', [7], {"a": 1, "b": []}),
+        (b' \n{ "a" : 1 ,\t"token_ids" : [ 0 , 4294967295\r] , "b":2 } ', [0, 2**32 - 1], ...),
+        (b'{"token\\u005fids":[5]}', [5], {}),
+        (b'{"\\u0074\\u006F\\u006bEN_ids":[5]}', None, {"tokEN_ids": [5]}),
+        (b'{"a":{"token_ids":["x"]},"s":"\\"token_ids\\":[1]"}', None, ...),
+        (b'{"a":"\\\\","token_ids":[1]}', [1], {"a": "\\"}),
+        (b'{"a":null,"a":1.5e3}', None, {"a": 1500.0}),
+        (b"{}", None, {}),
+    ],
+)
+def test_tokens_are_read_and_the_rest_is_left(
+    body: bytes, tokens: list[int] | None, rest: object
+) -> None:
+    assert tokens_of(body) == tokens
+    whole = json.loads(body)
+    if tokens is not None:
+        assert whole.pop("token_ids") == tokens
+    assert rest in (..., whole)
+    assert json.loads(read_query(body).rest) == whole
+
+
+@pytest.mark.parametrize("make", [bytes, bytearray, memoryview])
+def test_any_buffer_of_bytes_is_read(make: type) -> None:
+    query = read_query(make(b'{"token_ids":[1,2],"lora_name":null}'))
+    assert query.token_ids is not None
+    assert query.token_ids.format == "I"
+    assert query.token_ids.tolist() == [1, 2]
+    assert query.rest == b'{"lora_name":null}'
+
+
+@pytest.mark.parametrize("wrong", ["{}", 3, None, [1], memoryview(b"{ } ")[::2]])
+def test_what_has_no_row_of_bytes_is_a_type_error(wrong: object) -> None:
+    with pytest.raises(TypeError, match="bytes, a bytearray or a memoryview"):
+        read_query(wrong)  # type: ignore[arg-type]
+
+
+def test_the_index_reads_the_tokens_where_they_are() -> None:
+    index = Index()
+    stored = BlockStored(block_hashes=[7], token_ids=[1, 2, 3, 4], block_size=4)
+    index.apply(Rank("a"), EventBatch(ts=0.0, events=[stored]))
+    tokens = read_query(b'{"token_ids":[1,2,3,4,5]}').token_ids
+    assert tokens is not None
+    assert index.match(tokens)["a"].tokens == 4
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", ":\t")])
+def test_a_long_prompt_is_read_in_any_spacing(separators: tuple[str, str]) -> None:
+    tokens = [random.Random(7).randrange(2 ** (n % 33)) for n in range(5000)]
+    body = {"token_ids": tokens, "model_name": "m"}
+    assert tokens_of(json.dumps(body, separators=separators).encode()) == tokens
+
+
+@pytest.mark.parametrize(
+    ("found", "shown", "reason"),
+    [
+        ("-1", "-1", "range"),
+        ("4294967296", "4294967296", "range"),
+        ("9" * 400, "9" * 40 + "…", "range"),
+        ("-" + "9" * 20, "-" + "9" * 20, "range"),
+        ("1.0", "1.0", "type"),
+        ("1e3", "1e3", "type"),
+        ("1E+400", "1E+400", "type"),
+        ("-0", "-0", "type"),
+        ("-0.0", "-0.0", "type"),
+        ("0.5", "0.5", "type"),
+        ("null", "null", "type"),
+        ("true", "true", "type"),
+        ('"1"', "a string", "type"),
+        ("[1]", "an array", "type"),
+        ("{}", "an object", "type"),
+    ],
+)
+@pytest.mark.parametrize("behind", ["", ",3", " , 3", " "])
+def test_a_wrong_token_is_named_with_its_place(
+    found: str, shown: str, reason: str, behind: str
+) -> None:
+    error = refusal(f'{{"token_ids":[1, 2,{found}{behind}]}}'.encode())
+    assert str(error) == f"token_ids[2] is {shown}: a token is a whole number from 0 to 4294967295"
+    assert (error.field, error.position, error.reason) == ("token_ids", 2, reason)
+    assert not error.malformed
+
+
+@pytest.mark.parametrize("place", [0, 1, 99, 198, 199])
+@pytest.mark.parametrize("found", ["-1", "1.5", "4294967296", '""', "01", "0x1", "", " "])
+def test_a_wrong_token_among_many_is_found(place: int, found: str) -> None:
+    row = [str(n * 997) for n in range(200)]
+    row[place] = found
+    error = refusal(f'{{"token_ids":[{",".join(row)}]}}'.encode())
+    assert error.malformed == (found in ("01", "0x1", "", " "))
+    assert error.malformed or error.position == place
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "it is empty"),
+        (b"  ", "it ends at byte 2, within a value"),
+        (b'{"token_ids":[1,2', "it ends at byte 17, within a value"),
+        (b'{"token_ids":[1,', "it ends at byte 16, within a value"),
+        (b'{"a":"b', "it ends at byte 7, within a value"),
+        (b'{"a":"b\\', "it ends at byte 8, within a value"),
+        (b'{"a":[{}', "it ends at byte 8, within a value"),
+        (b'{"token_ids":[1,]}', "at byte 16 stands ]}, which cannot be there"),
+        (b'{"token_ids":[,1]}', "at byte 14 stands ,1]}, which cannot be there"),
+        (b'{"token_ids":[01]}', "at byte 14 stands 01]}, which cannot be there"),
+        (b'{"token_ids":[+1]}', "at byte 14 stands +1]}, which cannot be there"),
+        (b'{"token_ids":[NaN]}', "at byte 14 stands NaN]}, which cannot be there"),
+        (b'{"token_ids":[1.]}', "at byte 14 stands 1.]}, which cannot be there"),
+        (b'{"token_ids":[1 2]}', "at byte 16 stands 2]}, which cannot be there"),
+        (b'{"token_ids":nul}', "at byte 13 stands nul}, which cannot be there"),
+        (b'{"token_ids":[1],}', "at byte 17 stands }, which cannot be there"),
+        (b'{"token_ids" [1]}', "at byte 13 stands [1]}, which cannot be there"),
+        (b'{"a":}', "at byte 5 stands }, which cannot be there"),
+        (b"{a:1}", "at byte 1 stands a:1}, which cannot be there"),
+        (b'{"a":1}{', "at byte 7 stands {, which cannot be there"),
+        (b'\xef\xbb\xbf{"a":1}', r'it begins with \xef\xbb\xbf{"a":1}'),
+        (b"[1,2", "it begins with [1,2"),
+        (b"tru\n\x1b", r"it begins with tru\n\x1b"),
+        (b'{"a":"\xff"}', "it has bytes that are not UTF-8"),
+        (b'{"\xed\xa0\x80":1}', "it has bytes that are not UTF-8"),
+        (b'{"a":' + b"[" * 101 + b"]" * 101 + b"}", "at byte 105 values are nested more than"),
+        (b'{"a":' + b'{"a":' * 10**5, "at byte 505 values are nested more than 100 levels"),
+    ],
+)
+def test_a_body_that_is_no_json_is_malformed(scanner: str, body: bytes, message: str) -> None:
+    error = refusal(body)
+    if scanner == "python" and re.search(rb"01|1[.]|nul", body):
+        message = "at byte 1"  # within the value, not at its beginning
+    assert str(error).startswith(f"the body is not JSON: {message}")
+    assert error.malformed
+    assert error.reason == "malformed"
+    assert (error.field, error.position) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "field"),
+    [
+        (b"[1,2]", "the body is an array: it must be a JSON object", ""),
+        (b' "x"', "the body is a string: it must be a JSON object", ""),
+        (b"12", "the body is 12: it must be a JSON object", ""),
+        (b'{"token_ids":null}', "token_ids is null: it must be an array of tokens", "token_ids"),
+        (b'{"token_ids":"AQ=="}', "token_ids is a string: it must be an array", "token_ids"),
+        (b'{"token_ids":{"0":1}}', "token_ids is an object: it must be an array", "token_ids"),
+        (b'{"token_ids":7}', "token_ids is 7: it must be an array of tokens", "token_ids"),
+    ],
+)
+def test_json_of_another_kind_is_not_malformed(body: bytes, message: str, field: str) -> None:
+    error = refusal(body)
+    assert str(error).startswith(message)
+    assert (error.malformed, error.reason, error.field) == (False, "type", field)
+
+
+@pytest.mark.parametrize("second", [b'"token_ids"', b'"token\\u005fids"', b'"\\u0074oken_ids"'])
+def test_a_second_token_ids_is_refused_however_it_is_spelled(second: bytes) -> None:
+    error = refusal(b'{"token_ids":[1],"a":2,' + second + b":[2]}")
+    assert str(error) == "token_ids is given more than once: send it once"
+    assert (error.malformed, error.reason) == (False, "repeated")
+
+
+def test_more_tokens_than_allowed_are_refused() -> None:
+    body = b'{"token_ids":[1,2,3,4,5,6,7,8,9,10,11,12]}'
+    query = read_query(body, max_tokens=12)
+    assert query.token_ids is not None
+    assert len(query.token_ids) == 12
+    error = refusal(body, max_tokens=11)
+    assert str(error) == "token_ids is more than 11 tokens: send fewer"
+    assert (error.malformed, error.reason, error.position) == (False, "too_many", 11)
+    long = json.dumps({"token_ids": [*range(1000)]}).encode()
+    assert [refusal(long, max_tokens=n).position for n in (1, 500, 999)] == [1, 500, 999]
+    assert refusal(b'{"token_ids":[1]}', max_tokens=0).reason == "too_many"
+    assert read_query(b'{"token_ids":[]}', max_tokens=0).token_ids is not None
+    assert read_query(body, max_tokens=2**80).rest == b"{}"
+    with pytest.raises(ConfigurationError, match="max_tokens is -1"):
+        read_query(body, max_tokens=-1)
+
+
+def test_depth_that_is_read_can_be_decoded() -> None:
+    body = b'{"a":' + b"[" * 100 + b"]" * 100 + b"}"
+    assert msgspec.json.decode(read_query(body).rest) == json.loads(body)

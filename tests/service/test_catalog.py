@@ -1,0 +1,72 @@
+"""What is registered: a change makes another catalog, and shares with it what it does not touch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvindex.service.catalog import Catalog, Change, Partition, Registration
+
+pytestmark = pytest.mark.unit
+
+A, B = Partition("a"), Partition("b", "blue")
+
+
+def one(instance: int | str, dp_rank: int = 0, partition: Partition = A) -> Registration:
+    return Registration(
+        instance_id=instance, dp_rank=dp_rank, partition=partition, endpoint="tcp://h:1"
+    )
+
+
+def test_a_change_leaves_everybody_else_as_they_are() -> None:
+    # What is made anew for everybody makes registering n ranks take n * n.
+    before = Catalog([one(1), one(1, 1), one(2), one(3, 0, B)])
+    for after in (before.with_(one(4, 0, B)), before.without([one(3, 0, B)])):
+        assert after.instances["1"] is before.instances["1"]
+        assert after.partitions[A] is before.partitions[A]
+    after = before.with_(one(1, 2))
+    assert after.instances["2"] is before.instances["2"]
+    assert after.partitions[B] is before.partitions[B]
+    assert list(before.instances["1"]) == [0, 1]
+
+
+def test_changes_one_by_one_end_as_a_catalog_that_is_made_at_once() -> None:
+    drawn = random.Random(5)
+    catalog, kept = Catalog(), dict[tuple[str, int], Registration]()
+    for _ in range(2_000):
+        named: list[int | str] = [3, "3", 4, "x"]
+        new = one(drawn.choice(named), drawn.randrange(4), drawn.choice([A, B]))
+        key = new.worker, new.dp_rank
+        kept.pop(key, None)
+        if drawn.random() < 0.6:
+            kept[key] = new
+            catalog = catalog.with_(new)
+        else:
+            catalog = catalog.without([new])
+        made = Catalog(kept.values())
+        assert catalog.registrations == made.registrations
+        assert catalog.instances == made.instances
+        assert catalog.partitions == made.partitions
+        assert catalog.models == made.models
+
+
+def test_what_has_changed_since_a_catalog_makes_the_later_one_of_it() -> None:
+    drawn = random.Random(7)
+    catalog = told = Catalog()
+    for step in range(1_000):
+        new = one(drawn.randrange(8), drawn.randrange(3), drawn.choice([A, B]))
+        catalog = catalog.with_(new) if drawn.random() < 0.6 else catalog.without([new])
+        if step % drawn.randrange(1, 5) == 0:
+            change = catalog.since(told)
+            told = told.changed(change)
+            assert told.registrations == catalog.registrations
+            assert told.instances == catalog.instances
+            assert told.partitions == catalog.partitions
+    assert catalog.since(catalog) == Change(gone=(), came=())
+    assert catalog.with_(one("new")).since(catalog) == Change(gone=(), came=(one("new"),))
+
+
+def test_what_is_not_there_cannot_be_taken_away() -> None:
+    catalog = Catalog([one(1)])
+    assert catalog.without([one(2)]).registrations == catalog.registrations

@@ -1,0 +1,372 @@
+"""The two ends of a ring in one thread: damaged memory, deaths and evictions."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
+from kvindex.shm.codec import decoder_of
+from kvindex.shm.ends import WritingEnd
+from kvindex.shm.ring.messages import RAW
+from kvindex.shm.ring.receiver import RingReceiver
+from kvindex.shm.ring.sender import RingSender
+from kvindex.wire.errors import (
+    ConfigurationError,
+    DecodeError,
+    QueueClosedError,
+    QueueTimeoutError,
+    ReaderDiedError,
+    ReaderEvictedError,
+    SegmentError,
+    WriterDiedError,
+)
+from tests.native_ring import KIND, LENGTH, SEQ, needs_ring
+
+pytestmark = [pytest.mark.unit, needs_ring]
+
+WAITING = Waiting(spin=0.0, look=0.001)
+DECODE = decoder_of(MsgpackCodec())
+
+Ends = tuple[RingSender, list[RingReceiver]]
+
+
+@pytest.fixture
+def ends() -> Iterator[Callable[..., Ends]]:
+    """Make a sender and its receivers, attached."""
+    with ExitStack() as stack:
+
+        def make(n_reader: int = 1, chunk: int = 64, chunks: int = 4, **knobs: Any) -> Ends:
+            ring = ShmRingBuffer(n_reader, chunk, chunks)
+            sender = RingSender(ring, reserved=range(n_reader), waiting=WAITING, **knobs)
+            stack.callback(sender.close)
+            receivers = [
+                RingReceiver(
+                    ShmRingBuffer(*ring.handle()), place, waiting=WAITING, max_message_bytes=1 << 20
+                )
+                for place in range(n_reader)
+            ]
+            for receiver in receivers:
+                stack.callback(receiver.close)
+            return sender, receivers
+
+        yield make
+
+
+def send(sender: RingSender, *bodies: bytes) -> None:
+    for body in bodies:
+        sender.send(RAW, body, len(body), 0.0)
+
+
+def poke(sender: RingSender, chunk: int, at: int, form: str, value: int) -> None:
+    layout, memory = sender.ring.layout, sender.ring.segment.memory
+    struct.pack_into(form, memory, layout.record(chunk) + at, value)
+
+
+DAMAGE = [(LENGTH, 65), (LENGTH, 2**64 - 1), (SEQ, 7), (SEQ, 2**64 - 1)]
+
+
+@pytest.mark.parametrize(("at", "value"), DAMAGE)
+@pytest.mark.parametrize("timeout", [0.0, None])
+def test_a_damaged_record_is_an_error_each_time_and_no_message(
+    ends: Callable[..., Ends], at: int, value: int, timeout: float | None
+) -> None:
+    sender, (receiver,) = ends()
+    send(sender, b"first")
+    poke(sender, 0, at, "=Q", value)
+    for _ in range(2):
+        with pytest.raises(SegmentError, match="damaged"):
+            receiver.receive(DECODE, timeout)
+        with pytest.raises(SegmentError, match="damaged"):
+            with receiver.message(timeout, None, quiet=True):
+                pass
+
+
+@pytest.mark.parametrize("kind", [3, 0x0F, 0x40, 0x80, 2**32 - 1])
+def test_a_chunk_of_unknown_kind_counts_as_read(ends: Callable[..., Ends], kind: int) -> None:
+    sender, (receiver,) = ends()
+    send(sender, b"0123456789", b"next")
+    poke(sender, 0, KIND, "=I", kind)
+    if kind & 0x20:  # the rest of a message that began before
+        assert receiver.receive(DECODE, 0.0) == b"next"
+        return
+    with pytest.raises(DecodeError):
+        receiver.receive(DECODE, 0.0)
+    assert receiver.receive(DECODE, 0.0) == b"next"
+
+
+def test_a_long_message_whose_length_is_a_lie_counts_as_read(ends: Callable[..., Ends]) -> None:
+    sender, (receiver,) = ends()
+    send(sender, b"x" * 100, b"next")
+    with sender.ring.get_data(0) as chunk:
+        chunk[:8] = b"\xff" * 8
+    with pytest.raises(DecodeError):
+        receiver.receive(DECODE, 0.0)
+    assert receiver.receive(DECODE, 0.0) == b"next"
+
+
+@pytest.mark.parametrize("size", [40_000, 200_000])
+def test_a_large_message_that_cannot_be_decoded_counts_as_read(
+    ends: Callable[..., Ends], size: int
+) -> None:
+    sender, (receiver,) = ends(chunk=100_000)
+    sender.send(1, b"\xc1" * size, size, 0.0)
+    send(sender, b"next")
+    with pytest.raises(DecodeError):
+        receiver.receive(DECODE, 0.0)
+    assert receiver.receive(DECODE, 0.0) == b"next"
+
+
+def test_a_long_message_that_found_no_room_is_never_seen(ends: Callable[..., Ends]) -> None:
+    sender, (receiver,) = ends()
+    with pytest.raises(QueueTimeoutError, match=r"readers \[0\] are 4 chunks behind"):
+        send(sender, b"x" * 1000)
+    with pytest.raises(QueueTimeoutError):
+        receiver.receive(DECODE, 0.0)
+    send(sender, b"y" * 150, b"z")
+    assert receiver.receive(DECODE, 0.0) == b"y" * 150
+    assert receiver.receive(DECODE, 0.0) == b"z"
+    assert receiver.statistics()["messages_given_up"] == 1
+
+
+def test_an_evicted_reader_is_told_and_may_join_again(ends: Callable[..., Ends]) -> None:
+    sender, (slow, quick) = ends(2)
+    send(sender, b"0", b"1")
+    assert slow.receive(DECODE, 0.0) == b"0"
+    assert sender.evict(0)
+    assert not sender.evict(0)
+    for _ in range(2):
+        with pytest.raises(ReaderEvictedError, match="took this reader off"):
+            slow.receive(DECODE, 0.0)
+    slow.close()
+    again = RingReceiver(
+        ShmRingBuffer(*sender.ring.handle()), 0, waiting=WAITING, max_message_bytes=100
+    )
+    assert not again.admitted
+    send(sender, b"2")
+    assert again.admitted
+    assert again.receive(DECODE, 0.0) == b"2"
+    assert [quick.receive(DECODE, 0.0) for _ in range(3)] == [b"0", b"1", b"2"]
+    assert sender.statistics()["readers_evicted"] == 1
+    again.close()
+
+
+def test_a_reader_that_is_evicted_while_it_reads_in_place_is_told(
+    ends: Callable[..., Ends],
+) -> None:
+    sender, (receiver,) = ends(chunks=1)
+    send(sender, b"old")
+
+    def read() -> None:
+        with receiver.message(0.0, None, quiet=True) as view:
+            sender.evict(0)
+            send(sender, b"new")
+            assert bytes(view) == b"new"  # which is why
+
+    with pytest.raises(ReaderEvictedError, match="while reading"):
+        read()
+
+
+def test_only_the_readers_that_are_missing_are_waited_for(ends: Callable[..., Ends]) -> None:
+    ring = ShmRingBuffer(3, 64, 4)
+    sender = RingSender(ring, reserved=[0, 2], waiting=WAITING)
+    first = RingReceiver(ShmRingBuffer(*ring.handle()), 0, waiting=WAITING, max_message_bytes=9)
+    with pytest.raises(QueueTimeoutError, match=r"readers \[2\] did not attach"):
+        sender.wait_attached(0.01)
+    assert sender.readers() == [0, 2]
+    third = RingReceiver(ShmRingBuffer(*ring.handle()), 2, waiting=WAITING, max_message_bytes=9)
+    sender.wait_attached(0.01)
+    for end in (third, first, sender):
+        end.close()
+
+
+def test_remove_dead_removes_dead_readers_at_once(ends: Callable[..., Ends]) -> None:
+    sender, receivers = ends(3)
+    assert sender.remove_dead() == []
+    receivers[1].ring.close()  # as if killed
+    assert sender.remove_dead() == [1]
+    assert sender.readers() == [0, 2]
+    assert sender.remove_dead() == []
+    assert sender.statistics()["readers_removed"] == 1
+
+
+def test_a_queue_that_closes_before_it_is_ready_never_will_be(ends: Callable[..., Ends]) -> None:
+    sender, (receiver,) = ends()
+    sender.close()
+    with pytest.raises(QueueClosedError):
+        receiver.wait_ready(1.0)
+
+
+class Meanwhile(threading.Event):
+    """Does something between a reader's look for messages and its look at the writer."""
+
+    def __init__(self, *steps: Callable[[], object]) -> None:
+        super().__init__()
+        self._steps = list(steps)
+
+    def is_set(self) -> bool:
+        while self._steps:
+            self._steps.pop(0)()
+        return False
+
+
+def test_what_was_published_before_the_writer_closed_is_read_first(
+    ends: Callable[..., Ends],
+) -> None:
+    sender, (receiver,) = ends()
+    meanwhile = Meanwhile(lambda: send(sender, b"last"), sender.close)
+    assert receiver.receive(DECODE, 10.0, meanwhile) == b"last"
+    with pytest.raises(QueueClosedError):
+        receiver.receive(DECODE, 10.0)
+
+
+def test_what_was_published_before_the_writer_died_is_read_first(
+    ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, (receiver,) = ends()
+    last = [b"last"]
+
+    def dies() -> bool:
+        """Between a reader's look for messages and its look at the writer."""
+        while last:
+            send(sender, last.pop())
+        return False
+
+    monkeypatch.setattr(receiver.ring, "writer_lives", dies)
+    assert receiver.receive(DECODE, 10.0) == b"last"
+    with pytest.raises(WriterDiedError):
+        receiver.receive(DECODE, 10.0)
+
+
+class Interrupted:
+    """A party whose first `release` of each chunk an interrupt comes before."""
+
+    def __init__(self, party: Any) -> None:
+        self._party = party
+        self._interrupted: set[int] = set()
+
+    def release(self) -> None:
+        if self._party.seq not in self._interrupted:
+            self._interrupted.add(self._party.seq)
+            raise KeyboardInterrupt
+        self._party.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._party, name)
+
+
+def test_a_fragment_that_is_read_again_after_an_interrupt_is_added_once(
+    ends: Callable[..., Ends],
+) -> None:
+    sender, (receiver,) = ends(chunk=40_000)  # long enough to be read in place
+    receiver._party = Interrupted(receiver._party)  # type: ignore[assignment]
+    body = bytes(range(50)) * 2_000  # three chunks
+    send(sender, body)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            receiver.receive(DECODE, 0.0)
+    with suppress(KeyboardInterrupt):  # the last chunk's, if that is long enough too
+        assert receiver.receive(DECODE, 0.0) == body
+    assert receiver.statistics()["messages_given_up"] == 0
+
+
+@pytest.mark.parametrize("size", [1, 64, 150])
+def test_dead_readers_are_raised_after_the_others_were_sent_the_message(
+    ends: Callable[..., Ends], size: int
+) -> None:
+    sender, (dead, living) = ends(2, on_dead_reader="raise", ranks=[5, 7])
+    for _ in range(4):
+        send(sender, b"x")
+    dead.ring.close()  # as if killed
+    assert [living.receive(DECODE, 0.0) for _ in range(4)] == [b"x"] * 4
+    with pytest.raises(ReaderDiedError, match=r"\[5\] are gone .* do not send again"):
+        send(sender, b"y" * size)
+    send(sender, b"z")
+    assert [living.receive(DECODE, 0.0) for _ in range(2)] == [b"y" * size, b"z"]
+
+
+def test_readers_that_died_before_a_time_out_are_raised_with_the_next_message(
+    ends: Callable[..., Ends],
+) -> None:
+    sender, (dead, slow) = ends(2, on_dead_reader="raise")
+    for _ in range(4):
+        send(sender, b"x")
+    dead.ring.close()
+    for _ in range(2):
+        with pytest.raises(QueueTimeoutError):
+            send(sender, b"not sent")
+    assert sender.statistics()["readers_removed"] == 1
+    assert [slow.receive(DECODE, 0.0) for _ in range(4)] == [b"x"] * 4
+    with pytest.raises(ReaderDiedError) as raised:
+        send(sender, b"sent")
+    assert raised.value.ranks == (0,)
+    send(sender, b"after")
+    assert [slow.receive(DECODE, 0.0) for _ in range(2)] == [b"sent", b"after"]
+
+
+def test_a_message_that_is_begun_is_read_when_its_end_is_there(ends: Callable[..., Ends]) -> None:
+    sender, (receiver,) = ends()
+    for body in (b"short", b"x" * 64, b"y" * 150):
+        with sender.begun(RAW, body, len(body), 0.0):
+            with pytest.raises(QueueTimeoutError):
+                receiver.receive(DECODE, 0.0)
+        assert receiver.receive(DECODE, 0.0) == body
+    assert sender.statistics()["fragments"] == 3
+
+
+def test_a_message_that_is_begun_and_given_up_is_read_by_nobody(
+    ends: Callable[..., Ends],
+) -> None:
+    sender, (receiver,) = ends()
+    for body in (b"short", b"y" * 150):
+        with pytest.raises(ZeroDivisionError):
+            with sender.begun(RAW, body, len(body), 0.0):
+                raise ZeroDivisionError
+    with pytest.raises(QueueTimeoutError):
+        with sender.begun(RAW, b"z" * 400, 400, 0.0):  # of which the end has no room
+            raise AssertionError("begun without room for its end")
+    with pytest.raises(QueueTimeoutError):
+        receiver.receive(DECODE, 0.0)
+    send(sender, b"after")
+    assert receiver.receive(DECODE, 0.0) == b"after"
+
+
+def test_local_readers_are_ready_even_if_remote_ones_died_meanwhile(
+    ends: Callable[..., Ends],
+) -> None:
+    class Elsewhere:
+        """As much of a `RemoteSender` as is asked here."""
+
+        def wait_connected(self, timeout: float | None, cancel: threading.Event) -> set[int]:
+            return {4}
+
+        def send_ready(self) -> None: ...
+
+    sender, (receiver,) = ends()
+    both = WritingEnd(sender, [0], Elsewhere(), WAITING, "raise")  # type: ignore[arg-type]
+    with pytest.raises(ReaderDiedError, match=r"\[4\]"):
+        both.wait_ready(0.0)
+    receiver.wait_ready(0.0)
+
+
+def test_statistics_can_be_asked_of_closed_ends(ends: Callable[..., Ends]) -> None:
+    sender, (receiver,) = ends()
+    send(sender, b"x")
+    receiver.receive(DECODE, 0.0)
+    receiver.close()
+    sender.close()
+    assert receiver.statistics()["messages"] == 1
+    assert sender.statistics()["chunks"] == 1
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"spin": -1}, {"spin": 11}, {"look": 0}, {"look": 11}, {"warn_after": 0}]
+)
+def test_waits_that_make_no_sense_are_refused(knobs: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError):
+        Waiting(**knobs)

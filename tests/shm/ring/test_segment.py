@@ -1,0 +1,426 @@
+"""Named shared memory: who may have it, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import re
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex.shm import ShmRingBuffer
+from kvindex.shm.ring.segment import MAKER, Segment, check_platform, sweep
+from kvindex.wire.errors import ClosedError, SegmentError
+from tests.native_ring import needs_ring
+
+pytestmark = [pytest.mark.unit, needs_ring]
+
+FOLDER = Path("/dev/shm")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.make(8192, b"header")
+    yield segment
+    segment.close()
+
+
+@pytest.fixture
+def file() -> Iterator[Callable[..., str]]:
+    """Make a file of these bytes in /dev/shm, which no sweep takes for ours."""
+    made: list[Path] = []
+
+    def make(content: bytes, mode: int = 0o600) -> str:
+        path = FOLDER / f"test-{os.getpid()}-{os.urandom(8).hex()}"
+        path.write_bytes(content)
+        path.chmod(mode)
+        made.append(path)
+        return path.name
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_memory_starts_with_its_header_and_zeros(segment: Segment) -> None:
+    assert len(segment.memory) == 8192
+    assert segment.memory[:] == b"header" + bytes(8186)
+
+
+def test_a_segment_is_private_to_its_user_whatever_the_umask() -> None:
+    before = os.umask(0)
+    try:
+        segment = Segment.make(4096, b"")
+    finally:
+        os.umask(before)
+    try:
+        found = (FOLDER / segment.name).stat()
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert found.st_uid == os.geteuid()
+        assert found.st_nlink == 1
+    finally:
+        segment.close()
+
+
+def test_names_cannot_be_guessed() -> None:
+    segments = [Segment.make(4096, b"") for _ in range(20)]
+    names = {segment.name for segment in segments}
+    for segment in segments:
+        segment.close()
+    assert len(names) == 20
+    for name in names:
+        assert re.fullmatch(rf"kvindex-{os.geteuid()}-[0-9a-f]{{32}}", name)
+
+
+def test_all_memory_is_taken_at_once(segment: Segment) -> None:
+    assert (FOLDER / segment.name).stat().st_blocks * 512 >= 8192
+
+
+@pytest.mark.parametrize("extra", [1, 1 << 20])
+def test_memory_that_does_not_fit_is_refused_with_the_numbers(extra: int) -> None:
+    found = os.statvfs(FOLDER)
+    size = found.f_blocks * found.f_frsize + extra
+    with pytest.raises(SegmentError, match=f"{size} bytes does not fit: [0-9]+ bytes are free"):
+        Segment.make(size, b"")
+
+
+def test_a_size_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(SegmentError):
+        ShmRingBuffer(1, 1 << 40, 1 << 20)
+
+
+def test_attaching_sees_the_same_memory(segment: Segment) -> None:
+    attached = Segment.attach(segment.name)
+    try:
+        segment.memory[100:104] = b"here"
+        assert attached.memory[100:104] == b"here"
+    finally:
+        attached.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/etc/passwd", "../shm/x", "a/b", "a\0b", "\ud800", "kvindex-none"]
+)
+def test_names_of_nothing_are_refused(name: str) -> None:
+    with pytest.raises(SegmentError):
+        Segment.attach(name)
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o606, 0o644, 0o640, 0o601])
+def test_memory_that_others_may_touch_is_refused(file: Callable[..., str], mode: int) -> None:
+    with pytest.raises(SegmentError, match="not private"):
+        Segment.attach(file(bytes(4096), mode))
+
+
+def test_memory_of_another_user_is_refused(
+    file: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = file(bytes(4096))
+    user = os.geteuid()
+    monkeypatch.setattr("os.geteuid", lambda: user + 1)
+    with pytest.raises(SegmentError, match="not private"):
+        Segment.attach(name)
+
+
+def test_links_folders_and_empty_files_are_refused(file: Callable[..., str]) -> None:
+    target, link = file(bytes(4096)), file(b"")
+    with pytest.raises(SegmentError, match="not private"):
+        Segment.attach(link)
+    (FOLDER / link).unlink()
+    (FOLDER / link).symlink_to(FOLDER / target)
+    with pytest.raises(SegmentError):
+        Segment.attach(link)
+    (FOLDER / link).unlink()
+    (FOLDER / link).mkdir(0o700)
+    try:
+        with pytest.raises(SegmentError):
+            Segment.attach(link)
+    finally:
+        (FOLDER / link).rmdir()
+
+
+def descriptors_of(inode: int) -> int:
+    """How many of this process's descriptors are of that file in /dev/shm."""
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found = os.stat(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue  # that of the listing itself
+        count += (found.st_ino, found.st_dev) == (inode, FOLDER.stat().st_dev)
+    return count
+
+
+def test_refusing_leaves_no_descriptor_open(file: Callable[..., str]) -> None:
+    names = file(bytes(4096), 0o644), file(b"x" * 100)
+    for name in names:
+        with pytest.raises(SegmentError):
+            ShmRingBuffer(1, 64, 1, name)
+        assert descriptors_of((FOLDER / name).stat().st_ino) == 0
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """What is open, by number. What earlier tests left may be closed at any time, so no count."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
+def fill_descriptors() -> list[int]:
+    """Open descriptors until none is free below the last: a limit is of numbers, not of files."""
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    kept = [os.open("/dev/null", os.O_RDONLY)]
+    while kept[-1] < highest:
+        kept.append(os.open("/dev/null", os.O_RDONLY))
+    return kept
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 62, 1 << 70])
+def test_absurd_sizes_are_refused_and_leave_nothing_open(size: int) -> None:
+    before = descriptors()
+    with pytest.raises(SegmentError, match=r"cannot be made|does not fit"):
+        Segment.make(size, b"")
+    assert descriptors() <= before
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), ValueError("too long")])
+@pytest.mark.parametrize("what", ["mmap.mmap", "_open_again"])
+def test_failing_to_map_leaves_nothing_open(
+    segment: Segment, error: Exception, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"kvindex.shm.ring.segment.{what}", fail)
+        with pytest.raises(SegmentError, match="cannot be mapped"):
+            Segment.attach(segment.name)
+        with pytest.raises(SegmentError, match="cannot be mapped"):
+            Segment.make(4096, b"")
+    assert descriptors() <= before
+
+
+def test_with_few_descriptors_left_it_is_made_or_refused_and_nothing_leaks(
+    segment: Segment,
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    outcomes = []
+    calls: list[Callable[[], Segment]] = [
+        lambda: Segment.make(4096, b""),
+        lambda: Segment.attach(segment.name),
+    ]
+    gc.collect()  # what earlier tests left would make room under the limit
+    opened = descriptors()
+    try:
+        for free in range(8):
+            kept = fill_descriptors()
+            top = kept[-1] + 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (top + free, before[1]))
+            try:
+                for call in calls:
+                    try:
+                        call().close()
+                        outcomes.append("made")
+                    except SegmentError:
+                        outcomes.append("refused")
+                sweep()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+                for descriptor in kept:
+                    os.close(descriptor)
+            assert descriptors() <= opened
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert outcomes[:2] == ["refused", "refused"]
+    assert outcomes[-2:] == ["made", "made"]
+
+
+def test_memory_of_a_closed_ring_is_refused() -> None:
+    ring = ShmRingBuffer(1, 64, 1)
+    ring.close()
+    with pytest.raises(ClosedError), ring.get_data(0):
+        pass
+
+
+def test_closing_gives_back_descriptors_and_the_name() -> None:
+    segment = Segment.make(4096, b"")
+    inode = (FOLDER / segment.name).stat().st_ino
+    held = descriptors_of(inode)
+    assert held > 0
+    attached = Segment.attach(segment.name)
+    attached.close()
+    assert (FOLDER / segment.name).exists()
+    assert descriptors_of(inode) == held
+    segment.close()
+    segment.close()
+    assert not (FOLDER / segment.name).exists()
+    assert descriptors_of(inode) == 0
+    assert segment.closed
+    with pytest.raises(ClosedError):
+        segment.lives(MAKER)
+    with pytest.raises(ClosedError):
+        segment.hold(1)
+
+
+def test_a_view_that_is_still_in_use_outlives_closing() -> None:
+    segment = Segment.make(4096, b"header")
+    with memoryview(segment.memory) as view:
+        segment.close()
+        assert bytes(view[:6]) == b"header"
+    assert not (FOLDER / segment.name).exists()
+
+
+def test_a_segment_that_is_dropped_is_closed() -> None:
+    segment = Segment.make(4096, b"")
+    path = FOLDER / segment.name
+    del segment
+    assert not path.exists()
+
+
+# Who lives -----------------------------------------------------------------------------------
+
+
+def test_a_party_lives_as_long_as_its_mapping(segment: Segment) -> None:
+    assert not segment.lives(MAKER)  # it never asks for itself
+    other = Segment.attach(segment.name)
+    assert other.lives(MAKER)
+    assert not segment.lives(3)
+    assert other.hold(3)
+    assert segment.lives(3)
+    assert not segment.hold(3)
+    assert not segment.lives(4)
+    other.close()
+    assert not segment.lives(3)
+    assert segment.hold(3)
+
+
+def test_sweeping_removes_what_nobody_holds_and_nothing_else(segment: Segment) -> None:
+    dead = FOLDER / f"kvindex-{os.geteuid()}-{'0' * 32}"
+    dead.write_bytes(bytes(4096))
+    foreign = FOLDER / f"kvindex-{os.geteuid() + 1}-{'0' * 32}"
+    foreign.write_bytes(bytes(4096))
+    try:
+        sweep()  # another process's may have been quicker
+        assert not dead.exists()
+        assert foreign.exists()
+        assert (FOLDER / segment.name).exists()
+    finally:
+        foreign.unlink()
+        dead.unlink(missing_ok=True)
+
+
+def test_making_a_segment_sweeps() -> None:
+    dead = FOLDER / f"kvindex-{os.geteuid()}-{'1' * 32}"
+    dead.write_bytes(bytes(4096))
+    Segment.make(4096, b"").close()
+    assert not dead.exists()
+
+
+def test_a_sweep_waits_for_nobody_who_has_leased_a_file() -> None:
+    leased = FOLDER / f"kvindex-{os.geteuid()}-{'2' * 32}"
+    leased.write_bytes(bytes(4096))
+    held = os.open(leased, os.O_RDONLY)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # tells the holder to give the lease back
+    try:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        sweeping = threading.Thread(target=sweep, daemon=True)
+        sweeping.start()
+        sweeping.join(20.0)  # the kernel breaks a lease after 45 s
+        assert not sweeping.is_alive()
+        with pytest.raises(SegmentError, match="cannot be attached"):
+            Segment.attach(leased.name)
+    finally:
+        os.close(held)
+        signal.signal(signal.SIGIO, before)
+        leased.unlink(missing_ok=True)
+
+
+def test_a_sweep_does_not_open_what_another_user_gave_such_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    victim = os.geteuid() + 1
+    foreign = FOLDER / f"kvindex-{victim}-{'3' * 32}"
+    foreign.write_bytes(bytes(4096))
+    opened: list[Any] = []
+
+    def spy(path: Any, *arguments: Any, **options: Any) -> int:
+        opened.append(path)
+        return open_file(path, *arguments, **options)
+
+    open_file = os.open
+    monkeypatch.setattr(os, "geteuid", lambda: victim)
+    monkeypatch.setattr(os, "open", spy)
+    try:
+        sweep()
+        assert foreign.exists()
+        assert str(foreign) not in map(str, opened)
+    finally:
+        foreign.unlink()
+
+
+def test_a_platform_without_such_locks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvindex.shm.ring.segment._SET", -1)
+    with pytest.raises(SegmentError, match="needs Linux"):
+        check_platform()
+
+
+# Ends of processes ---------------------------------------------------------------------------
+
+MADE = """
+import sys
+from kvindex.shm import MessageQueue, ShmRingBuffer
+ring = ShmRingBuffer(1, 64, 4)
+queue = MessageQueue(1, 1, None, 64, 4)
+reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+queue.enqueue("unread")
+print(ring.name, queue.export_handle().buffer_handle[3], flush=True)
+"""
+ENDS = {
+    "normally": "",
+    "by sys.exit": "sys.exit(3)",
+    "by an exception": "raise ZeroDivisionError",
+    "in a function that returns": "def f():\n global ring\n r = ring\nf(); del ring, queue, reader",
+    "while a thread waits": """
+import threading
+threading.Thread(target=lambda: (reader.dequeue(), reader.dequeue()), daemon=True).start()
+""",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("backend", ["", "python"])
+def test_nothing_is_left_when_a_process_ends(how: str, backend: str) -> None:
+    chosen = {"KVINDEX_BACKEND": backend} if backend else {}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", MADE + ENDS[how]],
+        env=os.environ | chosen,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    names = done.stdout.split()
+    assert len(names) == 2
+    assert not any((FOLDER / name).exists() for name in names)
+    if how == "by an exception":
+        assert done.stderr.rstrip().endswith("ZeroDivisionError")
+    elif how == "while a thread waits":  # which is told, or frozen by the interpreter's end
+        assert "resource_tracker" not in done.stderr
+    else:
+        assert done.stderr == ""  # nor does multiprocessing's resource tracker complain

@@ -1,0 +1,62 @@
+"""Without the native module everything imports, and what needs a ring says what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+WITHOUT = """
+import sys
+sys.modules["kvindex.wire._native"] = None  # as on a machine without a compiler
+import kvindex, kvindex.index.replicas, kvindex.shm
+from kvindex.wire.errors import SegmentError
+from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
+handle = Handle(
+    n_reader=1, local_reader_ranks=[0], buffer_handle=(1, 64, 4, "kvindex-ring"),
+    remote_address=None, remote_token=None, remote_curve_key=None, codec="msgpack",
+    max_message_bytes=64,
+)
+try:
+    {use}
+except SegmentError as error:
+    print(error)
+"""
+USES = {
+    "a ring": "ShmRingBuffer(1, 64, 4)",
+    "a writer with readers here": "MessageQueue(2, 1)",
+    "a reader here": "MessageQueue.create_from_handle(handle, 0)",
+    "a server of a fan-out": "kvindex.index.replicas.FanOut([], sys.argv[1])",
+    "a replica": "kvindex.index.replicas.join(sys.argv[1])",
+}
+
+
+def run_without(use: str, path: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.replace("{use}", use), str(path)],
+        cwd=Path(__file__).parents[2],
+        env={"KVINDEX_BACKEND": "python"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_what_needs_a_ring_says_that_the_native_module_is_missing(use: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    said = run_without(use, tmp_path / "socket")
+    assert "native module" in said
+    assert "C++20 compiler" in said
+    assert list(tmp_path.glob("socket")) == []
+
+
+def test_a_queue_whose_readers_are_all_elsewhere_needs_no_native_module(tmp_path: Path) -> None:
+    use = 'MessageQueue(1, 0, connect_ip="127.0.0.1").close(); print("made")'
+    assert run_without(use, tmp_path) == "made\n"

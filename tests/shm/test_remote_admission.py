@@ -1,0 +1,175 @@
+"""Whom the writer of a remote queue lets in, without a network."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvindex.shm.remote.protocol import VERSION, Bye, Hello, encode
+from kvindex.shm.remote.sender import RemoteSender
+
+pytestmark = pytest.mark.unit
+
+
+class Router:
+    """Stands for the writer's socket: tests say what it received and whose connection ended."""
+
+    def __init__(self) -> None:
+        self.mail: list[list[bytes]] = []
+        self.ended: set[bytes] = set()
+        self.sent: list[tuple[bytes, str]] = []
+        self._to = b""
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.mail:
+            raise zmq.Again
+        return self.mail.pop(0)
+
+    def send(self, part: bytes, flags: int, copy: bool = True) -> None:
+        if not flags & zmq.SNDMORE:
+            self.sent.append((self._to, msgspec.msgpack.decode(part)[0]))
+        elif part in self.ended:
+            raise zmq.ZMQError(errno.EHOSTUNREACH)
+        else:
+            self._to = part
+
+
+class Desk:
+    """A sender whose socket is a `Router`, and which probes its readers each time."""
+
+    def __init__(self, n_remote: int = 1) -> None:
+        self.sender = RemoteSender(n_remote, "127.0.0.1", window=4, linger=0.0)
+        self.router = Router()
+        self._socket, self.sender._socket = self.sender._socket, self.router  # type: ignore[assignment]
+
+    def receives(self, name: bytes, packet: Hello | Bye) -> None:
+        self.router.mail.append([name, encode(packet)])
+
+    def serve(self) -> frozenset[int]:
+        self.sender._probe_at = 0.0
+        dead = self.sender.serve()
+        self.router.sent = [sent for sent in self.router.sent if sent[1] != "Probe"]
+        return dead
+
+    def hello(self, rank: int, token: bytes | None = None, version: int = VERSION) -> Hello:
+        return Hello(version, rank, self.sender.token if token is None else token)
+
+    @property
+    def counted(self) -> dict[str, int]:
+        return {name: count for name, count in self.sender.statistics().items() if count}
+
+    def close(self) -> None:
+        self.sender._socket = self._socket
+        self.sender.close()
+
+
+@pytest.fixture
+def desks() -> Iterator[Any]:
+    made: list[Desk] = []
+
+    def make(n_remote: int = 1) -> Desk:
+        made.append(Desk(n_remote))
+        return made[-1]
+
+    yield make
+    for desk in made:
+        desk.close()
+
+
+def test_so_many_different_ranks_are_let_in(desks: Any) -> None:
+    desk = desks(2)
+    for rank in (8, 1, 2):
+        desk.receives(b"%d" % rank, desk.hello(rank))
+    desk.serve()
+    assert desk.sender.connected == {1, 8}
+    assert desk.counted == {"joined": 2, "refused": 1, "connected": 2}
+    assert desk.router.sent == [(b"8", "Welcome"), (b"1", "Welcome"), (b"2", "Refused")]
+
+
+def test_a_rank_is_free_again_when_its_reader_left(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"second", desk.hello(4))
+    desk.serve()
+    assert desk.router.sent == [(b"first", "Welcome")]  # the other waits for its rank
+    desk.receives(b"first", Bye())
+    desk.receives(b"third", desk.hello(5))
+    desk.serve()
+    assert desk.router.sent[1:] == [(b"second", "Welcome"), (b"third", "Refused")]
+    assert desk.counted == {"joined": 2, "left": 1, "refused": 1, "connected": 1}
+
+
+def test_a_rank_that_stays_taken_is_refused(desks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvindex.shm.remote.sender._HANDOVER", 0.0)
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"second", desk.hello(4))
+    desk.serve()
+    assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Refused")]
+
+
+def test_who_comes_before_the_farewell_of_its_predecessor_is_read_takes_its_place(
+    desks: Any,
+) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"second", desk.hello(4))
+    desk.receives(b"first", Bye())
+    assert desk.serve() == frozenset()
+    assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Welcome")]
+
+
+def test_a_reader_that_leaves_before_it_is_let_in_never_was_there(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.receives(b"first", Bye())
+    desk.serve()
+    assert (desk.router.sent, desk.counted) == ([], {})
+
+
+def test_whose_connection_ends_is_dead_and_its_place_is_free(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"second", desk.hello(4))
+    desk.router.ended = {b"first"}
+    assert desk.serve() == {4}
+    assert desk.serve() == frozenset()
+    assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Welcome")]
+    assert desk.counted == {"joined": 2, "died": 1, "connected": 1}
+
+
+def test_whose_last_word_was_a_farewell_has_left_and_did_not_die(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.serve()
+    desk.receives(b"first", Bye())
+    desk.router.ended = {b"first"}
+    assert desk.sender.send([b"message"], 0.0) == frozenset()
+    assert desk.counted["left"] == 1
+
+
+def test_whose_connection_ended_before_it_was_let_in_never_was_there(desks: Any) -> None:
+    desk = desks()
+    desk.receives(b"first", desk.hello(4))
+    desk.router.ended = {b"first"}
+    assert desk.serve() == frozenset()
+    assert desk.counted == {}
+
+
+@pytest.mark.parametrize("token", [bytes(32), b"", b"x" * 31])
+def test_a_reader_shows_the_token(desks: Any, token: bytes) -> None:
+    desk = desks()
+    desk.receives(b"one", desk.hello(0, token))
+    desk.receives(b"other", desk.hello(0, version=VERSION + 1))
+    desk.serve()
+    assert desk.counted == {"refused": 2}
+    assert desk.router.sent == [(b"one", "Refused"), (b"other", "Refused")]

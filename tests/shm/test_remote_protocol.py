@@ -1,0 +1,101 @@
+"""What the parties of a remote queue say, as bytes."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvindex.shm.remote.protocol import (
+    MAX_READER_BYTES,
+    VERSION,
+    Acknowledgement,
+    Bye,
+    Closed,
+    Evicted,
+    Hello,
+    LargeMessage,
+    Malformed,
+    Message,
+    Packet,
+    Probe,
+    Ready,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+)
+
+pytestmark = pytest.mark.unit
+
+TOKEN = bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        Hello(VERSION, 3, TOKEN),
+        Acknowledgement(2**64 - 1),
+        Bye(),
+        Welcome(9, 64, True),
+        Refused("why"),
+        Ready(),
+        Probe(),
+        Evicted(),
+        Closed(12),
+        LargeMessage(4, 3),
+    ],
+)
+def test_a_packet_comes_out_as_it_went_in(packet: Packet) -> None:
+    assert decode(encode(packet)) == packet
+    assert len(encode(packet)) <= MAX_READER_BYTES
+
+
+def test_a_hello_of_another_version_tells_the_version() -> None:
+    assert decode(msgspec.msgpack.encode(["Hello", 7])) == Hello(7)
+    said = decode(msgspec.msgpack.encode(["Hello", 7, 1, TOKEN, "new"]))
+    assert isinstance(said, Hello)
+    assert said.version == 7
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"A",
+        msgspec.msgpack.encode(["Hello"]),
+        encode(Hello(VERSION, -1, TOKEN)),
+        encode(Hello(VERSION, 2**32, TOKEN)),
+        encode(Hello(VERSION, 1, TOKEN))[:-1],
+        encode(Hello(VERSION, 1, TOKEN)) + b"x",
+        encode(Bye()) * 2,
+        b"C123",
+        msgspec.msgpack.encode(["Refused", 99]),
+        encode(Refused("x" * 501)),
+        encode(Welcome(0, 0, False)),
+        encode(Message(0, [])),
+        encode(Message(0, [memoryview(b"whole")]))[:-1],
+        encode(LargeMessage(0, 0)),
+        encode(LargeMessage(0, 65_539)),
+        b"HTTP/1.1 400 Bad Request",
+    ],
+)
+def test_what_is_no_packet_is_malformed(part: bytes) -> None:
+    with pytest.raises(Malformed):
+        decode(part)
+
+
+@given(seq=st.integers(0, 2**63), frames=st.lists(st.binary(max_size=40), min_size=1))
+def test_a_small_message_comes_out_as_it_went_in(seq: int, frames: list[bytes]) -> None:
+    decoded = decode(encode(Message(seq, [memoryview(frame) for frame in frames])))
+    assert isinstance(decoded, Message)
+    assert (decoded.seq, [bytes(frame) for frame in decoded.frames]) == (seq, frames)
+
+
+@given(st.binary(max_size=80))
+def test_no_bytes_upset_the_decoder(part: bytes) -> None:
+    with suppress(Malformed):
+        decode(part)

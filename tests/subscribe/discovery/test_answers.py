@@ -1,0 +1,210 @@
+"""What engines answer about where they publish, in every shape, and in none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvindex.subscribe.discovery.answers import (
+    MAX_RANKS,
+    Told,
+    named_models,
+    read_server_info,
+    read_sources,
+    tells_sglang,
+)
+from kvindex.subscribe.discovery.reach import reach
+
+pytestmark = pytest.mark.unit
+
+VLLM_033 = {  # vLLM 0.33.0, --data-parallel-size 2: KVEventsConfig by rank
+    str(rank): {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{5557 + rank}",
+        "replay_endpoint": f"tcp://*:{5657 + rank}",
+        "buffer_steps": 10_000,
+        "hwm": 100_000,
+        "max_queue_size": 100_000,
+        "topic": "",
+    }
+    for rank in range(2)
+}
+BOTH = [Told(0, "tcp://*:5557", "tcp://*:5657"), Told(1, "tcp://*:5558", "tcp://*:5658")]
+LISTED = [
+    {"data_parallel_rank": 1, "endpoint": "tcp://*:5558", "replay_endpoint": "tcp://*:5658"},
+    {"data_parallel_rank": 0, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"},
+]
+SGLANG_0523 = {  # SGLang 0.5.23 in /server_info, among its other settings
+    "served_model_name": "llama",
+    "version": "0.5.23",
+    "page_size": 16,
+    "dp_size": 2,
+    "kv_events_config": '{"publisher": "zmq", "replay_endpoint": "tcp://*:5657"}',
+    "kv_events": {
+        "publisher": "zmq",
+        "endpoint_host": "*",
+        "endpoint_port_base": 5557,
+        "topic": "kv",
+        "block_size": 32,
+        "dp_size": 2,
+        "replay_endpoint_port_base": 5657,
+    },
+}
+
+
+@pytest.mark.parametrize("answer", [VLLM_033, LISTED, {"sources": LISTED}])
+def test_the_three_shapes_of_vllm_say_the_same(answer: Any) -> None:
+    assert read_sources(answer) == BOTH
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, [], {"sources": []}, {"0": {"publisher": "null", "endpoint": "tcp://*:5557"}}]
+)
+def test_events_that_are_off_are_no_rank(answer: Any) -> None:
+    assert read_sources(answer) == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        "tcp://*:5557",
+        {"zero": {"endpoint": "tcp://*:5557"}},
+        {"-1": {"endpoint": "tcp://*:5557"}},
+        {"detail": "Not Found"},
+        [{"data_parallel_rank": 0, "endpoint": "tcp://*:1"}] * 2,
+        [{"data_parallel_rank": 0}],
+        [{"endpoint": 5557}],
+        [{"endpoint": "tcp://*:5557\n"}],
+        [{"endpoint": "x" * 5000}],
+        [{"data_parallel_rank": 10**9, "endpoint": "tcp://*:1"}],
+        [{"endpoint": "tcp://*:1"}] * (MAX_RANKS + 1),
+        [7],
+    ],
+)
+def test_what_has_another_form_is_refused(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_sources(answer)
+
+
+def test_sglang_says_it_as_it_came_to_be() -> None:
+    told, block_size = read_server_info(SGLANG_0523)
+    assert block_size == 32
+    assert told == [
+        Told(rank, "tcp://*:5557", "tcp://*:5657", "kv", names_base=True) for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"publisher": "zmq", "endpoint": "tcp://*:6000", "replay_endpoint": "tcp://*:6100"}',
+        {"publisher": "zmq", "endpoint": "tcp://*:6000", "replay_endpoint": "tcp://*:6100"},
+    ],
+)
+def test_an_older_sglang_shows_its_option(config: Any) -> None:
+    told, block_size = read_server_info(
+        {"kv_events_config": config, "dp_size": 2, "page_size": 64, "kv_events": None}
+    )
+    assert block_size == 64
+    assert told == [Told(r, "tcp://*:6000", "tcp://*:6100", "", names_base=True) for r in range(2)]
+
+
+@pytest.mark.parametrize("config", [None, "", '{"publisher": "null"}', "{}", {}])
+def test_an_sglang_without_events_has_no_rank(config: Any) -> None:
+    assert read_server_info({"kv_events_config": config, "dp_size": 1}) == ([], None)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"kv_events_config": "{", "dp_size": 1},
+        {"kv_events_config": '{"publisher": "zmq"}', "dp_size": 0},
+        {"kv_events_config": '{"publisher": "zmq"}', "dp_size": MAX_RANKS + 1},
+        {"kv_events": {"publisher": "zmq", "endpoint_port_base": "many"}},
+        {"kv_events": {"publisher": "zmq"}},
+        {"kv_events": {"publisher": "zmq", "endpoint_port_base": 1, "endpoint_host": ["*"]}},
+    ],
+)
+def test_an_sglang_that_cannot_be_understood_is_refused(info: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_server_info(info)
+
+
+def test_the_server_info_of_vllm_is_not_taken_for_sglangs() -> None:
+    assert not tells_sglang({"vllm_config": "model='llama'"})
+    assert not tells_sglang(["page_size"])
+    assert tells_sglang(SGLANG_0523)
+
+
+def test_models_that_are_malformed_are_left_out() -> None:
+    data = [{"id": 7, "owned_by": "vllm"}, "llama", {"id": "qwen"}, {"id": "x" * 5000}]
+    assert named_models({"data": data}) == (("qwen",), "vllm")
+    assert named_models({"data": {}}) == ((), "")
+    assert named_models("models") == ((), "")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_any_json_is_read_or_refused(answer: Any) -> None:
+    named_models(answer)
+    readers = (read_sources, read_server_info)
+    for read in readers if isinstance(answer, dict) else readers[:1]:
+        try:
+            read(answer)
+        except ValueError:
+            pass
+
+
+# Which host is connected to -------------------------------------------------------------------
+
+
+def known(host: str) -> frozenset[str]:
+    names = {"engine": {"10.0.0.5"}, "10.0.0.5": {"10.0.0.5"}, "10.0.0.8": {"10.0.0.8"}}
+    return frozenset(names.get(host, set()))
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "engine", "10.0.0.5"])
+def test_a_wildcard_and_the_engines_own_address_become_the_host_asked(host: str) -> None:
+    found = reach(f"tcp://{host}:5557", "engine", offset=1, resolve=known)
+    assert (found.endpoint, found.note) == ("tcp://engine:5558", "")
+
+
+def test_an_engine_asked_by_ipv6_is_connected_to_by_ipv6() -> None:
+    found = reach("tcp://*:5557", "fd00::5", offset=0, resolve=known)
+    assert found.endpoint == "tcp://[fd00::5]:5557"
+
+
+def test_another_host_is_used_as_told_and_said_to_be() -> None:
+    found = reach("tcp://10.0.0.8:5557", "engine", offset=0, resolve=known)
+    assert found.endpoint == "tcp://10.0.0.8:5557"
+    assert "another host than engine" in found.note
+    assert "connects there instead of listening" in found.note
+
+
+def test_the_loopback_of_another_host_is_not_ours() -> None:
+    found = reach("tcp://127.0.0.1:5557", "engine", offset=0, resolve=known)
+    assert found.endpoint == "tcp://engine:5557"
+    assert "loopback" in found.note
+    local = reach("tcp://127.0.0.1:5557", "localhost", offset=0, resolve=known)
+    assert "loopback" not in local.note
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["inproc://kv", "tcp://*:0", "tcp://*:70000", "udp://*:1", "ipc:///tmp/kv", "tcp://a b:1:2"],
+)
+def test_what_cannot_be_reached_is_said_to_be(endpoint: str) -> None:
+    found = reach(endpoint, "engine", offset=0, resolve=known)
+    assert found.endpoint is None
+    assert found.note

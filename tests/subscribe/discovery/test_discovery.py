@@ -1,0 +1,353 @@
+"""Clients that are given engines by URL: they ask, subscribe, and follow what changes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex import (
+    Client,
+    ClosedError,
+    ConfigurationError,
+    NotLiveError,
+    Rank,
+    UnknownRankError,
+    Worker,
+    connect,
+)
+from kvindex.subscribe.discovery import (
+    Discovery,
+    DiscoveryOptions,
+    EngineSource,
+    Found,
+    Target,
+    ask_engine,
+)
+from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.tools.cli import main
+from tests.canned import CannedServer
+from tests.children import in_child
+from tests.live import PATIENCE, REPLAYS, resident, truth, until
+from tests.tools.doctor.doctored import unused
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = list(range(64))
+OFTEN = DiscoveryOptions(interval=0.05, timeout=PATIENCE)
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    with FakeEngine() as engine:
+        engine.serve(PROMPT)
+        yield engine
+
+
+def name_of(server: HttpEngine | CannedServer) -> str:
+    return server.url.removeprefix("http://")
+
+
+def sources_of(*engines: FakeEngine) -> dict[str, Any]:
+    return {
+        str(engine.rank.dp_rank): {
+            "endpoint": engine.endpoint,
+            "replay_endpoint": engine.replay_endpoint,
+        }
+        for engine in engines
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("vllm", HttpOptions()),
+        ("vllm", HttpOptions(sources="list")),
+        ("vllm", HttpOptions(sources="sources")),
+        ("sglang", HttpOptions()),
+    ],
+)
+def test_a_url_is_all_that_a_client_needs(
+    engine: FakeEngine, kind: Any, options: HttpOptions
+) -> None:
+    with HttpEngine(engine, kind=kind, options=options) as server, connect(server.url) as client:
+        client.wait_live(PATIENCE)
+        assert client.ranks == (Rank(name_of(server), 0),)
+        best = client.match(PROMPT).best
+        assert best is not None
+        assert best.tokens == engine.lookup(PROMPT).tokens
+        found = client.statistics()["discovery"]["engines"][name_of(server)]
+        assert (found["ranks"], found["is_added"], found["model"]) == (1, True, "fake-model")
+
+
+def test_urls_and_workers_may_be_mixed(engine: FakeEngine) -> None:
+    with FakeEngine("other") as other, HttpEngine(engine) as server:
+        worker = Worker("other", other.endpoint, replay=other.replay_endpoint)
+        with connect([server.url, worker], replay_policy=REPLAYS) as client:
+            client.wait_live(PATIENCE)
+            assert {rank.worker for rank in client.ranks} == {"other", name_of(server)}
+            asyncio.run(client.wait_live_async(PATIENCE))
+
+
+def test_an_engine_that_does_not_answer_is_named_with_the_reason() -> None:
+    with CannedServer() as server:
+        url = server.url
+    with connect(url) as client:
+        until(lambda: "nothing listens there" in missing(client).get(url, ""))
+        with pytest.raises(NotLiveError) as caught:
+            client.wait_live(0.01)
+        assert set(caught.value.engines) == {url}
+        assert "nothing listens there" in str(caught.value)
+        assert "1 engine is not found after 0.01 s" in str(caught.value)
+        with pytest.raises(NotLiveError, match="nothing listens there"):
+            asyncio.run(client.wait_live_async(0.01))
+
+
+def test_an_engine_whose_events_are_off_is_named_with_the_flag() -> None:
+    with CannedServer({"/kv_event_sources": (200, {})}) as server, connect(server.url) as client:
+        until(lambda: "enable_kv_cache_events" in str(missing(client)))
+
+
+def test_an_engine_that_starts_later_is_found(engine: FakeEngine) -> None:
+    with CannedServer() as server, connect(server.url, discovery=OFTEN) as client:
+        with pytest.raises(NotLiveError):
+            client.wait_live(0.1)
+        server.replies["/kv_event_sources"] = (200, sources_of(engine))
+        client.wait_live(PATIENCE)
+
+
+def test_an_engine_that_moves_and_grows_is_followed(engine: FakeEngine) -> None:
+    moved = FakeEngine()
+    second = FakeEngine(dp_rank=1)
+    for other in (moved, second):
+        other.serve(PROMPT[:32])
+    with CannedServer({"/kv_event_sources": (200, sources_of(engine))}) as server:
+        with connect(server.url, discovery=OFTEN, replay_policy=REPLAYS) as client, moved, second:
+            worker = name_of(server)
+            client.wait_live(PATIENCE)
+            server.replies["/kv_event_sources"] = (200, sources_of(engine, second))
+            assert client.wait_for(lambda found: len(found) == 2, PATIENCE)
+            client.wait_live(PATIENCE)
+            for rank in (engine, second):
+                assert client.match(PROMPT)[Rank(worker, rank.rank.dp_rank)].tokens == (
+                    rank.lookup(PROMPT).tokens
+                )
+            assert client.status(Rank(worker, 0)).epoch == 0  # it was left alone
+            server.replies["/kv_event_sources"] = (200, sources_of(moved))
+
+            def has_moved(statuses: Any) -> bool:
+                return set(statuses) == {Rank(worker, 0)} and counted("moved") == 1
+
+            def counted(what: str) -> int:
+                assert client.discovery is not None
+                return int(client.discovery.statistics()["counters"][what])
+
+            until(lambda: has_moved(client.ranks))
+            client.wait_live(PATIENCE)
+            assert client.match(PROMPT)[Rank(worker, 0)].tokens == moved.lookup(PROMPT).tokens
+
+
+def test_an_engine_that_hangs_up_is_asked_at_once_where_it_is_now(engine: FakeEngine) -> None:
+    seldom = DiscoveryOptions(interval=3600.0, timeout=PATIENCE)
+    with CannedServer({"/kv_event_sources": (200, sources_of(engine))}) as server:
+        with connect(server.url, discovery=seldom, replay_policy=REPLAYS) as client:
+            client.wait_live(PATIENCE)
+            with FakeEngine() as again:
+                again.serve(PROMPT[:32])
+                server.replies["/kv_event_sources"] = (200, sources_of(again))
+                engine.close()
+                rank = Rank(name_of(server), 0)
+                until(lambda: rank in (match := client.match(PROMPT)) and match[rank].tokens == 32)
+
+
+def missing(client: Client) -> dict[str, str]:
+    assert client.discovery is not None
+    return client.discovery.missing()
+
+
+def test_a_client_that_is_dropped_ends_its_discovery(engine: FakeEngine) -> None:
+    with HttpEngine(engine) as server:
+        client = connect(server.url, discovery=OFTEN)
+        client.wait_live(PATIENCE)
+        discovery = client.discovery
+        assert discovery is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del client
+            gc.collect()
+        for thread in discovery._threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+        assert discovery.is_closed
+
+
+def test_closing_ends_every_thread_and_may_be_done_twice(engine: FakeEngine) -> None:
+    before = threading.active_count()
+    with HttpEngine(engine) as server:
+        client = connect(server.url, discovery=OFTEN)
+        client.wait_live(PATIENCE)
+        client.close()
+        client.close()
+        with pytest.raises(ClosedError):
+            client.wait_live(1.0)
+    until(lambda: threading.active_count() <= before)
+
+
+def test_a_forked_child_has_a_closed_discovery(engine: FakeEngine) -> None:
+    with HttpEngine(engine) as server, connect(server.url) as client:
+        client.wait_live(PATIENCE)
+
+        def child() -> None:
+            discovery = client.discovery
+            assert discovery is not None
+            assert discovery.is_closed
+            assert discovery.statistics()["engines"]
+            client.close()
+
+        assert in_child(child) == 0
+        engine.serve(PROMPT[::-1])
+        client.wait_live(PATIENCE)
+
+
+def test_a_callback_that_fails_stops_nothing(engine: FakeEngine, caplog: Any) -> None:
+    calls: list[str] = []
+    second = threading.Event()
+
+    def add(found: Found) -> None:
+        calls.append(found.worker.name)
+        if len(calls) == 1:
+            raise RuntimeError("the consumer is broken")
+        second.set()
+
+    with HttpEngine(engine) as server:
+        with Discovery(EngineSource(server.url), add, print, OFTEN) as discovery:
+            assert second.wait(PATIENCE)
+            assert discovery.wait_found(PATIENCE) == {}
+    assert "the consumer is broken" in caplog.text
+
+
+def test_an_engine_whose_answer_breaks_its_reader_is_asked_again(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    answers = iter([RuntimeError("nobody thought of this"), RuntimeError("nor of this")])
+
+    def ask(url: str, **options: Any) -> Any:
+        for error in answers:
+            raise error
+        return ask_engine(url, **options)
+
+    monkeypatch.setattr("kvindex.subscribe.discovery.discovery.ask_engine", ask)
+    with HttpEngine(engine) as server:
+        with Discovery(EngineSource(server.url), print, print, OFTEN) as discovery:
+            assert discovery.wait_found(PATIENCE) == {}
+    assert "nobody thought of this" in caplog.text
+
+
+def test_a_source_that_fails_is_called_again() -> None:
+    class Flaky:
+        name = "flaky"
+        is_certain = True
+
+        def __init__(self) -> None:
+            self.calls = 0
+            self.closed = threading.Event()
+
+        def watch(self, tell: Callable[[list[Target]], None]) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                raise RuntimeError("not yet")
+            tell([Target("a", worker=Worker("a", "tcp://127.0.0.1:5557"))])
+            self.closed.wait()
+
+        def close(self) -> None:
+            self.closed.set()
+
+    found: list[Found] = []
+    with Discovery(Flaky(), found.append, print) as discovery:
+        assert discovery.wait_found(PATIENCE) == {}
+        assert discovery.statistics()["sources"]["flaky"]["failures"] == 1
+    assert [one.worker.name for one in found] == ["a"]
+
+
+@pytest.mark.parametrize("given", ["engine:8000", "http://", 7, [7], ["http://a:1", "http://a:1"]])
+def test_what_is_no_engine_is_refused_at_once(given: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        connect(given)
+
+
+def test_options_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="interval"):
+        DiscoveryOptions(interval=0)
+    with pytest.raises(ConfigurationError, match="two sources"):
+        Discovery([EngineSource("http://a:1"), EngineSource("http://a:1")], print, print)
+    with pytest.raises(ConfigurationError, match="no source"):
+        Discovery(["http://a:1"], print, print)  # type: ignore[list-item]
+
+
+def test_the_index_follows_what_a_found_engine_serves(engine: FakeEngine) -> None:
+    with HttpEngine(engine) as server, connect(server.url, replay_policy=REPLAYS) as client:
+        client.wait_live(PATIENCE)
+        engine.serve(PROMPT[::-1])
+        rank = Rank(name_of(server), 0)
+        last = engine.published - 1
+        assert client.wait_for(lambda statuses: statuses[rank].seq == last, PATIENCE)
+        assert resident(client, rank) == truth(engine)
+        for prompt in (PROMPT, PROMPT[::-1]):
+            assert client.match(prompt)[rank].tokens == engine.lookup(prompt).tokens
+
+
+@pytest.mark.parametrize("command", ["tail", "match", "record"])
+def test_commands_take_the_url_of_an_engine(
+    engine: FakeEngine, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokens").write_text(str(PROMPT))
+    arguments = {
+        "tail": ["tail", "--limit", "1"],
+        "match": ["match", str(tmp_path / "tokens")],
+        "record": ["record", str(tmp_path / "recording"), "--seconds", "0.01", "--replay"],
+    }[command]
+    with HttpEngine(engine) as server:
+        assert main([*arguments, "--engine", server.url]) == 0
+        assert name_of(server) in "".join(capsys.readouterr()) + str(list(tmp_path.iterdir()))
+
+
+def test_commands_say_why_an_engine_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokens").write_text("1 2 3")
+    with unused("http") as url:
+        assert main(["tail", "--engine", url]) == 1
+        assert "nothing listens there" in capsys.readouterr().err
+        arguments = ["match", str(tmp_path / "tokens"), "--engine", url, "--wait", "0.1"]
+        assert main([*arguments, "--json"]) == 1
+    assert url in json.loads(capsys.readouterr().out)["not_live"]
+
+
+def test_a_dead_engine_does_not_hold_up_whoever_waits_for_another(engine: FakeEngine) -> None:
+    with (
+        unused("http") as dead,
+        HttpEngine(engine) as server,
+        connect([dead, server.url]) as client,
+    ):
+        rank = Rank(name_of(server), 0)
+        client.wait_for(lambda statuses: rank in statuses, PATIENCE)
+        assert client.discovery is not None
+
+        def wait() -> None:
+            client.wait_live(3600.0, ranks=[rank])
+            asyncio.run(client.wait_live_async(3600.0, ranks=rank.worker))
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(PATIENCE)
+        assert not waiting.is_alive()
+        assert set(client.discovery.missing()) == {dead}
+        with pytest.raises(UnknownRankError):
+            client.wait_live(0.1, ranks=["nobody"])

@@ -1,0 +1,342 @@
+"""What files, names and pods tell of engines."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex import ConfigurationError, Worker
+from kvindex.subscribe.discovery import (
+    DiscoveryError,
+    DnsSource,
+    FileSource,
+    Source,
+    Target,
+    read_targets,
+    split_engines,
+)
+from kvindex.subscribe.discovery.pods import Pod, PodRules, pod_of, pool_of, rules_of, targets_of
+from tests.kube import pod
+from tests.live import PATIENCE
+
+pytestmark = pytest.mark.unit
+
+
+class Watching:
+    """A source that is watched by a thread of its own."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.told: queue.Queue[list[Target] | DiscoveryError] = queue.Queue()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        try:
+            self.source.watch(lambda targets: self.told.put(list(targets)))
+        except DiscoveryError as error:
+            self.told.put(error)
+
+    def next(self) -> Any:
+        return self.told.get(timeout=PATIENCE)
+
+    def __enter__(self) -> Watching:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.source.close()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+# Files ----------------------------------------------------------------------------------------
+
+TOML = """
+engines = ["http://vllm-2:8000"]
+listen = "somebody else's"
+
+[[workers]]
+name = "vllm-0"
+endpoint = "tcp://vllm-0:5557"
+replay = "tcp://vllm-0:5657"
+dp_size = 2
+model = "llama"
+labels = {zone = "a"}
+
+[[workers]]
+name = "vllm-1"
+endpoint = {0 = "tcp://h0:5557", 1 = "tcp://h1:5558"}
+routing_group = "batch"
+cache = {eagle = true}
+"""
+
+
+def replace(path: Path, text: str) -> None:
+    path.with_suffix(".new").write_text(text)
+    os.replace(path.with_suffix(".new"), path)
+
+
+def test_a_toml_file_lists_workers_and_engines(tmp_path: Path) -> None:
+    pytest.importorskip("tomllib")
+    path = tmp_path / "engines.toml"
+    path.write_text(TOML)
+    first, second, third = FileSource(path).read()
+    assert first.worker == Worker(
+        "vllm-0", "tcp://vllm-0:5557", replay="tcp://vllm-0:5657", dp_size=2
+    )
+    assert (first.model, first.routing_group, first.labels) == ("llama", "default", {"zone": "a"})
+    assert second.worker is not None
+    assert [a.endpoint for a in second.worker.publishers()] == ["tcp://h0:5557", "tcp://h1:5558"]
+    assert (second.routing_group, second.worker.cache.eagle) == ("batch", True)
+    assert (third.name, third.url, third.worker) == ("vllm-2:8000", "http://vllm-2:8000", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("e.json", '[{"name": "a", "endpoint": "tcp://a:1"}, "http://b:8000/"]'),
+        ("e.json", '{"workers": [{"name": "a", "endpoint": "tcp://a:1"}], "engines": [{"url": '
+         '"http://b:8000"}]}'),
+        ("e.ndjson", '{"name": "a", "endpoint": "tcp://a:1"}\n\n"http://b:8000"\n'),
+        ("e.jsonl", '{"name": "a", "endpoint": "tcp://a:1"}\n{"url": "http://b:8000"}'),
+    ],
+)  # fmt: skip
+def test_json_says_the_same(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    first, second = FileSource(path).read()
+    assert (first.name, first.url) == ("a", "")
+    assert (second.name, second.url) == ("b:8000", "http://b:8000")
+
+
+@pytest.mark.parametrize(
+    ("listed", "why"),
+    [
+        ([{"name": "a", "endpoint": "tcp://a:1", "dpsize": 2}], "engine 1: .*dpsize"),
+        ([{"name": "a"}], "either `url`, to ask the engine, or `endpoint`"),
+        ([{"url": "http://a:1", "endpoint": "tcp://a:1"}], "either"),
+        ([{"endpoint": "tcp://a:1"}], "name must be"),
+        ([{"name": "a", "endpoint": "tcp://*:1"}], "nobody can connect"),
+        ([{"name": "a", "endpoint": {"one": "tcp://a:1"}}], "not all numbers"),
+        (["a:8000"], "is no URL"),
+        ([7], "engine 1"),
+        (["http://a:1", "http://a:1/"], "two engines are called 'a:1'"),
+        ({"worker": []}, "neither `workers` nor `engines`"),
+        ({"workers": {}}, "must be lists"),
+    ],
+)
+def test_an_entry_that_cannot_be_understood_is_named(listed: Any, why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        read_targets(listed)
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "engines.json"
+    path.write_text('["http://a:1"]')
+    with Watching(FileSource(path, interval=0.01)) as watching:
+        assert [target.name for target in watching.next()] == ["a:1"]
+        replace(path, '["http://a:1", "http://b:2"]')
+        assert [target.name for target in watching.next()] == ["a:1", "b:2"]
+        replace(path, '["http://a:1", ')
+        error = watching.next()
+        assert error.reason == "content"
+        assert "engines.json cannot be understood" in str(error)
+
+
+def test_a_file_that_is_being_written_is_believed_once_it_stays_the_same(tmp_path: Path) -> None:
+    # What each look finds: (what the file looks like, its text). Only the last stays for long.
+    whole = '["http://a:1", "http://b:2"]'
+    looks = iter([*[("A", whole)] * 2, *[("B", "[]")] * 27, *[("C", '["http://a:1"]')] * 27])
+    now = ("", "")
+
+    class Written(FileSource):
+        def _look(self) -> Any:
+            nonlocal now
+            now = next(looks, ("D", '["http://a:1", "http://c:3"]'))
+            self.path.write_text(now[1])
+            return now[0]
+
+    with Watching(Written(tmp_path / "engines.json", interval=1e-9)) as watching:
+        assert [target.name for target in watching.next()] == ["a:1", "b:2"]
+        assert [target.name for target in watching.next()] == ["a:1", "c:3"]
+
+
+def test_what_was_read_while_the_file_changed_is_not_believed(tmp_path: Path) -> None:
+    class Written(FileSource):
+        def read(self) -> tuple[Target, ...]:
+            found = super().read()
+            if len(found) == 1:
+                self.path.write_text('["http://a:1", "http://b:2"]')
+            return found
+
+    path = tmp_path / "engines.json"
+    path.write_text('["http://a:1"]')
+    with Watching(Written(path, interval=1e-9)) as watching:
+        assert [target.name for target in watching.next()] == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize("name", ["e.json", "e.ndjson", "e.jsonl", "e.toml"])
+def test_an_empty_file_takes_nobody_away(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("tomllib")
+    path = tmp_path / name
+    path.write_text("\n")
+    with pytest.raises(DiscoveryError, match="it is empty"):
+        FileSource(path).read()
+
+
+def test_a_file_that_is_there_and_could_not_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "engines.json"
+    path.write_text('["http://a:1"]')
+    source = FileSource(path, interval=0.01)
+
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", denied)
+        with pytest.raises(DiscoveryError, match="cannot be read"):
+            source.watch(lambda targets: None)
+    with Watching(source) as watching:
+        assert [target.name for target in watching.next()] == ["a:1"]
+
+
+def test_a_file_that_is_missing_is_told(tmp_path: Path) -> None:
+    with Watching(FileSource(tmp_path / "engines.json")) as watching:
+        assert "No such file" in str(watching.next())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("e.json", "7"), ("e.json", "\xff"), ("e.ndjson", "{"), ("e.json", "[" * 9999)],
+)
+def test_a_file_with_nonsense_is_told(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DiscoveryError, match="cannot be understood"):
+        FileSource(path).read()
+
+
+def test_a_file_of_another_form_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"\.toml, \.json"):
+        FileSource("engines.yaml")
+    with pytest.raises(ConfigurationError, match="interval"):
+        FileSource("engines.json", interval=0)
+
+
+# Names ----------------------------------------------------------------------------------------
+
+
+def test_each_address_of_a_name_is_an_engine() -> None:
+    answers = iter([["10.0.0.2", "10.0.0.1", "10.0.0.1"], ["10.0.0.1", "10.0.0.2"], ["fd00::1"]])
+
+    def look_up(host: str) -> list[str]:
+        assert host == "vllm"
+        answer = next(answers, None)
+        if answer is None:
+            raise socket.gaierror("no answer")
+        return answer
+
+    with Watching(DnsSource("http://vllm:8000", interval=0.01, look_up=look_up)) as watching:
+        assert [(t.name, t.url) for t in watching.next()] == [
+            ("10.0.0.1", "http://10.0.0.1:8000"),
+            ("10.0.0.2", "http://10.0.0.2:8000"),
+        ]
+        assert [(t.name, t.url) for t in watching.next()] == [("fd00::1", "http://[fd00::1]:8000")]
+        assert watching.next().reason == "name"
+
+
+def test_engines_behind_a_name_that_cannot_be_asked_publish_where_it_says() -> None:
+    source = DnsSource(
+        "tcp://vllm:5557", replay_port=5657, dp_size=2, look_up=lambda host: ["fd00::1"]
+    )
+    with Watching(source) as watching:
+        (target,) = watching.next()
+    assert target.url == ""
+    assert target.worker.publishers()[1].endpoint == "tcp://[fd00::1]:5558"
+    assert target.worker.publishers()[1].replay == "tcp://[fd00::1]:5658"
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("vllm", {}),
+        ("tcp://vllm", {}),
+        ("tcp://vllm:5557/path", {}),
+        ("tcp://vllm:65535", {"dp_size": 2}),
+        ("tcp://vllm:5557", {"replay_port": 5558, "dp_size": 2}),
+        ("http://vllm:8000", {"interval": 0}),
+    ],
+)
+def test_a_name_that_cannot_work_is_refused(url: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        DnsSource(url, **options)
+
+
+# Pods -----------------------------------------------------------------------------------------
+
+
+def test_what_matters_of_a_pod_is_read() -> None:
+    assert pod_of(pod("a", 8000, uid="u")) == Pod(
+        "a", "u", "127.0.0.1", True, False, {"http": 8000}, {"app": "vllm"}
+    )
+
+
+@pytest.mark.parametrize("found", [None, [], {}, {"metadata": {"name": 7}}, {"metadata": []}])
+def test_what_is_no_pod_is_refused(found: Any) -> None:
+    with pytest.raises(ValueError, match="has no name"):
+        pod_of(found)
+
+
+def test_a_pod_with_odd_parts_is_borne() -> None:
+    odd = {
+        "metadata": {"name": "a", "labels": {"x": 1}},
+        "spec": {"containers": [7, {"ports": "x"}, {"ports": [{"containerPort": 99_999}]}]},
+        "status": {"conditions": ["Ready"], "podIP": 7},
+    }
+    assert pod_of(odd) == Pod("a")
+
+
+@pytest.mark.parametrize("found", [None, {}, {"spec": {"selector": {"matchLabels": {"a": 1}}}}])
+def test_what_is_no_pool_is_refused(found: Any) -> None:
+    with pytest.raises(ValueError, match="matchLabels"):
+        pool_of(found)
+
+
+def test_a_pod_is_asked_at_its_label_or_its_container_port_or_8000() -> None:
+    def url(rules: PodRules, **options: Any) -> str:
+        (target,) = targets_of(Pod("a", address="10.0.0.1", **options), rules)
+        return target.url
+
+    assert url(PodRules()) == "http://10.0.0.1:8000"
+    assert url(PodRules(), ports={"http": 8080}) == "http://10.0.0.1:8080"
+    aibrix = rules_of("aibrix")[1]
+    assert url(aibrix, labels={"model.aibrix.ai/port": "9000"}) == "http://10.0.0.1:9000"
+    assert url(aibrix, labels={"model.aibrix.ai/port": "many"}) == "http://10.0.0.1:8000"
+
+
+def test_presets_know_the_ports_of_their_systems() -> None:
+    for name, replay in [("llm-d", None), ("aibrix", "tcp://[fd00::1]:5558")]:
+        _, rules = rules_of(name)
+        labels = {rules.model_label: "llama"}
+        (target,) = targets_of(Pod("a", address="fd00::1", labels=labels), rules)
+        assert (target.url, target.model) == ("http://[fd00::1]:8000", "llama")
+        assert target.worker is not None
+        (address,) = target.worker.publishers()
+        assert (address.endpoint, address.replay) == ("tcp://[fd00::1]:5557", replay)
+
+
+def test_what_a_caller_gives_is_told_apart() -> None:
+    worker = Worker("a", "tcp://a:1")
+    assert split_engines(worker) == (worker, [])
+    assert split_engines([]) == ([], [])
+    workers, sources = split_engines([worker, "http://b:1", FileSource("c.json"), "HTTPS://d:1"])
+    assert workers == [worker]
+    assert [source.name for source in sources] == ["engines http://b:1 and 1 more", "file c.json"]

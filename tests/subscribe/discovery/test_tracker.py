@@ -1,0 +1,404 @@
+"""What is made of engines that come, go, move, grow and fall silent, without threads or clocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import pytest
+
+from kvindex import PublisherAddress, Worker
+from kvindex.subscribe.discovery import DiscoveryError, EngineReport, Target
+from kvindex.subscribe.discovery.tracker import MAX_ENGINES, Step, Tracker
+
+pytestmark = pytest.mark.unit
+
+INTERVAL, FORGET_AFTER = 10.0, 100.0
+
+
+class Fleet:
+    """A tracker, whose steps are taken at once, and what was added by them."""
+
+    def __init__(self, *, sources: Iterable[tuple[str, bool]] = (("pods", True),)) -> None:
+        self.alive: set[str] = set()
+        self.refuses: dict[str, str] = {}
+        self.ranks: dict[str, dict[int, str]] = {}
+        self.models: dict[str, str] = {}
+        self.steps: list[Step] = []
+        self.now = 0.0
+        self.tracker = Tracker(
+            sources,
+            interval=INTERVAL,
+            forget_after=FORGET_AFTER,
+            is_alive=lambda worker: worker in self.alive,
+            jitter=lambda: 0.5,
+        )
+
+    def told(self, *targets: Target, source: str = "pods") -> None:
+        self.tracker.told(source, targets, self.now)
+        self.take()
+
+    def answer(self, target: Target, *ranks: int, host: str = "10.0.0.1", model: str = "") -> None:
+        self.tracker.answered(target, report(target, *ranks, host=host, model=model), self.now)
+        self.take()
+
+    def fail(self, target: Target, reason: str = "timeout") -> None:
+        error = DiscoveryError(f"{target.url} {reason}", url=target.url, reason=reason)
+        self.tracker.unanswered(target, error, self.now)
+        self.take()
+
+    def pass_time(self, seconds: float) -> list[Target]:
+        self.now += seconds
+        self.tracker.tick(self.now)
+        due = self.tracker.due(self.now)
+        self.take()
+        return due
+
+    def take(self) -> None:
+        for step in self.tracker.take():
+            worker = step.found.worker
+            if worker.name in self.refuses:
+                self.tracker.refused(step, self.refuses[worker.name], self.now)
+                continue
+            self.steps.append(step)
+            known = self.ranks.setdefault(worker.name, {})
+            for address in worker.publishers():
+                if step.do == "add":
+                    assert address.dp_rank not in known, "added twice"
+                    known[address.dp_rank] = address.endpoint
+                else:
+                    del known[address.dp_rank]
+            if not known:
+                del self.ranks[worker.name]
+            self.models[worker.name] = step.found.model
+            self.tracker.done(step)
+
+
+def report(target: Target, *ranks: int, host: str = "10.0.0.1", model: str = "") -> EngineReport:
+    addresses = tuple(
+        PublisherAddress(rank, f"tcp://{host}:{5557 + rank}", f"tcp://{host}:{5657 + rank}")
+        for rank in ranks
+    )
+    models = (model,) if model else ()
+    return EngineReport(target.url, publishes=bool(ranks), ranks=addresses, models=models)
+
+
+def target(name: str = "pod-0", **options: object) -> Target:
+    return Target(name, f"http://{name}:8000", **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def test_an_engine_is_asked_when_it_is_told_of_and_added_when_it_answers(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    assert fleet.pass_time(0.0) == [pod]
+    assert fleet.ranks == {}
+    assert fleet.tracker.missing() == {pod.url: "was not asked yet"}
+    fleet.answer(pod, 0, 1, model="llama")
+    assert fleet.ranks == {"pod-0": {0: "tcp://10.0.0.1:5557", 1: "tcp://10.0.0.1:5558"}}
+    assert fleet.models == {"pod-0": "llama"}
+    assert fleet.tracker.missing() == {}
+
+
+def test_an_engine_is_asked_again_and_again_but_never_twice_at_a_time(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    assert fleet.pass_time(0.0) == [pod]
+    assert fleet.pass_time(1000.0) == []
+    fleet.answer(pod, 0)
+    assert fleet.tracker.next_at() == fleet.now + INTERVAL
+    assert fleet.pass_time(INTERVAL - 0.1) == []
+    assert fleet.pass_time(0.1) == [pod]
+    fleet.answer(pod, 0)
+    assert len(fleet.steps) == 1
+
+
+def test_an_engine_that_its_source_no_longer_tells_of_goes_at_once(fleet: Fleet) -> None:
+    fleet.told(target("a"), target("b"))
+    fleet.answer(target("a"), 0)
+    fleet.answer(target("b"), 0)
+    fleet.told(target("b"))
+    assert set(fleet.ranks) == {"b"}
+    fleet.told()
+    assert fleet.ranks == {}
+
+
+def test_an_answer_that_comes_after_the_engine_has_gone_adds_nothing(fleet: Fleet) -> None:
+    fleet.told(target())
+    fleet.pass_time(0.0)
+    fleet.told()
+    fleet.answer(target(), 0)
+    assert fleet.steps == []
+
+
+def test_a_name_server_that_forgets_an_engine_does_not_remove_it_at_once() -> None:
+    fleet = Fleet(sources=[("dns", False)])
+    pod = target()
+    fleet.told(pod, source="dns")
+    fleet.answer(pod, 0)
+    fleet.told(source="dns")
+    fleet.pass_time(FORGET_AFTER - 1)
+    assert set(fleet.ranks) == {"pod-0"}
+    fleet.told(pod, source="dns")  # it is back
+    fleet.pass_time(FORGET_AFTER)
+    assert set(fleet.ranks) == {"pod-0"}
+    fleet.told(source="dns")
+    fleet.pass_time(FORGET_AFTER)
+    assert fleet.ranks == {}
+
+
+def test_an_engine_that_does_not_answer_is_kept_for_a_while(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pod = target()
+    fleet.told(pod)
+    fleet.answer(pod, 0)
+    for _ in range(8):
+        fleet.pass_time(INTERVAL)
+        fleet.fail(pod)
+    assert set(fleet.ranks) == {"pod-0"}
+    assert caplog.text.count("what is known of it is kept") == 1
+    fleet.answer(pod, 0)
+    assert "answers again" in caplog.text
+    fleet.fail(pod)
+    fleet.pass_time(FORGET_AFTER)
+    assert fleet.ranks == {}
+    assert "removes pod-0 until it answers again, after 100 s" in caplog.text
+    assert fleet.tracker.missing() == {pod.url: "http://pod-0:8000 timeout"}
+    fleet.answer(pod, 0)
+    assert set(fleet.ranks) == {"pod-0"}
+
+
+def test_a_silent_engine_whose_events_still_come_is_kept(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    fleet.answer(pod, 0)
+    fleet.fail(pod)
+    fleet.alive.add("pod-0")
+    fleet.pass_time(10 * FORGET_AFTER)
+    assert set(fleet.ranks) == {"pod-0"}
+    fleet.fail(pod)
+    assert fleet.tracker.next_at() > fleet.now  # and nobody looks without a pause
+    fleet.alive.clear()
+    fleet.pass_time(INTERVAL)
+    assert fleet.ranks == {}
+
+
+def test_an_engine_whose_events_are_switched_off_is_kept_for_a_while_too(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    fleet.answer(pod, 0)
+    fleet.answer(pod)
+    assert set(fleet.ranks) == {"pod-0"}
+    fleet.pass_time(FORGET_AFTER)
+    assert fleet.ranks == {}
+
+
+def test_an_engine_that_moves_is_removed_and_added(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    fleet.answer(pod, 0, 1)
+    fleet.answer(pod, 0, 1, host="10.0.0.2")
+    assert [step.do for step in fleet.steps] == ["add", "remove", "add"]
+    assert fleet.ranks["pod-0"][1] == "tcp://10.0.0.2:5558"
+    assert fleet.tracker.counters["moved"] == 1
+
+
+def test_a_pod_that_comes_back_elsewhere_is_asked_at_once(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    fleet.pass_time(0.0)
+    fleet.answer(pod, 0)
+    moved = Target("pod-0", "http://10.0.0.9:8000")
+    fleet.told(moved)
+    assert fleet.pass_time(0.0) == [moved]
+    fleet.answer(pod, 0, 1)  # of the old one, and late
+    assert list(fleet.ranks["pod-0"]) == [0]
+    fleet.answer(moved, 0, host="10.0.0.9")
+    assert fleet.ranks["pod-0"] == {0: "tcp://10.0.0.9:5557"}
+
+
+def test_what_is_known_of_a_pod_goes_when_another_has_its_name_and_does_not_answer(
+    fleet: Fleet,
+) -> None:
+    fleet.told(target())
+    fleet.answer(target(), 0)
+    other = target(version="uid-2")
+    fleet.told(other)
+    fleet.fail(other)
+    assert fleet.ranks == {}
+
+
+def test_an_engine_that_grows_keeps_the_ranks_that_it_has(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    fleet.answer(pod, 0)
+    fleet.answer(pod, 0, 1, 2)
+    assert [(step.do, step.found.is_part) for step in fleet.steps] == [
+        ("add", False),
+        ("add", True),
+    ]
+    assert sorted(fleet.ranks["pod-0"]) == [0, 1, 2]
+
+
+def test_ranks_go_when_two_answers_lack_them(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    fleet.answer(pod, 0, 1, 2)
+    fleet.pass_time(0.0)
+    fleet.answer(pod, 0, 1)  # it may be a flaw
+    assert sorted(fleet.ranks["pod-0"]) == [0, 1, 2]
+    assert fleet.tracker.next_at() <= fleet.now + 1.0  # soon it is asked whether it was
+    fleet.answer(pod, 0, 1, 2)
+    fleet.answer(pod, 0)
+    fleet.answer(pod, 0, 1)
+    assert sorted(fleet.ranks["pod-0"]) == [0, 1, 2]
+    fleet.answer(pod, 0, 1)
+    assert sorted(fleet.ranks["pod-0"]) == [0, 1]
+
+
+def test_an_answer_without_a_model_moves_nobody(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    fleet.answer(pod, 0, model="llama")
+    fleet.answer(pod, 0)
+    assert len(fleet.steps) == 1
+    fleet.answer(pod, 0, model="qwen")
+    assert fleet.models == {"pod-0": "qwen"}
+    assert len(fleet.steps) == 3
+
+
+def test_ports_are_assumed_for_an_engine_that_does_not_say_until_it_does(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pod = target(worker=Worker("pod-0", "tcp://10.0.0.1:5557"))
+    fleet.told(pod)
+    for _ in range(3):
+        fleet.fail(pod, "unsaid")
+    assert fleet.ranks == {"pod-0": {0: "tcp://10.0.0.1:5557"}}
+    assert caplog.text.count("its usual ports are assumed") == 1
+    assert "kept" not in caplog.text
+    fleet.pass_time(2 * FORGET_AFTER)
+    assert set(fleet.ranks) == {"pod-0"}  # its source still tells of it
+    fleet.answer(pod, 0, 1)
+    assert len(fleet.ranks["pod-0"]) == 2
+
+
+def test_ports_are_not_assumed_of_an_engine_that_publishes_nothing(fleet: Fleet) -> None:
+    pod = target(worker=Worker("pod-0", "tcp://10.0.0.1:5557"))
+    fleet.told(pod)
+    fleet.fail(pod, "off")
+    assert fleet.ranks == {}
+    assert "off" in fleet.tracker.missing()[pod.url]
+
+
+def test_an_engine_that_never_answered_is_asked_less_and_less_often(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    pauses = []
+    for _ in range(6):
+        fleet.fail(pod)
+        pauses.append(fleet.tracker.next_at() - fleet.now)
+    assert pauses == [1, 2, 4, 8, INTERVAL, INTERVAL]
+
+
+def test_a_worker_that_is_told_whole_is_added_without_a_question(fleet: Fleet) -> None:
+    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    assert set(fleet.ranks) == {"a"}
+    assert fleet.pass_time(1e6) == []
+    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", dp_size=2)))
+    assert sorted(fleet.ranks["a"]) == [0, 1]
+    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    assert sorted(fleet.ranks["a"]) == [0]  # a file that says so says it once
+    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", topic="kv")))
+    assert [step.do for step in fleet.steps[-2:]] == ["remove", "add"]
+
+
+def test_a_worker_that_is_refused_is_tried_again(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.refuses["a"] = "the port is taken"
+    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    for _ in range(3):
+        fleet.pass_time(INTERVAL)
+    assert fleet.tracker.missing() == {"a": "cannot be added: the port is taken"}
+    assert caplog.text.count("the port is taken") == 1
+    fleet.refuses.clear()
+    fleet.pass_time(INTERVAL)
+    assert set(fleet.ranks) == {"a"}
+    assert fleet.tracker.missing() == {}
+
+
+def test_further_ranks_that_are_refused_are_tried_again(fleet: Fleet) -> None:
+    pod = target()
+    fleet.told(pod)
+    fleet.answer(pod, 0)
+    fleet.refuses["pod-0"] = "no"
+    fleet.answer(pod, 0, 1)
+    fleet.refuses.clear()
+    fleet.answer(pod, 0, 1)
+    assert sorted(fleet.ranks["pod-0"]) == [0, 1]
+
+
+def test_a_source_that_fails_takes_nobody_away_and_is_told_of_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert fleet.tracker.missing() == {"pods": "has not told which engines there are yet"}
+    fleet.tracker.source_failed("pods", "no such file")
+    assert fleet.tracker.missing() == {"pods": "no such file"}
+    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    for _ in range(3):
+        fleet.tracker.source_failed("pods", "it is gone")
+    assert caplog.text.count("it is gone; 1 engines known from it are kept") == 1
+    assert set(fleet.ranks) == {"a"}
+    assert fleet.tracker.statistics(0.0)["sources"]["pods"] == {
+        "engines": 1,
+        "told": 1,
+        "failures": 4,
+        "error": "it is gone",
+    }
+
+
+def test_a_name_belongs_to_the_first_source_that_tells_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet = Fleet(sources=[("file", True), ("pods", True)])
+    mine = Target("a", worker=Worker("a", "tcp://10.0.0.1:5557"))
+    theirs = Target("a", worker=Worker("a", "tcp://10.0.0.2:5557"))
+    fleet.told(theirs)
+    fleet.told(mine, source="file")
+    assert fleet.ranks["a"] == {0: "tcp://10.0.0.1:5557"}
+    fleet.told(theirs)
+    assert caplog.text.count("pods a is left out: file tells of that name already") == 1
+    assert fleet.tracker.statistics(0.0)["counters"]["refused"] == 1
+    fleet.told(source="file")
+    assert fleet.ranks["a"] == {0: "tcp://10.0.0.2:5557"}
+
+
+def test_engines_beyond_the_limit_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    fleet.told(*(target(f"pod-{n}") for n in range(MAX_ENGINES + 5)))
+    assert len(fleet.pass_time(0.0)) == MAX_ENGINES
+    assert f"more than {MAX_ENGINES} engines" in caplog.text
+
+
+def test_a_report_that_names_other_hosts_says_so_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    pod = target()
+    fleet.told(pod)
+    noted = EngineReport(
+        pod.url,
+        publishes=True,
+        ranks=(PublisherAddress(0, "tcp://10.9.9.9:1", None),),
+        notes=("rank 0: another host",),
+    )
+    for _ in range(3):
+        fleet.tracker.answered(pod, noted, fleet.now)
+    assert caplog.text.count("rank 0: another host") == 1

@@ -1,0 +1,205 @@
+"""Runs of live batches: when one may begin, how far it goes, what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvindex.subscribe.sequencer import AskReplay, ReplayPolicy, State
+from tests.subscribe.sequencer.sequencer_script import START_TS, Script, asked, batch, delivered
+
+pytestmark = pytest.mark.unit
+
+
+def take_run(script: Script, first_seq: int, count: int, *, ts: list[float] | None = None) -> int:
+    """Give a run to the sequencer; return how many of its batches were taken."""
+    batches = [batch(first_seq + position) for position in range(count)]
+    return script.sequencer.live_run(
+        first_seq, ts or [b.ts for b in batches], [b.fingerprint for b in batches], script.now
+    )
+
+
+def test_a_run_advances_as_so_many_batches_would() -> None:
+    script = Script(recent=3).joined(0)
+    assert script.sequencer.run_start == 1
+    assert take_run(script, 1, 5) == 5
+    sequencer = script.sequencer
+    assert (sequencer.applied.seq, sequencer.applied.next_seq, sequencer.run_start) == (5, 6, 6)
+    assert (script.count["live"], script.count["delivered"]) == (5, 6)
+    assert sequencer.applied.complete
+    assert delivered(script.live(6)) == [6]
+
+
+def test_batches_of_a_run_are_remembered_as_far_back_as_others() -> None:
+    script = Script(recent=3).joined(0)
+    take_run(script, 1, 5)
+    script.live(5, 3, 2)
+    assert script.count["duplicates"] == 2
+    assert script.count["delayed"] == 1  # 2 is forgotten: no more can be said than that it is old
+
+
+def test_another_payload_under_a_number_of_a_run_is_a_restart() -> None:
+    script = Script().joined(0)
+    take_run(script, 1, 5)
+    script.live(batch(4, life=1))
+    assert script.sequencer.applied.epoch == 1
+
+
+def test_a_run_ends_before_a_batch_that_is_older_than_the_epoch() -> None:
+    script = Script().joined(0)
+    ts = [START_TS + 1, START_TS, START_TS - 0.5, START_TS + 4]
+    assert take_run(script, 1, 4, ts=ts) == 2
+    assert script.sequencer.applied.next_seq == 3
+    assert take_run(script, 3, 1, ts=[START_TS - 0.5]) == 0
+    assert script.sequencer.applied.next_seq == 3
+
+
+def test_a_run_that_begins_elsewhere_is_not_taken() -> None:
+    script = Script().joined(0)
+    for first_seq in (0, 2, 2**64 - 1):
+        assert take_run(script, first_seq, 2) == 0
+    assert script.sequencer.applied.next_seq == 1
+    assert script.count["live"] == 0
+
+
+def test_an_empty_run_changes_nothing() -> None:
+    script = Script().joined(0)
+    assert script.sequencer.live_run(1, [], [], script.now) == 0
+    assert script.sequencer.applied.next_seq == 1
+
+
+def test_numbers_end_before_the_one_that_marks_a_replays_end() -> None:
+    last = 2**64 - 2
+    script = Script(has_replay=False)
+    script.connect()
+    script.live(last - 1)
+    assert take_run(script, last, 3) == 1
+    assert take_run(script, last + 1, 1) == 0
+    assert script.sequencer.applied.seq == last
+
+
+def test_a_run_proves_life_and_puts_the_probe_off() -> None:
+    script = Script(stale_after=30.0, has_replay=False)
+    script.connect()
+    script.live(0)
+    script.pass_time(31.0)
+    assert script.is_in(State.STALE)
+    assert take_run(script, 1, 2) == 2
+    assert script.is_in(State.LIVE)
+    assert script.sequencer.deadline == script.now + 30.0
+
+    script = Script(probe_interval=5.0).joined(0)
+    script.live(1)
+    script.pass_time(5.0)
+    script.reply(1, end=True)  # the first probe showed whose replay it is
+    script.pass_time(4.0)
+    take_run(script, 2, 2)
+    assert script.sequencer.deadline == script.now + 5.0
+
+
+def test_a_run_does_not_put_off_the_probe_that_shows_whose_replay_it_is() -> None:
+    script = Script(probe_interval=5.0).joined(0)
+    due = script.now + 5.0
+    script.pass_time(4.0)
+    take_run(script, 1, 2)
+    assert script.sequencer.deadline == due
+
+
+# -- when `live` must see each batch
+
+
+def before_connecting() -> Script:
+    return Script()
+
+
+def before_the_first_batch() -> Script:
+    return Script().joined()
+
+
+def while_joining() -> Script:
+    script = Script()
+    script.connect()
+    return script
+
+
+def in_a_gap() -> Script:
+    script = Script().joined(0)
+    script.live(3)
+    return script
+
+
+def in_a_gap_without_replay() -> Script:
+    script = Script(has_replay=False)
+    script.connect()
+    script.live(0, 3)
+    return script
+
+
+def while_a_probe_is_under_way() -> Script:
+    script = Script(probe_interval=5.0).joined(0)
+    assert any(isinstance(action, AskReplay) for action in script.pass_time(5.0))
+    return script
+
+
+def after_a_damaged_batch() -> Script:
+    script = Script(replay_policy=ReplayPolicy(attempts=3)).joined(0)
+    script.sequencer.damaged(None, script.now)
+    return script
+
+
+def while_disconnected() -> Script:
+    script = Script().joined(0)
+    script.disconnect()
+    return script
+
+
+def while_identity_is_unproven() -> Script:
+    script = Script().joined(0)
+    script.disconnect()
+    script.connect()
+    return script
+
+
+def proven_but_nothing_delivered_since() -> Script:
+    script = while_identity_is_unproven()
+    script.reply(0, end=True)
+    assert script.is_in(State.LIVE)
+    return script
+
+
+def after_closing() -> Script:
+    script = Script().joined(0)
+    script.sequencer.close(script.now)
+    return script
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        before_connecting,
+        before_the_first_batch,
+        while_joining,
+        in_a_gap,
+        in_a_gap_without_replay,
+        while_a_probe_is_under_way,
+        after_a_damaged_batch,
+        while_disconnected,
+        while_identity_is_unproven,
+        proven_but_nothing_delivered_since,
+        after_closing,
+    ],
+)
+def test_no_run_begins(situation: Callable[[], Script]) -> None:
+    script = situation()
+    next_seq = script.sequencer.applied.next_seq
+    assert script.sequencer.run_start is None
+    assert take_run(script, 1 if next_seq is None else next_seq, 2) == 0
+    assert script.sequencer.applied.next_seq == next_seq
+
+
+def test_runs_begin_again_once_a_gap_is_filled() -> None:
+    script = in_a_gap()
+    assert asked(script.actions)[-1] == 0
+    script.reply(0, 1, 2, end=True)
+    assert script.sequencer.run_start == 4

@@ -1,0 +1,358 @@
+"""Statuses that change reach asyncio tasks and callbacks: the latest ones, and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvindex.subscribe import Following, RankStatus, State
+from kvindex.subscribe.changes import LoopBell
+from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
+from kvindex.wire.rank import Rank
+from tests.children import in_child
+from tests.live import PATIENCE
+from tests.subscribe.test_status_board import LATEST, Board, status
+
+pytestmark = pytest.mark.unit
+
+A, B, C = Rank("a", 0), Rank("b", 0), Rank("c", 0)
+
+
+class Followed(Following):
+    """Rank a is live and rank b is syncing, until the test says otherwise."""
+
+    def __init__(self) -> None:
+        self._board: Board = Board()
+
+    @property
+    def board(self) -> Board:
+        return self._board
+
+    @property
+    def listeners(self) -> int:
+        return len(self._board._listeners)
+
+    def close(self) -> None:
+        self._board.end("closed by the test")
+
+
+def in_thread(call: Callable[[], object]) -> None:
+    """Do something in another thread, as the one that writes statuses."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, PATIENCE))
+
+
+async def ticks(number: int) -> None:
+    """Let the event loop turn; it cannot while something blocks it."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+# watch
+
+
+def test_every_rank_is_told_first_and_then_what_changes() -> None:
+    async def main() -> None:
+        followed = Followed()
+        changes = followed.watch()
+        assert [(await anext(changes)).rank for _ in range(2)] == [A, B]
+        in_thread(lambda: followed.board.show([status(A, seq=6), status(B)]))
+        told = await anext(changes)
+        assert (told.rank, told.state) == (B, State.LIVE), "progress alone is no change"
+        for complete, epoch in ((False, 0), (False, 1), (True, 0)):
+            in_thread(partial(followed.board.show, [status(A, complete=complete, epoch=epoch)]))
+            told = await anext(changes)
+            assert (told.rank, told.complete, told.epoch) == (A, complete, epoch)
+
+    run(main())
+
+
+def test_a_slow_consumer_gets_the_latest_of_each_rank_and_no_more_than_that_waits() -> None:
+    async def main() -> None:
+        followed = Followed()
+        changes = followed.watch()
+        await anext(changes)
+        for epoch in range(1000):
+            # The loop is blocked here, as by a consumer that does not yield.
+            followed.board.show([status(A, epoch=epoch), status(B, epoch=epoch)])
+        told = [await anext(changes) for _ in range(2)]
+        assert {one.rank: one.epoch for one in told} == {A: 999, B: 999}
+        waiting = asyncio.ensure_future(anext(changes))
+        await ticks(100)
+        assert not waiting.done()
+        waiting.cancel()
+
+    run(main())
+
+
+def test_a_rank_that_is_removed_or_renamed_is_told_as_closed() -> None:
+    async def main() -> None:
+        followed = Followed()
+        changes = followed.watch()
+        for _ in range(2):
+            await anext(changes)
+        followed.board.remove([A])
+        told = await anext(changes)
+        assert (told.rank, told.state, told.connected) == (A, State.CLOSED, False)
+        assert told.reason == "it is not subscribed to any more"
+        followed.board.rename([B], {B: C})
+        followed.board.show([status(C)])
+        told = await anext(changes)
+        assert (told.rank, told.state) == (B, State.CLOSED)
+        assert (await anext(changes)).rank == C
+
+    run(main())
+
+
+def test_closing_ends_every_iteration_on_every_loop() -> None:
+    followed = Followed()
+    begun = threading.Barrier(4)
+    ends: list[list[State]] = []
+
+    async def consume() -> None:
+        states = []
+        async for told in followed.watch():
+            states.append(told.state)
+            if len(states) == 2:
+                await asyncio.to_thread(begun.wait, PATIENCE)
+        ends.append(states[2:])
+
+    async def two() -> None:
+        await asyncio.gather(consume(), consume())
+
+    loops = [threading.Thread(target=run, args=(main(),)) for main in (two, consume)]
+    for loop in loops:
+        loop.start()
+    begun.wait(PATIENCE)
+    followed.close()
+    for loop in loops:
+        loop.join(PATIENCE)
+    assert ends == [[State.CLOSED, State.CLOSED]] * 3
+    assert followed.listeners == 0
+
+    async def late() -> None:
+        assert [told.state async for told in followed.watch()] == [State.CLOSED] * 2
+
+    run(late())
+
+
+def test_what_is_cancelled_or_broken_off_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        followed = Followed()
+        before = asyncio.all_tasks()
+
+        async def consume() -> None:
+            async for _ in followed.watch():
+                pass
+
+        tasks = [asyncio.ensure_future(consume()) for _ in range(5)]
+        tasks += [asyncio.ensure_future(followed.wait_live_async(PATIENCE)) for _ in range(5)]
+        await ticks(10)
+        assert followed.listeners == 10
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(error, asyncio.CancelledError) for error in done)
+        assert followed.listeners == 0
+        async for _ in followed.watch():
+            break
+        gc.collect()
+        await ticks(5)
+        assert followed.listeners == 0
+        assert asyncio.all_tasks() == before
+
+    run(main())
+
+
+def test_the_loop_turns_while_many_statuses_are_taken() -> None:
+    async def main() -> None:
+        followed = Followed()
+        followed.board.show([status(Rank("a", i)) for i in range(500)])
+        counted = 0
+
+        async def count() -> None:
+            nonlocal counted
+            while True:
+                await asyncio.sleep(0)
+                counted += 1
+
+        counting = asyncio.ensure_future(count())
+        taken = 0
+        async for _ in followed.watch():
+            taken += 1
+            if taken == 500:
+                break
+        counting.cancel()
+        assert counted >= 490
+
+    run(main())
+
+
+def test_a_loop_that_is_gone_harms_nobody() -> None:
+    bells = []
+
+    async def main() -> None:
+        bells.append(LoopBell())
+
+    run(main())
+    for _ in range(2):
+        bells[0].ring()
+
+
+# wait_live_async
+
+
+def test_waiting_ends_when_the_last_rank_is_live_and_the_loop_turns_meanwhile() -> None:
+    async def main() -> None:
+        followed = Followed()
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE))
+        await ticks(1000)
+        assert not waiting.done()
+        in_thread(lambda: followed.board.show([status(A, state=State.REPAIRING)]))
+        in_thread(lambda: followed.board.show([status(B)]))
+        await ticks(100)
+        assert not waiting.done(), "a is not live any more"
+        in_thread(lambda: followed.board.show([status(A)]))
+        await waiting
+        await followed.wait_live_async(0.0)
+        assert followed.listeners == 0
+
+    run(main())
+
+
+def test_waiting_for_some_and_for_whole_histories() -> None:
+    async def main() -> None:
+        followed = Followed()
+        await followed.wait_live_async(0.0, ranks=[A], complete=True)
+        await followed.wait_live_async(0.0, ranks="a")
+        followed.board.show([status(B, complete=False)])
+        await followed.wait_live_async(0.0)
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE, complete=True))
+        await ticks(100)
+        assert not waiting.done()
+        followed.board.show([status(B)])
+        await waiting
+        with pytest.raises(UnknownRankError):
+            await followed.wait_live_async(PATIENCE, ranks=["d"])
+
+    run(main())
+
+
+def test_who_waits_too_long_is_told_which_ranks_and_why() -> None:
+    async def main() -> None:
+        followed = Followed()
+        with pytest.raises(
+            NotLiveError, match=r"1 rank is not live after 0.01 s:\n  b/0: "
+        ) as told:
+            await followed.wait_live_async(0.01)
+        assert list(told.value.reasons) == [B]
+        assert followed.listeners == 0
+
+    run(main())
+
+
+def test_a_rank_that_is_removed_is_waited_for_no_longer_and_one_asked_for_is_missed() -> None:
+    async def main() -> None:
+        followed = Followed()
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE))
+        asked = asyncio.ensure_future(followed.wait_live_async(0.05, ranks=[B]))
+        await ticks(10)
+        followed.board.remove([B])
+        await waiting
+        with pytest.raises(NotLiveError, match="not subscribed to any more"):
+            await asked
+
+    run(main())
+
+
+def test_closing_ends_the_waiting() -> None:
+    async def main() -> None:
+        followed = Followed()
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE))
+        await ticks(10)
+        in_thread(followed.close)
+        with pytest.raises(ClosedError, match="closed by the test"):
+            await waiting
+
+    run(main())
+
+
+def test_ranks_of_a_stuck_thread_are_live_when_it_comes_round() -> None:
+    async def main() -> None:
+        followed = Followed()
+        followed.board.show([status(B)])
+        followed.board.now += LATEST + 1
+        waiting = asyncio.ensure_future(followed.wait_live_async(PATIENCE))
+        await ticks(100)
+        assert not waiting.done()
+        in_thread(lambda: followed.board.sign(followed.board.now))
+        await waiting
+
+    run(main())
+
+
+# on_change
+
+
+def test_a_callback_is_told_what_changes_until_it_is_stopped() -> None:
+    followed = Followed()
+    told: list[RankStatus] = []
+    stop = followed.on_change(told.append)
+    followed.board.show([status(A, seq=6, last_event_age=0.0), status(B, last_event_age=-2.0)])
+    assert [(one.rank, one.state, one.last_event_age) for one in told] == [(B, State.LIVE, 2.0)]
+    stop()
+    stop()
+    followed.board.show([status(A, epoch=1)])
+    assert len(told) == 1
+
+
+def test_a_callback_may_ask_and_what_it_raises_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    followed = Followed()
+    told = []
+
+    def fail(_: RankStatus) -> None:
+        raise ZeroDivisionError
+
+    followed.on_change(fail)
+    followed.on_change(lambda one: told.append(followed.status(one.rank) == one))
+    in_thread(lambda: followed.board.show([status(B)]))
+    assert told == [True]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_callback_keeps_nothing_alive() -> None:
+    followed = Followed()
+    board, alive = followed.board, weakref.ref(followed)
+    told: list[RankStatus] = []
+    followed.on_change(told.append)
+    del followed
+    gc.collect()
+    assert alive() is None
+    board.show([status(B)])
+    assert told == []
+
+
+def test_a_forked_child_calls_nobody() -> None:
+    followed = Followed()
+    told: list[RankStatus] = []
+    followed.on_change(told.append)
+
+    def child() -> bool:
+        followed.board.disown("forked")
+        return told == [] and followed.status(A).state is State.CLOSED
+
+    assert in_child(child) == 0

@@ -1,0 +1,151 @@
+"""What messages say: what a run is made of, what ends it, and what is told of the rest."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from kvindex.subscribe.notes import Notes
+from kvindex.subscribe.reading import Damaged, Event, Named, Reader, ReplayOver, Replied, Run
+from kvindex.subscribe.sequencer import Batch
+from kvindex.wire import live_frames
+from kvindex.wire.errors import DecodeError
+from kvindex.wire.rank import Rank
+
+pytestmark = pytest.mark.unit
+
+
+class Note:
+    """A batch of another making: `ts` or `ts@dp_rank`."""
+
+    def __init__(self, payload: bytes) -> None:
+        if payload == b"bad":
+            raise DecodeError("a bad note")
+        if payload == b"bug":
+            raise RuntimeError("a planted bug")
+        ts, _, dp_rank = payload.partition(b"@")
+        self.ts = float(ts)
+        self.data_parallel_rank = int(dp_rank) if dp_rank else None
+
+
+def message(seq: int, payload: bytes | None = None, topic: bytes = b"kv@pod") -> list[bytes]:
+    return live_frames(topic, seq, b"%d" % seq if payload is None else payload)
+
+
+def reader_of(
+    topic: bytes = b"kv", *, named: int | None = None, time_left: Callable[[], bool] = lambda: True
+) -> Reader:
+    reader = Reader(topic, Note, hash, Notes(Rank("engine", 0), lambda: 0.0), time_left)
+    reader.topic.confirmed = True
+    reader.named = named
+    return reader
+
+
+def read(*messages: list[bytes], named: int | None = None) -> list[Event]:
+    return list(reader_of(named=named).live(deque(messages)))
+
+
+def first_run(*messages: list[bytes], named: int | None = None) -> Run:
+    run = next(reader_of(named=named).live(deque(messages)))
+    assert isinstance(run, Run)
+    return run
+
+
+def test_what_follows_is_read_with_what_the_sequencer_needs() -> None:
+    run = first_run(message(7), message(8, b"3.5"), message(9, topic=b"kv"))
+    assert run.first_seq == 7
+    assert run.timestamps == [batch.ts for batch in run.batches] == [7.0, 3.5, 9.0]
+    assert run.fingerprints == [hash(b"7"), hash(b"3.5"), hash(b"9")]
+    assert run.sizes == [1, 3, 1]
+    assert run.batch(1) == Batch(8, 3.5, run.batches[1], hash(b"3.5"), 3)
+
+
+def test_a_run_ends_when_time_does_but_has_one_message_at_least() -> None:
+    times = iter([True, True, False])
+    reader = reader_of(time_left=lambda: next(times))
+    messages = deque(message(seq) for seq in range(7, 20))
+    run = next(reader.live(messages))
+    assert isinstance(run, Run)
+    assert run.timestamps == [7.0, 8.0, 9.0]
+    assert len(messages) == 10, "the others wait for the next turn"
+
+
+def test_no_messages_are_no_run() -> None:
+    assert read() == []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        message(8),
+        message(10),
+        message(2**64 - 1),
+        message(9, topic=b"other"),
+        message(9, topic=b"k"),
+        message(9, b"bad"),
+        message(9, b"9.0@1"),
+        [],
+        [b"kv"],
+        [b"kv", b""],
+        [b"kv", b"", b"9"],
+        [b"kv", b"\0" * 7 + b"\x09" + b"\0", b"9"],
+        [*message(9), b"more"],
+    ],
+    ids=repr,
+)
+def test_the_first_message_that_is_not_ordinary_ends_the_run(odd: list[bytes]) -> None:
+    run = first_run(message(7), message(8), odd, message(9))
+    assert run.timestamps == [7.0, 8.0]
+    assert len(run.batches) == len(run.fingerprints) == len(run.sizes) == 2
+
+
+def test_after_a_jump_of_the_seq_another_run_begins() -> None:
+    runs = read(message(7), message(8), message(10), message(11), message(11))
+    assert [run.first_seq for run in runs if isinstance(run, Run)] == [7, 10, 11]
+
+
+def test_damage_is_told_in_its_place_with_the_seq_where_that_is_legible() -> None:
+    reader = reader_of()
+    odd = [message(8, b"bad"), [b"kv", b"short", b"9"], message(9, topic=b"other")]
+    found = list(reader.live(deque([message(7), *odd, message(9)])))
+    assert found[1:3] == [Damaged(8), Damaged(None)]
+    assert [type(event) for event in found] == [Run, Damaged, Damaged, Run]
+    assert (reader.topic.filtered, reader._notes.counters["decode_failures"]) == (1, 2)
+
+
+def test_a_dp_rank_is_no_news_once_the_publisher_is_named() -> None:
+    assert first_run(message(7, b"7@1"), message(8), named=1).timestamps == [7.0, 8.0]
+
+
+def test_the_first_batch_that_names_a_dp_rank_says_so_and_begins_a_run() -> None:
+    found = read(message(7), message(8, b"8@3"), message(9, b"9@3"))
+    assert found[1] == Named(3)
+    assert [run.timestamps for run in found if isinstance(run, Run)] == [[7.0], [8.0, 9.0]]
+
+
+def test_until_the_topic_is_confirmed_every_message_is_looked_at() -> None:
+    reader = reader_of()
+    reader.topic.confirmed = False
+    found = list(reader.live(deque([message(6, topic=b"other"), message(7), message(8)])))
+    assert [run.first_seq for run in found if isinstance(run, Run)] == [7, 8]
+    assert reader.topic.confirmed
+    assert reader.topic.filtered == 1
+
+
+def test_a_failure_that_is_no_refusal_is_not_hidden() -> None:
+    with pytest.raises(RuntimeError, match="a planted bug"):
+        read(message(7), message(8, b"bug"))
+
+
+def test_replies_are_told_with_their_request() -> None:
+    reader = reader_of()
+    replies = [[b"", *message(7, b"7@2")], [b"", *message(8, b"bad")[1:]], [b"odd"]]
+    replies.append([b"", b"\xff" * 8, b""])
+    told = [event for frames in replies for event in reader.reply(4, frames)]
+    assert told[0] == Named(2)
+    assert isinstance(told[1], Replied)
+    assert told[1].batch is not None
+    assert (told[1].request, told[1].seq, told[1].batch.size) == (4, 7, 3)
+    assert told[2:] == [Replied(4, 8, None), ReplayOver(4, failed=False)]

@@ -1,0 +1,167 @@
+"""Which publisher goes on from which cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from kvindex.subscribe.resumption import (
+    SavedCursor,
+    SavedRanks,
+    check_saved,
+    plan_resumption,
+    take_up,
+)
+from kvindex.subscribe.sequencer import Cursor
+from kvindex.wire.rank import Rank
+
+pytestmark = pytest.mark.unit
+
+MINE = "nh64:1"
+
+
+def cursor(dp_rank: int, *, named: int | None = None, fingerprints: str = MINE) -> bytes:
+    """A cursor of the publisher at this port."""
+    stands = Cursor(
+        epoch=0,
+        seq=dp_rank,
+        ts=1.0,
+        next_seq=dp_rank + 1,
+        complete=True,
+        oldest_ts=0.0,
+        kept_losses=False,
+        recent={dp_rank: 5},
+    )
+    saved = SavedCursor(cursor=stands, dp_rank=dp_rank, named=named, fingerprints=fingerprints)
+    return saved.encode()
+
+
+def plan(
+    dp_ranks: list[int], cursors: Mapping[int, bytes | None]
+) -> list[tuple[int, int | None, str, bool]]:
+    """For each port: name, the seq of its cursor, why refused, whether something was restored."""
+    return [
+        (r.dp_rank, r.saved.cursor.seq if r.saved else None, r.refused, r.restored)
+        for r in plan_resumption(dp_ranks, cursors, MINE)
+    ]
+
+
+def test_a_first_start_has_no_cursors() -> None:
+    assert plan([0, 1], {}) == [(0, None, "no_cursor", False), (1, None, "no_cursor", False)]
+
+
+def test_each_port_takes_its_own_cursor() -> None:
+    cursors = {0: cursor(0), 1: cursor(1)}
+    assert plan([0, 1], cursors) == [(0, 0, "", True), (1, 1, "", True)]
+
+
+def test_a_rank_keeps_the_name_that_its_batches_gave_it() -> None:
+    cursors = {0: cursor(1, named=0), 1: cursor(0, named=1)}
+    assert plan([0, 1], cursors) == [(1, 0, "", True), (0, 1, "", True)]
+    assert plan([0], {5: cursor(0, named=5)}) == [(5, 0, "", True)]
+
+
+def test_a_port_without_a_cursor_gets_a_name_that_is_left_and_nothing_that_was_restored() -> None:
+    assert plan([0, 1], {1: cursor(0, named=1)}) == [
+        (1, 0, "", True),
+        (0, None, "no_cursor", False),
+    ]
+
+
+def test_two_cursors_of_one_port_are_one_too_many_and_its_namesake_begins_anew() -> None:
+    # Saved while two ranks changed names: the same publisher twice.
+    cursors = {0: cursor(0), 1: cursor(0)}
+    assert plan([0, 1], cursors) == [(0, 0, "", True), (1, None, "no_cursor", True)]
+
+
+def test_a_cursor_of_a_port_that_is_gone_is_left() -> None:
+    assert plan([0], {0: cursor(0), 1: cursor(1)}) == [(0, 0, "", True)]
+
+
+def test_fingerprints_of_another_function_cannot_be_compared() -> None:
+    cursors = {0: cursor(0, fingerprints="blake2b:1")}
+    assert plan([0], cursors) == [(0, 0, "other_fingerprints", True)]
+
+
+def test_a_rank_without_a_cursor_begins_anew_and_says_so() -> None:
+    assert plan([0, 1], {0: None, 1: cursor(1)}) == [
+        (0, None, "no_cursor", True),
+        (1, 1, "", True),
+    ]
+
+
+def test_an_unreadable_cursor_gives_way_to_one_that_says_whose_it_is() -> None:
+    assert plan([0], {0: b"?"}) == [(0, None, "unreadable_cursor", True)]
+    assert plan([0, 1], {0: b"?", 1: cursor(0, named=1)}) == [
+        (1, 0, "", True),
+        (0, None, "no_cursor", True),
+    ]
+
+
+# What the sink held, taken up with the cursors ----------------------------------------------------
+
+ZERO, ONE, TWO = (Rank("a", dp_rank) for dp_rank in range(3))
+
+
+class Saved(SavedRanks):
+    """Saved ranks that note what is asked of them."""
+
+    def __init__(self, cursors: Mapping[int, bytes | None], failing: Mapping[Rank, str]) -> None:
+        self.saved = cursors
+        self.failing = failing
+        self.asked: list[tuple[str, Mapping[Rank, str]]] = []
+
+    def cursors(self, worker: str) -> Mapping[int, bytes | None]:
+        return self.saved
+
+    def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
+        self.asked.append((worker, dict(refused)))
+        return self.failing
+
+
+def test_ranks_with_a_publisher_are_taken_up_and_the_others_are_in_vain() -> None:
+    saved = Saved({0: cursor(0), 1: b"?", 2: cursor(2)}, {})
+    taken, unused = take_up(saved, "a", [0, 1], MINE)
+    assert saved.asked == [("a", {ZERO: "", ONE: "unreadable_cursor"})]
+    assert [(r.dp_rank, r.refused) for r in taken] == [(0, ""), (1, "unreadable_cursor")]
+    assert unused == [TWO]
+
+
+def test_what_has_no_publisher_yet_is_not_in_vain_if_it_is_kept_for_one() -> None:
+    saved = Saved({0: cursor(0), 1: cursor(1)}, {})
+    saved.patient = True
+    assert take_up(saved, "a", [0], MINE)[1] == []
+
+
+def test_a_publisher_that_comes_later_takes_no_name_of_those_present() -> None:
+    cursors: dict[int, bytes | None] = {0: cursor(1, named=0), 2: cursor(2)}
+    later = plan_resumption([1, 2, 5], cursors, MINE, {0: 1, 7: 0})
+    assert [(r.dp_rank, r.refused, r.restored) for r in later] == [
+        (7, "no_cursor", False),  # its port's name and its saved one are both taken
+        (2, "", True),
+        (5, "no_cursor", False),
+    ]
+
+
+def test_a_rank_that_could_not_be_restored_does_not_go_on() -> None:
+    saved = Saved({0: cursor(0), 1: cursor(1)}, {ONE: "room"})
+    taken, unused = take_up(saved, "a", [0, 1], MINE)
+    assert [(r.dp_rank, r.refused, r.restored) for r in taken] == [(0, "", True), (1, "room", True)]
+    assert unused == []
+
+
+def test_a_worker_of_which_nothing_was_saved_is_taken_up_too() -> None:
+    saved = Saved({}, {})
+    taken, unused = take_up(saved, "a", [0], MINE)
+    assert saved.asked == [("a", {})]
+    assert [r.refused for r in taken] == ["no_cursor"]
+    assert unused == []
+
+
+def test_cursors_alone_are_those_of_their_worker() -> None:
+    saved = check_saved({ONE: b"1", ("b", 0): b"b"})
+    assert saved.cursors("a") == {1: b"1"}
+    assert saved.cursors("b") == {0: b"b"}
+    assert saved.take_up("a", {ONE: ""}) == {}
+    assert saved.cursors("a") == {1: b"1"}, "the sink keeps account"

@@ -1,0 +1,237 @@
+"""The trust of all ranks as one value, kept until it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvindex.subscribe.sequencer import State
+from kvindex.subscribe.status_board import StatusBoard
+from kvindex.subscribe.stream import RankStatus
+from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
+from kvindex.wire.rank import Rank, Trust
+
+pytestmark = pytest.mark.unit
+
+A, B = Rank("a", 0), Rank("b", 0)
+LATEST = 10.0
+
+
+def status(rank: Rank, **fields: Any) -> RankStatus:
+    known: dict[str, Any] = {
+        "state": State.LIVE,
+        "reason": "",
+        "epoch": 0,
+        "seq": 5,
+        "complete": True,
+        "lag": 0,
+        "connected": True,
+        "endpoint": "tcp://127.0.0.1:1",
+        "replay_endpoint": None,
+        "last_event_age": None,
+    }
+    return RankStatus(rank=rank, **{**known, **fields})
+
+
+class Board(StatusBoard):
+    """A board whose clock is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(lambda: self.now, LATEST)
+        self.show([status(A), status(B, state=State.SYNCING, complete=False, lag=3)])
+
+
+def test_trusts_hold_what_the_statuses_say() -> None:
+    assert Board().trusts() == {
+        A: Trust(State.LIVE, True, 0),
+        B: Trust(State.SYNCING, False, 3),
+    }
+
+
+def test_the_same_trusts_are_returned_while_only_progress_is_shown() -> None:
+    board = Board()
+    before = board.trusts()
+    board.show([status(A, seq=6, last_event_age=1.0)])
+    assert board.trusts() is before
+
+
+@pytest.mark.parametrize(
+    "change", [{"state": State.REPAIRING}, {"complete": False}, {"lag": 1}], ids=str
+)
+def test_a_change_that_matters_makes_new_trusts_and_leaves_the_old_as_they_were(
+    change: dict[str, Any],
+) -> None:
+    board = Board()
+    before = board.trusts()
+    board.show([status(A, **change)])
+    assert board.trusts()[A] == status(A, **change).trust
+    assert before[A] == Trust(State.LIVE, True, 0)
+
+
+def test_trusts_cannot_be_written() -> None:
+    with pytest.raises(TypeError):
+        Board().trusts()[A] = Trust(State.LIVE, True, 0)  # type: ignore[index]
+
+
+def test_ranks_that_come_go_or_are_renamed_show_at_once() -> None:
+    board = Board()
+    board.trusts()
+    board.show([status(Rank("c", 0))])
+    assert set(board.trusts()) == {A, B, Rank("c", 0)}
+    board.remove([Rank("c", 0)])
+    assert set(board.trusts()) == {A, B}
+    board.rename([A], {A: Rank("a", 1)})
+    assert set(board.trusts()) == {B}
+    board.end("closed")
+    assert {trust.state for trust in board.trusts().values()} == {State.CLOSED}
+
+
+def test_what_was_live_is_stale_while_the_thread_is_stuck_and_only_then() -> None:
+    board = Board()
+    live = board.trusts()
+    board.now = LATEST
+    stuck = board.trusts()
+    assert stuck[A] == Trust(State.STALE, True, 0)
+    assert stuck[B] == live[B]
+    assert board.trusts() is stuck
+    board.sign(board.now)
+    assert board.trusts()[A] == live[A]
+
+
+def test_the_live_ranks_are_one_object_while_no_state_changes() -> None:
+    board = Board()
+    live = board.live()
+    assert live == {A}
+    board.show([status(A, seq=6, lag=2, complete=False)])
+    board.show([status(B, state=State.SYNCING, lag=9)])
+    assert board.live() is live
+
+
+def test_ranks_come_to_life_and_die_at_once() -> None:
+    board = Board()
+    seen = [board.live()]
+    changes: list[Callable[[], None]] = [
+        lambda: board.show([status(B)]),
+        lambda: board.show([status(A, state=State.REPAIRING)]),
+        lambda: board.show([status(Rank("c", 0)), status(Rank("c", 1))]),
+        lambda: board.remove([Rank("c", 0), Rank("c", 1)]),
+        lambda: board.rename([B], {B: Rank("b", 1)}),
+        lambda: board.show([status(A)]),
+        lambda: board.end("closed"),
+    ]
+    for change in changes:
+        change()
+        seen.append(board.live())
+    c = {Rank("c", 0), Rank("c", 1)}
+    assert seen == [{A}, {A, B}, {B}, {B, *c}, {B}, set(), {A}, set()]
+
+
+def test_nobody_is_live_while_the_thread_is_stuck_and_only_then() -> None:
+    board = Board()
+    live = board.live()
+    board.now = LATEST
+    stuck = board.live()
+    assert stuck == frozenset()
+    assert board.live() is stuck
+    board.sign(board.now)
+    assert board.live() is live
+
+
+@pytest.mark.parametrize("name", [A, ("a", 0), "a/0", "a"])
+def test_a_status_is_found_by_rank_text_and_the_name_of_a_worker_with_one_rank(name: Any) -> None:
+    assert Board().get(name).rank == A
+    Board().wait_live([name], timeout=0.0)
+
+
+def test_a_renamed_rank_is_found_by_the_text_of_its_ports_name_too() -> None:
+    board = Board()
+    board.rename([A], {A: Rank("a", 3)})
+    board.show([status(Rank("a", 3))])
+    for name in (A, "a/0", "a/3", "a"):
+        assert board.get(name).rank == Rank("a", 3)
+
+
+def test_ranks_and_names_that_a_board_does_not_keep_are_unknown_and_leave_nothing() -> None:
+    board, moved = Board(), Rank("a", 3)
+    board.rename((), {A: A, B: B})
+    told: list[RankStatus] = []
+    _, stop = board.listen(told.extend)
+    board.keep([moved], {A: moved})
+    stop()
+    assert {s.rank: s.reason.split()[-1] for s in told} == {A: "name", B: "more"}
+    for name in ("a/0", "a/3"):  # its status comes later
+        with pytest.raises(UnknownRankError):
+            board.get(name)
+    board.show([status(moved)])
+    assert board.get("a/0").rank == moved
+    with pytest.raises(UnknownRankError):
+        board.wait_live([B.worker], LATEST)
+    for number in range(100):
+        board.keep([moved], {A: moved, Rank("b", number): Rank("b", number)})
+    assert len(board._names) == 2
+
+
+def test_all_ranks_of_a_worker_are_waited_for_and_none_of_them_is_the_workers_status() -> None:
+    board = Board()
+    board.show([status(Rank("b", 1))])
+    with pytest.raises(NotLiveError) as late:
+        board.wait_live("b", timeout=0.0)
+    assert list(late.value.reasons) == [B]
+    with pytest.raises(UnknownRankError, match=r"'b' \(str\) stands for several: b/0, b/1"):
+        board.get("b")
+
+
+@pytest.mark.parametrize("name", ["c", "a/1", Rank("a", 1), 7])
+def test_what_is_no_rank_is_refused_by_a_status_and_by_a_wait(name: Any) -> None:
+    with pytest.raises(UnknownRankError, match="is not known; known: a/0, b/0"):
+        Board().get(name)
+    with pytest.raises(UnknownRankError, match="is not known"):
+        Board().wait_live([name], timeout=0.0)
+
+
+def test_a_disowned_board_needs_no_lock_and_is_closed_with_the_reason() -> None:
+    board = Board()
+    with board._changed:  # by a thread that a forked child lacks
+        board.disown("forked")
+    assert {status.reason for status in board.all().values()} == {"forked"}
+    assert {status.state for status in board.all().values()} == {State.CLOSED}
+    with pytest.raises(ClosedError, match="forked"):
+        board.wait_live(None, timeout=LATEST)
+
+
+def test_nobody_is_live_for_those_who_wait_while_the_thread_is_stuck() -> None:
+    board = Board()
+    board.wait_live([A], 0.0)
+    board.now = LATEST
+    with pytest.raises(NotLiveError, match="stuck for 10 s"):
+        board.wait_live([A], 0.0)
+    assert not board.wait_for(lambda statuses: statuses[A].state is State.LIVE, 0.0)
+    board.sign(board.now)
+    board.wait_live([A], 0.0)
+
+
+def test_whoever_insists_on_complete_ranks_waits_for_them() -> None:
+    board = Board()
+    board.wait_live([A], 0.0, complete=True)
+    board.show([status(A, complete=False, reason="no replay endpoint")])
+    board.wait_live([A], 0.0)
+    with pytest.raises(NotLiveError, match="a/0: it is live, but not complete: no replay endpoint"):
+        board.wait_live([A], 0.0, complete=True)
+
+
+def test_what_a_condition_is_shown_cannot_be_changed_and_has_ages_not_times() -> None:
+    board = Board()
+    board.now = 7.0
+    board.show([status(A, last_event_age=5.0)])
+    shown: list[Any] = []
+    assert not board.wait_for(lambda statuses: bool(shown.append(statuses)), 0.0)  # type: ignore[func-returns-value]
+    board.remove([B])
+    assert set(shown[0]) == {A, B}
+    assert len(shown[0]) == 2
+    assert shown[0][A].last_event_age == 2.0
+    for change in ("clear", "pop", "update", "__setitem__"):
+        assert not hasattr(shown[0], change)
+    assert board.ranks == (A,)

@@ -1,0 +1,172 @@
+"""Waiting on ZeroMQ's descriptors: whoever keeps the rule of `watch` misses nothing."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import pytest
+import zmq
+
+from kvindex.subscribe.connection import Connection, SocketOptions
+from kvindex.subscribe.watch import Watch
+from tests.live import PATIENCE
+from tests.publish.publish_peers import Context
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    watch = Watch()
+    yield watch
+    watch.close()
+
+
+Pipe: TypeAlias = "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]"
+Connect: TypeAlias = Callable[[str], Pipe]
+
+
+@pytest.fixture
+def connect(context: Context) -> Iterator[Connect]:
+    """Make connections: a receiving and a sending socket each."""
+    pipes: list[Pipe] = []
+
+    def connected(transport: str) -> Pipe:
+        receiver, sender = pipe = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        pipes.append(pipe)
+        endpoint = f"inproc://{len(pipes)}" if transport == "inproc" else "tcp://127.0.0.1:*"
+        receiver.bind(endpoint)
+        sender.connect(receiver.get_string(zmq.LAST_ENDPOINT))
+        return pipe
+
+    yield connected
+    for pipe in pipes:
+        for end in pipe:
+            end.close(0)
+
+
+def take(receiver: zmq.Socket[bytes], at_most: int) -> tuple[int, bool]:
+    """Take some messages; return how many, and whether none is left."""
+    for count in range(at_most):
+        try:
+            receiver.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return count, True
+    return at_most, False
+
+
+@contextmanager
+def sending(
+    senders: list[zmq.Socket[bytes]], each: int, room: threading.Semaphore
+) -> Iterator[None]:
+    """Send so many messages on each socket, from a thread, no more at a time than there is room."""
+
+    def send() -> None:
+        for _ in range(each):
+            for sender in senders:
+                if not room.acquire(timeout=PATIENCE):
+                    return
+                sender.send(b"")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "inproc"])
+@pytest.mark.parametrize("window", [1, 7, 300], ids="window {}".format)
+@pytest.mark.parametrize("at_most", [1, 3, 64], ids="take {}".format)
+def test_no_message_is_missed_however_few_are_taken_at_a_time(
+    connect: Connect, watch: Watch, transport: str, window: int, at_most: int
+) -> None:
+    pipes = [connect(transport) for _ in range(3)]
+    for receiver, _ in pipes:
+        watch.add(receiver, receiver)
+    room, left = threading.Semaphore(window), 3 * 200
+    with sending([sender for _, sender in pipes], 200, room):
+        while left:
+            owners = watch.wait(PATIENCE)
+            assert owners, f"{left} messages were never told of"
+            for receiver in owners:
+                count, drained = take(receiver, at_most)
+                if not drained:
+                    watch.look_again(receiver)
+                left -= count
+                for _ in range(count):
+                    room.release()
+
+
+def test_what_came_before_the_socket_was_watched_is_told(connect: Connect, watch: Watch) -> None:
+    receiver, sender = connect("inproc")
+    sender.send(b"")
+    assert receiver.poll(int(PATIENCE * 1000))  # the descriptor's sign is used up
+    watch.add(receiver, "owner")
+    assert watch.wait(PATIENCE) == {"owner": None}
+
+
+def test_an_owner_to_be_looked_at_again_does_not_wait_and_is_returned_once(watch: Watch) -> None:
+    watch.look_again("owner")
+    watch.look_again("owner")
+    assert watch.wait(PATIENCE) == {"owner": None}
+    assert watch.wait(0.0) == {}
+
+
+def test_a_removed_socket_is_told_of_no_more(connect: Connect, watch: Watch) -> None:
+    receiver, sender = connect("inproc")
+    watch.add(receiver, "owner")
+    watch.wait(0.0)
+    watch.remove(receiver)
+    watch.remove(receiver)
+    sender.send(b"")
+    assert watch.wait(0.0) == {}
+
+
+def test_waking_ends_a_wait_however_often_it_was_asked_for(watch: Watch) -> None:
+    def wake_often() -> None:
+        for _ in range(10_000):
+            watch.wake()
+
+    waker = threading.Thread(target=wake_often)
+    waker.start()
+    assert watch.wait(PATIENCE) == {}
+    waker.join(PATIENCE)
+    watch.wait(0.0)  # the rest of the calls
+    assert watch.wait(0.0) == {}
+
+
+def test_news_that_come_during_the_look_for_endless_messages_are_not_missed(
+    context: Context, watch: Watch
+) -> None:
+    options = SocketOptions(handshake_timeout=PATIENCE)
+    connection = Connection(
+        context, zmq.SUB, "tcp://127.0.0.1:*", options, bind=True, watch=watch, owner="owner"
+    )
+    port = int(connection.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def news_from_a_stranger() -> socket.socket:
+        assert connection.monitor is not None
+        stranger = socket.create_connection(("127.0.0.1", port))
+        # Waits for the sign, and leaves it.
+        assert select.select([int(connection.monitor.get(zmq.FD))], [], [], PATIENCE)[0]
+        return stranger
+
+    def find_all_empty() -> None:
+        while watch.wait(0.0):
+            assert connection.receive() == []
+            assert list(connection.changes(0.0)) == []
+
+    find_all_empty()
+    with news_from_a_stranger():
+        find_all_empty()
+        assert connection.mute
+        with news_from_a_stranger():
+            connection.cut_endless()
+            assert watch.wait(0.0) == {"owner": None}
+    connection.close()

@@ -1,0 +1,293 @@
+"""The fake engine over HTTP: its answers are those of its cache, in the engines' shapes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from kvindex import Worker, connect
+from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.wire.errors import ConfigurationError
+from tests.live import PATIENCE
+
+pytestmark = pytest.mark.e2e
+
+MESSAGES = [{"role": "user", "content": "Tell me of ships."}]
+
+
+def ask(url: str, body: object = None, headers: Mapping[str, str] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url, data, dict(headers or {})), timeout=PATIENCE) as answer:
+        text = answer.read()
+        return json.loads(text) if "json" in answer.headers["Content-Type"] else text.decode()
+
+
+def refused(url: str, body: object = None, headers: Mapping[str, str] | None = None) -> int:
+    with pytest.raises(HTTPError) as raised:
+        ask(url, body, headers)
+    with raised.value:
+        assert json.loads(raised.value.read())["error"]["message"]
+    return raised.value.code
+
+
+def cached(server: HttpEngine, body: dict[str, Any], **headers: str) -> int:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    usage = ask(server.url + path, {"max_tokens": 1, **body}, headers)["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_an_engine_listens_at_its_port_again_at_once() -> None:
+    with FakeEngine() as engine:
+        with HttpEngine(engine) as server:
+            port = int(server.url.rpartition(":")[2])
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+            client.request("GET", "/health")
+            client.getresponse().read()
+        client.close()  # after the server: the address is kept for a while
+        with HttpEngine(engine, port=port) as again:
+            assert ask(again.url + "/version")
+
+
+def test_a_prompt_sent_twice_is_cached_counted_and_indexed() -> None:
+    with FakeEngine(block_size=4) as engine, HttpEngine(engine) as server:
+        worker = Worker("w", engine.endpoint, replay=engine.replay_endpoint)
+        prompt = list(range(1, 14))
+        assert cached(server, {"prompt": prompt}) == 0
+        assert cached(server, {"prompt": prompt}) == 12 == engine.hit(prompt)
+        with connect([worker]) as client:
+            client.wait_live(timeout=PATIENCE)
+            client.wait_for(
+                lambda found: all(one.seq is not None for one in found.values()), PATIENCE
+            )
+            assert client.match(prompt)["w/0"].tokens == 12
+        text = ask(server.url + "/metrics")
+        assert 'vllm:prefix_cache_queries_total{engine="0",model_name="fake-model"} 26.0' in text
+        assert 'vllm:prefix_cache_hits_total{engine="0",model_name="fake-model"} 12.0' in text
+        assert 'block_size="4",enable_prefix_caching="True"' in text
+
+
+def test_every_route_reads_a_prompt_as_the_same_tokens() -> None:
+    options = HttpOptions(render=True)
+    with (
+        FakeEngine(block_size=4, publish=False) as engine,
+        HttpEngine(engine, options=options) as server,
+    ):
+        text = "Tell me of ships."
+        tokens = ask(server.url + "/tokenize", {"prompt": text})["tokens"]
+        assert tokens == [256, *text.encode()]
+        rendered = ask(server.url + "/v1/completions/render", {"prompt": text})
+        assert [one["token_ids"] for one in rendered] == [tokens]
+        cached(server, {"prompt": text})
+        assert cached(server, {"prompt": tokens}) == engine.hit(tokens) > 0
+
+        chat = ask(server.url + "/v1/chat/completions/render", {"messages": MESSAGES})["token_ids"]
+        assert chat == ask(server.url + "/tokenize", {"messages": MESSAGES})["tokens"]
+        assert chat[:2] != tokens[:2]
+        cached(server, {"messages": MESSAGES})
+        assert cached(server, {"prompt": chat}) == engine.hit(chat) > 0
+
+
+def test_render_is_refused_unless_asked_for_as_vllm_does() -> None:
+    with FakeEngine(publish=False) as engine, HttpEngine(engine) as server:
+        for path in ("/v1/completions/render", "/v1/chat/completions/render"):
+            with pytest.raises(HTTPError) as raised:
+                ask(server.url + path, {"prompt": "x", "messages": MESSAGES})
+            with raised.value:
+                error = json.loads(raised.value.read())["error"]
+            assert raised.value.code == error["code"] == 403
+            assert error["type"] == "PermissionDeniedError"
+            assert "Restart vllm serve with --enable-scale-out" in error["message"]
+
+
+@pytest.mark.parametrize("shape", ["ranks", "list", "sources"])
+def test_event_sources_come_in_all_three_shapes(shape: Any) -> None:
+    options = HttpOptions(sources=shape)
+    with FakeEngine(dp_rank=0) as zero, FakeEngine(dp_rank=1) as one:
+        with HttpEngine([zero, one], options=options) as server:
+            answer = ask(server.url + "/kv_event_sources")
+            if shape == "ranks":
+                found = [answer["0"], answer["1"]]
+                assert found[0]["enable_kv_cache_events"] is True
+            else:
+                found = answer if shape == "list" else answer["sources"]
+                assert [source["data_parallel_rank"] for source in found] == [0, 1]
+            assert [source["endpoint"] for source in found] == [zero.endpoint, one.endpoint]
+
+
+def test_an_engine_without_events_names_no_sources() -> None:
+    with FakeEngine(publish=False) as engine:
+        with HttpEngine(engine) as server:
+            assert ask(server.url + "/kv_event_sources") == {}
+        with HttpEngine(engine, options=HttpOptions(sources=None)) as server:
+            assert refused(server.url + "/kv_event_sources") == 404
+
+
+def test_sglang_describes_itself_and_its_publishers() -> None:
+    with FakeEngine(dialect="sglang-0.5.22", block_size=8, topic="kv") as engine:
+        with HttpEngine(engine, options=HttpOptions(role="decode")) as server:
+            info = ask(server.url + "/server_info")
+            assert info == ask(server.url + "/get_server_info")
+            assert (info["version"], info["page_size"]) == ("0.5.22", 8)
+            assert info["disaggregation_mode"] == "decode"
+            port = int(engine.endpoint.rpartition(":")[2])
+            assert info["kv_events"]["endpoint_port_base"] == port
+            assert info["kv_events"]["topic"] == "kv"
+            assert refused(server.url + "/kv_event_sources") == 404
+            assert "sglang:cached_tokens_total" in ask(server.url + "/metrics")
+
+
+def test_ranks_behind_one_port_take_turns_unless_one_is_named() -> None:
+    ranks = [FakeEngine(dp_rank=rank, block_size=4, publish=False) for rank in (0, 1)]
+    prompt = {"prompt": list(range(1, 10))}
+    with HttpEngine(ranks) as server:
+        assert [cached(server, prompt) for _ in range(4)] == [0, 0, 8, 8]
+        named = {"X-data-parallel-rank": "1"}
+        assert ranks[1].hit(prompt["prompt"]) == cached(server, prompt, **named) == 8
+        assert refused(server.url + "/v1/completions", {**prompt, "data_parallel_rank": 7}) == 400
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        HttpOptions(prefix_caching=False),
+        HttpOptions(reads_cache=False),
+    ],
+)
+def test_an_engine_that_does_not_use_its_cache_reports_no_hits(options: HttpOptions) -> None:
+    with FakeEngine(block_size=4, publish=False) as engine:
+        with HttpEngine(engine, options=options) as server:
+            prompt = {"prompt": list(range(1, 10))}
+            assert [cached(server, prompt) for _ in range(2)] == [0, 0]
+            assert bool(engine.truth()) is options.prefix_caching
+
+
+def test_prompt_logprobs_leave_the_cache_unread() -> None:
+    with FakeEngine(block_size=4, publish=False) as engine, HttpEngine(engine) as server:
+        prompt = {"prompt": list(range(1, 10))}
+        assert [cached(server, prompt) for _ in range(2)] == [0, 8]
+        assert cached(server, {**prompt, "prompt_logprobs": 1}) == 0
+
+
+def test_salts_and_adapters_are_namespaces_of_their_own() -> None:
+    with FakeEngine(block_size=4, publish=False) as engine:
+        with HttpEngine(engine, options=HttpOptions(loras=("tone",))) as server:
+            for extra in ({}, {"cache_salt": "x"}, {"model": "tone"}):
+                body = {"prompt": list(range(1, 10)), **extra}
+                assert [cached(server, body) for _ in range(2)] == [0, 8]
+            names = [model["id"] for model in ask(server.url + "/v1/models")["data"]]
+            assert names == ["fake-model", "tone"]
+            assert refused(server.url + "/v1/completions", {"model": "x", "prompt": [1]}) == 404
+
+
+def test_a_hit_may_be_a_block_short_and_stay_unreported() -> None:
+    with FakeEngine(block_size=4, publish=False) as engine:
+        prompt = {"prompt": list(range(1, 14)), "max_tokens": 1}
+        with HttpEngine(engine, options=HttpOptions(drops_blocks=1)) as server:
+            assert [cached(server, prompt) for _ in range(2)] == [0, 8]
+        with HttpEngine(engine, options=HttpOptions(cached_tokens=False)) as server:
+            usage = ask(server.url + "/v1/completions", prompt)["usage"]
+            assert usage["prompt_tokens_details"] is None
+
+
+def test_a_silent_engine_serves_and_publishes_nothing() -> None:
+    with FakeEngine(block_size=4) as engine:
+        with HttpEngine(engine, options=HttpOptions(silent=True)) as server:
+            prompt = {"prompt": list(range(1, 10))}
+            assert [cached(server, prompt) for _ in range(2)] == [0, 8]
+            assert engine.published == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/v1/completions", {}, 400),
+        ("/v1/completions", {"prompt": []}, 400),
+        ("/v1/completions", {"prompt": [-1]}, 400),
+        ("/v1/completions", {"prompt": "x", "max_tokens": "1"}, 400),
+        ("/v1/completions", {"prompt": "x", "stream": True}, 400),
+        ("/v1/completions", {"prompt": [1] * 9_000}, 400),
+        ("/v1/completions", {"prompt": [1] * 4_000}, 400),  # more than the cache has
+        ("/v1/completions", {"messages": MESSAGES}, 400),
+        ("/v1/completions", [1], 400),
+        ("/v1/chat/completions", {"messages": [{"role": "nobody", "content": ""}]}, 400),
+        ("/v1/chat/completions", {"messages": ["x"]}, 400),
+        ("/nowhere", {}, 404),
+        ("/health", {}, 405),
+        ("/v1/completions", None, 405),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused_with_a_reason(
+    path: str, body: object, code: int
+) -> None:
+    with FakeEngine(num_blocks=64, publish=False) as engine, HttpEngine(engine) as server:
+        assert refused(server.url + path, body) == code
+
+
+def test_a_key_that_is_wrong_is_refused_but_for_health() -> None:
+    with FakeEngine(publish=False) as engine:
+        with HttpEngine(engine, options=HttpOptions(api_key="secret")) as server:
+            assert refused(server.url + "/health", {}) == 405  # not 401
+            assert refused(server.url + "/v1/models") == 401
+            assert ask(server.url + "/kv_event_sources") == {}  # vLLM guards /v1 alone
+            assert ask(server.url + "/v1/models", headers={"Authorization": "Bearer secret"})
+
+
+def test_closing_cuts_open_connections_and_may_be_repeated() -> None:
+    with FakeEngine(publish=False) as engine:
+        server = HttpEngine(engine)
+        host, port = server.url.removeprefix("http://").split(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE)
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        server.close()
+        server.close()
+        connection.auto_open = 0
+        assert connection.sock is not None
+        assert connection.sock.recv(1) == b""
+        connection.close()
+
+
+def test_an_address_that_is_taken_is_an_error_at_the_call() -> None:
+    with FakeEngine(publish=False) as engine, HttpEngine(engine) as server:
+        port = int(server.url.rpartition(":")[2])
+        with pytest.raises(ConfigurationError, match="cannot listen at"):
+            HttpEngine(engine, port=port)
+        with pytest.raises(ConfigurationError, match="one for each DP rank"):
+            HttpEngine([engine, engine])
+
+
+def test_images_are_placeholders_and_tell_their_blocks_apart() -> None:
+    def chat(image: str) -> list[Any]:
+        picture = {"type": "image_url", "image_url": {"url": image}}
+        return [{"role": "user", "content": [picture, {"text": "and what is this?"}]}]
+
+    options = HttpOptions(render=True)
+    with (
+        FakeEngine(block_size=4, publish=False) as engine,
+        HttpEngine(engine, options=options) as server,
+    ):
+        body = {"messages": chat("a"), "max_tokens": 1}
+        rendered = ask(server.url + "/v1/chat/completions/render", body)
+        (place,) = rendered["features"]["mm_placeholders"]["image"]
+        assert rendered["token_ids"][place["offset"]] == 262
+        assert [cached(server, body) for _ in range(2)] == [0, 20]
+        assert cached(server, {"messages": chat("b"), "max_tokens": 1}) == 0
+
+
+def test_an_engine_may_see_another_prompt_than_was_sent() -> None:
+    with FakeEngine(block_size=4, publish=False) as engine:
+        tokens = list(range(1, 10))
+        prompt = {"prompt": tokens, "max_tokens": 1}
+        with HttpEngine(engine, options=HttpOptions(prepends=True)) as server:
+            usage = ask(server.url + "/v1/completions", prompt)["usage"]
+            assert usage["prompt_tokens"] == 10
+        with HttpEngine(engine, options=HttpOptions(salt="s")) as server:
+            assert [cached(server, prompt) for _ in range(2)] == [0, 8]
+            assert engine.hit(tokens, salt="s") == 8
+            assert engine.hit(tokens) == 0

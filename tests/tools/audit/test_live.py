@@ -1,0 +1,99 @@
+"""`kvindex audit` of live engines, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import cast
+
+import pytest
+
+from kvindex import EventStream, Rank, RankStatus
+from kvindex.testing import FakeEngine, HttpEngine
+from kvindex.testing.ports import reserve_port
+from kvindex.tools.audit import Auditor
+from kvindex.tools.cli import main
+from kvindex.tools.cli.audit import Listening
+from tests.live import PATIENCE, worker_of
+from tests.tools.cli.test_cli import interrupt, started
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = list(range(160))
+
+
+def test_what_live_engines_computed_and_held_is_what_the_audit_says() -> None:
+    with FakeEngine("a") as first, FakeEngine("b") as second:
+        first.serve(PROMPT)  # the past: held, and not counted
+        auditor = Auditor()
+        interrupted = threading.Event()
+        with EventStream([worker_of(first), worker_of(second)]) as stream:
+            listening = Listening(stream, auditor)
+            listening.settle(PATIENCE)
+            listening.open()
+            listener = threading.Thread(target=listening.listen, args=(PATIENCE, interrupted))
+            listener.start()
+            second.serve(PROMPT)
+            first.serve([*PROMPT, *range(1000, 1032)])
+            until = time.monotonic() + PATIENCE
+            while auditor.computed < 192 and time.monotonic() < until:
+                interrupted.wait(0.01)
+            interrupted.set()
+            listener.join()
+    report = auditor.report(time.time())
+    tokens = {one.rank: one.tokens for one in report.ranks}
+    assert (tokens["b/0"].computed, tokens["b/0"].other_worker) == (160, 160)
+    assert (tokens["a/0"].computed, tokens["a/0"].first) == (32, 32)
+    assert all(one.state == "live" and one.complete for one in report.ranks)
+
+
+class BusyStream:
+    """A live rank whose next batch comes before anybody has waited long."""
+
+    def __init__(self, live: RankStatus) -> None:
+        self.subscriber = self
+        self.live = live
+        self.looks = 0
+
+    def statuses(self) -> dict[Rank, RankStatus]:
+        self.looks += 1
+        assert self.looks < 20, "it goes on settling"
+        return {self.live.rank: self.live}
+
+    def get(self, timeout: float) -> RankStatus:
+        if not timeout:
+            raise TimeoutError
+        threading.Event().wait(min(timeout, 0.01))
+        return self.live
+
+
+def test_the_window_opens_while_the_engines_are_busy() -> None:
+    with FakeEngine("a") as engine, EventStream([worker_of(engine)]) as stream:
+        stream.wait_live(PATIENCE)
+        live = stream.status(engine.rank)
+    Listening(cast("EventStream", BusyStream(live)), Auditor()).settle(PATIENCE)
+
+
+def test_ctrl_c_ends_the_window_of_engines_asked_over_http_and_still_reports() -> None:
+    with FakeEngine("a") as engine, HttpEngine(engine) as http:
+        engine.serve(PROMPT)
+        argv = ("--engine", http.url, "--json")
+        with started("audit", *argv) as process:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "the window is open: 1 of 1 rank live\n"
+            out, _ = interrupt(process)
+            assert process.returncode == 0
+    report = json.loads(out)
+    assert report["tokens"]["computed"] == 0
+    assert report["duplication"]["unique"] == 160
+    assert report["ranks"][0]["model"]
+
+
+def test_engines_that_nobody_hears_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    holder, port = reserve_port("127.0.0.1")
+    with holder:
+        argv = ["--endpoint", f"tcp://127.0.0.1:{port}", "--settle", "0.1", "--minutes", "0.001"]
+        assert main(["audit", *argv]) == 1
+    out = capsys.readouterr().out
+    assert "worker-0/0 could not be heard" in out

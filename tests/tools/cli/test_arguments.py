@@ -1,0 +1,212 @@
+"""What the command line accepts, and how it refuses the rest."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from pathlib import Path
+
+import pytest
+
+from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker
+from kvindex.tools.cli import main
+from kvindex.tools.cli.arguments import (
+    add_cache_arguments,
+    cache_of,
+    count,
+    parse_tokens,
+    read_tokens,
+    seconds,
+)
+from kvindex.tools.cli.endpoints import add_worker_arguments, parse_worker, workers_of
+from kvindex.tools.cli.record import file_names
+
+pytestmark = pytest.mark.unit
+
+
+def workers(*argv: str) -> list[Worker]:
+    parser = argparse.ArgumentParser()
+    add_worker_arguments(parser)
+    return workers_of(parser.parse_args(argv))
+
+
+def test_a_worker_needs_a_name_and_an_endpoint_only() -> None:
+    assert parse_worker("a=tcp://h:5557") == Worker("a", "tcp://h:5557")
+
+
+def test_a_worker_takes_every_option() -> None:
+    text = "a=tcp://h:5557,replay=tcp://h:5657,dp=2,topic=kv@a,bind"
+    assert parse_worker(text) == Worker(
+        "a", "tcp://h:5557", replay="tcp://h:5657", dp_size=2, topic="kv@a", bind=True
+    )
+
+
+def test_a_worker_may_name_each_ranks_endpoints() -> None:
+    worker = parse_worker("a=tcp://h:1,endpoint=tcp://i:2,replay=tcp://h:3,replay=tcp://i:4")
+    assert [(p.endpoint, p.replay) for p in worker.publishers()] == [
+        ("tcp://h:1", "tcp://h:3"),
+        ("tcp://i:2", "tcp://i:4"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tcp://h:5557", "expected NAME=ENDPOINT"),
+        ("a=", "expected NAME=ENDPOINT"),
+        ("=tcp://h:5557", "expected NAME=ENDPOINT"),
+        ("a=h:5557", "expected tcp://HOST:PORT"),
+        ("a=tcp://h:5557,dp=two", "dp=two is no number"),
+        ("a=tcp://h:5557,dp=0", "dp_size must be 1"),
+        ("a=tcp://h:5557,dp=1,dp=2", "dp= is given twice"),
+        ("a=tcp://h:5557,replay", "'replay' is none of"),
+        ("a=tcp://h:5557,replay=", "'replay=' is none of"),
+        ("a=tcp://h:5557,bind=yes", "'bind=yes' is none of"),
+        ("a=tcp://h:5557,port=1", "'port=1' is none of"),
+        ("a=tcp://h:1,replay=tcp://h:2,replay=tcp://h:3", "replay lists 2"),
+    ],
+)
+def test_a_bad_worker_is_refused_with_its_text_and_the_reason(text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match="--worker") as refused:
+        parse_worker(text)
+    assert said in str(refused.value)
+    assert text in str(refused.value)
+
+
+def test_the_short_form_names_one_worker() -> None:
+    assert workers("--endpoint", "tcp://h:1") == [Worker("worker-0", "tcp://h:1")]
+    full = ["--replay-endpoint", "tcp://h:9", "--dp-size", "2", "--topic", "kv", "--name", "a"]
+    assert workers("--endpoint", "tcp://h:1", *full, "--bind") == [
+        Worker("a", "tcp://h:1", replay="tcp://h:9", dp_size=2, topic="kv", bind=True)
+    ]
+
+
+def test_both_forms_add_up() -> None:
+    found = workers("--worker", "a=tcp://h:1", "--worker", "b=tcp://h:2", "--endpoint", "tcp://h:3")
+    assert [worker.name for worker in found] == ["a", "b", "worker-0"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "no engine named"),
+        (["--worker", "a=tcp://h:1", "--worker", "a=tcp://h:2"], "two workers are called 'a'"),
+        (["--worker", "a=tcp://h:1", "--dp-size", "2"], "--dp-size belongs to --endpoint"),
+        (["--replay-endpoint", "tcp://h:1"], "--replay-endpoint belongs to --endpoint"),
+        (["--bind"], "--bind belongs to --endpoint"),
+        (["--endpoint", "nowhere"], "expected tcp://HOST:PORT"),
+        (["--engine", "engine:8000"], "write http://HOST:PORT"),
+        (["--engine", "http://h:1", "--engine", "http://h:1"], "is given twice"),
+    ],
+)
+def test_engines_that_cannot_work_exit_2_with_the_reason(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tail", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2, 3]", "1 2 3", "1,2,3", " 1, 2\n3\n", "[1,\n2,3]\n", "1\t2\r\n3"]
+)
+def test_tokens_are_a_json_list_or_separated_numbers(text: str) -> None:
+    assert parse_tokens(text) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no tokens"),
+        ("[]", "no tokens"),
+        ("1 two 3", "item 1 is 'two'"),
+        ("[1, 2.5]", "item 1 is '2.5'"),
+        ("[true]", "item 0 is 'True'"),
+        ("[null]", "item 0 is 'None'"),
+        ("[[1]]", "item 0 is '[1]'"),
+        ("3 -1", "item 1 is -1"),
+        ("9223372036854775808", "0 to 2**63 - 1"),
+        ("[1, 2", "no JSON list"),
+        ("[" * 100_000, "no JSON list"),
+    ],
+)
+def test_bad_tokens_are_refused_with_their_position(text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        parse_tokens(text)
+    assert said in str(refused.value)
+
+
+def test_tokens_come_from_a_file_or_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "prompt.json"
+    path.write_text("[7, 8]")
+    assert read_tokens(str(path)) == [7, 8]
+    monkeypatch.setattr("sys.stdin", io.StringIO("9 10"))
+    assert read_tokens("-") == [9, 10]
+
+
+def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot read tokens from .*missing"):
+        read_tokens(str(tmp_path / "missing"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match=r"cannot read tokens from .*binary"):
+        read_tokens(str(tmp_path / "binary"))
+    (tmp_path / "words").write_text("hello")
+    with pytest.raises(ConfigurationError, match="words: item 0"):
+        read_tokens(str(tmp_path / "words"))
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
+def test_a_duration_is_finite_and_above_zero(text: str) -> None:
+    assert seconds("1.5") == 1.5
+    with pytest.raises(argparse.ArgumentTypeError, match="seconds"):
+        seconds(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "²", "many", ""])
+def test_a_count_is_whole_and_above_zero(text: str) -> None:
+    assert count("3") == 3
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
+        count(text)
+
+
+def test_a_recording_of_one_rank_has_the_name_given() -> None:
+    one = [Worker("a", "tcp://h:1")]
+    assert [str(path) for *_, path in file_names("x", one)] == ["x.frames"]
+    assert [str(path) for *_, path in file_names("x.frames", one)] == ["x.frames"]
+
+
+def test_recordings_of_several_ranks_are_told_apart_by_worker_and_rank() -> None:
+    several = [Worker("a", "tcp://h:1", dp_size=2), Worker("kv/b", "tcp://i:1")]
+    names = [str(path) for *_, path in file_names("x.frames", several)]
+    assert names == ["x-a-0.frames", "x-a-1.frames", "x-kv_b-0.frames"]
+
+
+def test_two_ranks_never_share_a_recording() -> None:
+    clash = [Worker("a/b", "tcp://h:1"), Worker("a_b", "tcp://h:2")]
+    with pytest.raises(ConfigurationError, match="same file name"):
+        file_names("x", clash)
+
+
+def test_cache_settings_are_given_to_each_worker() -> None:
+    parser = argparse.ArgumentParser()
+    add_worker_arguments(parser)
+    add_cache_arguments(parser)
+    text = "--worker a=tcp://h:1 --endpoint tcp://h:2 --eagle --upper-bound"
+    text += " --group 1=sliding_window:64 --report-mode full --resets-connector"
+    arguments = parser.parse_args(text.split())
+    expected = CacheSettings(
+        groups={1: GroupSpec("sliding_window", 64)},
+        report_mode="full",
+        eagle=True,
+        upper_bound=True,
+        resets_connector=True,
+    )
+    assert [worker.cache for worker in workers_of(arguments, cache_of(arguments))] == [expected] * 2
+
+
+@pytest.mark.parametrize("command", [["tail"], ["record", "frames"]], ids=" ".join)
+def test_commands_that_do_not_match_take_no_cache_settings(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--endpoint", "tcp://h:1", "--eagle"])
+    assert "unrecognized arguments: --eagle" in capsys.readouterr().err

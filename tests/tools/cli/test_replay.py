@@ -1,0 +1,368 @@
+"""`kvindex replay`: recorded frames into an index, whatever is wrong with the recording."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex import AllBlocksCleared, BlockStored, EventBatch
+from kvindex.tools.cli import main
+from kvindex.wire import (
+    RecordingWriter,
+    encode_batch,
+    live_frames,
+    read_recording,
+    replay_end,
+    replay_frames,
+)
+
+pytestmark = pytest.mark.unit
+
+CAPTURES = Path(__file__).parents[2] / "data" / "captures"
+BLOCK = 4
+MASK = 2**64 - 1
+
+
+def stored(number: int, *, ts: float | None = None, dp_rank: int = 0) -> bytes:
+    """A batch that stores block `number` of one prompt, after the block before it."""
+    event = BlockStored(
+        block_hashes=[100 + number],
+        parent_block_hash=99 + number if number else None,
+        token_ids=list(range(number * BLOCK, (number + 1) * BLOCK)),
+        block_size=BLOCK,
+    )
+    return encode_batch(EventBatch(float(number) if ts is None else ts, [event], dp_rank))
+
+
+class Recording:
+    """A recording under construction."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("wb")
+        self._writer = RecordingWriter(self._file)
+
+    def live(self, seq: int, payload: bytes | None = None) -> Recording:
+        self._writer.write(
+            "live", live_frames(b"", seq, stored(seq) if payload is None else payload)
+        )
+        return self
+
+    def replies(self, *seqs: int) -> Recording:
+        for seq in seqs:
+            frames = replay_frames(b"", b"", seq, stored(seq), with_topic=True)
+            self._writer.write("replay", frames[1:])
+        self._writer.write("replay", replay_end(b"", with_topic=True)[1:])
+        return self
+
+    def raw(self, frames: list[bytes]) -> Recording:
+        self._writer.write("live", frames)
+        return self
+
+    def saved(self) -> str:
+        self._file.close()
+        return str(self.path)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Recording:
+    return Recording(tmp_path / "vllm-0.frames")
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*argv: str, code: int = 0) -> Any:
+        assert main(["replay", "--json", *argv]) == code
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def rank_of(report: Any) -> Any:
+    (rank,) = report["ranks"].values()
+    return rank
+
+
+def blocks(report: Any) -> list[int]:
+    return [block["block_hash"] - 100 for block in rank_of(report)["resident"]]
+
+
+def test_batches_in_order_are_all_applied(recording: Recording, report: Any) -> None:
+    read = report(recording.live(0).live(1).live(2).saved())
+    assert blocks(read) == [0, 1, 2]
+    assert list(read["ranks"]) == ["vllm-0/0"]
+    rank = rank_of(read)
+    assert (rank["seq"], rank["blocks"], rank["complete"]) == (2, 3, True)
+    assert rank["resident"][1] == {
+        "block_hash": 101,
+        "depth": 1,
+        "medium": "GPU",
+        "group_idx": 0,
+        "copies": 1,
+        "block_size": BLOCK,
+        "lora": None,
+    }
+
+
+def test_a_batch_that_comes_twice_is_applied_once(recording: Recording, report: Any) -> None:
+    read = report(recording.live(0).live(1).live(1).live(0).live(2).saved())
+    assert rank_of(read)["counters"]["duplicates"] == 2
+    assert [block["copies"] for block in rank_of(read)["resident"]] == [1, 1, 1]
+
+
+def test_a_gap_drops_what_the_rank_held(recording: Recording, report: Any) -> None:
+    recording.live(0).live(1).live(4, stored(0, ts=4.0))
+    read = report(recording.saved())
+    assert blocks(read) == [0]
+    rank = rank_of(read)
+    told = {name: rank["counters"][name] for name in ("gaps", "lost", "resets")}
+    assert told == {"gaps": 1, "lost": 2, "resets": 1}
+    assert rank["complete"] is False
+
+
+def test_a_gap_keeps_what_the_rank_held_if_asked(recording: Recording, report: Any) -> None:
+    read = report("--on-loss", "keep", recording.live(0).live(1).live(4, stored(2)).saved())
+    assert blocks(read) == [0, 1, 2]
+    assert rank_of(read)["complete"] is False
+    assert rank_of(read)["counters"]["resets"] == 0
+
+
+def test_joining_late_is_partial_but_no_loss(recording: Recording, report: Any) -> None:
+    read = report(recording.live(5, stored(0)).live(6, stored(1)).saved())
+    assert blocks(read) == [0, 1]
+    assert rank_of(read)["complete"] is False
+    assert rank_of(read)["counters"]["lost"] == 0
+
+
+def test_replies_are_left_alone_unless_asked_for(recording: Recording, report: Any) -> None:
+    path = recording.live(1).replies(0, 1, 2).saved()
+    assert rank_of(report(path))["counters"]["filled"] == 0
+    assert rank_of(report(path))["counters"]["replies"] == 4
+
+
+def test_replies_fill_gaps_and_both_ends(recording: Recording, report: Any) -> None:
+    path = recording.live(1).live(3).replies(0, 1, 2, 3, 4, 5).saved()
+    read = report("--with-replayed", path)
+    assert blocks(read) == [0, 1, 2, 3, 4, 5]
+    rank = rank_of(read)
+    assert (rank["seq"], rank["complete"], rank["counters"]["filled"]) == (5, True, 4)
+    assert rank["counters"]["gaps"] == rank["counters"]["duplicates"] == 0
+
+
+def test_a_recording_of_replies_alone_can_be_applied(recording: Recording, report: Any) -> None:
+    read = report("--with-replayed", recording.replies(0, 1, 2).saved())
+    assert blocks(read) == [0, 1, 2]
+    assert rank_of(read)["complete"] is True
+
+
+def test_a_hole_in_the_replies_is_a_loss_too(recording: Recording, report: Any) -> None:
+    read = report("--with-replayed", recording.live(0).replies(1, 3).saved())
+    assert rank_of(read)["counters"]["lost"] == 1
+    assert rank_of(read)["complete"] is False
+
+
+def test_an_undecodable_batch_is_counted_and_the_file_goes_on(
+    recording: Recording, report: Any
+) -> None:
+    path = recording.live(0).live(1, b"\xc1").live(2, stored(0, ts=2.0)).saved()
+    read = report(path)
+    assert blocks(read) == [0]
+    assert rank_of(read)["counters"]["undecodable"] == 1
+    assert rank_of(read)["counters"]["lost"] == 1
+
+
+def test_an_undecodable_batch_is_taken_from_the_replies(recording: Recording, report: Any) -> None:
+    path = recording.live(0).live(1, b"\xc1").live(2).replies(0, 1, 2).saved()
+    assert blocks(report("--with-replayed", path)) == [0, 1, 2]
+
+
+def test_an_undecodable_last_batch_is_a_loss(recording: Recording, report: Any) -> None:
+    read = report(recording.live(0).live(1, b"\xc1").saved())
+    assert blocks(read) == []
+    assert rank_of(read)["counters"]["lost"] == 1
+    assert rank_of(read)["complete"] is False
+
+
+def test_messages_of_another_shape_are_counted(recording: Recording, report: Any) -> None:
+    read = report(recording.live(0).raw([b"", b"short", b"x"]).raw([b"one"]).live(1).saved())
+    assert rank_of(read)["counters"]["bad_frames"] == 2
+    assert blocks(read) == [0, 1]
+
+
+def test_a_restart_leaves_only_what_came_after_it(recording: Recording, report: Any) -> None:
+    recording.live(0).live(1).live(2).live(0, stored(0, ts=9.0))
+    read = report(recording.live(1, stored(1, ts=10.0)).saved())
+    assert blocks(read) == [0, 1]
+    rank = rank_of(read)
+    assert (rank["epoch"], rank["seq"], rank["complete"]) == (1, 1, True)
+    assert rank["counters"]["duplicates"] == 0
+
+
+def test_replies_of_the_old_process_do_not_fill_the_new_ones_gaps(
+    recording: Recording, report: Any
+) -> None:
+    recording.live(0).live(1).replies(0, 1, 2)
+    recording.live(0, stored(0, ts=20.0)).live(3, stored(0, ts=23.0))
+    read = report("--with-replayed", recording.saved())
+    assert rank_of(read)["counters"]["filled"] == 0
+    assert rank_of(read)["counters"]["lost"] == 2
+
+
+def test_the_dp_rank_comes_from_the_batches(recording: Recording, report: Any) -> None:
+    read = report(recording.live(0, stored(0, dp_rank=3)).saved())
+    assert list(read["ranks"]) == ["vllm-0/3"]
+    assert read["files"][0]["ranks"] == ["vllm-0/3"]
+
+
+def test_several_files_are_several_ranks(tmp_path: Path, report: Any) -> None:
+    paths = [Recording(tmp_path / f"{name}.frames").live(0).saved() for name in "ab"]
+    assert list(report(*paths)["ranks"]) == ["a/0", "b/0"]
+
+
+def test_an_empty_recording_holds_nothing(recording: Recording, report: Any) -> None:
+    rank = rank_of(report("--with-replayed", recording.saved()))
+    assert (rank["blocks"], rank["seq"], rank["complete"]) == (0, None, False)
+
+
+def test_clear_events_empty_the_rank(recording: Recording, report: Any) -> None:
+    cleared = encode_batch(EventBatch(1.0, [AllBlocksCleared()], 0))
+    assert blocks(report(recording.live(0).live(1, cleared).saved())) == []
+
+
+def test_the_table_tells_what_was_noted(
+    recording: Recording, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", recording.live(0).live(0).live(3).saved()]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split() == [
+        "rank",
+        "blocks",
+        "orphans",
+        "last",
+        "seq",
+        "applied",
+        "complete",
+        "noted",
+    ]
+    assert line.split("  ", 1)[0] == "vllm-0/0"
+    assert "1 gaps, 2 lost, 1 resets, 1 duplicates" in line
+    assert " 1 " in line, "the batch after the gap waits for its parent: an orphan"
+
+
+def test_a_prompt_can_be_matched_against_the_recording(
+    recording: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str], report: Any
+) -> None:
+    path = recording.live(0).live(1).saved()
+    prompt = tmp_path / "prompt"
+    prompt.write_text(" ".join(map(str, range(11))))
+    assert main(["replay", path, "--probe", str(prompt)]) == 0
+    printed = capsys.readouterr().out
+    assert "best: vllm-0/0 holds 8 of 11 tokens" in printed
+    assert "upper bound" not in printed
+    assert "lower bound" not in printed
+    assert main(["replay", path, "--probe", str(prompt), "--upper-bound"]) == 0
+    told = "upper bounds, the engine's own hit may be shorter: vllm-0/0\n"
+    assert told in capsys.readouterr().out
+    assert report(path, "--probe", str(prompt))["probe"]["vllm-0/0"]["tokens"] == 8
+    later = Recording(tmp_path / "late.frames").live(2).saved()  # its parent was never stored
+    assert main(["replay", later, "--probe", str(prompt)]) == 0
+    told = "lower bounds, the engine's own hit may be longer: late/0\n"
+    assert told in capsys.readouterr().out
+
+
+def test_a_cut_off_file_exits_1_with_the_byte_and_shows_the_rest(
+    recording: Recording, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(recording.live(0).live(1).saved())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    assert main(["replay", "--json", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert f"byte {len(whole) - 3}" in printed.err
+    read = json.loads(printed.out)
+    assert blocks(read) == [0]
+    assert "cut off" in read["files"][0]["error"]
+
+
+def test_a_file_of_another_kind_exits_1_with_the_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("hello")
+    assert main(["replay", "--with-replayed", str(path)]) == 1
+    assert "recording, byte 1" in capsys.readouterr().err
+
+
+def test_a_path_that_is_no_file_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "directory" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "missing.frames")]) == 2
+    assert "missing.frames" in capsys.readouterr().err
+
+
+def test_two_files_of_one_name_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").mkdir()
+    paths = [Recording(p / "a.frames").live(0).saved() for p in (tmp_path, tmp_path / "other")]
+    assert main(["replay", *paths]) == 2
+    assert "both be the worker 'a'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["vllm-0.9.2", "vllm-0.33.0-bytes", "sglang-0.5.23"])
+def test_a_real_engines_recording_gives_what_its_cache_held(name: str, report: Any) -> None:
+    read = report(str(CAPTURES / f"{name}.frames"))
+    held = {(b["block_hash"], b["depth"]): b["copies"] for b in rank_of(read)["resident"]}
+    truth = json.loads((CAPTURES / f"{name}.json").read_text())
+    if truth["engine"] == "vllm":
+        expected = {(_label(b["hash"]), b["depth"]): b["copies"] for b in truth["cached"]}
+        assert held == expected
+    assert len(held) == len(truth["cached"])
+    assert rank_of(read)["complete"] is True
+
+
+def _label(block_hash: int | str) -> int | str:
+    return block_hash & MASK if isinstance(block_hash, int) else block_hash
+
+
+def test_dropping_live_records_is_healed_by_the_replies(tmp_path: Path, report: Any) -> None:
+    source = CAPTURES / "vllm-0.33.0.frames"
+    whole = rank_of(report(str(source)))
+    path = tmp_path / "holed.frames"
+    with path.open("wb") as file:
+        writer = RecordingWriter(file)
+        for number, message in enumerate(read_recording(source)):
+            if message.kind == "replay" or number % 7:
+                writer.write(message.kind, message.frames)
+    healed = rank_of(report("--with-replayed", str(path)))
+    assert healed["resident"] == whole["resident"]
+    assert healed["complete"] is True
+    assert healed["counters"]["filled"] > 30
+    assert rank_of(report(str(path)))["resident"] != whole["resident"]
+
+
+def test_what_is_no_recording_is_said_without_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("0 1 2")
+    assert main(["replay", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"kvindex replay: {path}: " in printed.err
+
+
+def test_replies_that_are_not_used_are_hinted_at_where_something_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.frames"
+    Recording(path).live(2).replies(0, 1).saved()
+    assert main(["replay", str(path)]) == 0
+    hint = f"{path}: it has 3 replay replies, too: --with-replayed fills"
+    assert hint in capsys.readouterr().err
+    assert main(["replay", "--with-replayed", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+    Recording(path).live(0).live(1).replies(0, 1).saved()
+    assert main(["replay", str(path)]) == 0
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,110 @@
+"""`kvindex top` as text: what is first, what is left out, and that nothing steers a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+
+pytest.importorskip("rich", reason="needs kvindex[server]")
+
+from kvindex import Rank, State
+from kvindex.service.overview import Fleet, overview
+from kvindex.tools.cli import main
+from kvindex.tools.cli.fleet_table import SORTS, sorted_ranks
+from kvindex.tools.cli.live_top import print_once
+from tests.index.index_events import apply, stored
+from tests.service.test_fleet_overview import Source, status_of
+
+pytestmark = pytest.mark.unit
+
+
+def fleet_text(fleet: Fleet, sort: str = "state", most: int | None = None) -> str:
+    """Return what a pipe gets."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_once(fleet, sort=sort, most=most)
+    return out.getvalue()
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    source = Source(
+        status_of(Rank("a", 0), lag=1, last_event_age=90.0),
+        status_of(Rank("a", 1), State.CONNECTING, reason="nothing listens", last_event_age=None),
+        status_of(Rank("b", 0), complete=False, losses=2, gaps=1, restarts=3),
+    )
+    apply(source.index, Rank("a", 0), stored(0, 1))
+    return overview(source)
+
+
+def test_ranks_are_sorted_worst_most_or_longest_first(fleet: Fleet) -> None:
+    first = {sort: sorted_ranks(fleet.ranks, sort)[0] for sort in SORTS}
+    assert {sort: f"{rank.worker}/{rank.dp_rank}" for sort, rank in first.items()} == {
+        "state": "a/1",
+        "name": "a/0",
+        "lag": "a/0",
+        "age": "a/1",
+        "blocks": "a/0",
+        "gaps": "b/0",
+        "losses": "b/0",
+        "restarts": "b/0",
+    }
+    assert sorted_ranks(fleet.ranks, "name", reverse=True)[0].worker == "b"
+
+
+def test_the_text_has_sums_a_row_for_each_rank_and_the_reasons(fleet: Fleet) -> None:
+    lines = fleet_text(fleet).splitlines()
+    assert lines[0] == (
+        "3 ranks of 2 workers: 1 connecting, 2 live, 2 complete; 2 GPU blocks; lag 1; "
+        "1 gap, 2 losses, 3 restarts"
+    )
+    assert lines[1].split()[:3] == ["rank", "model", "state"]
+    assert [line.split()[0] for line in lines[2:5]] == ["a/1", "b/0", "a/0"]
+    assert lines[5] == "a/1: nothing listens"
+
+
+def test_a_number_limits_the_rows_and_says_what_is_left_out(fleet: Fleet) -> None:
+    text = fleet_text(fleet, sort="losses", most=1)
+    assert "ranks 1-1 of 3" in text
+    assert "a/0" not in text
+    assert "a/1: nothing listens" in text
+
+
+def test_names_and_reasons_cannot_steer_the_terminal() -> None:
+    evil = status_of(Rank("a\x1b[2J", 0), State.STALE, reason="\x1b]0;owned\x07")
+    text = fleet_text(overview(Source(evil)))
+    assert "\x1b" not in text
+    assert "\\x1b[2J" in text
+
+
+@pytest.mark.parametrize("argv", [[], ["http://h:1", "--worker", "a=tcp://h:1"]])
+def test_either_a_service_or_engines_are_named(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", *argv]) == 2
+    assert "by its URL, or engines" in capsys.readouterr().err
+
+
+def test_a_reason_that_many_ranks_have_is_one_line_and_engines_that_were_not_found_are_named() -> (
+    None
+):
+    told = [
+        status_of(
+            Rank("gone", n),
+            State.CONNECTING,
+            reason=f"nothing listens at tcp://h:{n} (failed attempts: {n})",
+            endpoint=f"tcp://h:{n}",
+        )
+        for n in range(8)
+    ]
+    text = fleet_text(overview(Source(*told), missing={"http://e:1": "refused"}))
+    assert text.count("nothing listens") == 1
+    assert "gone/0 and 7 more ranks: nothing listens at tcp://h:0" in text
+    assert "not found: http://e:1: refused" in text
+
+
+def test_blocks_are_told_once_with_their_medium(fleet: Fleet) -> None:
+    lines = fleet_text(fleet, sort="name").splitlines()
+    assert "on" not in lines[1].split()
+    assert "2 GPU" in lines[2]

@@ -1,0 +1,270 @@
+"""What an engine says of itself over HTTP, and what the doctor makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvindex import Worker
+from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.tools.doctor import Limits, Report, Target, ports
+from tests.live import link_to, worker_of
+from tests.tools.doctor.doctored import (
+    HEARING,
+    LIVE,
+    NEVER_LIVE,
+    PATIENT,
+    briefly,
+    ids,
+    look_at,
+    port_of,
+    the,
+    two_ranks,
+    unused,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+def found_in(engine: FakeEngine, passive: bool = True, **options: Any) -> list[str]:
+    """What is found of one engine with these options."""
+    with engine, HttpEngine(engine, options=HttpOptions(**options)) as server:
+        return ids(look_at(server.url, passive=passive))
+
+
+def test_an_engine_that_does_not_answer_could_not_be_looked_at() -> None:
+    report = look_at("http://127.0.0.1:1")
+    assert ids(report) == ["engine-unreachable"]
+    assert report.exit_code == 2
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.22"])
+def test_an_engine_that_wants_its_key_could_not_be_looked_at(dialect: str) -> None:
+    with FakeEngine(dialect=dialect) as engine:
+        with HttpEngine(engine, options=HttpOptions(api_key="k")) as server:
+            report = look_at(server.url)
+            assert ids(report) == ["engine-denied"]
+            assert report.exit_code == 2
+            assert ids(look_at(server.url, token="wrong", passive=True)) == ["engine-denied"]
+            assert ids(look_at(server.url, token="k", limits=PATIENT)) == ["all-well"]
+
+
+@pytest.mark.parametrize(("dialect", "flag"), [("vllm-0.33.0", "enable_"), ("sglang-0.5.22", "")])
+def test_events_that_are_off_are_found_with_the_flag_to_set(dialect: str, flag: str) -> None:
+    with FakeEngine(publish=False, dialect=dialect) as engine, HttpEngine(engine) as server:
+        report = look_at(server.url)
+        assert ids(report) == ["events-off"]
+        remedy = the(report, "events-off").remedy
+        assert f"--kv-events-config '{{\"{flag or 'publisher'}" in remedy
+        assert report.exit_code == 1
+
+
+def test_an_engine_that_does_not_say_where_it_publishes() -> None:
+    with FakeEngine() as engine:
+        with HttpEngine(engine, options=HttpOptions(sources=None)) as server:
+            report = look_at(server.url)
+            assert ids(report) == ["sources-unknown"]
+            assert report.exit_code == 2
+            told = Target(url=server.url, worker=worker_of(engine))
+            assert ids(look_at(told, limits=PATIENT)) == ["all-well"]
+
+
+def test_a_publisher_that_is_not_zmq_is_named() -> None:
+    assert found_in(FakeEngine(), announce={"publisher": "nats"}) == ["publisher-not-zmq"]
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.22"])
+def test_prefix_caching_that_is_off_is_found(dialect: str) -> None:
+    found = found_in(FakeEngine(dialect=dialect), passive=False, prefix_caching=False)
+    assert found == ["prefix-caching-off"]
+
+
+def test_blocks_that_no_prompt_fills_are_found() -> None:
+    assert found_in(FakeEngine(block_size=1500)) == ["block-exceeds-prompts"]
+    assert found_in(FakeEngine(block_size=528)) == ["block-large"]
+
+
+def test_a_cache_of_less_than_two_requests_is_small() -> None:
+    assert found_in(FakeEngine(num_blocks=200)) == ["cache-small"]
+    assert found_in(FakeEngine(num_blocks=200, dialect="sglang-0.5.22")) == ["cache-small"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "version", "bug"),
+    [
+        ("sglang-0.4.8", "0.5.0rc1", True),
+        ("sglang-0.4.8", "0.5.4.post2", True),
+        ("sglang-0.4.8", "0.5.6", True),
+        ("sglang-0.4.8", "0.5.7", False),
+        ("vllm-0.9.1", "0.10.1.1", True),
+        ("vllm-0.17.0", "0.19.2", True),
+        ("vllm-0.33.0", "dev", False),
+    ],
+)
+def test_versions_with_known_bugs_are_named(dialect: str, version: str, bug: bool) -> None:
+    found = found_in(FakeEngine(dialect=dialect), version=version)
+    assert found == ["version-known-bug"] * bug
+
+
+def test_ranks_behind_one_port_are_pointed_out() -> None:
+    with FakeEngine(dp_rank=0) as zero, FakeEngine(dp_rank=1) as one:
+        with HttpEngine([zero, one]) as server:
+            report = look_at(server.url, limits=PATIENT)
+            assert ids(report) == ["dp-behind-one-port", "all-well"]
+            assert report.exit_code == 0
+            assert report.targets[0].ranks == {0: zero.endpoint, 1: one.endpoint}
+
+
+def test_an_engine_that_only_decodes_is_pointed_out() -> None:
+    assert found_in(FakeEngine(dialect="sglang-0.5.22"), role="decode") == ["decode-only"]
+
+
+def test_bigrams_are_pointed_out() -> None:
+    assert found_in(FakeEngine(dialect="sglang-0.5.20-eagle")) == ["speculates-bigrams"]
+
+
+def test_hits_in_a_cache_that_publishes_nothing_are_pointed_out() -> None:
+    assert found_in(FakeEngine(), external_hits=320) == ["offload-unseen"]
+
+
+def test_block_sizes_that_differ_are_pointed_out() -> None:
+    with FakeEngine(dialect="sglang-0.5.22", block_size=32) as engine:
+        engine.serve(range(100))
+        with HttpEngine(engine, options=HttpOptions(announce={"block_size": 8})) as server:
+            report = look_at(server.url, passive=True, limits=LIVE)
+            assert the(report, "block-size-differs").evidence == {"said": 8, "heard": "32"}
+
+
+def test_a_block_size_that_the_router_assumes_wrongly_is_an_error() -> None:
+    with FakeEngine(block_size=32) as engine:
+        engine.serve(range(100))
+        worker = worker_of(engine)
+        assert ids(look_at(worker, block_size=32, limits=LIVE)) == []
+        report = look_at(worker, block_size=16, limits=LIVE)
+        assert the(report, "block-size-assumed").evidence == {"assumed": 16, "heard": "32"}
+
+
+def test_a_topic_that_names_another_model_is_pointed_out() -> None:
+    with FakeEngine(topic="kv@10.0.0.1:8000@other") as engine:
+        with HttpEngine(engine, model="mine") as server:
+            report = look_at(server.url, limits=PATIENT)
+            assert ids(report) == ["topic-names-another"]
+            assert the(report, "topic-names-another").evidence["named"] == "other"
+
+
+def test_many_targets_are_examined_at_once_and_named_apart() -> None:
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        worker = Worker("a", engine.endpoint, replay=engine.replay_endpoint)
+        report = look_at(server.url, worker, worker, "http://127.0.0.1:1", limits=HEARING)
+        names = [target.name for target in report.targets]
+        assert names == [server.url[7:], "a", "a#2", "127.0.0.1:1"]
+        assert sorted(ids(report)) == ["all-well", "engine-unreachable"]
+        assert report.exit_code == 2
+
+
+# What is given beside what the engine says ------------------------------------------------------
+
+
+def given(server: HttpEngine, worker: Worker, limits: Limits = HEARING) -> Report:
+    """The report of an engine whose URL and endpoints are both given."""
+    return look_at(Target(url=server.url, worker=worker), limits=limits)
+
+
+def test_a_wrong_event_port_is_named_beside_the_one_that_the_engine_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    briefly(monkeypatch, ports, "_who_dials")
+    with FakeEngine() as engine, HttpEngine(engine) as server, unused() as endpoint:
+        report = given(server, Worker("a", endpoint, replay=engine.replay_endpoint), NEVER_LIVE)
+        assert ids(report) == ["endpoints-differ"]
+        what = the(report, "endpoints-differ").what
+        assert f"publishes at port {port_of(engine.endpoint)}" in what
+        assert f"you gave {port_of(endpoint)}" in what
+
+
+def test_a_replay_endpoint_that_the_engine_has_and_was_not_given_is_named() -> None:
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        report = given(server, Worker("a", engine.endpoint), PATIENT)
+        assert ids(report) == ["replay-not-given"]
+        finding = the(report, "replay-not-given")
+        assert f"port {port_of(str(engine.replay_endpoint))}" in finding.what
+        assert "in the engine" not in finding.remedy
+
+
+def test_a_rank_that_the_engine_does_not_have_is_an_error_though_somebody_publishes_there() -> None:
+    with FakeEngine() as engine, FakeEngine("b") as neighbour, HttpEngine(engine) as server:
+        neighbour.serve(range(100))
+        endpoints = {0: engine.endpoint, 1: neighbour.endpoint}
+        replays = {0: str(engine.replay_endpoint), 1: str(neighbour.replay_endpoint)}
+        report = given(server, Worker("a", endpoints, replay=replays), PATIENT)
+        assert ids(report) == ["ranks-differ"]
+        assert the(report, "ranks-differ").evidence == {"said": [0], "given": [0, 1]}
+        assert report.exit_code == 1
+
+
+def test_ranks_where_nobody_listens_and_none_should_are_not_examined_one_by_one() -> None:
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        with unused() as nobody, unused() as no_replay:
+            worker = Worker(
+                "a",
+                {0: engine.endpoint, 1: nobody},
+                replay={0: str(engine.replay_endpoint), 1: no_replay},
+            )
+            assert ids(given(server, worker, PATIENT)) == ["ranks-differ"]
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.23"])
+def test_one_rank_of_two_that_is_given_gets_the_test_prompt_every_time(dialect: str) -> None:
+    with two_ranks(dialect) as ranks, HttpEngine(ranks) as server:
+        for _ in range(2):  # ranks take turns: unpinned, one prompt goes to each
+            report = given(server, worker_of(ranks[0]), PATIENT)
+            assert ids(report) == ["ranks-differ"]
+            assert the(report, "ranks-differ").evidence == {"said": [0, 1], "given": [0]}
+            test = report.targets[0].test
+            assert test is not None
+            assert test["outcome"] == "all-well"
+
+
+def test_another_engines_endpoints_are_named_as_such() -> None:
+    with FakeEngine() as engine, FakeEngine("b") as other, HttpEngine(engine) as server:
+        report = given(server, worker_of(other))
+        assert ids(report) == ["endpoints-differ"]
+        said = {"port": port_of(engine.endpoint), "replay": port_of(str(engine.replay_endpoint))}
+        told = {"port": port_of(other.endpoint), "replay": port_of(str(other.replay_endpoint))}
+        assert the(report, "endpoints-differ").evidence == {"said": said, "given": told}
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_another_engines_replay_endpoint_is_told_by_its_batches(busy: bool, named: bool) -> None:
+    with FakeEngine() as engine, FakeEngine("b") as other, HttpEngine(engine) as server:
+        for number in range(30):
+            (other if busy else engine).serve([number] * 40)
+        worker = Worker("a", engine.endpoint, replay=other.replay_endpoint)
+        if named:
+            assert ids(given(server, worker)) == ["endpoints-differ"]
+        else:
+            options = HttpOptions(sources=None)
+            with HttpEngine(engine, options=options) as silent:
+                assert ids(given(silent, worker)) == ["replay-of-another"]
+
+
+def test_ports_that_a_proxy_maps_are_no_fault() -> None:
+    with FakeEngine() as engine, HttpEngine(engine) as server, link_to(engine) as link:
+        report = given(server, worker_of(engine, link), PATIENT)
+        assert ids(report) == ["endpoints-mapped", "all-well"]
+        assert report.exit_code == 0
+
+
+def test_the_only_rank_of_a_server_may_have_any_number() -> None:
+    # With a load balancer outside, each rank has a server of its own, which names that rank alone.
+    with FakeEngine(dp_rank=3) as engine, HttpEngine(engine) as server:
+        worker = Worker("a", engine.endpoint, replay=engine.replay_endpoint)
+        assert ids(given(server, worker, PATIENT)) == ["all-well"]
+
+
+def test_ports_are_not_looked_at_while_events_are_off() -> None:
+    with FakeEngine(publish=False) as engine, HttpEngine(engine) as server:
+        with unused() as endpoint, unused() as replay:
+            assert ids(given(server, Worker("a", endpoint, replay=replay))) == ["events-off"]

@@ -1,0 +1,105 @@
+"""Findings as data: each is documented where it says, and brought about by a test."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex.tools.doctor import CAUSES, Finding, Report
+from kvindex.tools.doctor.causes import SECTIONS
+from kvindex.tools.doctor.finding import found
+from kvindex.tools.doctor.report import ordered
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "doctor.md").read_text()
+TESTS = "".join(
+    path.read_text()
+    for folder in ("tools/doctor", "service/http")
+    for path in (ROOT / "tests" / folder).glob("test_*.py")
+    if (folder != "service/http" or "doctor" in path.name) and path != Path(__file__)
+)
+SECTION = re.compile(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+def any_of(kind: str) -> Finding:
+    cause = CAUSES[kind]
+    names = {
+        name
+        for text in (cause.what, cause.remedy)
+        for _, name, _, _ in string.Formatter().parse(text)
+        if name
+    }
+    evidence: dict[str, Any] = {name.split("[")[0]: defaultdict(lambda: "x") for name in names}
+    return found(kind, "a/0", **evidence)
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_every_finding_is_documented_with_its_severity_in_its_section(kind: str) -> None:
+    sections = {title.lower().replace(" ", "-"): text for title, text in SECTION.findall(PAGE)}
+    row = f"| `{kind}` | {CAUSES[kind].severity} | "
+    assert sections[SECTIONS[kind]].count(row) == 1
+    assert any_of(kind).docs == f"docs/doctor.md#{SECTIONS[kind]}"
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_every_finding_is_brought_about_by_a_test(kind: str) -> None:
+    assert f'"{kind}"' in TESTS
+
+
+def test_the_page_documents_no_other_findings() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \| (?:error|warning|info) \|", PAGE, re.MULTILINE)
+    assert rows == list(CAUSES)
+
+
+def kept(*kinds: str) -> list[str]:
+    return [one.id for one in ordered(map(any_of, kinds))]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["all-well", "block-large", "prefix-caching-off"], ["prefix-caching-off", "block-large"]),
+        (["all-well", "dp-behind-one-port"], ["dp-behind-one-port", "all-well"]),
+        (["publisher-refused", "replay-refused", "events-off"], ["events-off"]),
+        (["caches-unpublished", "endpoints-differ"], ["endpoints-differ"]),
+        (["caches-unpublished"], ["caches-unpublished"]),
+        (["index-misses", "stream-not-live", "replay-refused"], ["replay-refused"]),
+        (["index-misses", "stream-not-live"], ["stream-not-live"]),
+        (["index-misses", "replay-running"], ["replay-running"]),
+        (["blocks-left-out", "replay-missing"], ["replay-missing"]),
+        (["all-well", "topic-filtered", "replay-running"], ["topic-filtered"]),
+        (["all-well", "block-size-assumed"], ["block-size-assumed"]),
+    ],
+)
+def test_what_follows_from_a_finding_is_not_listed_beside_it(
+    kinds: list[str], expected: list[str]
+) -> None:
+    assert kept(*kinds) == expected
+
+
+def test_what_is_wrong_with_one_rank_explains_nothing_of_another() -> None:
+    refused = found("replay-refused", "a/0", endpoint="tcp://h:1", error="")
+    not_live = [found("stream-not-live", f"a/{rank}", state="x", reason="y") for rank in (0, 1)]
+    assert [one.subject for one in ordered([refused, *not_live])] == ["a/1", "a/0"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "code"),
+    [
+        ([], 0),
+        (["all-well"], 0),
+        (["replay-missing"], 1),
+        (["engine-unreachable"], 2),
+        (["engine-unreachable", "replay-missing"], 1),
+    ],
+)
+def test_the_exit_code_says_clean_found_or_not_seen(kinds: list[str], code: int) -> None:
+    report = Report(targets=(), findings=tuple(map(any_of, kinds)))
+    assert report.exit_code == code

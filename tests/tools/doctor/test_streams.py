@@ -1,0 +1,434 @@
+"""What an engine's streams carry, and the test prompt that tells engine, stream and index apart."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvindex import BlockStored, EventBatch, Worker, ZmqEventPublisher
+from kvindex.subscribe.discovery.web import Web
+from kvindex.testing import (
+    CacheOptions,
+    FakeEngine,
+    Faults,
+    FaultyLink,
+    Group,
+    HttpEngine,
+    HttpOptions,
+    LaneFaults,
+)
+from kvindex.tools.doctor import Limits, Target
+from kvindex.wire import (
+    END_SEQ,
+    encode_batch,
+    live_frames,
+    parse_replay_request,
+    replay_end,
+    replay_frames,
+)
+from kvindex.wire.errors import EncodeError
+from tests.index.index_events import prompt
+from tests.index.test_proofs import sparse
+from tests.live import worker_of
+from tests.tools.doctor.doctored import HEARING, LIVE, PATIENT, ids, look_at, the, two_ranks
+
+pytestmark = pytest.mark.e2e
+
+PROBED = msgspec.structs.replace(PATIENT, listen=1.0)  # replay brings what is not heard
+
+
+@contextmanager
+def meanwhile(do: Callable[[int], object]) -> Iterator[None]:
+    """Do something over and over in another thread, with 0, 1, 2, ..."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        for number in itertools.count():
+            do(number)
+            if done.wait(0.005):
+                return
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def stored(block_hash: int | bytes, parent: int | None = None) -> BlockStored:
+    return BlockStored(
+        block_hashes=[block_hash],
+        parent_block_hash=parent,
+        token_ids=[1, 2, 3, 4],
+        block_size=4,
+    )
+
+
+# The eight outcomes ------------------------------------------------------------------------------
+
+
+def outcome_of(
+    engine: FakeEngine,
+    *,
+    via: FaultyLink | None = None,
+    limits: Limits = HEARING,
+    **options: Any,
+) -> Any:
+    """The report of an active test of this engine, its worker perhaps behind a faulty link."""
+    with engine, HttpEngine(engine, options=HttpOptions(**options)) as server:
+        worker = worker_of(engine, via) if via is not None else None
+        return look_at(Target(url=server.url, worker=worker), limits=limits)
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.33.0", "vllm-0.9.1", "sglang-0.5.23"])
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_prompt_that_is_stored_predicted_and_hit_is_well(dialect: str, reports: bool) -> None:
+    engine = FakeEngine(dialect=dialect)
+    report = outcome_of(engine, limits=PATIENT, cached_tokens=reports, version="9")
+    assert ids(report) == ["cached-tokens-unreported"] * (not reports) + ["all-well"]
+    assert report.exit_code == 0
+    test = report.targets[0].test
+    assert test == {
+        "outcome": "all-well",
+        "sent": 65,
+        "stored": 64,
+        "predicted": 64,
+        "cached": 64,
+        "block_size": 16,
+    }
+
+
+def test_an_engine_that_stores_and_never_hits_is_found() -> None:
+    report = outcome_of(FakeEngine(), limits=PATIENT, reads_cache=False)
+    assert ids(report) == ["engine-never-hits"]
+    assert the(report, "engine-never-hits").evidence["predicted"] == 64
+
+
+def test_an_index_that_misses_what_the_engine_hits_is_found() -> None:
+    assert ids(outcome_of(FakeEngine(), salt="gateway")) == ["index-misses"]
+
+
+def test_an_index_and_an_engine_that_both_miss_are_found() -> None:
+    report = outcome_of(FakeEngine(), salt="gateway", reads_cache=False)
+    assert ids(report) == ["index-and-engine-miss"]
+
+
+@pytest.mark.parametrize(
+    ("reads_cache", "found"), [(True, "live-stream-mute"), (False, "live-stream-mute-no-hit")]
+)
+def test_live_messages_that_never_come_are_found_though_replay_brings_them(
+    reads_cache: bool, found: str
+) -> None:
+    with FakeEngine() as engine:
+        faults = Faults(live=LaneFaults(drop=1.0))
+        with FaultyLink(engine.endpoint, engine.replay_endpoint, faults=faults) as link:
+            said = {"endpoint": link.endpoint, "replay_endpoint": link.replay_endpoint}
+            report = outcome_of(
+                engine, via=link, limits=PROBED, reads_cache=reads_cache, announce=said
+            )
+            assert ids(report) == [found]
+
+
+def test_an_engine_that_hits_and_publishes_nothing_is_found() -> None:
+    assert ids(outcome_of(FakeEngine(), limits=LIVE, silent=True)) == ["caches-unpublished"]
+
+
+def test_an_engine_that_caches_nothing_is_found_without_its_metrics() -> None:
+    report = outcome_of(FakeEngine(), limits=LIVE, prefix_caching=False, metrics=False)
+    assert ids(report) == ["nothing-cached"]
+
+
+def test_a_hit_that_is_a_block_short_is_no_fault_but_more_is() -> None:
+    assert ids(outcome_of(FakeEngine(), limits=PATIENT, drops_blocks=1)) == [
+        "all-well",
+        "hit-one-block-less",
+    ]
+    assert ids(outcome_of(FakeEngine(), limits=PATIENT, drops_blocks=2)) == ["hit-differs"]
+
+
+def test_an_engine_that_sees_more_tokens_than_were_sent_is_found() -> None:
+    report = outcome_of(FakeEngine(), limits=LIVE, prepends=True)
+    assert ids(report) == ["token-count-differs"]
+    assert the(report, "token-count-differs").evidence == {"counted": 66, "sent": 65}
+
+
+@pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.23"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_engine_that_gives_the_prompt_to_another_rank_is_found(
+    dialect: str, keeps: bool
+) -> None:
+    with two_ranks(dialect) as ranks:
+        with HttpEngine(ranks, options=HttpOptions(keeps_rank=keeps)) as server:
+            report = look_at(server.url, limits=PATIENT)
+    found = "all-well" if keeps else "rank-not-kept"
+    assert sorted(ids(report)) == sorted([found, "dp-behind-one-port"])
+
+
+def test_a_model_that_is_not_served_is_told() -> None:
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        report = look_at(server.url, model="nope", limits=PATIENT)
+        assert ids(report) == ["completion-failed"]
+        assert "nope" in the(report, "completion-failed").what
+
+
+def test_a_passive_examination_sends_no_prompt() -> None:
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        assert ids(look_at(server.url, passive=True)) == []
+        assert server.requests == 0
+
+
+def test_two_engines_with_their_own_hash_seeds_are_pointed_out() -> None:
+    with FakeEngine(seed=1) as one, FakeEngine(seed=2) as other:
+        with HttpEngine(one) as first, HttpEngine(other) as second:
+            report = look_at(first.url, second.url, limits=PATIENT)
+            assert ids(report) == ["hash-seeds-differ", "all-well", "all-well"]
+            assert report.exit_code == 0
+
+
+# What is heard ---------------------------------------------------------------------------------
+
+
+def test_a_topic_filter_that_lets_nothing_through_names_what_was_heard() -> None:
+    with FakeEngine(topic="kv@pod@m", replay=False) as engine:
+        with meanwhile(lambda number: engine.serve([number, *range(20)])):
+            worker = worker_of(engine, topic="kv-events")
+            report = look_at(worker, limits=msgspec.structs.replace(HEARING, live=0.3))
+    assert ids(report) == ["topic-filtered", "replay-missing"]
+    assert the(report, "topic-filtered").evidence["topics"] == ["kv@pod@m"]
+
+
+def test_an_engine_that_serves_and_says_nothing_is_found_without_a_test() -> None:
+    with FakeEngine() as engine:
+        with HttpEngine(engine, options=HttpOptions(silent=True)) as server:
+            web = Web(server.url)
+            body = msgspec.json.encode({"prompt": list(range(1, 40)), "max_tokens": 1})
+            with meanwhile(lambda _: web.post("/v1/completions", body, 10.0)):
+                report = look_at(server.url, passive=True, limits=HEARING)
+    assert ids(report) == ["silent-while-serving"]
+
+
+def test_numbers_without_messages_are_found() -> None:
+    # As vLLM up to 0.10.1 with sha256 hashes: what cannot be encoded uses up its number.
+    with ZmqEventPublisher(0, "tcp://*:0", None, dialect="vllm-0.9.1") as publisher:
+
+        def publish(number: int) -> None:
+            wide = bytes(32) if number % 2 else number
+            event = stored(wide)
+            with contextlib.suppress(EncodeError):
+                publisher.publish(EventBatch(0.0, [event], 0))
+
+        with meanwhile(publish):
+            report = look_at(Worker("a", publisher.endpoint), limits=HEARING)
+    assert "numbers-jump" in ids(report)
+
+
+def test_a_cache_that_evicts_what_comes_again_is_found() -> None:
+    with FakeEngine(num_blocks=8, block_size=4) as engine:
+        prompts = [[number] * 25 for number in range(1, 4)]
+        with meanwhile(lambda number: engine.serve(prompts[number % 3])):
+            report = look_at(worker_of(engine), limits=HEARING)
+    assert ids(report) == ["evicted-before-reuse"]
+
+
+def test_messages_that_cannot_be_decoded_are_found() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.bind("tcp://127.0.0.1:*")
+        endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+
+        def send(number: int) -> None:
+            sock.send_multipart(live_frames(b"", number, b"not msgpack"))
+
+        with meanwhile(send):
+            report = look_at(Worker("a", endpoint), limits=HEARING)
+    assert "undecodable" in ids(report)
+
+
+def hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def balanced(*endpoints: str) -> Iterator[str]:
+    """An address that gives each connection to the next of these endpoints."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        kept: list[socket.socket] = []
+        threads: list[threading.Thread] = []
+
+        def pump(source: socket.socket, sink: socket.socket) -> None:
+            try:
+                while data := source.recv(65536):
+                    sink.sendall(data)
+            except OSError:
+                pass
+            finally:
+                hang_up(sink)
+
+        def accept() -> None:
+            targets = itertools.cycle(endpoints)
+            try:
+                while True:
+                    near, _ = server.accept()
+                    host, port = next(targets).removeprefix("tcp://").split(":")
+                    far = socket.create_connection((host, int(port)))
+                    kept.extend((near, far))
+                    for pair in ((near, far), (far, near)):
+                        threads.append(threading.Thread(target=pump, args=pair))
+                        threads[-1].start()
+            except OSError:
+                pass
+
+        threads.append(threading.Thread(target=accept))
+        threads[0].start()
+        try:
+            yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            for connection in kept:
+                hang_up(connection)
+            for thread in threads:
+                thread.join()
+            for connection in kept:
+                connection.close()
+
+
+def test_an_address_that_balances_over_engines_is_found() -> None:
+    with FakeEngine(seed=1) as one, FakeEngine(seed=2) as other:
+        with balanced(one.endpoint, other.endpoint) as endpoint, HttpEngine(one) as server:
+            worker = Worker("a", endpoint, replay=one.replay_endpoint)
+            report = look_at(Target(url=server.url, worker=worker), limits=HEARING)
+    assert "several-publishers" in ids(report)
+
+
+@contextmanager
+def endless_replay() -> Iterator[Worker]:
+    """A publisher that says nothing, and whose replay goes on and on: a batch, a little later one.
+
+    It stands for a history that takes longer than the doctor has time for.
+    """
+    with zmq.Context() as context, context.socket(zmq.PUB) as live:
+        with context.socket(zmq.ROUTER) as replay:
+            for sock in (live, replay):
+                sock.setsockopt(zmq.LINGER, 0)
+                sock.bind("tcp://127.0.0.1:*")
+            done = threading.Event()
+
+            def answer() -> None:
+                asked: tuple[bytes, int] | None = None
+                while not done.is_set():
+                    if replay.poll(5):
+                        asked = parse_replay_request(replay.recv_multipart())
+                    if asked is None:
+                        continue
+                    identity, seq = asked
+                    if seq == END_SEQ:  # the doctor asks whether anybody answers
+                        replay.send_multipart(replay_end(identity, with_topic=False))
+                        asked = None
+                        continue
+                    payload = encode_batch(EventBatch(0.0, [stored(seq + 1)], 0))
+                    frames = replay_frames(identity, b"", seq, payload, with_topic=False)
+                    replay.send_multipart(frames)
+                    asked = identity, seq + 1
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            endpoints = [sock.getsockopt_string(zmq.LAST_ENDPOINT) for sock in (live, replay)]
+            try:
+                yield Worker("a", endpoints[0], replay=endpoints[1])
+            finally:
+                done.set()
+                thread.join()
+
+
+def test_a_replay_that_still_runs_when_the_time_is_over_is_no_fault() -> None:
+    limits = msgspec.structs.replace(LIVE, replay=0.1)
+    with endless_replay() as worker:
+        report = look_at(worker, limits=limits)
+    assert (ids(report), report.exit_code) == (["replay-running"], 0)
+    seen = the(report, "replay-running").evidence
+    assert 0 < seen["done"] <= seen["known"]
+
+
+def test_an_index_that_lags_behind_its_replay_misses_nothing_yet() -> None:
+    limits = msgspec.structs.replace(HEARING, replay=0.1)
+    with endless_replay() as worker, FakeEngine(block_size=4, num_blocks=2_000) as engine:
+        said = {"endpoint": worker.endpoint, "replay_endpoint": worker.replay}
+        with HttpEngine(engine, options=HttpOptions(announce=said)) as server:
+            report = look_at(server.url, limits=limits)
+    assert (ids(report), report.exit_code) == (["replay-running"], 0)
+
+
+# What the index makes of it --------------------------------------------------------------------
+
+
+def test_a_history_that_reaches_back_too_little_is_found() -> None:
+    with FakeEngine(buffer_steps=2) as engine:
+        for number in range(10):
+            engine.serve([number] * 40)
+        assert ids(look_at(worker_of(engine), limits=LIVE)) == ["stream-incomplete"]
+
+
+def test_blocks_without_a_place_are_found() -> None:
+    with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0") as publisher:
+        publisher.publish(EventBatch(0.0, [stored(1, parent=77)], 0))
+        worker = Worker("a", publisher.endpoint, replay=publisher.replay_endpoint)
+        report = look_at(worker, limits=LIVE)
+        assert ids(report) == ["blocks-left-out"]
+        assert the(report, "blocks-left-out").evidence["reasons"] == "1 orphans"
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_blocks_of_windows_whose_place_no_event_tells_are_no_loss(hybrid: bool) -> None:
+    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    whole = msgspec.structs.replace(stored(1), **full)
+    window = BlockStored(
+        block_hashes=[5],
+        parent_block_hash=77,
+        token_ids=[1, 2, 3, 4, 5, 6, 7, 8],
+        block_size=4,
+        group_idx=1,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=8,
+    )
+    with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0") as publisher:
+        publisher.publish(EventBatch(0.0, [whole, window] if hybrid else [window], 0))
+        worker = Worker("a", publisher.endpoint, replay=publisher.replay_endpoint)
+        report = look_at(worker, limits=LIVE)
+    assert ids(report) == ([] if hybrid else ["windows-only"])
+
+
+def test_blocks_of_windows_whose_place_their_hashes_prove_are_no_finding() -> None:
+    with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0") as publisher:
+        publisher.publish(EventBatch(0.0, [sparse(prompt(6), 4, 5)], 0))
+        worker = Worker("a", publisher.endpoint, replay=publisher.replay_endpoint)
+        assert ids(look_at(worker, limits=LIVE)) == []
+
+
+def test_a_setting_that_events_leave_out_is_asked_for() -> None:
+    hybrid = CacheOptions(groups=(Group(), Group.window(64)))
+    with FakeEngine(dialect="vllm-0.20.0", options=hybrid) as engine:
+        engine.serve(range(100))
+        assert ids(look_at(worker_of(engine), limits=LIVE)) == ["setting-untold"]
+
+
+def test_prompts_that_part_at_one_place_are_counted() -> None:
+    with FakeEngine(block_size=4, num_blocks=2_000) as engine:
+        for number in range(30):
+            engine.serve([*range(100, 108), number, *range(200, 240)])
+        report = look_at(worker_of(engine), limits=LIVE)
+        seen = the(report, "prompts-diverge").evidence
+        assert seen == {"prompts": 30, "all": 30, "tokens": 8}
+        assert report.exit_code == 0

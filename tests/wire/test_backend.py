@@ -1,0 +1,186 @@
+"""Which implementation of the index is chosen, and what is said when it is not the wanted one."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+
+import pytest
+
+import kvindex
+from kvindex.wire.backend import choose_backend, explain_fallback
+from kvindex.wire.errors import ConfigurationError
+
+pytestmark = pytest.mark.unit
+
+NATIVE = "kvindex.wire._native"
+
+
+class Unloadable(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the native module, and fails to load it as a file of another platform does."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname == NATIVE else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise ImportError("undefined symbol: planted", name=NATIVE)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, NATIVE, ModuleType(NATIVE))
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, NATIVE, None)
+
+
+@pytest.fixture
+def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, NATIVE, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Unloadable(), *sys.meta_path])
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("wanted", [None, "", "native"])
+def test_native_runs_where_it_is_built(wanted: str | None) -> None:
+    assert choose_backend(wanted) == "native"
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_python_wanted_never_loads_the_native_module() -> None:
+    assert choose_backend("python") == "python"
+
+
+@pytest.mark.usefixtures("missing")
+@pytest.mark.parametrize("wanted", [None, ""])
+def test_python_runs_where_native_was_not_built(wanted: str | None) -> None:
+    assert choose_backend(wanted) == "python"
+
+
+@pytest.mark.usefixtures("missing")
+def test_native_wanted_but_missing_says_how_to_get_it() -> None:
+    with pytest.raises(ImportError, match=r"C\+\+20 compiler.*unset KVINDEX_BACKEND") as caught:
+        choose_backend("native")
+    assert caught.value.name == NATIVE
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_native_wanted_but_unloadable_says_why() -> None:
+    with pytest.raises(ImportError, match="undefined symbol: planted"):
+        choose_backend("native")
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_a_module_that_cannot_be_loaded_is_not_passed_over_silently() -> None:
+    with pytest.warns(RuntimeWarning, match="undefined symbol: planted"):
+        assert choose_backend(None) == "python"
+
+
+@pytest.mark.parametrize("wanted", ["Native", "cython", " python"])
+def test_another_name_is_refused(wanted: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"KVINDEX_BACKEND is '{wanted}'"):
+        choose_backend(wanted)
+
+
+def test_the_backend_in_use_is_the_one_that_was_asked_for() -> None:
+    wanted = os.environ.get("KVINDEX_BACKEND")
+    assert wanted in (None, "", kvindex.BACKEND)
+
+
+# The fallback to Python is told -----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("missing")
+def test_a_missing_native_module_is_told_with_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.metadata.distribution", not_installed)
+    told = explain_fallback(None)
+    assert "pip install --no-cache-dir --force-reinstall" in told
+    assert "KVINDEX_BACKEND=python" in told
+
+
+@pytest.mark.usefixtures("missing")
+def test_sources_that_hide_an_installed_native_build_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built = tmp_path / "kvindex" / "_native.abi3.so"
+    built.parent.mkdir()
+    built.touch()
+    monkeypatch.setattr(
+        "importlib.metadata.distribution", lambda _: Installed(tmp_path, "_native.abi3.so")
+    )
+    told = explain_fallback("")
+    assert f"hide the native build in {built.parent}" in told
+    assert "pip install -e ." in told
+    built.unlink()  # a record of a file that is gone hides nothing
+    assert "hide" not in explain_fallback("")
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_a_module_that_cannot_be_loaded_is_told_with_the_reason() -> None:
+    assert "undefined symbol: planted" in explain_fallback(None)
+
+
+@pytest.mark.usefixtures("missing")
+def test_python_that_was_asked_for_needs_no_explanation() -> None:
+    assert explain_fallback("python") == ""
+
+
+@pytest.mark.usefixtures("built")
+def test_native_needs_no_explanation() -> None:
+    assert explain_fallback(None) == ""
+
+
+def not_installed(name: str) -> Installed:
+    raise PackageNotFoundError(name)
+
+
+class Installed:
+    """What importlib.metadata tells of an installed distribution."""
+
+    def __init__(self, root: Path, *names: str) -> None:
+        self._root = root
+        self.files = [PurePosixPath("kvindex", name) for name in ("_native.pyi", *names)]
+
+    def locate_file(self, path: PurePosixPath) -> Path:
+        return self._root / path
+
+
+FALLBACK = """
+import sys
+sys.modules["kvindex.wire._native"] = None  # as on a machine without a compiler
+import kvindex
+print(kvindex.BACKEND)
+for _ in range(2):
+    kvindex.connect().close()
+    kvindex.Index()
+"""
+
+
+@pytest.mark.parametrize(("asked", "warnings"), [("", 1), ("python", 0)])
+def test_the_first_index_of_a_process_warns_once_that_python_runs(
+    asked: str, warnings: int
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FALLBACK],
+        env={**os.environ, "KVINDEX_BACKEND": asked},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ended.stdout == "python\n"
+    assert ended.stderr.count("Python index") == warnings
+    assert ended.stderr.count("\n") == warnings
