@@ -71,7 +71,8 @@ def files(room: str) -> list[Path]:
 
 
 def test_the_first_look_shows_the_rooms() -> None:
-    names = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
+    # A folder whose files have moved may be there still, with what Python compiled.
+    names = {path.name for path in ROOT.iterdir() if path.is_file() or any(path.glob("*.py"))}
     assert names == ALLOWED.keys() | {"__init__.py", "__main__.py", "py.typed"}
 
 
