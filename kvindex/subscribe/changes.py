@@ -1,7 +1,7 @@
 """From the thread that writes statuses or items to an asyncio task that waits for them.
 
-No thread waits on behalf of a task, and nothing is polled: the writing thread rings a bell of the
-task's event loop.
+No thread waits for a task, and nothing is polled: the writing thread rings a bell of the task's
+event loop.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LoopBell:
                 pass  # the loop is closed: nobody waits
 
     async def wait(self) -> None:
-        """Return when it was rung since this returned last; look at what it stands for afterwards.
+        """Return once the bell was rung since the last return; then look for what has changed.
 
-        It may return once without a reason.
+        It may return once without a ring.
         """
         await self._event.wait()
         self._event.clear()
@@ -50,10 +50,10 @@ class LoopBell:
 
 
 class Changes:
-    """The latest status of each rank that has changed and was not taken yet; at first of all.
+    """The latest unread status of each rank that has changed; at first, the status of every rank.
 
     Args:
-        board: whose statuses; they are listened to until `stop`.
+        board: reports the statuses, until `stop`.
 
     Thread safety: one task takes; `end` from any thread.
     """
@@ -72,12 +72,12 @@ class Changes:
     def _put(self, changed: Sequence[RankStatus]) -> None:
         with self._lock:
             self._latest.update((status.rank, status) for status in changed)
-            # Not asked for later: the board has ended a moment before it tells so.
+            # Asking the board later is wrong: it ends a moment before it notifies.
             self._ended = self._ended or self._board.ended is not None
         self._bell.ring()
 
     def end(self) -> None:
-        """Have nothing waited for any more."""
+        """End all waiting."""
         self._ended = True
         self._bell.ring()
 

@@ -49,12 +49,12 @@ class Commands:
         self._closed = False
 
     def call(self, command: Callable[[], _Result], timeout: float) -> _Result:
-        """Have a command run by the owning thread and return its result, or raise what it raises.
+        """Run a command on the owning thread; return its result, or raise its exception.
 
         Raises:
-            ClosedError: the owner takes no more commands.
-            BusyError: it did not come to it in time, and the command will not run; or it did,
-                but has been running it for as long.
+            ClosedError: the owner accepts no more commands.
+            BusyError: the command was not begun in time, and will not run; or it was begun, and
+                has been running for as long.
         """
         call = self._put(command)
         result: _Result
@@ -68,7 +68,7 @@ class Commands:
 
     @staticmethod
     def _rest(call: _Call, timeout: float) -> Any:
-        """Wait for what has begun until it has had `timeout` seconds."""
+        """Wait for a command that has begun until it has run for `timeout` seconds."""
         left = call.begun_at + timeout - time.monotonic()
         concurrent.futures.wait([call.done], max(0.0, left))
         if not call.done.done():
@@ -76,7 +76,7 @@ class Commands:
         return call.done.result()
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have a command run by the owning thread, from that thread; failures are logged."""
+        """Enqueue a command from the owning thread itself; failures are logged."""
         self._put(command).done.add_done_callback(_log_failure)
 
     def _put(self, command: Callable[[], Any]) -> _Call:
@@ -89,9 +89,9 @@ class Commands:
         return call
 
     def run(self) -> None:
-        """Run what waits; what is no `Exception` (SystemExit, CancelledError) goes on to the owner.
+        """Run the queued commands; SystemExit, CancelledError and the like also reach the owner.
 
-        Its caller gets it in any case.
+        The caller of the command gets every exception.
         """
         self.running = True
         try:
@@ -115,7 +115,7 @@ class Commands:
             call.done.set_result(result)
 
     def close(self) -> None:
-        """Refuse what waits and what comes."""
+        """Refuse the queued commands and all later ones."""
         with self._lock:
             self._closed = True
         while self._queue:

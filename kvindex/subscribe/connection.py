@@ -1,4 +1,4 @@
-"""One ZeroMQ socket that connects (or binds) to a publisher, and what its monitor tells.
+"""One ZeroMQ socket that connects (or binds) to a publisher, and its monitor's reports.
 
 Owned by the subscriber's thread.
 """
@@ -54,7 +54,7 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         max_unread_bytes: bytes that may wait in a socket. Beyond them, live messages are dropped,
             and a replay is cut and asked for again (Linux and TCP only).
         max_unread_bytes_in_all: bytes that may wait in all sockets of a subscriber together.
-            Beyond them, that happens to each socket in which more than 1 MiB waits.
+            Beyond them, the same is done to each socket in which more than 1 MiB waits.
         keepalive: seconds of silence after which the system asks the other host whether it is
             there (TCP keepalive, in whole seconds), and between two such questions.
         keepalive_timeout: seconds without an answer after which the connection counts as dead.
@@ -121,7 +121,7 @@ class Room:
         self._waiting = 0
 
     def is_exceeded(self, before: int, now: int) -> bool:
-        """Note how much waits in a socket, now and before; return whether that is too much."""
+        """Note how much waits in a socket, now and before; return whether it is too much."""
         self._waiting += now - before
         return now > self._each or (self._waiting > self._all and now > _SHARE)
 
@@ -142,18 +142,18 @@ class Contexts:
             self._own.set(zmq.MAX_SOCKETS, min(65_535, self._own.get(zmq.SOCKET_LIMIT)))
 
     def of(self, *endpoints: str | None) -> zmq.Context[zmq.Socket[bytes]]:
-        """Return the one for a publisher at these endpoints."""
+        """Return the context for a publisher at these endpoints."""
         inproc = any(e is not None and e.startswith("inproc://") for e in endpoints)
         return self._shared if self._own is None or inproc else self._own
 
     def close(self) -> None:
-        """End what is not shared, with every socket in it."""
+        """End the contexts that are not shared, with every socket in them."""
         if self._own is not None:
             self._own.destroy(linger=0)
 
 
 class Connection:
-    """A socket with its monitor: says whether a peer is there, and if not, how it fails.
+    """A socket with its monitor: reports whether a peer is connected, and if not, why.
 
     Args:
         context: the ZeroMQ context to use.
@@ -164,17 +164,17 @@ class Connection:
         bind: bind instead of connecting.
         subscriptions: topics to subscribe to (SUB only).
         repairable: whether replay can bring again what is dropped for want of room.
-        room: how much may wait in it and in others; that of the options by default.
-        host: asked, when nobody answers, whether the endpoint's host is known.
-        watch: waits for its sockets; None if nobody does.
-        owner: what `watch` returns then.
+        room: how much may wait in it and in others; by default the options' bounds.
+        host: resolves the endpoint's host when nobody answers.
+        watch: waits for its sockets; None if nothing waits for them.
+        owner: the value that `watch` returns for its sockets.
 
     Raises:
         ConfigurationError: ZeroMQ refuses the endpoint.
 
     Attributes:
         retries: connection attempts that failed since the last success.
-        refused_handshakes: peers that accepted but did not speak as the expected socket does.
+        refused_handshakes: peers that accepted the connection and failed the handshake.
         drained: whether the last `receive` left nothing behind.
     """
 
@@ -209,7 +209,7 @@ class Connection:
         self._room = Room(socket_options) if room is None else room
         self._unread = 0  # bytes that waited at the last look
         self._changed_at: float | None = None
-        self._retrying = True  # whether ZeroMQ goes on trying to connect, as far as it has told
+        self._retrying = True  # whether ZeroMQ goes on trying to connect, by its reports
         self.monitor: zmq.Socket[bytes] | None = None
         try:
             self.socket: zmq.Socket[bytes] = context.socket(kind)
@@ -219,9 +219,9 @@ class Connection:
             socket_options.configure(self.socket, curve, repairable=repairable)
             for topic in subscriptions:
                 self.socket.subscribe(topic)
-            if not self._inproc:  # inproc pipes cannot break, and tell a monitor nothing
+            if not self._inproc:  # inproc pipes cannot break, and report nothing
                 self.monitor = self.socket.get_monitor_socket(_EVENTS)
-                # A full monitor would stop ZeroMQ's thread, and then whoever closes the socket.
+                # A full monitor would block ZeroMQ's thread, and then whoever closes the socket.
                 self.monitor.rcvhwm = 0
             if bind:
                 self.socket.bind(endpoint)
@@ -241,7 +241,7 @@ class Connection:
         return [self.socket] if self.monitor is None else [self.socket, self.monitor]
 
     def look_again(self) -> None:
-        """Have its owner look after it soon; whoever leaves something unread is to call this."""
+        """Have its owner read it soon; call this after leaving something unread."""
         if self._watch is not None:
             self._watch.look_again(self._owner)
 
@@ -268,7 +268,7 @@ class Connection:
         except zmq.Again:
             self.drained = True
         if messages:
-            sizes = [size]  # nothing is left: the next `cut_endless` sets right what that lacks
+            sizes = [size]  # nothing is left: the next `cut_endless` corrects the count
             if not self.drained:
                 sizes = [len(frame) for frames in messages for frame in frames]
             self._inflow.note_read(sizes)
@@ -304,7 +304,7 @@ class Connection:
         def has_no_news() -> bool:
             if not int(monitor.get(zmq.EVENTS)) & _POLLIN:
                 return True
-            self.look_again()  # to ask has taken the descriptor's sign away
+            self.look_again()  # the look has cleared the descriptor's sign
             return False
 
         return self._inflow.cut(self._open, has_no_news)
@@ -316,11 +316,11 @@ class Connection:
         return self._room.is_exceeded(before, unread)
 
     def hang_up(self) -> None:
-        """Break the connection; what it has brought can still be received."""
+        """Break the connection; messages that have arrived can still be received."""
         self._inflow.hang_up(self._open)
 
     def postpone(self, now: float) -> None:
-        """Count as changed now: look for a socket that gave up only later."""
+        """Count as changed now: look only later whether the socket gave up."""
         self._changed_at = now
 
     def changes(self, now: float) -> Iterator[bool]:
@@ -356,7 +356,7 @@ class Connection:
 
     def _note_disconnected(self, descriptor: int) -> bool | None:
         was_connected = self.connected
-        self._retrying = False  # it says at once if it does
+        self._retrying = False  # it reports at once if it does
         # The handshake event does not say whose it was: a connection that ends while others are
         # open that never shook hands is taken for one of those (port scans, health checks).
         self.refused_handshakes += len(self._open) > self._handshakes

@@ -1,4 +1,4 @@
-"""The way from a feed to the sink: what is in order, as fast as the sink takes it.
+"""The way from a feed to the sink: items in order, as fast as the sink accepts them.
 
 Owned by the subscriber's thread.
 """
@@ -29,11 +29,11 @@ Item: TypeAlias = RankBatch[Any] | RankLost | RankRestarted
 class Allowance:
     """How long one feed may hold the subscriber's thread before the others get their turn.
 
-    Whoever is bounded by it does one thing first and asks then, so that each turn brings progress.
+    A feed does one thing before it asks what is left, so that each turn makes progress.
 
     Args:
         clock: monotonic seconds.
-        has_room: whether the sink takes more; none is left when it does not.
+        has_room: whether the sink accepts more; if not, no time is left.
 
     Thread safety: none.
     """
@@ -57,19 +57,19 @@ class Allowance:
 
 
 class Outlet:
-    """Hands items to the sink; what fails in there is counted and logged, and goes no further.
+    """Hands items to the sink; an exception in the sink is counted, logged, and not raised.
 
     Args:
-        sink: takes every item.
-        on_batch: takes the batches instead, if given.
+        sink: receives every item.
+        on_batch: receives the batches instead, if given.
         counters: where failures are counted.
-        on_statuses: takes the statuses that were shown, if given.
-        has_room: whether the sink takes more; None: always.
+        on_statuses: receives the statuses that were shown, if given.
+        has_room: whether the sink accepts more; None: always.
 
     Attributes:
-        shut: set, by any thread, when the sink is to be called no more.
+        shut: set by any thread; from then on the sink is not called.
         forked: set in a child that a sink has forked; the thread ends there when the sink returns,
-            by a SystemExit: whatever comes next in it would use the parent's sockets.
+            by a SystemExit: its next step would use the parent's sockets.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Outlet:
         """Hand over live batches of one rank, numbered from `first_seq` on without a hole.
 
         Returns:
-            How many of them: one at least, and all if there is time.
+            How many were handed over: one at least, and all if there is time.
         """
-        # As `put` for each, and for an index without an item: nearly all batches come this way.
+        # As `put` for each; an index needs no item. Nearly all batches come this way.
         sink, on_batch = self._sink, self._on_batch
         for count, batch in enumerate(batches):
             if self.shut:
@@ -127,7 +127,7 @@ class Outlet:
         return len(batches)
 
     def put_statuses(self, statuses: Sequence[RankStatus]) -> None:
-        """Hand over what the board shows anew, perhaps nothing."""
+        """Hand over the statuses that are new on the board, perhaps none."""
         if self._on_statuses is not None:
             self._call(RankStatus, self._on_statuses, statuses)
 
@@ -154,11 +154,11 @@ class _Row(NamedTuple):
 
 
 class Delivery:
-    """What of one feed is in order, and how far the sink has got with it.
+    """One feed's items in order, and how far the sink has received them.
 
     Attributes:
         epoch, seq: of the last batch that was handed over; seq is None before the first.
-        batch_at: when that was, None before the first.
+        batch_at: when it was handed over, None before the first.
     """
 
     def __init__(self, rank: Rank, outlet: Outlet, time_left: Callable[[], bool]) -> None:
@@ -184,22 +184,22 @@ class Delivery:
         )
 
     def add(self, item: Item) -> None:
-        """Have an item handed over after all others."""
+        """Enqueue an item behind all others."""
         self._waiting.append(item)
 
     def add_run(self, first_seq: int, batches: Sequence[Any]) -> None:
-        """Have live batches handed over after all other items."""
+        """Enqueue live batches behind all other items."""
         self._waiting.append(_Row(first_seq, batches))
 
     def rename(self, rank: Rank) -> None:
-        """Give what waits, and what comes, another name."""
+        """Rename the items that wait, and all later ones."""
         self._rank = rank
         self._waiting = deque(
             item if isinstance(item, _Row) else replace(item, rank=rank) for item in self._waiting
         )
 
     def hand_over(self, now: float) -> None:
-        """Hand over what waits: one item at least, and all if there is time."""
+        """Hand over waiting items: one at least, and all if there is time."""
         if self._handing_over:
             return  # within a call of the sink
         self._handing_over = True
@@ -212,12 +212,12 @@ class Delivery:
             self._handing_over = False
 
     def hand_over_all(self, now: float) -> None:
-        """Hand over everything that waits, however long it takes."""
+        """Hand over every waiting item, however long it takes."""
         while self._waiting and not self._handing_over:
             self.hand_over(now)
 
     def close(self) -> None:
-        """Drop what waits."""
+        """Drop the waiting items."""
         self._waiting.clear()
 
     def _put(self, item: Item | _Row, now: float) -> None:

@@ -29,11 +29,11 @@ _TURN = 0.001  # seconds for which a task may iterate before others get their tu
 
 
 class _Waiting:
-    """The items that wait for the consumer: all that the subscriber's thread has of a stream."""
+    """The items that wait for the consumer; the subscriber's thread holds no more of a stream."""
 
     def __init__(self, max_items: int) -> None:
-        self.closed = ""  # why, once it is
-        self.bell: LoopBell | None = None  # of a task that iterates
+        self.closed = ""  # the reason, once it is closed
+        self.bell: LoopBell | None = None  # of an iterating task
         self.on_room: Callable[[], None] = _nobody_waits
         self._ended = False  # nothing more comes
         self._max_items = max_items
@@ -47,7 +47,7 @@ class _Waiting:
         self._changed = threading.Condition(self._lock)
 
     def has_room(self) -> bool:
-        """Whether another batch may come; if not, `on_room` is called when half are taken."""
+        """Whether another batch fits; if not, `on_room` is called when half are taken."""
         with self._lock:
             self._was_full = self._batches >= self._max_items
             return not self._was_full
@@ -97,19 +97,19 @@ class _Waiting:
             self.bell.ring()
 
     def end(self) -> None:
-        """Take note that nothing more comes: what waits can still be taken."""
+        """Record that nothing more comes; waiting items can still be taken."""
         with self._lock:
             self._ended = True
             self._notify()
 
     def close(self, reason: str = _CLOSED) -> None:
-        """Give nothing any more, and end all waiting."""
+        """Return no more items, and end all waiting."""
         with self._lock:
             self.closed = self.closed or reason
             self._notify()
 
     def prepare_fork(self, fork: Fork) -> None:
-        """Have a forked child closed, whoever held the lock."""
+        """Close the stream in a forked child, whichever thread held the lock."""
         fork.do_in_child(self._disown)
 
     def _disown(self) -> None:
@@ -136,10 +136,10 @@ class EventStream(Following):
         max_items: how many batches may wait for the consumer. With so many waiting, nothing is
             received until half of them are taken; replay brings back what the publishers drop
             meanwhile, as far as their buffers reach. Calls are served all the time.
-        resume: what `Subscriber.cursor` returned of ranks, perhaps in another process: they
-            continue from there, if the publisher proves to be the same. To `cursor` the queue is
-            the consumer: what waits in there counts as handed over, and what was received of the
-            rank goes there first, beyond `max_items` if need be.
+        resume: what `Subscriber.cursor` returned for ranks, perhaps in another process: they
+            continue from there, if the publisher proves to be the same. For `cursor` the queue is
+            the consumer: waiting items count as handed over, and the rank's received batches are
+            queued first, beyond `max_items` if need be.
         on_loss: "reset" marks each `RankLost` with `reset=True`: the consumer is to drop what it
             knows of the rank. "keep" does not.
         replay_policy, socket_options, probe_interval, stale_after, context, clock: as for
@@ -149,8 +149,8 @@ class EventStream(Following):
         ConfigurationError: a worker or a setting cannot work.
 
     Attributes:
-        subscriber: receives the events. Workers are added and removed there; its `cursor` tells how
-            far the stream came.
+        subscriber: receives the events. Workers are added and removed there; its `cursor` returns
+            how far the stream came.
 
     Thread safety: one consumer, a thread or a task; every other method from any thread.
     """
@@ -195,9 +195,8 @@ class EventStream(Following):
 
         Raises:
             TimeoutError: none came in time.
-            ClosedError: the stream was closed, or is that of the process that this one was forked
-                from; or its subscriber ended and every item that waited was taken, then with the
-                reason.
+            ClosedError: the stream was closed, or belongs to the parent of this forked process; or
+                its subscriber ended and every waiting item was taken, then with the reason.
         """
         return self._whole(self._waiting.take(timeout))
 
@@ -247,6 +246,6 @@ class EventStream(Following):
             yield item
 
     def close(self) -> None:
-        """End the iteration and the subscription, and drop what waits; idempotent."""
+        """End the iteration and the subscription, and drop the waiting items; idempotent."""
         self._waiting.close()
         self.subscriber.close()

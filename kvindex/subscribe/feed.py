@@ -1,7 +1,7 @@
 """One publisher as the subscriber sees it: its sockets, its sequencer, its name.
 
-What its links tell goes into the sequencer as it comes; what comes out is carried out in order:
-items go to the sink by the feed's `Delivery`, requests to the replay link. Owned by the
+The links' events enter the sequencer as they come. Its actions are carried out in order: items go
+to the sink by the feed's `Delivery`, requests to the replay link. Owned by the
 subscriber's thread.
 """
 
@@ -52,10 +52,10 @@ logger = logging.getLogger(__name__)
 
 
 class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all feeds of a subscriber have in common; made once, and handed on as it is.
+    """What all feeds of a subscriber have in common; made once, and shared unchanged.
 
     Attributes:
-        sequencer: of every sequencer, but for whether there is replay.
+        sequencer: settings of every sequencer, but for whether there is replay.
         socket_options: settings of the sockets.
         room: how much may wait in them.
         decode: makes batches of payloads.
@@ -84,8 +84,8 @@ class Feed:
         worker: whose publisher it is.
         address: where it is.
         settings: those of all feeds.
-        watch: told of every socket that is opened and closed.
-        on_named: told once the publisher's batches have named its dp_rank.
+        watch: notified of every socket that is opened and closed.
+        on_named: called once the publisher's batches have named its dp_rank.
 
     Raises:
         ConfigurationError: ZeroMQ refuses an endpoint.
@@ -103,7 +103,7 @@ class Feed:
         self.address = address
         self.failure = ""
         self.closed = False
-        self.lost_at: float | None = None  # when the connection broke, until there is another
+        self.lost_at: float | None = None  # when the connection broke; None while connected
         repairable = address.replay is not None
         self.rank = rank = Rank(worker.name, address.dp_rank)
         options = settings.socket_options
@@ -160,7 +160,7 @@ class Feed:
         self.delivery.rename(rank)
 
     def start(self, resumption: Resumption, now: float) -> None:
-        """Begin, where something was saved from there; before anything else, and once."""
+        """Begin, and resume if a state was saved; call it once, before anything else."""
         self._allowance.begin()
         if resumption.restored:
             self._resume(resumption, now)
@@ -170,7 +170,7 @@ class Feed:
     def _resume(self, resumption: Resumption, now: float) -> None:
         saved = resumption.saved
         if saved is not None and not resumption.refused:
-            # Until it has proven to be the same, what it was named before counts.
+            # Until the publisher has proven to be the same, its earlier name counts.
             self.reader.named = saved.named
             self._named_by_cursor = True
         cursor = None if saved is None else saved.cursor
@@ -179,7 +179,7 @@ class Feed:
         self.delivery.epoch, self.delivery.seq = applied.epoch, applied.seq
 
     def cursor(self, now: float) -> SavedCursor | None:
-        """Return all that another process must know to go on from here; None if it cannot."""
+        """Return what another process needs to go on from here; None if it cannot."""
         self.delivery.hand_over_all(now)  # the cursor must stand where the sink does
         cursor = self.sequencer.cursor()
         if cursor is None:
@@ -194,7 +194,7 @@ class Feed:
     # What happens -----------------------------------------------------------------------------
 
     def pump(self, now: float) -> None:
-        """Take what the sockets have, up to a bound, so that other feeds get their turn."""
+        """Process what the sockets received, up to a bound, so that other feeds get their turn."""
         self._allowance.begin()
         if self.delivery or self.live.is_behind or self.replay.is_behind:
             self.shed(now)
@@ -206,17 +206,17 @@ class Feed:
             self._look_again()
 
     def _take_some(self, events: Iterable[Event], now: float) -> None:
-        """Take events while there is time; those of one message at least."""
+        """Process events while there is time; those of one message at least."""
         for event in events:
             self._take(event, now)
             if isinstance(event, (Connected, Disconnected, Named)):
-                continue  # what follows belongs to it
+                continue  # the next event belongs to the same message
             if self.delivery or not self._allowance.left():
                 self._look_again()
                 return
 
     def _take(self, event: Event, now: float) -> None:
-        """Give an event to the sequencer, and carry out what that wants."""
+        """Pass an event to the sequencer, and carry out its actions."""
         sequencer = self.sequencer
         actions: Iterable[Action] = ()
         if isinstance(event, Run):
@@ -248,7 +248,7 @@ class Feed:
             self._carry_out(actions, now)
 
     def _take_run(self, run: Run, now: float) -> None:
-        """Take live batches: all at once where that comes to the same as one by one."""
+        """Process live batches: all at once where the result is the same as one by one."""
         sequencer, position = self.sequencer, 0
         while position < len(run.batches):
             seq = run.first_seq + position
@@ -265,7 +265,7 @@ class Feed:
                 position += 1
 
     def _carry_out(self, actions: Iterable[Action], now: float) -> None:
-        """Do what the sequencer wants; items go after those that wait already."""
+        """Carry out the sequencer's actions; items go behind those that wait already."""
         for action in actions:
             if isinstance(action, AskReplay):
                 self.replay.ask(action)
@@ -280,7 +280,7 @@ class Feed:
         self._hand_over(now)
 
     def _hand_over(self, now: float) -> None:
-        """Hand over what is in order, if there is time; else the next turn begins with it."""
+        """Hand over the ordered items, if there is time; else the next turn begins with them."""
         if self._allowance.left():
             self.delivery.hand_over(now)
 
@@ -295,7 +295,7 @@ class Feed:
         )
 
     def _note_restarted(self, restarted: RankRestarted) -> None:
-        if self._named_by_cursor:  # whoever speaks here now may have another name
+        if self._named_by_cursor:  # the publisher at this port may now have another name
             self._named_by_cursor, self.reader.named = False, None
         logger.info("%s: restarted (%s): epoch %d", self.rank, restarted.reason, restarted.epoch)
 
@@ -311,7 +311,7 @@ class Feed:
         return min((d for d in deadlines if d is not None), default=None)
 
     def tick(self, now: float) -> bool:
-        """Let time pass: time-outs, back-off, probes, staleness; say whether any of it was due."""
+        """Let time pass: time-outs, back-off, probes, staleness; return whether any was due."""
         deadline = self.deadline
         if deadline is None or deadline > now:
             return False
@@ -326,7 +326,7 @@ class Feed:
         return True
 
     def shed(self, now: float) -> None:
-        """Drop what waits beyond the bytes that may."""
+        """Drop messages beyond the bytes that may wait."""
         if dropped := self.live.shed():
             self.notes.counters["overflow_dropped"] += dropped
             self.notes.overflowed_at = now
@@ -337,7 +337,7 @@ class Feed:
             self.notes.warn("replay_cut", "too many bytes waited: cut a replay, to be asked again")
 
     def bound_inflow(self, now: float) -> None:
-        """Hang up on peers that send a message without end; drop what waits beyond what may."""
+        """Hang up on peers that send an endless message; drop messages beyond the limit."""
         if not self.closed:
             self.shed(now)
         for connection in (self.live.connection, self.replay.connection):

@@ -16,9 +16,9 @@ _TOLD_FOR = 60.0  # seconds after messages were dropped
 
 
 def feed_status(feed: Feed, now: float) -> RankStatus:
-    """Return a snapshot that is about to be shown, and log what is new in it.
+    """Return a snapshot for the board, and log what is new in it.
 
-    Its `last_event_age` is the time of the last event, made an age later.
+    Its `last_event_age` is the time of the last event; the board turns it into an age.
     """
     sequencer = feed.sequencer
     counters = _all_counters(feed)
@@ -71,8 +71,8 @@ def _log_news(feed: Feed, status: RankStatus) -> None:
 def _state(feed: Feed) -> State:
     """Return the stream's state; a topic that filters everything is not live.
 
-    Nor is a stream whose repair brought more than there was time to apply yet. One that was live
-    and merely is behind stays so, with its `lag`.
+    Nor is a stream whose repair brought more than there was time to apply yet. A live stream that
+    falls behind stays live, with its `lag`.
     """
     state = feed.sequencer.state
     if state is not State.LIVE:
@@ -83,14 +83,14 @@ def _state(feed: Feed) -> State:
 
 
 def _lag(feed: Feed) -> int:
-    """Return how many batches are known of and not applied: with a wrong topic, all that came."""
+    """Return how many known batches are not applied: with a wrong topic, all that came."""
     topic = feed.reader.topic
     filtered = topic.filtered if topic.contradicted else 0
     return min(MAX_COUNT, feed.sequencer.lag + feed.delivery.lag + filtered)
 
 
 def _all_counters(feed: Feed) -> dict[str, int]:
-    """Return what was counted, without what never happened."""
+    """Return the counters above 0."""
     counters = {name: count for name, count in feed.sequencer.counters.items() if count}
     for name, count in feed.notes.counters.items():
         counters[name] = counters.get(name, 0) + count
@@ -128,7 +128,7 @@ def _reason(feed: Feed, now: float) -> str:
 
 
 def _overflow(feed: Feed, now: float) -> str:
-    """Return that messages were dropped lately for want of room, and what to do; "" if not."""
+    """Return that messages were dropped lately for want of room, and what to do; or ""."""
     at = feed.notes.overflowed_at
     if at is None or now - at > _TOLD_FOR:
         return ""

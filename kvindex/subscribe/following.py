@@ -1,4 +1,4 @@
-"""What everything that follows ranks' streams is asked about them: how they stand, and to wait."""
+"""The questions that every follower of ranks' streams answers: their statuses, and waiting."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Following(ABC):
     def trusts(self) -> Mapping[Rank, Trust]:
         """Return how far each rank's answers can be trusted, as a snapshot that never changes.
 
-        The same one is returned until a rank's state, completeness or lag changes, or ranks come
+        The same object is returned until a rank's state, completeness or lag changes, or ranks come
         and go: O(1) then, else O(ranks).
         """
         return self._board.trusts()
@@ -157,16 +157,16 @@ class Following(ABC):
             changes.stop()
 
     def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]:
-        """Have a function called with each status that changes as `watch` says, from now on.
+        """Register a function that is called with each status change that `watch` would yield.
 
-        It is called on the thread that receives the events, and holds that up while it runs: it
-        should hand the status on and return. What it raises is logged. `statuses` has the present
-        ones.
+        It is called on the thread that receives the events, and delays that thread while it runs:
+        it should pass the status on and return. Its exceptions are logged. `statuses` returns the
+        present statuses.
 
         Returns:
-            A function that ends this; a call that is under way may still come.
+            A function that unregisters it; a call that is under way may still come.
         """
-        # Not held: the thread would keep what was dropped without `close`.
+        # No reference: the thread would keep an object that was dropped without `close`.
         shown = weakref.WeakMethod(self._shown)
         aged = self._board.aged
 

@@ -35,13 +35,13 @@ __all__ = ["LiveLink", "ReplayLink"]
 
 
 class LiveLink:
-    """Tells what a publisher's live side brings, in the order in which it is to be handled.
+    """Yields the events of a publisher's live side, in the order in which to handle them.
 
     Raises:
         ConfigurationError: ZeroMQ refuses the endpoint.
 
     Attributes:
-        connection: the present one.
+        connection: the present connection.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LiveLink:
         reader: Reader,
         notes: Notes,
         *,
-        bind: bool,  # one port, which cannot be given up in between
+        bind: bool,  # one port, which must stay bound
         hwm: int,  # messages that a socket holds at most
         pause: float,  # seconds that a socket must have been there to be replaced
     ) -> None:
@@ -60,11 +60,11 @@ class LiveLink:
         self._bind = bind
         self._hwm = hwm
         self._pause = pause
-        self._parting = False  # the connection broke; what it brought is not all read
+        self._parting = False  # the connection broke; its messages are not all read
         self._closed = False
-        self._drained = False  # whether the last look left nothing behind
+        self._drained = False  # whether the last look emptied the socket
         self._unread: deque[list[bytes]] = deque()  # messages that were received
-        self._opened_at = -math.inf  # the first one is replaced whenever it breaks
+        self._opened_at = -math.inf  # the first socket is replaced whenever it breaks
         self.connection = self._open()
 
     def take(self, now: float) -> Iterator[Event]:
@@ -82,8 +82,8 @@ class LiveLink:
             elif not self._parting:
                 yield Connected()
             else:
-                # There is another connection under this socket already, and nothing tells which
-                # messages came before it.
+                # This socket has another connection already, and nothing shows which messages came
+                # before it.
                 self._drop_received()
                 yield from self._part(now)
                 break
@@ -92,7 +92,7 @@ class LiveLink:
             yield event
         if parting and self._parting and self._drained:
             yield from self._part(now)
-        elif self._parting:  # what came between the last look and the end is still to be read
+        elif self._parting:  # messages between the last look and the end are still unread
             self.connection.look_again()
 
     @property
@@ -103,7 +103,7 @@ class LiveLink:
     def shed(self) -> int:
         """Drop messages where more bytes wait than may; return how many.
 
-        The newest one stays: its number shows what is missing.
+        The newest message stays: its number shows what is missing.
         """
         connection = self.connection
         count, newest = connection.drop() if connection.is_overfull() else (0, [])
@@ -114,7 +114,7 @@ class LiveLink:
         return max(0, count - 1)
 
     def reopen(self, now: float) -> bool:
-        """Replace the socket; False, and later again, if there is none to be had."""
+        """Replace the socket; return False if none can be opened, and try again later."""
         given_up = self.connection
         try:
             self.connection = self._open()
@@ -141,7 +141,7 @@ class LiveLink:
         return self._connect((topic.topic, b"") if self._listens_to_all else (topic.topic,))
 
     def _narrow(self) -> None:
-        """Listen to the wanted topic only, once that is known to be right."""
+        """Listen to the wanted topic only, once the topic is confirmed."""
         if self._listens_to_all and self._reader.topic.confirmed:
             self._listens_to_all = False
             self.connection.socket.unsubscribe(b"")
@@ -149,7 +149,7 @@ class LiveLink:
 
     def _receive(self) -> None:
         if self._unread:
-            # More may have come since: a flood of whole messages is no message without end.
+            # More may have come since: a flood of whole messages is no endless message.
             self._drained = self.connection.drained = False
         else:
             self._unread.extend(self.connection.receive())
@@ -172,7 +172,7 @@ class LiveLink:
         self._unread.clear()
 
     def _drop_unread(self) -> None:
-        """Drop what has come until now: at most what a socket holds, for more may come."""
+        """Drop the messages received so far: at most a socketful, for more may come."""
         left = self._hwm
         self.connection.drained = False
         while left > 0 and not self.connection.drained:
@@ -187,10 +187,10 @@ class LiveLink:
 
 
 class ReplayLink:
-    """Sends replay requests, one at a time, and tells what is replied.
+    """Sends replay requests, one at a time, and yields the replies.
 
     Attributes:
-        connection: that of the open request, or None.
+        connection: the open request's, or None.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class ReplayLink:
         self._look_again = look_again
         self._request: int | None = None
         self._unread: deque[list[bytes]] = deque()
-        self._cut = False  # whether no more replies come, since too much waited
+        self._cut = False  # whether replies were cut off, since too much waited
 
     def ask(self, ask: AskReplay) -> None:
         """Send a request on a fresh socket: no reply to an earlier one can mix in."""
@@ -238,7 +238,7 @@ class ReplayLink:
             self._receive(connection)
             for _ in connection.changes(now):
                 pass  # only `trouble()` cares
-        while self._unread:  # another request, once there is one, has none as yet
+        while self._unread:  # a new request has no replies yet
             yield from self._reader.reply(request, self._unread.popleft())
 
     @property
@@ -247,9 +247,9 @@ class ReplayLink:
         return bool(self._unread) or (self.connection is not None and not self.connection.drained)
 
     def shed(self) -> bool:
-        """Have no more replies come where more bytes wait than may; return whether that is so.
+        """Cut off the replies where more bytes wait than may; return whether it did.
 
-        What waits is still taken. Then the request has failed: the next one goes on from there.
+        Waiting replies are still read. Then the request has failed, and the next one goes on.
         """
         connection = self.connection
         if self._cut or connection is None or not connection.is_overfull():

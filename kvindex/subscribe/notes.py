@@ -1,4 +1,4 @@
-"""What is counted and logged of one feed: each kind of trouble at a limited rate.
+"""Counters and log lines of one feed: each kind of trouble at a limited rate.
 
 Owned by the subscriber's thread.
 """
@@ -21,14 +21,14 @@ class Notes:
     """Counts, and remembers what was logged, and when.
 
     Attributes:
-        rank: the name that the rank goes by now.
+        rank: the rank's present name.
         counters: what happened how often, by name.
         shown_live: whether the status shown last was LIVE.
         was_up: whether the engine was live since it was last gone.
-        told_down: whether its being gone was logged, and its return was not yet.
-        told_unrepairable: whether it was logged that its replay endpoint is of no use.
+        told_down: whether its loss was logged, and its return not yet.
+        told_unrepairable: whether it was logged that its replay endpoint is useless.
         overflowed_at: when more bytes waited than may, None if never.
-        may_log: says whether a line of a kind may be logged now.
+        may_log: returns whether a line of a kind may be logged now.
     """
 
     def __init__(self, rank: Rank, clock: Callable[[], float]) -> None:
@@ -40,6 +40,6 @@ class Notes:
         self.may_log = LogRate(clock).allows
 
     def warn(self, kind: str, text: str, *details: object) -> None:
-        """Log a warning, unless there was one of this kind just now."""
+        """Log a warning, unless one of this kind was logged just now."""
         if self.may_log(kind):
             logger.warning(f"%s: {text}", self.rank, *details)

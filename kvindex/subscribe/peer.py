@@ -1,16 +1,16 @@
-"""What ZeroMQ does not tell of a connection's other side.
+"""What ZeroMQ does not report about a connection's other side.
 
-**A host that nobody knows.** ZeroMQ does not tell a name that cannot be resolved from a port where
-nothing listens. So it is resolved once more, when there is trouble, on a thread of its own: that
-may take long.
+**An unknown host.** ZeroMQ reports a name that cannot be resolved like a port where nothing
+listens. So when a connection fails, the name is resolved once more, on a thread of its own, because
+that may take long.
 
-**Bytes that wait.** ZeroMQ counts the messages that wait in a socket, not their bytes. The system
-knows how much a TCP connection has brought; less what was read, that waits. Linux only, TCP only.
+**Unread bytes.** ZeroMQ counts the messages that wait in a socket, not their bytes. The system
+counts the bytes that a TCP connection received; those not yet read wait. Linux only, TCP only.
 
-**A message without end.** A message of frames that are always followed by another is never whole:
-it grows in memory, and ZeroMQ does not say so. When a connection has brought more bytes than any
-message may have, and no message has become whole meanwhile, it is shut down, and ZeroMQ drops what
-it had of that message. Linux only, and TCP only.
+**An endless message.** If every frame announces another one, the message is never whole: it grows
+in memory, and ZeroMQ does not report it. A connection that brings more bytes than any message may
+have, without a whole message, is shut down, and ZeroMQ drops its part of that message. Linux only,
+and TCP only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 __all__ = ["HostCheck", "Inflow"]
 
-_AGAIN_AFTER = 30.0  # seconds: names come to be known later
+_AGAIN_AFTER = 30.0  # seconds: a name may become known later
 _HOST = re.compile(r"tcp://(?:[^;]*;)?\[?(.*?)\]?:\d+")
 _SLACK = 16 * 1024 * 1024  # bytes that the system and ZeroMQ may have read ahead
 _INFO_BYTES = 136  # of Linux's struct tcp_info, up to and with tcpi_bytes_received
@@ -37,14 +37,14 @@ _bytes_received = struct.Struct("=Q")
 
 
 class HostCheck:
-    """What resolving an endpoint's host came to.
+    """Whether an endpoint's host can be resolved.
 
     Args:
-        endpoint: where somebody tries to connect to.
+        endpoint: the endpoint that a socket tries to connect to.
         resolve: as `socket.getaddrinfo`.
 
     Attributes:
-        trouble: why its host is unknown; "" if it is known, None while that is not known.
+        trouble: why its host is unknown; "" if it is known, None before it is resolved.
 
     Thread safety: `ask` by one thread; `trouble` can be read by any.
     """
@@ -68,7 +68,7 @@ class HostCheck:
         return False
 
     def ask(self, now: float) -> None:
-        """Resolve it in the background, unless that was done just now."""
+        """Resolve the host in the background, unless it was resolved just now."""
         asking = self._asking is not None and self._asking.is_alive()
         recent = self._asked_at is not None and now - self._asked_at < _AGAIN_AFTER
         if asking or recent or not self._is_name:
@@ -96,17 +96,17 @@ class Inflow:
     def __init__(self, max_message_bytes: int) -> None:
         self._limit = 2 * max_message_bytes + _SLACK
         self._whole = False  # whether a message has become whole since the last look
-        self._brought: dict[int, int] = {}  # by descriptor, when one last had
+        self._brought: dict[int, int] = {}  # by descriptor, at the last whole message
         self._read = 0
         self._unseen = 0  # bytes that were brought and are no message's: handshakes, pings
 
     def note_read(self, sizes: Iterable[int]) -> None:
-        """Take note that whole messages were received, with frames of these sizes."""
+        """Record that whole messages were received, with frames of these sizes."""
         self._whole = True
         self._read += sum(size + (9 if size > _SHORT else 2) for size in sizes)
 
     def unread(self, descriptors: Iterable[int]) -> int:
-        """Return how many bytes wait to be read, as far as that is known."""
+        """Return how many bytes wait to be read, as far as is known."""
         brought = 0
         for descriptor in descriptors:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -114,14 +114,14 @@ class Inflow:
         return max(0, brought - self._unseen - self._read)
 
     def cut(self, descriptors: Collection[int], unchanged: Callable[[], bool]) -> int:
-        """Shut down the connections that bring a message without end; return how many.
+        """Shut down the connections that send an endless message; return how many.
 
-        To be called when nothing is left to be read.
+        Call it when nothing is left to be read.
 
         Args:
-            descriptors: of the connections, as the socket's monitor told them.
-            unchanged: whether the monitor has told nothing new: if it has, a descriptor may be
-                another connection's by now.
+            descriptors: of the connections, as the socket's monitor reported them.
+            unchanged: whether the monitor has reported nothing new: if it has, a descriptor may
+                be another connection's by now.
         """
         brought = {}
         cut = 0
@@ -144,7 +144,7 @@ class Inflow:
         return cut
 
     def hang_up(self, descriptors: Iterable[int]) -> None:
-        """Shut down all connections; what they have brought can still be read."""
+        """Shut down all connections; received bytes can still be read."""
         for descriptor in descriptors:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -166,7 +166,7 @@ def _received(connection: socket.socket) -> int | None:
 
 def _shut_down(connection: socket.socket) -> bool:
     try:
-        # ZeroMQ closes it when it sees the end; the peer then is reset, not left waiting for room.
+        # ZeroMQ closes it when it sees the end; the peer is reset then, and does not wait for room.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

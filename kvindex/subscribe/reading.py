@@ -1,8 +1,8 @@
-"""From frames to events: what a feed's sockets say, and what is wrong with it.
+"""From frames to events: reads a feed's messages, and reports what is wrong with them.
 
-Nearly every live message is ordinary: three frames, the wanted topic, the seq after that of the
-message before, a payload that can be decoded, and no news of the publisher's dp_rank. Such messages
-are read by the run: one event for all of them, with what a sequencer must know of each.
+Nearly every live message is ordinary: three frames, the wanted topic, the next seq, a payload that
+can be decoded, and no news of the publisher's dp_rank. Such messages are read by the run: one event
+for all of them, with what a sequencer needs of each.
 
 Owned by the subscriber's thread.
 """
@@ -36,7 +36,7 @@ __all__ = [
 _unpack_seq = struct.Struct(">Q").unpack
 _GRACE = 1.0  # seconds after connecting in which a wrong topic may still show
 _MAX_SEEN = 8
-_MAX_SHOWN = 64  # bytes of a topic; it is the network's to choose
+_MAX_SHOWN = 64  # bytes of a topic, which the network chooses
 
 
 class Connected(NamedTuple):
@@ -44,7 +44,7 @@ class Connected(NamedTuple):
 
 
 class Disconnected(NamedTuple):
-    """The connection to the live side is over, and what it brought is told."""
+    """The connection to the live side is over, and its messages were yielded."""
 
 
 class Named(NamedTuple):
@@ -71,7 +71,7 @@ class Run(NamedTuple):
     sizes: list[int]
 
     def batch(self, position: int) -> Batch:
-        """Return one of them by itself."""
+        """Return one batch of the run."""
         return Batch(
             self.first_seq + position,
             self.timestamps[position],
@@ -96,7 +96,7 @@ class Replied(NamedTuple):
 
 
 class ReplayOver(NamedTuple):
-    """Nothing more comes of a replay request: its end marker came, or it could not be sent."""
+    """A replay request is over: its end marker came, or it could not be sent."""
 
     request: int
     failed: bool
@@ -109,7 +109,7 @@ class TopicCheck:
     """Decides whether a wanted topic is confirmed, open, or contradicted.
 
     A topic that matches nothing looks like an idle engine. So until the first message with the
-    wanted topic, the subscriber also listens to all topics, and this check notes what it hears.
+    wanted topic, the subscriber also receives all topics, and this check notes which ones come.
 
     Attributes:
         filtered: messages that other topics carried.
@@ -146,7 +146,7 @@ class TopicCheck:
 
     @property
     def open(self) -> bool:
-        """Whether nothing has shown yet, either way, and it is too early to conclude."""
+        """Whether no message has decided yet, and it is too early to conclude."""
         return not self.confirmed and not self._decided
 
     @property
@@ -155,7 +155,7 @@ class TopicCheck:
         return self._decide_at if self.open else None
 
     def decide(self, now: float) -> None:
-        """Take silence for consent once the time in which a wrong topic may show is over."""
+        """Accept the topic if no other one showed in the time allowed for that."""
         if self._decide_at is not None and now >= self._decide_at:
             self._decided = True
 
@@ -194,7 +194,7 @@ class Reader:
         self._time_left = time_left
 
     def live(self, messages: deque[list[bytes]]) -> Iterator[Event]:
-        """Yield what live messages say; those that were told are taken out of `messages`."""
+        """Yield the events of live messages, and remove those messages from `messages`."""
         while messages:
             was_named = self.named is not None
             run = self._run(messages) if self.topic.confirmed else None
@@ -205,9 +205,9 @@ class Reader:
                 yield event
 
     def _run(self, messages: deque[list[bytes]]) -> Run | None:
-        """Take out the ordinary messages in front; None if the first is none.
+        """Take out the ordinary messages in front; None if the first is not ordinary.
 
-        Nothing has come of the message that ends a run: what it is, the next look finds out.
+        The message that ends a run is left: the next call reads it.
         """
         topic, decode, fingerprint = self.topic.topic, self._decode, self._fingerprint
         time_left, named = self._time_left, self.named
@@ -256,7 +256,7 @@ class Reader:
         return Run(batch.seq, [batch.content], [batch.ts], [batch.fingerprint], [batch.size])
 
     def reply(self, request: int, frames: list[bytes]) -> Iterator[Event]:
-        """Yield what a reply to a replay request says: nothing, if it cannot be read at all."""
+        """Yield the events of a reply to a replay request: none, if it cannot be read at all."""
         try:
             reply = parse_replay(frames)
         except DecodeError as error:

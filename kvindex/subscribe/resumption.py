@@ -1,4 +1,4 @@
-"""Which of a worker's publishers goes by which dp_rank, and goes on from which saved cursor."""
+"""Assigns each of a worker's publishers its dp_rank, and the saved cursor to resume from."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Claim(msgspec.Struct, frozen=True):
     """What is known of one publisher's dp_rank.
 
     Attributes:
-        expected: what its port tells.
-        named: what its batches name, None while they have named none.
+        expected: the dp_rank by its port.
+        named: the dp_rank that its batches name, None while they have named none.
     """
 
     expected: int
@@ -42,11 +42,11 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 def settle(claims: Sequence[Claim]) -> list[int]:
-    """Return each publisher's dp_rank: all different, whatever order they have spoken in.
+    """Return each publisher's dp_rank: all different, in whatever order their batches came.
 
-    What a publisher names counts, unless another names the same: then neither is believed and both
-    keep their port's. Publishers that have named nothing keep their port's where it is free, and
-    get one that is left otherwise.
+    The dp_rank that a publisher names counts, unless another names the same: then both keep their
+    ports' ranks. A publisher that has named none keeps its port's rank where that is free, and
+    gets one of those left otherwise.
 
     Examples:
         >>> settle([Claim(0, None), Claim(1, None)])
@@ -68,7 +68,7 @@ def settle(claims: Sequence[Claim]) -> list[int]:
         for claim, dp_rank in zip(claims, believed, strict=True)
         if dp_rank is None and claim.named is not None
     }
-    # A port's own rank goes first to publishers whose word was not taken.
+    # A port's own rank goes first to publishers whose names were not accepted.
     believed = [None if dp_rank in doubted else dp_rank for dp_rank in believed]
     taken = {dp_rank for dp_rank in believed if dp_rank is not None}
     names: list[int | None] = list(believed)
@@ -85,8 +85,8 @@ class SavedCursor(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cursor: how far the stream was applied.
-        dp_rank: the publisher's by its port; the rank may have gone by another name.
-        named: what its batches named, or None.
+        dp_rank: the publisher's by its port; the rank may have had another name.
+        named: the dp_rank that its batches named, or None.
         fingerprints: which function made the fingerprints.
     """
 
@@ -96,12 +96,12 @@ class SavedCursor(msgspec.Struct, frozen=True, kw_only=True):
     fingerprints: str
 
     def encode(self) -> bytes:
-        """Return it as bytes: msgpack of the version of this format and the fields."""
+        """Return the cursor as bytes: msgpack of this format's version and the fields."""
         return _encoder.encode((_VERSION, self))
 
     @classmethod
     def decode(cls, data: bytes) -> SavedCursor:
-        """Return what `encode` made bytes of.
+        """Return the cursor that `encode` wrote.
 
         Raises:
             DecodeError: the bytes are no cursor, or one of another version.
@@ -123,19 +123,19 @@ _decoder = msgspec.msgpack.Decoder(SavedCursor)
 
 
 class SavedRanks(ABC):
-    """What was saved of ranks; asked when their worker is added, on the subscriber's thread.
+    """The saved states of ranks; called when their worker is added, on the subscriber's thread.
 
     Attributes:
-        patient: whether what has no publisher yet is kept for one that is added later.
+        patient: whether a state without a publisher is kept for a publisher that is added later.
     """
 
     patient = False
 
     @abstractmethod
     def cursors(self, worker: str) -> Mapping[int, bytes | None]:
-        """Return the cursors of a worker's ranks, by the dp_ranks that they went by.
+        """Return the cursors of a worker's ranks, by the dp_ranks that they had.
 
-        None stands for a rank that was saved without one: it begins anew, and says so.
+        None stands for a rank that was saved without a cursor: it restarts, by `RankRestarted`.
         """
 
     @abstractmethod
@@ -145,7 +145,7 @@ class SavedRanks(ABC):
         Called each time that ranks of a worker are added, before the sink gets their first item.
 
         Args:
-            worker: which is added, or gets more ranks.
+            worker: the worker that is added, or gets more ranks.
             refused: for each of these ranks with a saved state, why its stream cannot go on from
                 there, in one word; "" if it may try.
 
@@ -160,8 +160,8 @@ class Resumption(NamedTuple):
     Attributes:
         dp_rank: the name it begins under.
         saved: its cursor; None if there is none that can be read.
-        refused: why it cannot go on from there, one word; "" if it may try.
-        restored: whether something was saved under its name, which is not to stay unproven.
+        refused: why it cannot go on from the cursor, one word; "" if it may try.
+        restored: whether a state was saved under its name; it must be proven or dropped.
     """
 
     dp_rank: int
@@ -171,9 +171,9 @@ class Resumption(NamedTuple):
 
 
 class _Cursors(SavedRanks):
-    """Cursors alone: what goes with them, the sink has restored by itself.
+    """Cursors alone: the sink has restored the contents by itself.
 
-    Read only, so any thread may ask.
+    Read only, so any thread may call it.
     """
 
     def __init__(self, cursors: Mapping[Rank, bytes]) -> None:
@@ -208,10 +208,10 @@ def take_up(
     fingerprints: str,
     present: Mapping[int, int] = _NOBODY,
 ) -> tuple[list[Resumption], list[Rank]]:
-    """Return how each publisher that a worker gets begins, and what was saved of it in vain.
+    """Return how each of a worker's new publishers begins, and the ranks saved in vain.
 
     Args:
-        saved: what was saved; it has the sink hold that of ranks which go on from there.
+        saved: the saved states; it restores into the sink those of ranks that go on.
         worker: whose publishers they are.
         dp_ranks: the publishers, by their ports.
         fingerprints: identity of the function in use.
@@ -233,7 +233,7 @@ def plan_resumption(
     fingerprints: str,
     present: Mapping[int, int] = _NOBODY,
 ) -> list[Resumption]:
-    """Return how each publisher that one worker gets begins.
+    """Return how each of a worker's new publishers begins.
 
     A cursor is given to the publisher at the port where it was saved. That publisher begins under
     the dp_rank under which it was saved, if no other rank of the worker has that: its batches named
@@ -241,7 +241,7 @@ def plan_resumption(
 
     Args:
         dp_ranks: the publishers, by their ports.
-        cursors: what was saved, by the names that ranks went by; None without a cursor.
+        cursors: the saved cursors, by the names that the ranks had; None without a cursor.
         fingerprints: identity of the function in use.
         present: the names of publishers that the worker has already, by their ports; they stay.
     """
@@ -265,7 +265,7 @@ def plan_resumption(
 def _read(
     cursors: Mapping[int, bytes | None], fingerprints: str
 ) -> list[tuple[int, SavedCursor | None, str]]:
-    """Return each name's cursor, and why it is of no use."""
+    """Return each name's cursor, and why it cannot be used."""
     read: list[tuple[int, SavedCursor | None, str]] = []
     for name, data in sorted(cursors.items()):
         if data is None:

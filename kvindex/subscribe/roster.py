@@ -1,4 +1,4 @@
-"""The feeds of all workers: who is subscribed to, and under which names.
+"""The feeds of all workers: the subscribed ranks and their names.
 
 Owned by the subscriber's thread.
 """
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class Roster:
-    """Adds, names and removes the feeds of workers, and tells outlet and board of it.
+    """Adds, names and removes the feeds of workers, and notifies outlet and board.
 
     Attributes:
-        feeds: every feed, by the name that its rank goes by.
-        deadlines: when each wants to be called next.
+        feeds: every feed, by the name of its rank.
+        deadlines: when each must be called next.
     """
 
     def __init__(self, settings: FeedSettings, watch: Watch, board: StatusBoard) -> None:
@@ -76,9 +76,9 @@ class Roster:
         return None if saved is None else saved.encode()
 
     def add(self, worker: Worker, saved: SavedRanks) -> None:
-        """Subscribe to a worker's ranks; those of which something was saved go on from there.
+        """Subscribe to a worker's ranks; those with a saved state resume from it.
 
-        A worker that is there already gets these ranks as well.
+        A worker that was added before gets these ranks as well.
 
         Raises:
             ConfigurationError: one of them is subscribed to, or ZeroMQ refuses an endpoint.
@@ -111,7 +111,7 @@ class Roster:
         self._note_unused(unused)
 
     def _warn_of_shared(self, worker: Worker) -> None:
-        """Say that an endpoint is another's too: what is there is then held by both, or lost."""
+        """Warn of endpoints used twice: both users then hold the blocks there, or lose them."""
         for endpoint in worker.shared_endpoints(f.address for f in self._feeds_of(worker.name)):
             logger.warning(
                 "worker %r: one rank publishes at %s, where another replays; "
@@ -135,7 +135,7 @@ class Roster:
             )
 
     def _start(self, feeds: list[Feed], plan: list[Resumption], now: float) -> None:
-        """Begin with the publishers of one worker, each as planned."""
+        """Start the feeds of one worker's publishers, each as planned."""
         for feed, resumption in zip(feeds, plan, strict=True):
             feed.rename(Rank(feed.worker.name, resumption.dp_rank))
             self.feeds[feed.rank] = feed
@@ -180,7 +180,7 @@ class Roster:
         return sorted(feeds, key=lambda feed: feed.address.dp_rank)
 
     def close(self, now: float) -> None:
-        """Close every feed; what fails on the way is logged, and the rest closes all the same."""
+        """Close every feed; a failure is logged, and the other feeds close all the same."""
         for feed in self.feeds.values():
             try:
                 feed.close(now)
@@ -188,7 +188,7 @@ class Roster:
                 logger.exception("%s: closing it failed", feed.rank)
 
     def _settle_names(self, named: Feed) -> None:
-        """Name a worker's ranks anew: one of its publishers has named its dp_rank, or has left."""
+        """Rename a worker's ranks: one of its publishers has named its dp_rank, or has left."""
         feeds = self._feeds_of(named.worker.name)
         dp_ranks = settle([Claim(feed.address.dp_rank, feed.reader.named) for feed in feeds])
         names: dict[Rank, Rank] = {}
@@ -216,5 +216,5 @@ class Roster:
 
 
 def _names_by_port(feeds: list[Feed]) -> dict[Rank, Rank]:
-    """Return by what each port tells under which name its rank goes."""
+    """Return the rank of each port, with the name that the rank has now."""
     return {Rank(feed.worker.name, feed.address.dp_rank): feed.rank for feed in feeds}

@@ -1,6 +1,6 @@
-"""What the subscriber's thread shows to all others: the latest status of each rank.
+"""The latest status of each rank, as the subscriber's thread shows it to all others.
 
-Written by that thread alone, read and waited on by any.
+That thread alone writes; any thread reads and waits.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class StatusBoard:
 
     Args:
         clock: the subscriber's clock, in seconds.
-        patience: seconds without a sign of the writing thread after which what it called live is
-            shown as stale.
-        silent: how a rank is then said to be not live; "{:.0f}" stands for those seconds.
+        patience: seconds without a sign of the writing thread after which live ranks are shown
+            as stale.
+        silent: the reason that such a rank then has; "{:.0f}" stands for those seconds.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class StatusBoard:
         self._silent = silent
         self._make_lock()
         self._statuses: dict[Rank, RankStatus] = {}
-        self._names: dict[Rank, Rank] = {}  # by the rank that a port tells, the one it is
+        self._names: dict[Rank, Rank] = {}  # by the rank of a port, its present name
         self._signed_at = clock()
         self._ended: str | None = None
         self._listeners: dict[object, Listener] = {}
-        # Made when asked for, until something in it changes; and whether the thread was stuck then.
+        # Built on request, kept until a value in it changes; and whether the thread was stuck then.
         self._trusts: tuple[Mapping[Rank, Trust], bool] | None = None
-        # Who is live, and who is connected; made when asked for, until a rank's state changes.
+        # The live ranks and the connected ones; built on request, kept until a state changes.
         self._standing: tuple[frozenset[Rank], frozenset[Rank]] | None = None
 
     def _make_lock(self) -> None:
@@ -98,13 +98,13 @@ class StatusBoard:
             self._names = {r: n for r, n in self._names.items() if n not in ranks}
 
     def rename(self, gone: Iterable[Rank], names: Mapping[Rank, Rank]) -> None:
-        """Take names away, and note under which a port's own rank is found now."""
+        """Remove names, and note under which name a port's own rank is found now."""
         with self._writing() as changed:
             changed += self._take_away(gone, _RENAMED)
             self._names.update(names)
 
     def keep(self, ranks: Collection[Rank], names: Mapping[Rank, Rank]) -> None:
-        """Forget all other ranks and names: what came of any number of changes."""
+        """Forget all other ranks and names: the result of any number of changes."""
         with self._writing() as changed:
             renamed = {rank for port, rank in self._names.items() if port in names}
             gone = self._statuses.keys() - ranks
@@ -130,7 +130,7 @@ class StatusBoard:
 
     @contextmanager
     def _writing(self) -> Iterator[list[RankStatus]]:
-        """Hold the lock, then wake who waits, and tell listeners what was put into the list."""
+        """Hold the lock, then wake waiting threads, and notify listeners of listed statuses."""
         changed: list[RankStatus] = []
         with self._lock:
             yield changed
@@ -144,7 +144,7 @@ class StatusBoard:
                     logger.exception("a function that is called with changed statuses failed")
 
     def disown(self, reason: str) -> None:
-        """In a forked child, which lacks the writing thread and whoever held the lock: end."""
+        """End, in a forked child: it lacks the writing thread and the thread that held the lock."""
         self._make_lock()
         self._listeners = {}  # they are for threads and event loops of the parent
         self.end(reason, shown=reason)
@@ -163,14 +163,14 @@ class StatusBoard:
         return self._ended
 
     def listen(self, listener: Listener) -> tuple[list[RankStatus], Callable[[], None]]:
-        """Return the present statuses, and have a function called with those that change.
+        """Return the present statuses, and register a function for those that change.
 
         It is called on the writing thread, with the statuses whose state, completeness or epoch
-        has changed, with those of ranks that are gone, as closed; and a last time when this ends
+        has changed; with those of removed ranks, as closed; and a last time when the board ends
         (at once, with none, if it has ended).
 
         Returns:
-            The statuses as they are now, and a function that ends the calls. That waits for no
+            The statuses as they are now, and a function that ends the calls. It waits for no
             lock, and a call that is under way may still come.
         """
         key = object()
@@ -209,14 +209,14 @@ class StatusBoard:
     def live(self) -> frozenset[Rank]:
         """Return the ranks that are live: the same object until a rank's state changes. O(1) then.
 
-        Nobody is while the thread is stuck, as in `trusts`.
+        No rank is live while the thread is stuck, as in `trusts`.
         """
         if self._clock() - self._signed_at >= self._patience:
             return _NOBODY
         return self._stand()[0]
 
     def connected(self) -> frozenset[Rank]:
-        """Return the ranks with a connection, as `live` does; the thread may be stuck."""
+        """Return the ranks with a connection, as `live` does, even while the thread is stuck."""
         return self._stand()[1]
 
     def _stand(self) -> tuple[frozenset[Rank], frozenset[Rank]]:
@@ -285,7 +285,7 @@ class StatusBoard:
             raise NotLiveError(timeout, self.late(wanted, complete))
 
     def named(self, ranks: Iterable[RankName] | str | None) -> list[Rank] | None:
-        """Return the ranks that are meant, None for all; raises UnknownRankError."""
+        """Return the named ranks, None for all; raises UnknownRankError."""
         if ranks is None:
             return None
         with self._lock:
@@ -321,7 +321,7 @@ class StatusBoard:
         if isinstance(name, str):
             found = find_ranks(name, {**dict.fromkeys(self._statuses), **self._names})
             ranks = [rank for rank in map(self._name, found) if rank in self._statuses]
-            if not ranks:  # it comes, and has no status yet
+            if not ranks:  # it is being added, and has no status yet
                 raise UnknownRankError(name, self._statuses)
             return list(dict.fromkeys(ranks))
         rank = self._name(name)
@@ -351,7 +351,7 @@ class StatusBoard:
 
 
 class _Snapshots(Mapping[Rank, RankStatus]):
-    """Statuses of one moment that nobody can change, each made true when it is looked at."""
+    """The immutable statuses of one moment; each is aged when it is read."""
 
     def __init__(
         self, statuses: dict[Rank, RankStatus], aged: Callable[[RankStatus], RankStatus]
@@ -375,7 +375,7 @@ def _trust(status: RankStatus, stuck: bool) -> Trust:
 
 
 def _phase(status: RankStatus) -> tuple[State, bool, int]:
-    """Return what listeners are told changes of."""
+    """Return the fields whose changes are reported to listeners."""
     return status.state, status.complete, status.epoch
 
 

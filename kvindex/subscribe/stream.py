@@ -1,4 +1,4 @@
-"""What a subscriber tells: ordered batches, what happened between them, and how streams stand."""
+"""What a subscriber delivers: ordered batches, the items between them, and streams' statuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class DecodedBatch(Protocol):
-    """What a subscriber asks of a decoded payload; the rest of it is its consumer's.
+    """The part of a decoded payload that a subscriber reads; the rest is its consumer's.
 
     Attributes:
         ts: the publisher's clock when it made the batch, in seconds.
@@ -51,7 +51,7 @@ Fingerprint: TypeAlias = Callable[[bytes], int]
 
 
 class FingerprintMaker(Protocol):
-    """What a subscriber asks of its fingerprints: that they mean the same in another process.
+    """A function for fingerprints that are the same in every process.
 
     Attributes:
         identity: names the function; fingerprints of different identities cannot be compared.
@@ -70,7 +70,7 @@ class RankAdded(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         rank: which rank.
-        cache: what its `Worker` tells of its cache.
+        cache: what its `Worker` states about its cache.
     """
 
     rank: Rank
@@ -78,7 +78,7 @@ class RankAdded(msgspec.Struct, frozen=True, tag=True):
 
 
 class RanksRenamed(msgspec.Struct, frozen=True, tag=True):
-    """Ranks are known by other names from now on, because their batches name them so.
+    """Ranks have other names from now on, because their batches name them so.
 
     Attributes:
         names: pairs of the old and the new rank; two may have changed places.
@@ -170,19 +170,19 @@ each turn (with none, if none is new), and when ranks were added or renamed."""
 
 
 class Tap(Protocol):
-    """What is told all that a client's index takes, in the same order, on the subscriber's thread.
+    """Receives all that a client's index receives, in the same order, on the subscriber's thread.
 
-    It must not raise, and holds everything up while it runs.
+    It must not raise, and delays everything while it runs.
     """
 
     def batch(self, rank: Rank, payload: bytes) -> None:
-        """Take a batch that was applied, as its publisher sent it."""
+        """Receive a batch that was applied, as its publisher sent it."""
 
     def item(self, item: StreamItem) -> None:
-        """Take what happened between two batches."""
+        """Receive an item between two batches."""
 
     def restored(self, rank: Rank, section: bytes) -> None:
-        """Take what a rank that is being added begins with: what `Index.dump` gave once."""
+        """Receive the contents that an added rank begins with, as `Index.dump` returned them."""
 
     def statuses(self, statuses: Sequence[RankStatus]) -> None:
-        """Take the ranks' new statuses, at the end of each turn; perhaps none."""
+        """Receive the ranks' new statuses, at the end of each turn; perhaps none."""

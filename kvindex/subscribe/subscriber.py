@@ -45,21 +45,21 @@ _Result = TypeVar("_Result")
 
 
 class Subscriber(Following):
-    """Receives every rank's batches in order, repairs gaps, notices restarts, and tells a sink.
+    """Receives every rank's batches in order, repairs gaps, notices restarts, and calls a sink.
 
     Args:
         workers: the engines to subscribe to; more can be added later.
         sink: called on the subscriber's thread with each `StreamItem`. While it runs nothing else
-            is received: a slow sink is made up for by replay, but only as far back as the
+            is received: replay makes up for a slow sink, but only as far back as the
             publishers' buffers reach. An exception in it is counted and logged.
         on_batch: called as `on_batch(rank, batch)` in place of `sink(RankBatch(…))`, for a consumer
             that needs no more than these two; every other item still goes to the sink.
-        resume: what `cursor` gave of ranks, perhaps in another process: they go on from there, if
-            the publisher proves to be the same. Each of them is told by `RankAdded` and, if it
+        resume: what `cursor` returned for ranks, perhaps in another process: they go on from there,
+            if the publisher proves to be the same. Each is reported by `RankAdded` and, if it
             does not go on, `RankRestarted`; those that `workers` does not have are counted as
-            `cursors_unused`. Or `SavedRanks`, which has the sink restored as ranks are added.
-        decode: makes a batch of a payload; what it returns is handed on as it is.
-        fingerprints: makes hashes of payloads, by which one that comes again is known.
+            `cursors_unused`. Or `SavedRanks`, which restores the sink as ranks are added.
+        decode: makes a batch of a payload; its result is passed on unchanged.
+        fingerprints: makes hashes of payloads, by which a repeated payload is recognised.
         on_loss: "reset" asks the sink to drop a rank's blocks at a loss, "keep" does not.
         replay_policy: patience with replay requests.
         socket_options: settings of the sockets.
@@ -68,9 +68,9 @@ class Subscriber(Following):
         context: ZeroMQ context for every socket. By default the process-wide one for inproc
             endpoints, so that they meet, and one of its own for all others.
         clock: monotonic seconds.
-        on_statuses: called on the subscriber's thread with the statuses that others see from now
-            on, at the end of each turn (with none, if none is new).
-        on_stop: called once, on the subscriber's thread, when that ends for whatever reason.
+        on_statuses: called on the subscriber's thread with the newly shown statuses, at the end
+            of each turn (with none, if none is new).
+        on_stop: called once, on the subscriber's thread, when it ends for whatever reason.
         has_room: called on the subscriber's thread, between two batches. While it returns False
             nothing is received and no time-out counts, but calls are served; after `wake`, or a
             second later, it is called again.
@@ -141,7 +141,7 @@ class Subscriber(Following):
                 self.call(lambda: roster.note_strangers(Rank(*rank) for rank in resume))
         except BusyError:
             self._drop.detach()
-            self._thread.end(0.0)  # the sink has been waited for long enough
+            self._thread.end(0.0)  # `close` has waited long enough for the sink
             raise
         except BaseException:
             self.close()
@@ -166,7 +166,7 @@ class Subscriber(Following):
 
         Args:
             worker: the engine.
-            resume: what to go on from, as for the constructor; what is of other workers is left.
+            resume: the cursors, as for the constructor; those of other workers are ignored.
 
         Raises:
             ConfigurationError: it is no `Worker`, one of its dp_ranks is subscribed to already,
@@ -185,8 +185,8 @@ class Subscriber(Following):
         From within the sink it is carried out after the current turn; its failure is logged.
 
         Args:
-            name: the name of a worker, for all its ranks; or a `Rank`, or its text "a/0", also by
-                the dp_rank that its port tells.
+            name: the name of a worker, for all its ranks; or a `Rank`, or its text "a/0", also with
+                the dp_rank of its port.
 
         Raises:
             UnknownRankError: there is none of that name.
@@ -198,11 +198,11 @@ class Subscriber(Following):
     def call(
         self, function: Callable[[], _Result], *, timeout: float = _COMMAND_TIMEOUT
     ) -> _Result:
-        """Return what a function returns that the subscriber's thread calls between two items.
+        """Call a function on the subscriber's thread, between two items, and return its result.
 
-        So whatever the sink keeps and `cursor` stand at the same point of every stream, and nothing
-        moves while the function runs; it must not take long, nor wait for the subscriber. What it
-        raises is raised here. From within such a function a further one is called at once.
+        So the sink's state and `cursor` stand at the same point of every stream, and nothing moves
+        while the function runs; it must be short, and not wait for the subscriber. Its exceptions
+        are raised here. From within such a function a further one is called at once.
 
         Args:
             function: called without arguments.
@@ -221,10 +221,10 @@ class Subscriber(Following):
         return function()
 
     def cursor(self, rank: RankName) -> bytes | None:
-        """Return how far a rank's items were given to the sink, for `resume` in another process.
+        """Return how far the sink has received a rank's items, for `resume` in another process.
 
         Within `call` it stands exactly where the sink does. It names the rank's publisher by its
-        port, so it finds that again where batches give the rank another name.
+        port, so it finds that publisher again where batches give the rank another name.
 
         Returns:
             Some kilobytes, or None where there is nothing to go on from: nothing was applied yet,
@@ -237,7 +237,7 @@ class Subscriber(Following):
         return self.call(lambda: self._thread.roster.cursor(rank))
 
     def find(self, rank: Rank) -> RankStatus | None:
-        """Return the latest snapshot of a rank, its `last_event_age` not aged, or None. O(1)."""
+        """Return a rank's latest snapshot, its `last_event_age` not aged, or None. O(1)."""
         return self._board.find(rank)
 
     def statistics(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Subscriber(Following):
     def close(self) -> None:
         """Stop the thread and close every socket; idempotent.
 
-        It waits for a sink that is running, but no longer than 30 seconds.
+        It waits for a running sink, but no longer than 30 seconds.
         """
         self._drop.detach()
         self._thread.end(_COMMAND_TIMEOUT)
@@ -267,7 +267,7 @@ class Subscriber(Following):
 
 
 def _drop(thread: SubscriberThread, pid: int) -> None:
-    """End the thread of a subscriber that nobody holds any more."""
+    """End the thread of a subscriber that was dropped without `close`."""
     if os.getpid() != pid:
         return  # a forked child: the thread is the parent's
     thread.tell_to_end()

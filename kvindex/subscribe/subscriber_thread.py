@@ -1,7 +1,7 @@
-"""The subscriber's thread and all that it owns: sockets, feeds, and what it shows to others.
+"""The subscriber's thread and all that it owns: sockets, feeds, and the status board.
 
-It holds nothing of the `Subscriber` itself, so one that nobody holds any more can be collected, and
-ends it.
+It has no reference to the `Subscriber`. So a dropped `Subscriber` can be collected, and then ends
+the thread.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["SubscriberThread"]
 logger = logging.getLogger(__name__)
 
 _MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often
-_TURN = 0.1  # seconds of feeds that are busy, so that calls wait little however many they are
+_TURN = 0.1  # seconds for all busy feeds, so that calls wait little however many feeds there are
 
 
 class SubscriberThread:
-    """Runs a roster's feeds until it is told to end.
+    """Runs a roster's feeds until `tell_to_end`.
 
     Args:
         settings: those of every feed.
         on_stop: called once, on the thread, when it ends.
 
     Attributes:
-        board: what it shows to others.
-        commands: what others have it do.
+        board: the statuses that other threads read.
+        commands: the calls of other threads.
         roster: the feeds; owned by the thread.
-        stopping: whether it was told to end.
-        wake: has it begin its next turn at once; from any thread.
+        stopping: whether `tell_to_end` was called.
+        wake: begins the next turn at once; from any thread.
 
     Thread safety: `tell_to_end`, `end`, `is_current` from any thread.
     """
@@ -52,7 +52,7 @@ class SubscriberThread:
         self.board = StatusBoard(settings.clock, settings.sequencer.stale_after + 2 * _MAX_SLEEP)
         self._watch = Watch()
         self.roster = Roster(settings, self._watch, self.board)
-        self._bound_at = settings.clock()  # when what peers send is bounded next
+        self._bound_at = settings.clock()  # when the inflow is bounded next
         self.wake = self._watch.wake
         self.commands = Commands(self.wake)
         self._waiting: dict[Feed, None] = {}  # feeds that wait for their turn, the longest first
@@ -62,17 +62,17 @@ class SubscriberThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether it is the thread that asks."""
+        """Whether the caller runs on this thread."""
         return self._thread is threading.current_thread()
 
     def tell_to_end(self) -> None:
-        """Have it end soon, without waiting; the collector may call this within any lock."""
+        """End the thread soon, without waiting; the collector may call this within any lock."""
         if self._pid == os.getpid():  # a forked child shares its parent's descriptors
             self.stopping = self._outlet.shut = True
             self.wake()
 
     def end(self, timeout: float) -> None:
-        """Tell it to end, and wait for that; from the thread itself, do not wait."""
+        """End the thread, and wait for its end; from the thread itself, do not wait."""
         self.tell_to_end()
         if not self.is_current and self._pid == os.getpid():
             self._thread.join(timeout)
@@ -97,17 +97,17 @@ class SubscriberThread:
                 self._counters["thread_failures"] += 1
                 reason = f"the subscriber's thread failed: {error!r}"
         finally:
-            if not self._outlet.forked:  # else all that it has is the parent's
+            if not self._outlet.forked:  # else the sockets and feeds are the parent's
                 self._stop(reason)
 
     def _turn(self) -> None:
-        """Wait for something to do, and do some of it: calls, then messages, then time-outs."""
+        """Wait for work, and do some of it: calls, then messages, then time-outs."""
         if not self._has_room():
             self._watch.wait_for_call(_MAX_SLEEP)
             self.commands.run()
             if not self.stopping:
                 self._bound_inflow(self._clock())
-            return  # no time-out may count while its answer waits in a socket
+            return  # no time-out may count while its reply waits in a socket
         self._waiting.update(self._watch.wait(0.0 if self._waiting else self._sleep()))
         now = self._clock()
         self.board.sign(now)
@@ -120,7 +120,7 @@ class SubscriberThread:
         self.roster.publish(dict.fromkeys(changed), now)
 
     def _pump(self, now: float) -> Iterator[Feed]:
-        """Have feeds take messages, one of them at least; yield these, and leave the rest."""
+        """Pump waiting feeds, at least one; yield those pumped, and leave the rest waiting."""
         roster, until = self.roster, self._clock() + _TURN
         while self._waiting and self._has_room():
             feed = next(iter(self._waiting))
@@ -133,11 +133,11 @@ class SubscriberThread:
                 return
 
     def _tick(self, now: float) -> Iterator[Feed]:
-        """Let time pass for feeds, one of them at least; yield those that something was due for."""
+        """Let time pass for feeds, at least one; yield those for which something was due."""
         deadlines, until = self.roster.deadlines, self._clock() + _TURN
         for feed in deadlines.due(now):
             if feed.closed or feed in self._waiting:
-                continue  # what it waits for may have come: pumping it sets its deadline anew
+                continue  # its message may have come: pumping it sets its deadline anew
             if self._clock() >= until:
                 deadlines.set(feed, now)
                 continue
@@ -146,13 +146,13 @@ class SubscriberThread:
             deadlines.set(feed, feed.deadline)
 
     def _bound_inflow(self, now: float) -> None:
-        """Once a second, bound what peers send."""
+        """Bound the peers' inflow, once a second."""
         if now >= self._bound_at:
             self._bound_at = now + _MAX_SLEEP
             self.roster.bound_inflow(now)
 
     def _has_room(self) -> bool:
-        """Whether the sink takes more."""
+        """Whether the sink accepts more."""
         has_room = self._outlet.has_room
         return has_room is None or has_room()
 
@@ -161,7 +161,7 @@ class SubscriberThread:
         return _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
 
     def _stop(self, reason: str) -> None:
-        """End everything; what fails on the way is logged, and the rest ends all the same."""
+        """End everything; a failure is logged, and the rest ends all the same."""
         self.commands.close()
         self.stopping = self._outlet.shut = True
         self.roster.close(self._clock())

@@ -1,18 +1,18 @@
-"""What the subscriber's thread waits for: sockets of its feeds, time, and calls from others.
+"""The waiting of the subscriber's thread: for its feeds' sockets, time, and calls from others.
 
 The sockets' descriptors are registered with the operating system once, so that a wait costs the
 same for one rank and for hundreds (`zmq.Poller` asks every socket each time). That needs care:
 
-**ZeroMQ's descriptors tell of changes only.** A socket's descriptor becomes readable when
-something arrives after the socket was last found empty, not while something is left; and any call
-on the socket may take the sign away, having noted what it stands for. So a sign can be missed only
-by an owner that was not looked after since the socket was last used for anything but finding it
-empty. Hence the rule, which makes missing one impossible:
+**ZeroMQ's descriptors report changes only.** A socket's descriptor becomes readable when a message
+arrives after the socket was last found empty, not while messages are left; and any call on the
+socket may clear this sign, after ZeroMQ has noted the message. So a sign can be missed only if the
+socket was used for anything but finding it empty, and its owner was not called since. Hence the
+rule, which makes missing one impossible:
 
-1. an owner that `wait` returns takes from each of its sockets until it is empty, or else calls
+1. an owner that `wait` returns reads each of its sockets until it is empty, or else calls
    `look_again`;
-2. `look_again` follows any other use of a socket too; `add` implies it, for what was done to the
-   socket before.
+2. `look_again` follows any other use of a socket too; `add` implies it, for earlier uses of the
+   socket.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Watch:
             self._selector.unregister(descriptor)
 
     def look_again(self, owner: Any) -> None:
-        """Have the next `wait` return this owner at once: its sockets may have something left."""
+        """Have the next `wait` return this owner at once: its sockets may have messages left."""
         self._again[owner] = None
 
     def wait(self, seconds: float) -> dict[Any, None]:
-        """Return the owners whose sockets may have something, after at most this long."""
+        """Return the owners whose sockets may have messages, after at most this long."""
         found = self._selector.select(0 if self._again or seconds <= 0 else seconds)
         owners, self._again = self._again, {}
         for key, _ in found:
@@ -83,16 +83,16 @@ class Watch:
             self._waker.clear()
 
     def close(self) -> None:
-        """Close what waiting needs; the watched sockets are their owners' to close. Idempotent."""
+        """Close the waker and the selector; owners close the watched sockets. Idempotent."""
         self._selector.close()
         self._calls.close()
         self._waker.close()
 
 
 class Deadlines(Generic[Owner]):
-    """One deadline for each owner, the nearest at hand.
+    """One deadline for each owner, and quick access to the nearest.
 
-    Most deadlines are put off again and again before they come, so putting one off costs nothing:
+    Most deadlines are put off again and again before they come, so putting one off is free:
     the owner is called at the earlier time once, and must set its deadline anew then.
 
     Thread safety: none.
@@ -111,7 +111,7 @@ class Deadlines(Generic[Owner]):
         self._order = 0
 
     def set(self, owner: Owner, when: float | None) -> None:
-        """See to it that the owner is called at `when`, if not before. O(log n), mostly O(1)."""
+        """Have the owner called at `when`, if not before. O(log n), mostly O(1)."""
         if when is None or when >= self._called.get(owner, float("inf")):
             return
         self._called[owner] = when
@@ -120,7 +120,7 @@ class Deadlines(Generic[Owner]):
 
     @property
     def nearest(self) -> float | None:
-        """When the next one is to be called."""
+        """When the next owner is to be called."""
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[Owner]:

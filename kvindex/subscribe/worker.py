@@ -27,7 +27,7 @@ class PublisherAddress(msgspec.Struct, frozen=True):
     """Where one rank's publisher is expected.
 
     Attributes:
-        dp_rank: the rank as the port tells it; a `dp_rank` in its batches wins.
+        dp_rank: the rank by its port; a `dp_rank` in its batches wins.
         endpoint: its PUB socket.
         replay: its ROUTER socket, or None.
     """
@@ -52,7 +52,7 @@ class Worker(msgspec.Struct, frozen=True):
         bind: listen at `endpoint` ourselves, for publishers that connect (vLLM does when its
             endpoint names a concrete host). Replay is still connected to.
         curve: our CURVE keys, for both sockets, with the publisher's public key as `server_key`.
-        cache: what the engine's events leave unsaid of its cache: kinds of groups before vLLM
+        cache: what the engine's events do not state about its cache: kinds of groups before vLLM
             0.22, report mode, EAGLE, and whether answers are only upper bounds.
 
     Raises:
@@ -90,7 +90,7 @@ class Worker(msgspec.Struct, frozen=True):
             )
 
     def __hash__(self) -> int:
-        """Return a hash of what cannot change: endpoints and settings may hold lists and dicts."""
+        """Return a hash of immutable fields: endpoints and settings may hold lists and dicts."""
         return hash((self.name, self.dp_size, self.topic, self.bind, self.curve))
 
     def _check_types(self) -> None:
@@ -135,7 +135,7 @@ class Worker(msgspec.Struct, frozen=True):
         return [PublisherAddress(r, e, replays[r]) for r, e in sorted(endpoints.items())]
 
     def shared_endpoints(self, beside: Iterable[PublisherAddress] = ()) -> list[str]:
-        """Return endpoints that one rank publishes and another replays at: a known mistake.
+        """Return endpoints where one rank publishes and another replays: a known mistake.
 
         With the engines' usual ports 5557 and 5558 and two ranks, rank 1 would publish at the
         port where rank 0 replays.
@@ -154,7 +154,7 @@ def workers_of(workers: Iterable[Worker] | Worker) -> list[Worker]:
     """Return the workers that a caller gave: one or several.
 
     Raises:
-        ConfigurationError: they are something else.
+        ConfigurationError: the values are not workers.
     """
     if isinstance(workers, Worker):
         return [workers]
@@ -168,7 +168,7 @@ def workers_of(workers: Iterable[Worker] | Worker) -> list[Worker]:
 
 
 def not_a_worker(given: object) -> ConfigurationError:
-    """Return the error for what is no `Worker`, with what to write instead."""
+    """Return the error for a value that is no `Worker`, with what to write instead."""
     write = 'Worker("NAME", "tcp://HOST:PORT", replay="tcp://HOST:PORT"), or a list of such'
     if isinstance(given, str):
         if given.startswith(_TRANSPORTS):

@@ -1,4 +1,4 @@
-"""Where engines are: asked of the engines themselves, and followed as they come, go and move."""
+"""Discovers engines, asks them where they publish, and follows them as they come, go and move."""
 
 from kvindex.subscribe.discovery.discovery import Discovery
 from kvindex.subscribe.discovery.engine import EngineReport, ask_engine

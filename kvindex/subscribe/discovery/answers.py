@@ -1,4 +1,4 @@
-"""What engines answer when they are asked where they publish, read without trusting it."""
+"""Engines' answers to the question where they publish, read without trusting them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_MODELS = 256
 
 
 class Told(msgspec.Struct, frozen=True):
-    """Where an engine says that one rank publishes, in its own words.
+    """An engine's report of where one rank publishes, in its own words.
 
     Attributes:
         dp_rank: the rank.
@@ -43,13 +43,13 @@ class Told(msgspec.Struct, frozen=True):
 
 
 def read_sources(answer: Any) -> list[Told]:
-    """Return what vLLM's `/kv_event_sources` tells, by rank; nothing if events are off.
+    """Return vLLM's `/kv_event_sources`, by rank; nothing if events are off.
 
-    It comes in three shapes: settings by rank (vLLM 0.31 and later), a list with one entry for each
-    rank, and such a list under "sources".
+    The answer has three shapes: settings by rank (vLLM 0.31 and later), a list with one entry for
+    each rank, and such a list under "sources".
 
     Raises:
-        ValueError: it has none of these shapes.
+        ValueError: the answer has none of these shapes.
 
     Examples:
         >>> read_sources({"1": {"publisher": "zmq", "endpoint": "tcp://*:5558"}})
@@ -74,13 +74,13 @@ def read_sources(answer: Any) -> list[Told]:
 
 
 def read_server_info(info: Mapping[str, Any]) -> tuple[list[Told], int | None]:
-    """Return what SGLang's `/server_info` tells: its ranks, and the tokens of a block.
+    """Return the ranks in SGLang's `/server_info`, and the tokens of a block.
 
-    `kv_events` (0.5.13 and later) says it as it came to be. Else `kv_events_config` has the option
+    `kv_events` (0.5.13 and later) has the values in use. Before, `kv_events_config` has the option
     as it was given, as text or as an object.
 
     Raises:
-        ValueError: it cannot be understood.
+        ValueError: the answer cannot be understood.
 
     Examples:
         >>> read_server_info(
@@ -119,7 +119,7 @@ def tells_sglang(info: Any) -> bool:
 
 
 def named_models(answer: Any) -> tuple[tuple[str, ...], str]:
-    """Return the ids in `/v1/models`, and who owns the first; nothing of what is malformed.
+    """Return the ids in `/v1/models`, and the owner of the first; malformed entries are left out.
 
     Examples:
         >>> named_models({"data": [{"id": "llama", "owned_by": "vllm"}]})

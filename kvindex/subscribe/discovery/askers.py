@@ -1,4 +1,4 @@
-"""Threads that ask engines, so that a slow one holds up no other."""
+"""Threads that ask engines, so that a slow engine delays no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("kvindex.subscribe.discovery")
 class Askers:
     """Runs calls in a few threads, which are started when there is work for them.
 
-    They are daemons: a name server that never answers does not hold up the end of the process.
+    They are daemons: a name server that never answers does not delay the end of the process.
 
     Args:
         most: most threads.
@@ -30,7 +30,7 @@ class Askers:
         self._idle = threading.Semaphore(0)
 
     def run(self, call: Callable[[], None]) -> None:
-        """Have a call run soon."""
+        """Enqueue a call."""
         self._calls.put(call)
         if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
             thread = threading.Thread(target=self._work, name="kvindex-ask", daemon=True)

@@ -1,4 +1,4 @@
-"""What two findings of one engine have in common, and what differs."""
+"""Compares two findings of one engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["described", "is_other", "part_of", "place_of", "ranks_of", "with_ran
 
 
 def place_of(target: Target) -> str:
-    """Return what differs when another engine has come under a name."""
+    """Return a text that differs when another engine has come under a name."""
     return f"{target.url} {target.version}"
 
 
@@ -23,7 +23,7 @@ def ranks_of(found: Found | None) -> dict[int, PublisherAddress]:
 
 
 def is_other(before: Found, found: Found) -> bool:
-    """Return whether this is more than ranks that have come or gone."""
+    """Return whether more has changed than ranks that have come or gone."""
     old, new = ranks_of(before), ranks_of(found)
     is_moved = any(old[rank] != new[rank] for rank in old.keys() & new.keys())
     return (
@@ -58,7 +58,7 @@ def part_of(found: Found, addresses: Iterable[PublisherAddress]) -> Found:
 
 
 def described(found: Found) -> str:
-    """Return what a log line says of an engine."""
+    """Return an engine's description for a log line."""
     addresses = found.worker.publishers()
     more = f" and {len(addresses) - 1} more ranks" if len(addresses) > 1 else ""
     replay = "" if addresses[0].replay else ", without replay"

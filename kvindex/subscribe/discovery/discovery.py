@@ -31,23 +31,23 @@ _FORKED = "this process was forked; discover in the child"
 
 
 class Discovery:
-    """Follows engines, and says which ranks to subscribe to and which no longer.
+    """Follows engines, and reports which ranks to subscribe to and which no longer.
 
-    - An engine that comes is added once it has said where it publishes.
-    - One that its source no longer tells of (a pod that is deleted, a line that is gone from a
-      file) is removed at once. With a source that is not certain of that (a name server), it is
-      kept for `forget_after` seconds, and as long as `is_alive` says so.
-    - One that does not answer, or no longer says where it publishes, keeps its last known ranks in
-      the same way, and is added anew when it answers again.
-    - One that publishes elsewhere than before is removed and added. One with more ranks gets those.
+    - A new engine is added once it has reported where it publishes.
+    - An engine that its source no longer lists (a deleted pod, a line removed from a file) is
+      removed at once. If the source is not certain (a name server), the engine is kept for
+      `forget_after` seconds, and as long as `is_alive` returns true.
+    - An engine that does not answer, or no longer reports where it publishes, keeps its last known
+      ranks in the same way, and is added anew when it answers again.
+    - An engine that publishes elsewhere than before is removed and added. New ranks are added.
       Ranks go when two answers running lack them.
-    - A source that fails takes nobody away. It is called again, after longer and longer pauses.
+    - A source that fails removes no engine. It is called again, after longer and longer pauses.
 
     Each decision is logged once, by the logger "kvindex.subscribe.discovery".
 
     Args:
-        sources: who tells of engines. If two tell of one name, the first counts.
-        add: called with ranks to subscribe to, by one thread, which it may hold up.
+        sources: they list engines. If two list one name, the first counts.
+        add: called with ranks to subscribe to, by one thread, which it may block.
         remove: called by the same thread with ranks to forget.
         options: how engines are asked, and how long they are kept.
         is_alive: whether events of a worker (by name) still come.
@@ -110,10 +110,10 @@ class Discovery:
     # Calls from any thread --------------------------------------------------------------------
 
     def missing(self) -> dict[str, str]:
-        """Return who has not told where to subscribe yet, and why.
+        """Return the sources and engines that are not subscribed to yet, and why.
 
-        By the name of a source that has told nothing, or the URL (or name) of an engine that is
-        not subscribed to; empty when all that is known of is added.
+        By the name of a source that has listed nothing, or the URL (or name) of an engine that is
+        not subscribed to; empty when every known engine is added.
         """
         with self._changed:
             return self._tracker.missing()
@@ -121,11 +121,11 @@ class Discovery:
     def wait_found(
         self, timeout: float, enough: Callable[[], bool] = lambda: False
     ) -> dict[str, str]:
-        """Wait until nothing is missing; return what still is after so many seconds.
+        """Wait until nothing is missing, or for so long; return what is still missing.
 
         Args:
             timeout: longest wait, in seconds.
-            enough: ends the wait, too; asked whenever something was found. It must not wait.
+            enough: ends the wait, too; called whenever an engine was found. It must not wait.
 
         Raises:
             ClosedError: it is closed, or was closed meanwhile.
@@ -161,12 +161,12 @@ class Discovery:
         return self.missing()
 
     def on_change(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Have a function called whenever something may be missing no longer, and at the end.
+        """Register a function, called whenever `missing` may have changed, and at the end.
 
         It is called on the discovery's thread, and must not wait.
 
         Returns:
-            A function that ends this.
+            A function that unregisters it.
         """
         key = object()
         with self._changed:
@@ -180,26 +180,26 @@ class Discovery:
         return stop
 
     def refresh(self, worker: str | None = None) -> None:
-        """Have one engine asked again at once, by its worker's name, or every one."""
+        """Ask one engine again at once, by its worker's name, or every engine."""
         self._inbox.put(partial(self._tracker.refresh, worker))
 
     def statistics(self) -> dict[str, Any]:
         """Return plain JSON-ready values.
 
-        `sources`: by name, how many engines it tells of, how often it told and failed, and the last
-        error in words, if it stands. `engines`: by name, who told of it, its URL, ranks, model,
-        the seconds since it last answered, and what is wrong. `counters`: how often what was done.
+        `sources`: by name, how many engines it lists, how often it reported and failed, and the
+        last error in words, if it stands. `engines`: by name, the source, URL, ranks, model, the
+        seconds since it last answered, and what is wrong. `counters`: how often each step was done.
         """
         with self._changed:
             return self._tracker.statistics(self._clock())
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing is followed any more."""
+        """Whether `close` was called, or the discovery ended by a failure."""
         return self._ended.is_set()
 
     def close(self) -> None:
-        """Stop following; what was added stays added. Idempotent.
+        """Stop following; added ranks stay added. Idempotent.
 
         It waits for a call of `add` or `remove` that is under way, for up to 5 seconds.
         """
@@ -244,7 +244,7 @@ class Discovery:
             self._tell_listeners()
 
     def _turn(self) -> None:
-        """Take one event, or the passing of time, and do what follows from it."""
+        """Process one event, or the passing of time, and carry out the steps."""
         with self._changed:
             wait = self._tracker.next_at() - self._clock()
         try:
@@ -293,7 +293,7 @@ class Discovery:
     # The other threads ------------------------------------------------------------------------
 
     def _ask_one(self, target: Target) -> None:
-        """Ask one engine and have the owner take what it said."""
+        """Ask one engine and enqueue its answer for the owner."""
         if self._ended.is_set():
             return
         event: Callable[[float], None]
@@ -307,14 +307,14 @@ class Discovery:
                 else DiscoveryError(str(error), url=target.url, reason="content")
             )
             event = partial(self._tracker.unanswered, target, failure)
-        except Exception as error:  # else nobody would ask it again
+        except Exception as error:  # else it would never be asked again
             logger.exception("%s could not be asked", target.url)
             failure = DiscoveryError(repr(error)[:400], url=target.url, reason="content")
             event = partial(self._tracker.unanswered, target, failure)
         self._inbox.put(event)
 
     def _watch(self, source: Source) -> None:
-        """Have a source tell, until the end."""
+        """Watch a source, until the end."""
         failures = 0
 
         def tell(targets: Iterable[Target]) -> None:

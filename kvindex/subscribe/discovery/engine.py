@@ -29,24 +29,24 @@ ASK_TIMEOUT: Final = 5.0
 """Seconds in which an engine must have answered."""
 
 
-_MAX_NAMES = 16  # hosts that are looked up for one answer; further ones are used as told
+_MAX_NAMES = 16  # hosts that are looked up for one answer; further ones are used as given
 
 
 class EngineReport(msgspec.Struct, frozen=True):
-    """What an engine said of itself.
+    """An engine's answers about itself.
 
     Attributes:
         url: where it was asked.
-        kind: "vllm", "sglang", or "" if it did not tell.
-        version: of the engine; "" if it did not tell.
+        kind: "vllm", "sglang", or "" if unknown.
+        version: of the engine; "" if unknown.
         models: the names under which it serves.
-        block_size: tokens of a block, if it told; the events themselves tell it in any case.
-        publishes: whether it publishes events; None if it does not say, as vLLM before 0.31.
+        block_size: tokens of a block, if it reported them; the events contain them in any case.
+        publishes: whether it publishes events; None if it does not report it, as vLLM before 0.31.
         ranks: where each rank can be reached, sorted.
         topic: of its messages, if all ranks have the same one.
         notes: what to know of these endpoints, for people.
-        answers: by path, the JSON that came, without keys and passwords.
-        failures: by path, why nothing usable came.
+        answers: by path, the received JSON, without keys and passwords.
+        failures: by path, why no usable answer came.
     """
 
     url: str
@@ -63,7 +63,7 @@ class EngineReport(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> str:
-        """The first of the names under which it serves; "" if it did not tell."""
+        """The first of the names under which it serves; "" if unknown."""
         return self.models[0] if self.models else ""
 
     def worker(self, name: str = "", *, cache: CacheSettings | None = None) -> Worker:
@@ -71,11 +71,11 @@ class EngineReport(msgspec.Struct, frozen=True):
 
         Args:
             name: the worker's; HOST:PORT of the URL by default.
-            cache: what its events leave unsaid.
+            cache: what its events do not state.
 
         Raises:
-            DiscoveryError: it does not publish ("off"), does not say where ("unsaid"), or at
-                nothing that can be reached ("content"); the message says what to do.
+            DiscoveryError: it does not publish ("off"), does not report where ("unsaid"), or at
+                no reachable endpoint ("content"); the message says what to do.
         """
         if not self.ranks:
             raise self._why_none()
@@ -113,7 +113,7 @@ _SWITCH_ON: Mapping[str, str] = {
 
 
 def engine_name(url: str) -> str:
-    """Return the name that the engine at a URL goes by: HOST:PORT, and the path if there is one.
+    """Return the name of the engine at a URL: HOST:PORT, and the path if there is one.
 
     Examples:
         >>> engine_name("http://vllm-0:8000/")
@@ -130,11 +130,11 @@ def ask_engine(
     context: ssl.SSLContext | None = None,
     resolve: Resolve = addresses_of,
 ) -> EngineReport:
-    """Ask an engine what it is and where it publishes; return what it said.
+    """Ask an engine what it is and where it publishes; return its report.
 
     It reads vLLM's `/kv_event_sources` (0.31 and later) in its three shapes, SGLang's
     `/server_info` (`/get_server_info` before 0.5.4), `/version` and `/v1/models`. Nothing in them
-    is trusted: sizes and numbers are bounded, and what has another form is told in `failures`.
+    is trusted: sizes and numbers are bounded, and other forms are reported in `failures`.
 
     Args:
         url: of the engine's HTTP server, http://HOST:PORT.
@@ -144,8 +144,8 @@ def ask_engine(
         resolve: looks host names up; for tests.
 
     Raises:
-        DiscoveryError: nothing answers there, or nothing of it can be used; `reason` says why.
-        ConfigurationError: the URL is none.
+        DiscoveryError: there is no answer, or no usable one; `reason` says why.
+        ConfigurationError: the URL is invalid.
 
     Thread safety: any thread; it keeps nothing. It blocks: in asyncio, call it in a thread.
 
@@ -221,12 +221,12 @@ class _Asking:
         self._failure: DiscoveryError | None = None
 
     def get(self, path: str, read: Callable[[Any], Any]) -> Any:
-        """Return what is read of an answer, or None with the failure noted."""
+        """Return the parsed answer, or None with the failure noted."""
         try:
             answer = self.web.get(path, self._left())
         except DiscoveryError as error:
             if error.reason != "content":
-                raise  # nothing else will answer there either
+                raise  # no other path will answer either
             self._note(path, str(error).removeprefix(f"{self.web.url}{path} "), error)
             return None
         if answer.status != 200:
@@ -243,7 +243,7 @@ class _Asking:
         return result
 
     def server_info(self) -> tuple[list[Told], int | None] | None:
-        """Return what SGLang tells; None from any other engine."""
+        """Return SGLang's server info; None from any other engine."""
         for path in ("/server_info", "/get_server_info"):
             info = self.get(path, lambda answer: answer)
             if tells_sglang(info):
@@ -255,7 +255,7 @@ class _Asking:
         return None
 
     def version(self) -> str:
-        """Return the engine's version, which SGLang tells in its server's info."""
+        """Return the engine's version, which SGLang reports in its server info."""
         for path in ("/server_info", "/get_server_info"):
             version = _text_of(self.answers.get(path), "version")
             if version:
@@ -269,7 +269,7 @@ class _Asking:
         return size if isinstance(size, int) and 0 < size < 1 << 31 else None
 
     def bounded(self, resolve: Resolve) -> Resolve:
-        """Return what looks up a few names only, each once, and only while there is time."""
+        """Return a resolver of a few names only, each once, and only while there is time."""
         known: dict[str, frozenset[str]] = {}
 
         def look_up(host: str) -> frozenset[str]:

@@ -15,16 +15,16 @@ __all__ = ["EngineSource"]
 
 
 class EngineSource:
-    """Tells of engines at fixed URLs; a `Discovery` asks them again and again.
+    """Lists engines at fixed URLs; a `Discovery` asks them again and again.
 
     Args:
         urls: one URL or several, http://HOST:PORT. The worker is called HOST:PORT.
-        model: what they serve; by default each is asked.
+        model: the model that they serve; by default each is asked.
         routing_group: separates deployments of one model.
-        cache: what their events leave unsaid.
+        cache: what their events do not state.
 
     Raises:
-        ConfigurationError: one is no URL, or is given twice.
+        ConfigurationError: a URL is invalid, or is given twice.
 
     Examples:
         >>> EngineSource(["http://vllm-0:8000", "http://vllm-1:8000"]).name
@@ -65,7 +65,7 @@ class EngineSource:
         self._closed = threading.Event()
 
     def watch(self, tell: Tell) -> None:
-        """Tell of them, once."""
+        """List them, once."""
         tell(self.targets)
         self._closed.wait()
 

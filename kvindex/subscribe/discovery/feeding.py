@@ -1,4 +1,4 @@
-"""What has a client follow the engines that it was given by URL or by a source."""
+"""Feeds a client from the engines that it was given by URL or by a source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Fed(Protocol):
 def follow_engines(
     client: Fed, sources: Iterable[Source], options: DiscoveryOptions | None
 ) -> Discovery:
-    """Return what has a client follow engines, for as long as somebody holds the client."""
+    """Return a discovery that feeds a client, for as long as the client is referenced."""
     held = weakref.ref(client)
 
     def living() -> Fed:
@@ -48,7 +48,7 @@ def follow_engines(
             try:
                 living().remove(rank)
             except UnknownRankError:
-                pass  # somebody else removed it
+                pass  # another caller removed it
 
     def is_alive(worker: str) -> bool:
         return any(rank.worker == worker for rank in living().connected_ranks())
@@ -62,7 +62,7 @@ def follow_engines(
 
 
 def _asking_again(discovery: Discovery) -> Callable[[RankStatus], None]:
-    """Return what has an engine asked at once that hangs up: it may come back at other ports."""
+    """Return a listener that asks an engine at once when it hangs up: its ports may change."""
     met: set[Rank] = set()
 
     def look(status: RankStatus) -> None:

@@ -48,7 +48,7 @@ def read_targets(listed: Mapping[str, Any] | Iterable[Any]) -> tuple[Target, ...
         listed: an object with `workers` (a list of tables, each with `name` and `endpoint`, and if
             need be `replay`, `dp_size`, `topic`, `bind`) or `engines` (a list of URLs, or of tables
             with `url` and perhaps `name`) or both; each table may have `model`, `routing_group`,
-            `labels` and `cache`. Other keys are somebody else's. Or a list of such entries.
+            `labels` and `cache`. Other keys are ignored. Or a list of such entries.
 
     Raises:
         ConfigurationError: an entry cannot be understood; says which and why.
@@ -123,11 +123,11 @@ def _by_rank(endpoints: str | list[str] | dict[str, str] | None) -> Any:
 
 
 class FollowedFile:
-    """A file as a source: tells its engines, and again whenever it changes.
+    """A file as a source: lists its engines, and again whenever it changes.
 
-    A file that is missing, empty or cannot be understood takes nobody away: what it said last stays
-    true, and the error is raised once. Since half of a file may look whole, one that has changed is
-    read once 27 more looks find it the same, 2.7 s by default; after `look`, at once.
+    A file that is missing, empty or cannot be understood removes no engine: its last list stays
+    valid, and the error is raised once. Since half of a file may look whole, a changed file is read
+    once 27 more looks find it the same, 2.7 s by default; after `look`, at once.
 
     Args:
         path: the file.
@@ -144,7 +144,7 @@ class FollowedFile:
         self._interval = interval
         self._wake = threading.Event()
         self._closed = False
-        self._is_asked = True  # to read it at once; so it is at first
+        self._is_asked = True  # to read it at once; true at first
         self._looked: object = self  # what the file looked like at the last look,
         self._same = 0  # and at how many looks before that
         self._seen: object = self  # what it looked like when it was last read
@@ -155,12 +155,12 @@ class FollowedFile:
         raise NotImplementedError
 
     def watch(self, tell: Tell) -> None:
-        """Tell the engines, and again after each change, until `close`.
+        """Yield the engines, and again after each change, until `close`.
 
         Raises:
             DiscoveryError: the file cannot be read or used.
         """
-        told = False  # by this call: whoever calls again wants to be told again
+        told = False  # by this call: a later call yields the engines again
         while not self._closed:
             self._wake.clear()
             looks, asked, self._is_asked = self._look(), self._is_asked, False
@@ -173,7 +173,7 @@ class FollowedFile:
                 if looks == self._look():
                     tell(targets)
                     self._is_good = told = True
-                else:  # part of it may be old: it is read once more
+                else:  # part of the content may be old: read it once more
                     self._seen = self
             self._wake.wait(self._interval)
 
@@ -193,7 +193,7 @@ class FollowedFile:
         self._wake.set()
 
     def _look(self) -> tuple[int, ...] | None:
-        """Return what tells one state of the file from the next, or None if it is not there."""
+        """Return a value that changes with the file's state, or None if there is no file."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -210,12 +210,12 @@ class FollowedFile:
 
 
 class FileSource(FollowedFile):
-    """Tells of the engines that a file lists, and reads it again whenever it changes.
+    """Lists the engines in a file, and reads it again whenever it changes.
 
-    The form is told by the name: .toml, .json, or .ndjson and .jsonl with an entry on each line;
-    what it may hold says `read_targets`. When it is read again, and what a mistake in it does, says
-    `FollowedFile`: the file of `kvindex serve` is followed likewise. To list no engine, write `[]`
-    (TOML: `engines = []`).
+    The name decides the form: .toml, .json, or .ndjson and .jsonl with an entry on each line;
+    `read_targets` describes the entries. `FollowedFile` describes when the file is read again, and
+    what a mistake in it does: the file of `kvindex serve` is followed likewise. To list no engine,
+    write `[]` (TOML: `engines = []`).
 
     Args:
         path: the file.

@@ -1,4 +1,4 @@
-"""What callers give for engines: workers, URLs and sources, in any mixture."""
+"""The engines that a caller gives: workers, URLs and sources, in any mixture."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Engines: TypeAlias = Iterable[Worker | str | Source] | Worker | str | Source
 def split_engines(given: Engines) -> tuple[Iterable[Worker] | Worker, list[Source]]:
     """Return the workers that are given, and the sources of all others; URLs become one source.
 
-    What is neither is left among the workers, for whoever subscribes to refuse it.
+    Any other value is left among the workers, for the subscriber to reject.
 
     Raises:
-        ConfigurationError: a URL is none, or is given twice.
+        ConfigurationError: a URL is invalid, or is given twice.
 
     Examples:
         >>> workers, sources = split_engines([Worker("a", "tcp://a:5557"), "http://b:8000"])

@@ -37,7 +37,7 @@ class KubeApi:
             process runs in.
         token: a file with the bearer token, which is read for each request since it is renewed;
             None for the service account's, if `url` is None.
-        certificate: a file with the certificate of whoever signed the server's; likewise.
+        certificate: a file with the certificate that signed the server's; likewise.
         account: where the service account is; for tests.
         watch_seconds: for how long the server is asked to keep one watch.
 
@@ -81,7 +81,7 @@ class KubeApi:
         """Return one object.
 
         Raises:
-            DiscoveryError: it cannot be had.
+            DiscoveryError: it cannot be read.
         """
         with self._opened(path) as stream:
             body = stream.read(_MAX_ANSWER + 1)
@@ -94,7 +94,7 @@ class KubeApi:
         """Return all objects with certain labels, and the version of that list.
 
         Raises:
-            DiscoveryError: they cannot be had; "expired" if the list changed between its pages.
+            DiscoveryError: they cannot be read; "expired" if the list changed between its pages.
         """
         items: list[Any] = []
         query = {"labelSelector": selector, "limit": str(_PAGE)}
@@ -110,12 +110,12 @@ class KubeApi:
         raise self._error(path, "content", f"has more than {_MAX_PAGES * _PAGE} objects")
 
     def watch(self, path: str, selector: str, version: str) -> Iterator[tuple[str, Any]]:
-        """Yield what changes after a version of a list: a kind of event, and the object.
+        """Yield the changes after a version of a list: the kind of event, and the object.
 
-        It ends when the server ends it, which it does every few minutes.
+        The watch ends when the server ends it, every few minutes.
 
         Raises:
-            DiscoveryError: it cannot be had, or broke; "expired" if the version is too old.
+            DiscoveryError: it cannot begin, or broke; "expired" if the version is too old.
         """
         query = {
             "watch": "1",
@@ -139,7 +139,7 @@ class KubeApi:
                 yield kind, found
 
     def close(self) -> None:
-        """End a watch that is under way, and all that come. From any thread."""
+        """End a watch that is under way, and all later ones. From any thread."""
         with self._lock:
             self._is_closed = True
             stream = self._stream

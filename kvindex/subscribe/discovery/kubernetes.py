@@ -29,14 +29,14 @@ __all__ = ["KubernetesSource"]
 
 
 class KubernetesSource:
-    """Tells of the engines in pods, as the Kubernetes API server does.
+    """Lists the engines in pods, as the Kubernetes API server does.
 
     A pod comes when it is ready for the first time. It goes as soon as it is being deleted, has
     ended, or no longer has the labels; not when it is only unready for a while, since its cache
-    lives on. If the server cannot be reached, what it said last stays true.
+    lives on. If the server cannot be reached, its last answer stays valid.
 
-    Each engine is asked where it publishes. One that does not say is assumed to publish at
-    `events_port` + rank.
+    Each engine is asked where it publishes. If it does not report it, `events_port` + rank is
+    assumed.
 
     Args:
         selector: labels of the pods, as kubectl takes them: "app=vllm".
@@ -46,12 +46,12 @@ class KubernetesSource:
             With `selector` or `pool`, their ports alone.
         namespace: of the pods; by default this process's own.
         port: of the engines' HTTP server; by default the container port "http", else 8000.
-        events_port: where rank 0 of an engine that does not say publishes; None assumes nothing.
+        events_port: where rank 0 publishes if its engine does not report it; None assumes nothing.
         replay_port: where it then answers replay requests.
         dp_size: number of ranks of such an engine.
         model_label: a label that has the name of the model; by default each engine is asked.
         routing_group: of these engines.
-        cache: what their events leave unsaid.
+        cache: what their events do not state.
         kube_url: the API server's URL, or that of a `kubectl proxy`; by default that of the cluster
             around this process, with the token and certificate of its service account.
         token, certificate: files that have others.
@@ -114,7 +114,7 @@ class KubernetesSource:
         self._pause = 1.0  # seconds that a list or a watch takes at least
 
     def watch(self, tell: Tell) -> None:
-        """Tell of the pods' engines, and again whenever they change."""
+        """Yield the pods' engines, and again whenever they change."""
         while not self._closed.is_set():
             with self._paced():
                 try:
@@ -122,7 +122,7 @@ class KubernetesSource:
                 except DiscoveryError as error:
                     if self._closed.is_set():
                         return
-                    if error.reason != "expired":  # which a new list cures
+                    if error.reason != "expired":  # a new list cures that
                         raise
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class KubernetesSource:
         self._api.close()
 
     def _list_and_follow(self, selector: str, rules: PodRules, tell: Tell) -> None:
-        """Take all pods, and what changes, until other pods are selected."""
+        """Receive all pods, and their changes, until other pods are selected."""
         version = self._list(selector, rules, tell)
         while version and not self._closed.is_set():
             with self._paced():
@@ -147,7 +147,7 @@ class KubernetesSource:
         self._closed.wait(max(until - time.monotonic(), 0.0))
 
     def _present(self) -> tuple[str, PodRules]:
-        """Return the selector and the rules as the pool has them now."""
+        """Return the pool's present selector and rules."""
         if not self._pool:
             return self._selector, self.rules
         path = f"{POOLS}/namespaces/{self.namespace}/inferencepools/{self._pool}"
@@ -164,7 +164,7 @@ class KubernetesSource:
         return f"/api/v1/namespaces/{self.namespace}/pods"
 
     def _list(self, selector: str, rules: PodRules, tell: Tell) -> str:
-        """Take all pods; return the version of the list."""
+        """Receive all pods; return the version of the list."""
         items, version = self._api.list(self._path, selector)
         before, self._pods = self._pods, {}
         for item in items:
@@ -173,9 +173,9 @@ class KubernetesSource:
         return version
 
     def _follow(self, selector: str, rules: PodRules, version: str, tell: Tell) -> str:
-        """Take what changes until the watch ends; return the version that it came to.
+        """Receive changes until the watch ends; return the last version received.
 
-        A watch that breaks is gone on with where it was.
+        A broken watch is resumed at its last version.
         """
         reached = version
         try:
@@ -185,7 +185,7 @@ class KubernetesSource:
                     self._tell(rules, tell)
                 reached = _version(found) or reached
         except DiscoveryError as error:
-            # It got somewhere: the next one goes on there, at once. If not, there is a pause.
+            # It made progress: the next watch goes on there, at once. If not, there is a pause.
             if error.reason not in ("unreachable", "timeout") or reached == version:
                 raise
         return reached

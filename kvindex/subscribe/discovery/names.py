@@ -21,24 +21,24 @@ LookUp: TypeAlias = Callable[[str], Sequence[str]]
 
 
 class DnsSource:
-    """Tells of one engine for each address of a name, and looks it up again and again.
+    """Lists one engine for each address of a name, and looks the name up again and again.
 
-    An address that is missing from an answer is not taken for gone, since name servers give parts
-    of what they know, and only ready pods: the discovery keeps it for `forget_after` seconds. A
-    name that cannot be looked up takes nobody away.
+    An address that is missing from an answer is not gone at once, since name servers return part
+    of their addresses, and only ready pods: the discovery keeps it for `forget_after` seconds. A
+    name that cannot be looked up removes no engine.
 
     Args:
         url: of the engines, by the name: "http://vllm.default.svc.cluster.local:8000". Each address
             is asked at the URL's port (with https, certificates must name the address). Or
             "tcp://NAME:5557", for engines that cannot be asked: then rank 0 publishes at that port.
-        replay_port: where rank 0 answers replay requests; for tcp, and for what an engine that does
-            not say publishes at.
+        replay_port: where rank 0 answers replay requests; for tcp, and for engines at
+            `events_port`.
         dp_size: number of ranks of such an engine.
-        events_port: where rank 0 of an engine that does not say is assumed to publish; None assumes
+        events_port: where rank 0 publishes if its engine does not report it; None assumes
             nothing.
         interval: seconds between two look-ups.
         model, routing_group: of these engines; by default each is asked for its model.
-        cache: what their events leave unsaid.
+        cache: what their events do not state.
         look_up: returns a name's addresses; for tests.
 
     Raises:
@@ -80,10 +80,10 @@ class DnsSource:
         self._interval = interval
         self._look_up = look_up or _addresses
         self._closed = threading.Event()
-        tuple(self._targets(["127.0.0.1"]))  # refuses ports that are none
+        tuple(self._targets(["127.0.0.1"]))  # rejects invalid ports
 
     def watch(self, tell: Tell) -> None:
-        """Tell of the name's addresses, and again whenever they change."""
+        """Yield the engines at the name's addresses, and again whenever they change."""
         told: tuple[Target, ...] | None = None
         while not self._closed.is_set():
             try:
@@ -128,7 +128,7 @@ def usual_worker(
     """Return an engine whose ranks publish at port + rank, where engines put them.
 
     Raises:
-        ConfigurationError: a port is none, or the engine's two ranges of ports overlap.
+        ConfigurationError: a port is invalid, or the engine's two ranges of ports overlap.
     """
     ranks = range(first_rank, first_rank + dp_size)
     if replay_port is not None and events_port < replay_port <= events_port + ranks[-1]:

@@ -16,9 +16,9 @@ class DiscoveryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How engines are asked and followed.
 
     Attributes:
-        interval: seconds between two questions to an engine. One that has not answered yet is
-            asked after a second, and then less and less often.
-        forget_after: seconds for which an engine is kept that does not answer any more.
+        interval: seconds between two questions to an engine. An engine that has not answered yet
+            is asked after a second, and then less and less often.
+        forget_after: seconds for which an engine that no longer answers is kept.
         timeout: seconds in which an engine must have answered.
         token: the engines' API key; a function returns the present one.
         context: of TLS, for engines at https; certificates are checked as the system does.

@@ -24,7 +24,7 @@ class PodRules(msgspec.Struct, frozen=True, kw_only=True):
     """How the engines in a pod are found.
 
     Raises:
-        ConfigurationError: a port is none.
+        ConfigurationError: a port is invalid.
 
     Attributes:
         ports: of their HTTP servers, one for each engine; none: the container port that is called
@@ -32,11 +32,11 @@ class PodRules(msgspec.Struct, frozen=True, kw_only=True):
         port_name: a container port.
         port_label: a label that has the port.
         model_label: a label that has the name of the model.
-        events_port: where rank 0 publishes if the engine does not say; None assumes nothing.
+        events_port: where rank 0 publishes if the engine does not report it; None assumes nothing.
         replay_port: where rank 0 then answers replay requests.
         dp_size: number of ranks of such an engine.
         routing_group: of all of them.
-        cache: what their events leave unsaid.
+        cache: what their events do not state.
     """
 
     ports: tuple[int, ...] = ()
@@ -87,11 +87,11 @@ def rules_of(preset: str) -> tuple[str, PodRules]:
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """What matters of a pod.
+    """The fields of a pod that discovery needs.
 
     Attributes:
         name: its name.
-        uid: another one means another pod of that name.
+        uid: differs for another pod of the same name.
         address: its IP; "" while it has none.
         is_ready: whether it is ready.
         is_ending: whether it is being deleted, or has ended.
@@ -138,7 +138,7 @@ def pool_of(found: Any) -> tuple[str, tuple[int, ...]]:
     """Return the label selector and the ports of an InferencePool.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no pool.
 
     Examples:
         >>> pool_of({"spec": {"selector": {"matchLabels": {"app": "vllm"}},
@@ -158,7 +158,7 @@ def targets_of(pod: Pod, rules: PodRules) -> Iterator[Target]:
     """Yield the engines of a pod that has an address.
 
     Raises:
-        ConfigurationError: its ports cannot be.
+        ConfigurationError: its ports are invalid.
     """
     ports = _ports(pod, rules)
     host = f"[{pod.address}]" if ":" in pod.address else pod.address

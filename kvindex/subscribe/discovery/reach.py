@@ -1,4 +1,4 @@
-"""What an engine calls its endpoint, made into one that can be reached from here."""
+"""Turns the endpoint that an engine reports into one that can be reached from here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reached(msgspec.Struct, frozen=True):
 
     Attributes:
         endpoint: to connect to; None if it cannot be reached from here.
-        note: what to know of it; "" if it is as expected.
+        note: a remark about it; "" if it is as expected.
     """
 
     endpoint: str | None
@@ -35,12 +35,12 @@ def reach(endpoint: str, asked: str, *, offset: int, resolve: Resolve) -> Reache
     """Return where to connect to for an endpoint that an engine names.
 
     A wildcard, the engine's own address and its loopback are replaced by the host that was asked.
-    Any other host is used as the engine says, since the DP ranks of one engine may run on several
+    Any other host is used as reported, since the DP ranks of one engine may run on several
     hosts.
 
     Args:
         endpoint: in the engine's words.
-        asked: the host in the URL that it was asked at.
+        asked: the host of the engine's URL.
         offset: added to the port: the engine names rank 0's only.
         resolve: looks names up.
 
@@ -85,7 +85,7 @@ def with_host(host: str, port: int) -> str:
 
 
 def addresses_of(host: str) -> frozenset[str]:
-    """Return the addresses of a host's name; none if nobody knows it."""
+    """Return the addresses of a host's name; none if it is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

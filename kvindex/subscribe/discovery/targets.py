@@ -1,4 +1,4 @@
-"""What sources tell, and what is made of it."""
+"""The targets that sources list, and the engines found there."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Found", "Source", "Target", "Tell"]
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One engine, as a source tells of it: to be asked, or known already.
+    """One engine, as a source lists it: to be asked, or known already.
 
     Attributes:
         name: its name among all engines; the worker's.
-        url: its HTTP server, to be asked where it publishes; "" if it need not be.
-        worker: what it is without `url`; with it, what is assumed until the engine says otherwise.
+        url: its HTTP server, to be asked where it publishes; "" if it need not be asked.
+        worker: the worker if there is no `url`; else the one assumed until the engine answers.
         model: the model that it serves; with "" the engine's own answer counts.
         routing_group: separates deployments of one model.
-        labels: what the source knows of it besides.
-        version: another one means that another engine has come under this name and URL.
-        cache: what its events leave unsaid.
+        labels: further facts that the source lists.
+        version: differs when another engine has come under this name and URL.
+        cache: what its events do not state.
 
     Raises:
         ValueError: it has neither a URL nor a worker.
@@ -49,11 +49,11 @@ class Found(msgspec.Struct, frozen=True):
 
     Attributes:
         worker: the engine and where its ranks publish.
-        model: the model that it serves; "" if nobody told.
+        model: the model that it serves; "" if unknown.
         routing_group: separates deployments of one model.
         engine: the URL of its HTTP server, or None.
-        labels: what the source knows of it besides.
-        source: who told of it.
+        labels: further facts that the source lists.
+        source: the source that listed it.
         is_part: whether these are only some of the worker's ranks: it grows or shrinks by them.
     """
 
@@ -72,11 +72,11 @@ Tell: TypeAlias = Callable[[Iterable[Target]], None]
 
 @runtime_checkable
 class Source(Protocol):
-    """Tells which engines there are.
+    """Lists engines.
 
     Attributes:
         name: for logs and statistics.
-        is_certain: whether an engine that it no longer tells of is gone. If not, such an engine is
+        is_certain: whether an engine that it no longer lists is gone. If not, such an engine is
             kept for a while, since it may be back in the next answer.
     """
 
@@ -87,10 +87,10 @@ class Source(Protocol):
     def is_certain(self) -> bool: ...
 
     def watch(self, tell: Tell) -> None:
-        """Tell all engines, and all of them again whenever they change, until `close`.
+        """Yield all engines, and all of them again whenever they change, until `close`.
 
         Raises:
-            DiscoveryError: it cannot know them now; what was told stays true, and the source is
+            DiscoveryError: it cannot list them now; its last list stays valid, and the source is
                 called again after a pause.
         """
 

@@ -1,7 +1,8 @@
 """What to do about engines that come, go, move, grow and fall silent.
 
-A state machine without threads, sockets or clocks: it is told what sources and engines say, and
-returns whom to ask and which workers to add and to remove. Owned by the thread of a `Discovery`.
+A state machine without threads, sockets or clocks: it receives the sources' lists and the engines'
+answers, and returns which engines to ask and which workers to add and to remove. Owned by the
+thread of a `Discovery`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class _Source(msgspec.Struct):
-    """What one source has told."""
+    """The last report of one source."""
 
     is_certain: bool
     targets: tuple[Target, ...] | None = None
@@ -60,14 +61,14 @@ class _Engine(msgspec.Struct):
     source: str
     ask_at: float
     is_asking: bool = False
-    found: Found | None = None  # what was asked to be added
+    found: Found | None = None  # the engine that was to be added
     found_at: str = ""  # the target's URL and version then
     is_added: bool = False  # whether it was
     answered_at: float | None = None
     absent_since: float | None = None
     failures: int = 0
     reason: str = "was not asked yet"
-    said: str = ""  # what was logged of it last
+    said: str = ""  # the last log line about it
     look_at: float = 0.0  # before this it is not forgotten
     missing: frozenset[int] = frozenset()  # ranks that the last answer lacks
 
@@ -76,10 +77,10 @@ class Tracker:
     """Follows engines.
 
     Args:
-        sources: their names, each with whether it is certain; the first that tells of a name wins.
+        sources: their names, each with whether it is certain; the first that lists a name wins.
         interval: seconds between two questions to an engine.
         forget_after: seconds for which an engine that does not answer is kept.
-        is_alive: whether events of a worker still come: then it is kept however silent it is.
+        is_alive: whether events of a worker still come: then it is kept, answers or not.
         jitter: returns 0 to 1: questions are spread, so that they do not come all at once.
     """
 
@@ -107,7 +108,7 @@ class Tracker:
     # What happens -----------------------------------------------------------------------------
 
     def told(self, source: str, targets: Iterable[Target], now: float) -> None:
-        """Take all engines that a source tells of."""
+        """Receive all engines that a source lists."""
         state = self._sources[source]
         state.targets, state.error = tuple(targets), ""
         state.told += 1
@@ -125,7 +126,7 @@ class Tracker:
                 self._change(known, owner, target, now)
 
     def source_failed(self, source: str, error: str) -> None:
-        """Note that a source cannot tell; what it told stays true."""
+        """Note that a source failed; its last list stays valid."""
         state = self._sources[source]
         state.failures += 1
         if error != state.error:
@@ -134,7 +135,7 @@ class Tracker:
             state.error = error
 
     def answered(self, target: Target, report: EngineReport, now: float) -> None:
-        """Take what an engine said of itself."""
+        """Receive an engine's report."""
         engine = self._asked(target)
         if engine is None:
             return
@@ -155,7 +156,7 @@ class Tracker:
         self._accept(engine, worker, now, report.model)
 
     def unanswered(self, target: Target, error: DiscoveryError, now: float) -> None:
-        """Note that an engine did not say where it publishes."""
+        """Note that an engine did not report where it publishes."""
         engine = self._asked(target)
         if engine is not None:
             self._unanswered(engine, error, now)
@@ -168,7 +169,7 @@ class Tracker:
         self.counters["added" if step.do == "add" else "removed"] += 1
 
     def refused(self, step: Step, reason: str, now: float) -> None:
-        """Note that ranks could not be added; it is tried again with the next answer."""
+        """Note that ranks could not be added; the next answer tries again."""
         engine = self._engines.get(step.found.worker.name)
         if engine is None or step.do == "remove":
             logger.warning("%s could not be removed: %s", step.found.worker.name, reason)
@@ -182,7 +183,7 @@ class Tracker:
         self._say(engine, logging.ERROR, engine.reason)
 
     def refresh(self, worker: str | None, now: float) -> None:
-        """Have one engine asked again at once, or every one."""
+        """Ask one engine again at once, or every engine."""
         for name, engine in self._engines.items():
             if engine.target.url and worker in (None, name):
                 engine.ask_at = now
@@ -199,12 +200,12 @@ class Tracker:
                 engine.is_asking = True
                 self.counters["asked"] += 1
                 targets.append(engine.target)
-            else:  # it was refused: try again
+            else:  # adding it failed: try again
                 self._accept(engine, engine.target.worker, now)
         return targets
 
     def tick(self, now: float) -> None:
-        """Forget engines that were silent, or not told of, for too long."""
+        """Forget engines that were silent, or not listed, for too long."""
         for name, engine in list(self._engines.items()):
             if now < self._forget_at(engine):
                 continue
@@ -214,7 +215,7 @@ class Tracker:
                 self._forget(name, engine)
 
     def next_at(self) -> float:
-        """Return when something is to be done without anything happening, by the same clock."""
+        """Return when a step is due if no event comes, by the same clock."""
         times = [math.inf]
         for engine in self._engines.values():
             if not engine.is_asking:
@@ -223,14 +224,14 @@ class Tracker:
         return min(times)
 
     def take(self) -> list[Step]:
-        """Return the steps that have come up, in order, once."""
+        """Return the steps that are due, in order, each once."""
         steps, self._steps = self._steps, []
         return steps
 
     # What is known ----------------------------------------------------------------------------
 
     def missing(self) -> dict[str, str]:
-        """Return who has not told where to subscribe yet, and why: sources, then engines."""
+        """Return the sources, then the engines, that are not subscribed to yet, and why."""
         missing = {
             name: source.error or "has not told which engines there are yet"
             for name, source in self._sources.items()
@@ -271,7 +272,7 @@ class Tracker:
     # One engine -------------------------------------------------------------------------------
 
     def _wanted(self) -> dict[str, tuple[str, Target]]:
-        """Return who tells of which engine; a name belongs to the first source that has it."""
+        """Return the source of each engine; a name belongs to the first source that lists it."""
         wanted: dict[str, tuple[str, Target]] = {}
         refused: dict[str, str] = {}
         for source, state in self._sources.items():
@@ -310,7 +311,7 @@ class Tracker:
             logger.info("removes %s: %s", name, why)
 
     def _forget_at(self, engine: _Engine) -> float:
-        """Return when an engine has been silent, or not told of, for too long."""
+        """Return when an engine will have been silent, or not listed, for too long."""
         since = engine.absent_since
         if since is None and engine.failures and engine.found is not None:
             since = engine.answered_at  # if it never answered, its source alone counts
@@ -356,12 +357,12 @@ class Tracker:
             self._accept(engine, target.worker, now)
         else:
             self._say(engine, logging.WARNING, str(error))
-            if engine.found is not None:  # of another engine, which was here before
+            if engine.found is not None:  # of an earlier engine of this name
                 self._steps.append(Step("remove", engine.found))
                 engine.found, engine.is_added = None, False
 
     def _accept(self, engine: _Engine, worker: Worker | None, now: float, model: str = "") -> None:
-        """Have an engine's ranks be these."""
+        """Set an engine's ranks."""
         assert worker is not None  # a target has a URL or a worker
         target = engine.target
         if worker.name != target.name:
@@ -419,7 +420,7 @@ class Tracker:
             logger.info("removes dp_ranks %s of %s", sorted(gone), found.worker.name)
 
     def _say(self, engine: _Engine, level: int, text: str) -> None:
-        """Log something of an engine, unless it was the last that was logged of it."""
+        """Log a line about an engine, unless it was the last line about it."""
         if text != engine.said:
             engine.said = text
             logger.log(level, "%s: %s", engine.target.name, text)

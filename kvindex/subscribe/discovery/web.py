@@ -1,7 +1,7 @@
 """HTTP servers, asked with bounded answers and within a deadline.
 
-What they answer comes from the network: it is bounded in size and time, read as JSON, and nothing
-in it is followed. There are no redirects and no proxies.
+Answers come from the network: they are bounded in size and time, read as JSON, and never followed.
+There are no redirects and no proxies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_ANSWER: Final = 8 << 20
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a server answered: the HTTP status and the body."""
+    """A server's answer: the HTTP status and the body."""
 
     status: int
     body: bytes
@@ -36,7 +36,7 @@ class Answer(msgspec.Struct, frozen=True):
         """Return the body's JSON.
 
         Raises:
-            ValueError: it is none, or nested too deeply.
+            ValueError: it is no JSON, or nested too deeply.
         """
         try:
             return msgspec.json.decode(self.body)
@@ -48,7 +48,7 @@ def split_url(url: str) -> SplitResult:
     """Return the parts of a server's URL.
 
     Raises:
-        ConfigurationError: it is no http or https URL with a host, or it carries more than that.
+        ConfigurationError: it is no http or https URL with a host, or it contains more than that.
 
     Examples:
         >>> split_url("http://engine:8000/").port
@@ -79,7 +79,7 @@ class Web:
         context: of TLS; by default certificates are checked as the system does.
 
     Raises:
-        ConfigurationError: the URL cannot be one.
+        ConfigurationError: the URL is invalid.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Web:
         return Answer(stream.status, body)
 
     def open(self, path: str, timeout: float) -> Stream:
-        """Return an answer whose body can be read as it comes; close it.
+        """Return an answer whose body can be read as it comes; the caller closes it.
 
         Raises:
             DiscoveryError: no answer began within `timeout` seconds.
@@ -214,7 +214,7 @@ class Stream:
         deadline: _Deadline,
     ) -> None:
         self.status = response.status
-        self.length = response.length  # bytes of the body; None if it does not say
+        self.length = response.length  # bytes of the body; None if not given
         self._web = web
         self._path = path
         self._sock = sock
@@ -225,7 +225,7 @@ class Stream:
         """Return the next `limit` bytes of the body, or what is left of it.
 
         Raises:
-            DiscoveryError: they did not come in what is left of the time of `Web.open`, or within
+            DiscoveryError: they did not come in the remaining time of `Web.open`, or within
                 `timeout` seconds from now.
         """
         if timeout is not None:
@@ -258,7 +258,7 @@ class Stream:
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the server was first
+            pass  # the server closed first
         self._sock.close()
 
     def __enter__(self) -> Stream:
@@ -291,7 +291,7 @@ class _Deadline:
 
 
 class _Wire:
-    """What http.client needs of a socket, within a deadline. Whoever dialled closes the socket."""
+    """A socket as http.client needs it, within a deadline. `Web.open` or `Stream` closes it."""
 
     def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
         self._sock = sock
@@ -324,7 +324,7 @@ class _Incoming(io.RawIOBase):
 
 
 def _dial(host: str, port: int, deadline: _Deadline) -> socket.socket:
-    """Return a connection to the first of a host's addresses that takes one."""
+    """Return a connection to the first of a host's addresses that accepts one."""
     failure: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
@@ -351,7 +351,7 @@ _CAUSES: Mapping[type[Exception], tuple[str, str]] = {
 
 
 def _told(error: Exception, timeout: float) -> tuple[str, str]:
-    """Return the reason of a failure as a word, and for people."""
+    """Return the reason of a failure in a word, and as text for people."""
     if isinstance(error, http.client.RemoteDisconnected | http.client.IncompleteRead):
         return "unreachable", "hangs up before the whole answer"
     if isinstance(error, TimeoutError):

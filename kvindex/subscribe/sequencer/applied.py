@@ -1,4 +1,4 @@
-"""What was applied in the current epoch, and how sure it is whose it was."""
+"""The batches applied in the current epoch, and how certain their publisher is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Applied", "Cursor"]
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a stream was applied: what a sequencer must know to go on from there.
+    """How far a stream was applied: all that a sequencer needs to go on from there.
 
     Attributes:
         epoch: restarts so far.
@@ -24,7 +24,7 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
         next_seq: the seq that must follow; above `seq` + 1 where a loss was declared.
         complete: whether every batch from the publisher's first on was applied.
         oldest_ts: batches older than this belong to an earlier epoch.
-        kept_losses: whether something was lost and what the rank held was kept nevertheless.
+        kept_losses: whether batches were lost and the rank's contents were kept nevertheless.
         recent: fingerprints of the last batches applied, by seq; that of `seq` is among them.
 
     Raises:
@@ -52,7 +52,7 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Applied:
-    """The batches applied so far, by what must be remembered of them. Owner: one sequencer.
+    """The batches applied so far, as far as they are remembered. Owner: one sequencer.
 
     Attributes:
         epoch: restarts so far.
@@ -60,9 +60,9 @@ class Applied:
         seq, ts: the last batch applied; seq is None before the first one of the epoch.
         next_seq: the seq that must follow; None while the epoch may start anywhere.
         complete: whether every batch from the publisher's first on was applied.
-        oldest_ts: batches older than this belong to an earlier epoch (unless replay has them).
+        oldest_ts: batches older than this belong to an earlier epoch (unless replay contains them).
         skipped: whether there was a loss in this epoch.
-        unproven: whether the connection broke since; another publisher may speak now.
+        unproven: whether the connection broke since; another publisher may be sending.
         start_in_doubt: whether the first batch of the epoch must come by replay: a live one may
             be a straggler of another publisher.
         replayed_to: the last seq that came by replay, -1 if none of the epoch did.
@@ -104,7 +104,7 @@ class Applied:
     def apply_run(self, timestamps: Sequence[float], fingerprints: Sequence[int]) -> None:
         """Advance over several batches, the next ones, none of them older than `oldest_ts`.
 
-        The same as `apply` for each, unless the epoch has yet to begin: that takes `apply`.
+        The same as `apply` for each; an epoch that has yet to begin needs `apply`.
         """
         assert self.seq is not None
         assert self.next_seq is not None
@@ -132,12 +132,12 @@ class Applied:
         self.skipped = True
 
     def recognise(self, batch: Batch) -> bool | None:
-        """Return whether `batch` is the one applied under its seq; None if not remembered."""
+        """Return whether `batch` was applied under its seq; None if not remembered."""
         known = self._recent.get(batch.seq)
         return None if known is None else known == batch.fingerprint
 
     def restart(self, trigger: Batch | None) -> None:
-        """Begin a new epoch; `trigger` is the batch of it that gave it away, if one did."""
+        """Begin a new epoch; `trigger` is the batch that showed the restart, if one did."""
         self.epoch += 1
         if trigger is not None:
             self.oldest_ts = trigger.ts

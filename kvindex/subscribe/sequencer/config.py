@@ -1,4 +1,4 @@
-"""Settings of a sequencer, as frozen values that refuse what cannot work."""
+"""Settings of a sequencer, as frozen values that reject impossible settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put into words what a sequencer is waiting for."""
+"""Explains in words what a sequencer is waiting for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def explain(
     """Return why a sequencer is not live and what it awaits; empty when it is live.
 
     `alive_at` is when the publisher last gave a sign of life, `gap_due` when the hole in front is
-    given up where no replay can fill it.
+    given up without replay.
     """
     if state is State.CONNECTING:
         return "not connected" + (

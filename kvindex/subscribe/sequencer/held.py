@@ -1,4 +1,4 @@
-"""What waits behind the next expected batch: bounded, sorted, with the evidence for each batch."""
+"""The batches that wait behind the next expected one: bounded, sorted, each with its evidence."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class HeldBatch:
 
 
 class Held:
-    """The batches that came out of order, and the seqs of those known but not to be had.
+    """The batches that came out of order, and the seqs of known batches that came damaged.
 
-    A seq is held or damaged, never both; `bool` tells whether any is.
+    A seq is held or damaged, never both; `bool` returns whether any is.
 
     Args:
         max_batches: most batches held, and most damaged seqs remembered.
@@ -57,7 +57,7 @@ class Held:
         self.dropped = -1
         self._entries: SortedDict[int, HeldBatch] = SortedDict()
         self._damaged: SortedDict[int, float] = SortedDict()  # seqs, and when they came damaged
-        # The same in the order of arrival. A plain dict would pass over all that left before it.
+        # The same in the order of arrival. A plain dict would step over all removed entries.
         self._arrivals: OrderedDict[int, float] = OrderedDict()
         self._max_batches = max_batches
         self._max_bytes = max_bytes
@@ -92,7 +92,7 @@ class Held:
 
     @property
     def waiting_since(self) -> float | None:
-        """When the batch came that has been held for longest, or the first damaged one; or None."""
+        """When the batch held for longest came, or the first damaged one; or None."""
         times = [next(iter(self._arrivals.values()))] if self._arrivals else []
         if self._damaged:
             times.append(self._damaged.peekitem(0)[1])
@@ -106,7 +106,7 @@ class Held:
     def add(self, entry: HeldBatch) -> bool:
         """Hold an entry in place of any of the same seq; return False when there is no room.
 
-        One batch is always held, however large, so that its owner can go on past it.
+        One batch is always accepted, however large, so that the owner can go on past it.
         Complexity: O(log n).
         """
         self.pop(entry.batch.seq)
@@ -120,7 +120,7 @@ class Held:
         return True
 
     def pop(self, seq: int) -> HeldBatch | None:
-        """Remove what is known of `seq`; return its entry, or None."""
+        """Remove `seq`; return its entry, or None."""
         self._damaged.pop(seq, None)
         entry: HeldBatch | None = self._entries.pop(seq, None)
         if entry is not None:
@@ -160,7 +160,7 @@ class Held:
     # Damaged batches --------------------------------------------------------------------------
 
     def note_damaged(self, seq: int, now: float) -> None:
-        """Remember that the batch of `seq` came damaged, unless it is held or too many are."""
+        """Remember that the batch of `seq` came damaged, unless it is held or too many came so."""
         if seq not in self._entries and len(self._damaged) < self._max_batches:
             self._damaged.setdefault(seq, now)
 
@@ -174,14 +174,14 @@ class Held:
             del self._damaged[seq]
 
     def forget_losses(self) -> None:
-        """Forget everything that came damaged or found no room."""
+        """Forget every batch that came damaged or found no room."""
         self._damaged.clear()
         self.dropped = -1
 
     # Evidence ---------------------------------------------------------------------------------
 
     def testify(self, request: int, *, ends_at: int | None = None) -> None:
-        """Note that the replay `request` has ended: what it should have contained, it missed.
+        """Note that the replay `request` has ended without batches that it should have contained.
 
         `ends_at` is the seq that it ended with, if it brought nothing new.
         """
@@ -232,7 +232,7 @@ class Held:
         return bool(self._entries) and not self._entries.peekitem(0)[1].confirmed
 
     def is_hole_older_than(self, request: int) -> bool:
-        """Return whether a batch that replay has shows the hole in front since before `request`."""
+        """Return whether a batch in replay has shown the hole in front since before `request`."""
         first = self.first
         if first is None or first != self.hole_end:
             return False

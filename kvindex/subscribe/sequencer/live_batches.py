@@ -15,7 +15,7 @@ MAX_REFUSED = 16
 
 
 class LiveBatches:
-    """Delivers, holds or refuses live batches, and sees restarts in them. Owner: one sequencer."""
+    """Delivers, holds or refuses live batches, and detects restarts. Owner: one sequencer."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -25,7 +25,7 @@ class LiveBatches:
         self._counters = machine.counters
 
     def take(self, batch: Batch) -> None:
-        """Take one batch."""
+        """Accept one batch."""
         self._counters["live"] += 1
         applied = self._applied
         if applied.seq is not None and batch.seq <= applied.seq:
@@ -60,7 +60,7 @@ class LiveBatches:
         return batch.seq == applied.next_seq
 
     def _take_fallen_back(self, batch: Batch) -> None:
-        """Take a live batch that is not above the last applied one: a duplicate or a restart."""
+        """Judge a live batch that is not above the last applied one: a duplicate or a restart."""
         recognised = self._applied.recognise(batch)
         if recognised:
             self._counters["duplicates"] += 1
@@ -74,7 +74,7 @@ class LiveBatches:
             self._refuse(batch, "delayed")
 
     def _refuse(self, batch: Batch, counter: str) -> None:
-        """Drop a batch that seems too old, but ask replay, or count, in case the clock lies."""
+        """Drop a batch that seems too old; ask replay, or count, in case the clock is wrong."""
         self._counters[counter] += 1
         if self._replay.usable:
             if self._machine.state is State.LIVE and self._machine.repair is None:
@@ -85,7 +85,7 @@ class LiveBatches:
             self._machine.restart("clock_fell_back", batch)
 
     def take_damaged(self, seq: int | None) -> None:
-        """Take note of one that cannot be read; its seq, where that was legible."""
+        """Record a batch that cannot be read, with its seq where legible."""
         self._counters["damaged"] += 1
         next_seq = self._applied.next_seq
         if seq is not None and next_seq is not None and seq < next_seq:
@@ -102,7 +102,7 @@ class LiveBatches:
 
     @property
     def run_start(self) -> int | None:
-        """The seq from which on `take_run` takes batches; None while `take` must see each."""
+        """The first seq that `take_run` accepts; None while `take` must see each batch."""
         applied = self._applied
         ordinary = (
             self._machine.state is State.LIVE
@@ -116,13 +116,13 @@ class LiveBatches:
     def take_run(
         self, first_seq: int, timestamps: Sequence[float], fingerprints: Sequence[int]
     ) -> int:
-        """Take batches numbered from `first_seq` on, as far as nothing is out of the ordinary.
+        """Accept batches numbered from `first_seq` on, up to the first that is not ordinary.
 
         **Why this is the same as `take` for each.** `run_start` is a seq only while the stream is
         LIVE and nothing is held, damaged, under repair or in doubt. Then `take` of the batch with
         exactly that seq, if it is not older than the epoch, passes every test that could refuse or
         hold it, delivers it, and finds nothing to do afterwards. That leaves `run_start` one higher
-        and everything else that it asks for unchanged, so the same is true of the next batch.
+        and all its other conditions unchanged, so the same is true of the next batch.
         Held against `take` by `tests/subscribe/sequencer/test_runs.py`.
         """
         if first_seq != self.run_start:

@@ -1,6 +1,6 @@
 """The states of a stream, and the steps that lead from one to another.
 
-What `live_batches` and `replies` decide is done here: every item and every request is made here.
+`live_batches` and `replies` decide; every item and every request is made here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Machine:
 
     Attributes:
         rank: whose stream it is.
-        now: the present, as the sequencer was told last.
+        now: the time of the latest entrance.
         state: the state; silence aside.
-        applied: what was delivered.
-        held: what waits behind it.
-        replay: what is known of the replay endpoint.
+        applied: the delivered batches.
+        held: the batches that wait behind them.
+        replay: the facts about the replay endpoint.
         repair: the replay that is under way, or None.
         counters: what happened how often, by name.
-        out: what the sequencer's owner is to do next.
+        out: the actions that the sequencer's owner is to carry out next.
         refused: batches refused in a row for their age.
         disconnected_at: when the connection broke last.
 
@@ -70,21 +70,21 @@ class Machine:
         self._random = random
 
     def disconnect(self) -> None:
-        """Be CONNECTING again, in doubt who will be met next."""
+        """Be CONNECTING again; the next publisher may be another one."""
         self.counters["disconnects"] += 1
         self.disconnected_at = self.now
         self.abandon_repair()
         self.replay.forget_pair()
         if not self.replay.usable:
-            # What was missing was on its way over the broken connection: nothing can fill the gap.
+            # The missing batches were on their way over the broken connection: the gap stays.
             self.lose_all_gaps("gap_without_replay")
         self.applied.start_in_doubt = True
         self.state = State.CONNECTING
         if self.applied.seq is None:
-            # Nothing tells later whether these are of the publisher that is met next.
+            # Later nothing shows whether these are the next publisher's.
             self.counters["held_dropped"] += self.held.clear()
             if self.applied.next_seq:
-                # Losses were declared up to there; whoever comes next starts afresh.
+                # Losses were declared up to there; the next publisher starts afresh.
                 self.restart("unproven_reconnect")
             self.applied.forget_start()
         else:
@@ -106,7 +106,7 @@ class Machine:
             self.go_live()
 
     def _begin_epoch(self, reason: str, trigger: Batch | None) -> None:
-        """Drop what is held of the epoch that ends, and what was known of it."""
+        """Drop the held batches of the epoch that ends, and the facts about it."""
         self.counters["restarts"] += 1
         if self.replay.exists:
             self.held.clear()
@@ -122,12 +122,12 @@ class Machine:
         self.out.append(RankRestarted(self.rank, self.applied.epoch, reason))
 
     def disown_replay(self) -> None:
-        """Go on without a replay that is another publisher's, with what came live alone."""
+        """Go on with the live batches alone: the replay is another publisher's."""
         self.counters["foreign_replay"] += 1
         self.abandon_repair()
         self.replay.disown(foreign=True)
         self.held.discard(lambda entry: entry.confirmed)
-        # Only a replay could prove that what came over an earlier connection is of the same life.
+        # Only a replay could prove that an earlier connection's batches are the same publisher's.
         broke_at = self.disconnected_at
         self.counters["held_dropped"] += self.held.discard(lambda e: e.arrived_at <= broke_at)
         first = self.held.first
@@ -149,7 +149,7 @@ class Machine:
         self.ask(self.repair)
 
     def notice_gap(self) -> None:
-        """Begin to repair if something is missing and no repair runs."""
+        """Begin a repair if batches are missing and no repair runs."""
         if not (self.held or self.replay.wanted):
             return
         if not self.replay.usable:
@@ -180,7 +180,7 @@ class Machine:
                 self.state = State.LIVE
 
     def go_live(self) -> None:
-        """End the repair; deliver what can be; look for a further gap."""
+        """End the repair; deliver the batches that follow; look for a further gap."""
         self.abandon_repair()
         self.state = State.LIVE
         if self.applied.unproven and (first := self.held.first) is not None:
@@ -195,16 +195,16 @@ class Machine:
             self.lose_damaged()
         self.notice_gap()
 
-    # What is known ----------------------------------------------------------------------------
+    # Questions --------------------------------------------------------------------------------
 
     @property
     def missing(self) -> bool:
-        """Whether something is known, or must be suspected, to be missing."""
+        """Whether batches are missing, or may be."""
         return bool(self.held) or self.replay.wanted or self.applied.unproven
 
     @property
     def awaits_replay(self) -> bool:
-        """Whether only batches that replay has may be delivered for now."""
+        """Whether only batches that replay contains may be delivered for now."""
         repair = self.repair
         syncing = self.state is State.SYNCING and repair is not None and repair.request is not None
         return self.replay.usable and (syncing or self.applied.start_in_doubt)
@@ -242,15 +242,15 @@ class Machine:
         """Count batches delivered."""
         self.counters["delivered"] += count
         self.refused = 0
-        if self.replay.usable and self.replay.paired:  # else see soon whose replay it is
+        if self.replay.usable and self.replay.paired:  # else check soon whose replay it is
             self.replay.quiet_since = self.now
 
     def _is_straggler(self, entry: HeldBatch) -> bool:
-        """Return whether a held batch is older than the epoch and no replay has it."""
+        """Return whether a held batch is older than the epoch and no replay contains it."""
         return not entry.confirmed and entry.batch.ts < self.applied.oldest_ts
 
     def drain(self) -> None:
-        """Deliver the held batches that follow; only those that replay has, where it decides."""
+        """Deliver the held batches that follow; where replay decides, only those it contains."""
         applied = self.applied
         while not applied.unproven and (seq := applied.next_seq) is not None:
             entry = self.held.get(seq)
@@ -263,7 +263,7 @@ class Machine:
     # Holding ----------------------------------------------------------------------------------
 
     def hold(self, batch: Batch, *, confirmed: bool = False) -> bool:
-        """Hold a batch that does not follow yet; return whether that brought something new."""
+        """Hold a batch that does not follow yet; return whether the batch is new."""
         known = self.held.get(batch.seq)
         if known is not None and known.batch.fingerprint == batch.fingerprint:
             if not confirmed:
@@ -283,7 +283,7 @@ class Machine:
         return False
 
     def _overflow(self, entry: HeldBatch) -> None:
-        """Drop the newest arrival for replay to bring; without replay lose the gap before it."""
+        """Drop the newest arrival, for replay to bring; without replay lose the gap before it."""
         batch = entry.batch
         if self.replay.usable or self.state is State.CONNECTING:
             self.counters["held_dropped"] += 1
@@ -311,7 +311,7 @@ class Machine:
     # Losing -----------------------------------------------------------------------------------
 
     def lose(self, reason: str) -> None:
-        """Declare the hole in front lost: to what is held behind it, or one batch."""
+        """Declare the hole in front lost: up to the held batch behind it, or one batch."""
         first = last = self.applied.next_seq
         if first is None or last is None:
             return
@@ -325,7 +325,7 @@ class Machine:
         self.declare_lost(reason, first, last)
 
     def lose_join(self, reason: str, first: int | None) -> None:
-        """Start at `first`, behind what replay did not bring; anywhere if that is None."""
+        """Start at `first`, behind the batches that replay did not bring; at any seq if None."""
         if first is None:
             return
         self.applied.start(first)
@@ -350,20 +350,20 @@ class Machine:
             self.drain()
 
     def lose_dropped(self) -> None:
-        """Declare what was dropped for want of room, and will not come again, lost."""
+        """Declare lost the batches that were dropped for want of room and will not come again."""
         first, last = self.applied.next_seq, self.held.dropped
         if first is not None and first <= last and not len(self.held):
             self.applied.skip_to(last + 1)
             self.declare_lost("held_overflow", first, last)
 
     def lose_overdue(self) -> None:
-        """Without replay: lose every hole behind which something has waited for a time-out."""
+        """Without replay: lose every hole behind which a batch has waited for a time-out."""
         while (due := self.gap_due) is not None and self.now >= due:
             self.lose("gap_without_replay")
             self.go_live()
 
     def declare_lost(self, reason: str, first: int, last: int) -> None:
-        """Say that these batches will never come."""
+        """Report that these batches will never come."""
         self.counters["losses"] += 1
         lost = self.counters["lost_batches"] + last - first + 1
         self.counters["lost_batches"] = min(lost, MAX_COUNT)
@@ -383,7 +383,7 @@ class Machine:
         self.out.append(AskReplay(self.replay.requests, start_seq))
 
     def ask_later(self, repair: Repair) -> None:
-        """Have the next request made after a pause."""
+        """Schedule the next request after a pause."""
         repair.back_off(self._random, self.now)
 
     def close_request(self, repair: Repair) -> None:

@@ -1,4 +1,4 @@
-"""Replay: what is known of a publisher's replay endpoint, and the repair that is under way."""
+"""Replay: the facts about a publisher's replay endpoint, and the repair that is under way."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ MAX_DISPUTES = 3
 
 
 class Replay:
-    """What is known of a publisher's replay endpoint, over all repairs. Owner: one sequencer.
+    """The facts about a publisher's replay endpoint, over all repairs. Owner: one sequencer.
 
     Attributes:
         exists: whether this publisher has an endpoint.
-        foreign: whether the one that was given is another publisher's, by all that it sent. It is
-            asked now and then, and what it sends is compared and not applied.
-        paired: whether it sent what had come live, too, in this epoch and connection.
-        keeps: whether the publisher keeps batches for replay; None until that has shown.
+        foreign: whether the given endpoint is another publisher's, by all that it sent. It is asked
+            now and then, and its replies are compared and not applied.
+        paired: whether it sent a batch that also came live, in this epoch and connection.
+        keeps: whether the publisher keeps batches for replay; None while unknown.
         wanted: whether a replay must be asked after the current one, which began too early to show
-            what is missing.
+            the missing batches.
         requests: how many were made; the number of the latest.
-        unanswered: how many in a row, up to now, nothing answered.
-        quiet_since: when the stream last brought something, or a replay showed that it is whole.
+        unanswered: how many in a row, up to now, had no reply.
+        quiet_since: when the stream last brought a batch, or a replay showed that it is whole.
     """
 
     def __init__(self, config: SequencerConfig, now: float) -> None:
@@ -80,34 +80,34 @@ class Replay:
         return "the publisher keeps no batches for replay" if self.keeps is False else ""
 
     def ended(self, now: float) -> None:
-        """Take note of a replay that came to its end."""
+        """Record a replay that came to its end."""
         self.unanswered = 0
         self.quiet_since = now
         self._probe_factor = 1
 
     def agreed(self) -> None:
-        """Take note that it sent what had come live."""
+        """Record that replay sent a batch that also came live."""
         self.paired = True
         self._disputes = 0
 
     def forget_pair(self) -> None:
-        """Take note of another connection: nothing is known of who answers to it."""
+        """Record another connection: another publisher may answer to it."""
         self.paired = False
         self._disputes = 0
 
     def dispute(self) -> bool:
-        """Take note that it denied what came live; return whether that was once too often."""
+        """Record that replay denied a live batch; return whether that was once too often."""
         self._disputes += 1
         return self._disputes >= MAX_DISPUTES
 
     def disown(self, foreign: bool) -> None:
-        """Take it for another publisher's from now on, or for this one's again."""
+        """Treat the endpoint as another publisher's from now on, or as this one's again."""
         self.foreign = foreign
         self.exists = not foreign
         self.forget_pair()
 
     def probe_rarely(self) -> None:
-        """Take note that it did not help: double the time between probes, up to a bound."""
+        """Record that replay did not help: double the time between probes, up to a bound."""
         self._probe_factor = min(MAX_PROBE_FACTOR, 2 * self._probe_factor)
 
 
@@ -135,9 +135,9 @@ class Repair:
         start_seq: the first seq that the latest request asked for.
         due: when the open request times out, or when the next one is to be made.
         replies: replies to the latest request.
-        first_seq, highest_seq: what it brought, the damaged included; None if nothing yet.
+        first_seq, highest_seq: of these replies, the damaged included; None if none yet.
         replied_at: time of its latest reply, or of the request itself.
-        until_end: whether only the end of a replay can tell that nothing is missing.
+        until_end: whether only the end of a replay can show that nothing is missing.
     """
 
     def __init__(self, purpose: Purpose, policy: ReplayPolicy, applied: Applied) -> None:

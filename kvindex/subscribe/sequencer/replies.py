@@ -10,7 +10,7 @@ __all__ = ["Replies"]
 
 
 class Replies:
-    """Takes what replay brings, tries again, and gives up. Owner: one sequencer."""
+    """Accepts the replies of replay, tries again, and gives up. Owner: one sequencer."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -20,7 +20,7 @@ class Replies:
         self._counters = machine.counters
 
     def take(self, repair: Repair, batch: Batch) -> None:
-        """Take a reply to the open request."""
+        """Accept a reply to the open request."""
         self._replay.unanswered = 0
         repair.saw(batch.seq, self._machine.now)
         if self._replay.foreign:
@@ -29,7 +29,7 @@ class Replies:
         self._stop_flood(repair, advanced=self._take(repair, batch))
 
     def take_damaged(self, repair: Repair, seq: int | None) -> None:
-        """Take note of a reply that cannot be read; its seq, where that was legible."""
+        """Record a reply that cannot be read, with its seq where legible."""
         self._counters["damaged"] += 1
         if self._replay.foreign:
             self._stay_without()
@@ -40,7 +40,7 @@ class Replies:
         self._stop_flood(repair, advanced=False)
 
     def end(self, repair: Repair, request: int) -> None:
-        """Take note of the end of the open request."""
+        """Record the end of the open request."""
         self._counters["replays_ended"] += 1
         self._replay.ended(self._machine.now)
         self._machine.close_request(repair)
@@ -52,14 +52,14 @@ class Replies:
         self._take_end(repair)
 
     def fail(self, repair: Repair) -> None:
-        """Take note that the socket of the open request failed."""
+        """Record that the socket of the open request failed."""
         self._counters["replays_failed"] += 1
         self._replay.unanswered += not repair.replies
         self._machine.close_request(repair)
         self._retry_or_give_up(repair, "replay_failed")
 
     def time_out(self, repair: Repair) -> None:
-        """Make the next try, or end the one that nothing has answered for too long."""
+        """Make the next try, or end a try that nothing has answered for too long."""
         if repair.request is None:
             self._machine.ask(repair)
             return
@@ -71,7 +71,7 @@ class Replies:
     # A replay that is another publisher's -------------------------------------------------------
 
     def _compare(self, batch: Batch) -> None:
-        """Use replay again if it sends what came live under this number."""
+        """Use replay again if it sends the batch that came live under this number."""
         if self._applied.recognise(batch):
             self._replay.disown(foreign=False)
             self._machine.restart("replay_agrees")
@@ -87,13 +87,13 @@ class Replies:
     # What a reply shows -----------------------------------------------------------------------
 
     def _take(self, repair: Repair, batch: Batch) -> bool:
-        """Take a reply; return whether it brought something new."""
+        """Accept a reply; return whether it brought something new."""
         applied = self._applied
         if batch.seq < repair.start_seq:
             self._counters["below_start"] += 1
             return False
         if self._replay.keeps is False and applied.seq is not None:
-            # What was taken on trust while replay was empty may be another publisher's.
+            # Batches accepted unproven while replay was empty may be another publisher's.
             self._replay.keeps = True
             self._machine.restart("replay_awoke")
             return True
@@ -117,7 +117,7 @@ class Replies:
         return self._take_following_reply(repair, batch)
 
     def _start_at(self, batch: Batch) -> None:
-        """Begin the epoch with the first batch that replay has, or with a held run before it."""
+        """Begin the epoch with the first batch in replay, or with a held run before it."""
         seq = batch.seq
         if self._applied.epoch == 0 and not self._counters["disconnects"]:
             seq = self._held.start_of_run(seq)
@@ -129,7 +129,7 @@ class Replies:
             self._machine.drain()
 
     def _check_overlap(self, batch: Batch) -> bool:
-        """Compare a reply with what was applied under its seq: the proof of identity."""
+        """Compare a reply with the batch that was applied under its seq: the proof of identity."""
         recognised = self._applied.recognise(batch)
         if recognised is False:
             self._restart("overlap_differs")
@@ -143,7 +143,7 @@ class Replies:
         return False
 
     def _restart(self, reason: str) -> None:
-        """Begin a new epoch, unless replay has denied what came live once too often."""
+        """Begin a new epoch, unless replay has denied live batches once too often."""
         applied = self._applied
         came_live = applied.seq is not None and applied.seq > applied.replayed_to
         if came_live and not applied.unproven and self._replay.dispute():
@@ -154,7 +154,7 @@ class Replies:
     def _take_reply_without_overlap(self, repair: Repair) -> None:
         """Judge a proof that begins too late: its overlap was lost, or has left the buffer."""
         if repair.exhausted:
-            # The buffer has wrapped past the overlap while nobody could see who was sending.
+            # The buffer has wrapped past the overlap, and nothing shows which publisher sent.
             self._machine.restart("unproven_reconnect")
         else:
             self._counters["overlaps_missed"] += 1
@@ -226,7 +226,7 @@ class Replies:
         if self._replay.keeps or self._applied.unproven:
             self._restart("replay_ends_below")
         elif self._replay.keeps is None:
-            # Nothing was ever seen from its buffer: ask from 0 whether there is one at all.
+            # Its buffer never sent a batch: ask from 0 whether there is one at all.
             self._replay.keeps = False
             self._machine.ask(repair)
         else:
@@ -236,8 +236,8 @@ class Replies:
     # Trying again, and giving up --------------------------------------------------------------
 
     def _finish_or_retry(self, repair: Repair) -> None:
-        """Go on after a replay that ended: live if nothing is missing, else ask again."""
-        # Something behind a hole tells where it ends, or identity could not be proven.
+        """Go on after a replay that ended: LIVE if nothing is missing, else ask again."""
+        # A batch behind a hole shows where it ends, or identity could not be proven.
         hole_known = self._held or self._applied.unproven
         # The batch behind the hole may still prove to be bogus.
         damaged = self._held.is_damaged(self._applied.next_seq)
@@ -263,7 +263,7 @@ class Replies:
             self._give_up(repair, reason)
 
     def _give_up(self, repair: Repair, reason: str) -> None:
-        """Go on without what replay did not bring."""
+        """Go on without the batches that replay did not bring."""
         self._counters["repairs_given_up"] += 1
         self._replay.probe_rarely()
         if self._applied.unproven:
@@ -275,7 +275,7 @@ class Replies:
             self._machine.lose_join(f"join_{reason}", self._held.first)
             self._machine.drain()
         if reason in ("replay_timeout", "replay_failed"):
-            # Nobody answers: each further hole would cost as much time for nothing.
+            # No reply comes: each further hole would cost as much time for nothing.
             self._replay.wanted = False
             self._machine.lose_all_gaps(reason)
             self._machine.lose_dropped()

@@ -5,19 +5,19 @@ Theory of operation
 
 A publisher numbers its batches 0, 1, 2, … and sends each one once, live, over a link that may
 drop, delay, double and reorder them. It keeps the last few thousand, and sends them again to
-whoever asks for "all from n". It never says who it is, nor that it was started anew. A
-`Sequencer` makes an ordered stream of this. Its entrances (`connected`, `live`, `replayed`,
-`tick`, …) tell it what happened, each with the time. Each returns a list of actions, to be
-carried out in order: items of the stream, and requests to open or close a replay socket.
+a subscriber that asks for "all from n". It never reports its identity, nor that it was restarted.
+A `Sequencer` makes an ordered stream of this. Its entrances (`connected`, `live`, `replayed`,
+`tick`, …) each accept one event, with the time. Each returns a list of actions, to be carried out
+in order: items of the stream, and requests to open or close a replay socket.
 
 **What is promised.** Within an epoch, `RankBatch` items carry the seqs n, n + 1, n + 2, …. Only a
 `RankLost` makes the number jump, over exactly the hole that it names. An epoch starts at 0, or
 anywhere with `complete` false. No batch is delivered twice. `RankRestarted` begins a new epoch and
 drops what the rank held, so batches of two publishers never stand together.
 
-**The parts**, from below. `Applied` remembers what was delivered. `Held` keeps what came out of
-order, within bounds, with the evidence for each batch. `Replay` is what is known of the replay
-endpoint, and `Repair` the replay that is under way. `Machine` knows the state, makes each step to
+**The parts**, from below. `Applied` remembers the delivered batches. `Held` keeps those that came
+out of order, within bounds, with the evidence for each. `Replay` has the facts about the replay
+endpoint, and `Repair` the replay that is under way. `Machine` has the state, makes each step to
 another, and with them the items. `LiveBatches` and `Replies` decide which steps to take.
 `Sequencer` has the entrances, and watches the time.
 
@@ -31,7 +31,7 @@ another, and with them the items. `LiveBatches` and `Replies` decide which steps
                                        (from any)         REPAIRING
 
 * CONNECTING: live batches are held, and nothing is asked for.
-* SYNCING: a replay is under way. It joins (from 0, when nothing was applied in this epoch), or it
+* SYNCING: a replay is under way. It joins (from 0, when nothing was applied in this epoch), or
   proves after a reconnect that the publisher is the same (from the last applied batch). Replies
   are delivered as they come, while there is no hole. Live batches that do not follow are held.
 * LIVE: nothing is known to be missing. After some silence a probe (a replay from the last applied
@@ -40,46 +40,47 @@ another, and with them the items. `LiveBatches` and `Replies` decide which steps
   batch is asked for.
 
 **Is it the same publisher?** A replay starts at the last applied batch, and includes it. The
-fingerprint of that batch tells a publisher that goes on from one that was started anew and has
-passed our number. A replay that ends below that batch comes from one that was started anew. If
-the publisher's buffer no longer has that batch, there is no proof; then it counts as the same only
-if the connection has not broken (`Applied.unproven`). A live batch whose seq falls back is a
+fingerprint of that batch distinguishes the same publisher from a restarted one that has passed our
+number. A replay that ends below that batch comes from a restarted publisher. If the publisher's
+buffer no longer has that batch, there is no proof; then it counts as the same only if the
+connection has not broken (`Applied.unproven`). A live batch whose seq falls back is a
 restart if it is newer (by ts) than the last applied batch, and a delayed duplicate otherwise.
 
-**Resuming.** A `Cursor` is all that a sequencer in another process must know to go on. That one
-begins with `resume`, as if its connection had just broken: the proof above decides whether it goes
-on or begins a new epoch. Where there can be no proof (no replay, fingerprints made otherwise), the
-new epoch begins at once. Held batches are not saved: replay brings them again.
+**Resuming.** A `Cursor` is all that a sequencer in another process needs to go on. The new
+sequencer begins with `resume`, as if its connection had just broken: the proof above decides
+whether it goes on or begins a new epoch. Where there can be no proof (no replay, or another
+fingerprint function), the new epoch begins at once. Held batches are not saved: replay brings them
+again.
 
 **Tries.** A `Repair` makes up to `attempts` requests in a row without progress, with time-outs and
-pauses. Each batch that it applies renews its tries. A publisher's socket may drop replies and say
-nothing, so a replay that has ended may still have holes: the first hole is asked for again. When
+pauses. Each batch that it applies renews its tries. A publisher's socket may drop replies silently,
+so a replay that has ended may still have holes: the first hole is asked for again. When
 the tries are used up, the hole is declared lost and the stream goes on behind it. So a replay
 endpoint that never answers delays the stream by a bounded time, and never stops it.
 
-**Evidence.** A batch that came live may be a straggler of an earlier epoch, or have a damaged seq.
-If several replays that were asked for after it came end without it, it is discarded: it must not
-open a hole that nobody can fill. A straggler older than the epoch's first batch is refused by its
-ts. If a replay contains it nevertheless, the replay is believed.
+**Evidence.** A live batch may be a straggler of an earlier epoch, or have a damaged seq. If several
+later replays end without it, the batch is discarded: it must not open a hole that nobody can fill.
+A straggler older than the epoch's first batch is refused by its ts. If a replay contains it
+nevertheless, the replay is believed.
 
-**Another publisher's replay.** Whoever configures a rank may name the replay endpoint of another
-engine. Then replay denies what comes live: replays end below a live batch with nothing new, or have
-something older under its number, or under that of the last applied batch. Each such time is a
-dispute. A replay that contains a batch that had come live, too, ends the row of disputes; so that
-this shows early, a stream is probed until it has happened once in its epoch. After three disputes
-in a row (`MAX_DISPUTES`) the replay is *foreign*: what the rank held is dropped, by
-`RankRestarted`, and the stream goes on with its live batches alone, behind a loss, as if there were
-no replay. Probes go on, more and more rarely. What they bring is only compared: if it is the last
-applied batch, replay is used again, after a restart and a join.
+**Another publisher's replay.** A rank's configuration may name the replay endpoint of another
+engine. Then replay denies the live batches: replays end below a live batch with nothing new, or
+have an older batch under its number, or under that of the last applied batch. Each such denial is
+a dispute. A replay that contains a batch that also came live ends the row of disputes; a stream is
+probed until this has happened once in its epoch, so that it shows early. After three disputes in a
+row (`MAX_DISPUTES`) the replay is *foreign*: the rank's contents are dropped, by `RankRestarted`,
+and the stream goes on with its live batches alone, behind a loss, as if there were no replay.
+Probes go on, more and more rarely. Their replies are only compared: if one is the last applied
+batch, replay is used again, after a restart and a join.
 
 **Without replay** (there is no endpoint, or its buffer proved to be empty) a gap waits for
-reordered batches until something behind it has waited for one time-out. Then it is lost, so
-several gaps wait at the same time, and not one after the other. A reconnect is a restart at the
-next batch. Batches are taken on trust while the buffer is empty; if a probe finds something in it
-after all, that trust ends with a restart and a join.
+reordered batches until a batch behind it has waited for one time-out. Then it is lost, so several
+gaps wait at the same time, and not one after the other. A reconnect is a restart at the next batch.
+Batches are accepted unproven while the buffer is empty; if a probe finds batches in it after all,
+the stream restarts and joins.
 
-**Limit.** A publisher that was started anew without breaking the connection (behind a proxy), and
-whose first batch to reach us has exactly the next number, cannot be told from the old one.
+**Limit.** A publisher that was restarted without breaking the connection (behind a proxy), and
+whose first batch to reach us has exactly the next number, looks like the old one.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Sequencer:
     """Order the batches of one publisher; see the module for how.
 
     Every entrance takes the time (seconds, any monotonic clock) and returns the actions to carry
-    out, in order. Only `live_run` returns a number: all that comes of a run is its own batches.
+    out, in order. Only `live_run` returns a number: a run's only items are its own batches.
     After `close` all return nothing.
 
     Thread safety: none; one owner calls everything.
@@ -146,7 +147,7 @@ class Sequencer:
     # How it stands ----------------------------------------------------------------------------
 
     def rename(self, rank: Rank) -> None:
-        """Have items carry another name from now on."""
+        """Rename the rank in all later items."""
         self._machine.rank = rank
 
     @property
@@ -157,7 +158,7 @@ class Sequencer:
 
     @property
     def lag(self) -> int:
-        """Batches that are known to exist and not delivered."""
+        """How many batches are known to exist and not delivered."""
         next_seq = self.applied.next_seq
         return (
             len(self._machine.held)
@@ -167,7 +168,7 @@ class Sequencer:
 
     @property
     def reason(self) -> str:
-        """Why the state is not LIVE and what is awaited, for people; empty when LIVE."""
+        """Why the state is not LIVE and what it waits for, for people; empty when LIVE."""
         return explain(
             self.state,
             self.applied,
@@ -185,7 +186,7 @@ class Sequencer:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` wants to be called next; None if there is nothing to wait for."""
+        """When `tick` must be called next; None if there is nothing to wait for."""
         state, repair = self._machine.state, self._machine.repair
         if state in (State.CONNECTING, State.CLOSED):
             return None
@@ -202,10 +203,10 @@ class Sequencer:
         return min(waits, default=None)
 
     def cursor(self) -> Cursor | None:
-        """Return all that a later sequencer must know to go on from here, in another process too.
+        """Return all that a later sequencer needs to go on from here, in another process too.
 
-        None where there is nothing to go on from: nothing was applied in this epoch, the publisher
-        keeps no batches to prove itself by, or the sequencer is closed.
+        None where that is impossible: nothing was applied in this epoch, the publisher keeps no
+        batches to prove its identity, or the sequencer is closed.
         """
         if self._machine.state is State.CLOSED or not self._replay.usable:
             return None
@@ -216,13 +217,13 @@ class Sequencer:
     def resume(self, cursor: Cursor | None, now: float, *, refused: str = "") -> list[Action]:
         """Go on from an earlier sequencer's cursor, before anything else has happened.
 
-        It is as after a reconnect: the publisher must prove that it is still the same. Where no
-        proof can be had, what the rank was restored with is given up at once, by `RankRestarted`.
+        As after a reconnect, the publisher must prove that it is still the same. Where there can be
+        no proof, the rank's restored contents are dropped at once, by `RankRestarted`.
 
         Args:
-            cursor: where the earlier one stood; None if that is not known.
+            cursor: where the earlier sequencer stood; None if unknown.
             now: the time.
-            refused: why the caller cannot let it go on from there, one word; "" if it can.
+            refused: why the caller refuses the cursor, one word; "" if it accepts it.
         """
         if self._enter(now):
             assert self._machine.state is State.CONNECTING
@@ -239,7 +240,7 @@ class Sequencer:
         return self._leave()
 
     def connected(self, now: float) -> list[Action]:
-        """Take note of a connection to the publisher."""
+        """Record a connection to the publisher."""
         if self._enter(now):
             if self._machine.state is not State.CONNECTING:
                 self._machine.disconnect()
@@ -248,21 +249,21 @@ class Sequencer:
                 self._machine.begin(Purpose.JOIN if self.applied.seq is None else Purpose.PROVE)
             else:
                 if self.applied.unproven:
-                    # Nothing will ever show that it is the same publisher, nor whose the batches
-                    # are that came since the connection broke.
+                    # No replay can prove that the publisher is the same, nor which publisher sent
+                    # the batches since the connection broke.
                     self._machine.held.clear()
                     self._machine.restart("unproven_reconnect")
                 self._machine.go_live()
         return self._leave()
 
     def disconnected(self, now: float) -> list[Action]:
-        """Take note that the connection broke."""
+        """Record that the connection broke."""
         if self._enter(now) and self._machine.state is not State.CONNECTING:
             self._machine.disconnect()
         return self._leave()
 
     def live(self, batch: Batch, now: float) -> list[Action]:
-        """Take a live batch."""
+        """Accept a live batch."""
         if not 0 <= batch.seq <= MAX_SEQ:
             return self.damaged(None, now)
         if self._enter(now):
@@ -272,16 +273,16 @@ class Sequencer:
 
     @property
     def run_start(self) -> int | None:
-        """The seq from which on `live_run` takes batches; None while `live` must see each."""
+        """The first seq that `live_run` accepts; None while `live` must see each batch."""
         return self._live.run_start
 
     def live_run(
         self, first_seq: int, timestamps: Sequence[float], fingerprints: Sequence[int], now: float
     ) -> int:
-        """Take live batches numbered `first_seq`, `first_seq` + 1, … and say how many of them.
+        """Accept live batches numbered `first_seq`, `first_seq` + 1, … and return how many.
 
-        It comes to the same as `live` for each of them. The caller is to hand on so many, from the
-        first on, and to give the one after them to `live`. What `timestamps` and `fingerprints`
+        The effect is that of `live` for each of them. The caller passes on so many, from the first
+        on, and gives the next one to `live`. What `timestamps` and `fingerprints`
         hold is `Batch.ts` and `Batch.fingerprint`.
         """
         count = 0
@@ -290,13 +291,13 @@ class Sequencer:
         return count
 
     def damaged(self, seq: int | None, now: float) -> list[Action]:
-        """Take note of a live message that cannot be read; its seq, where that was legible."""
+        """Record a live message that cannot be read, with its seq where legible."""
         if self._enter(now):
             self._live.take_damaged(_legible(seq))
         return self._leave()
 
     def replayed(self, request: int, batch: Batch, now: float) -> list[Action]:
-        """Take a batch that came in reply to `request`."""
+        """Accept a batch that came in reply to `request`."""
         if not 0 <= batch.seq <= MAX_SEQ:
             return self.replayed_damaged(request, batch.seq, now)
         if self._enter(now) and (repair := self._current(request)) is not None:
@@ -305,27 +306,27 @@ class Sequencer:
         return self._leave()
 
     def replayed_damaged(self, request: int, seq: int, now: float) -> list[Action]:
-        """Take note of a reply to `request` that cannot be read, under the number `seq`."""
+        """Record a reply to `request` that cannot be read, under the number `seq`."""
         if self._enter(now) and (repair := self._current(request)) is not None:
             self._prove_life()
             self._replies.take_damaged(repair, _legible(seq))
         return self._leave()
 
     def replay_ended(self, request: int, now: float) -> list[Action]:
-        """Take note of the end marker of `request`."""
+        """Record the end marker of `request`."""
         if self._enter(now) and (repair := self._current(request)) is not None:
             self._prove_life()
             self._replies.end(repair, request)
         return self._leave()
 
     def replay_failed(self, request: int, now: float) -> list[Action]:
-        """Take note that the socket of `request` failed."""
+        """Record that the socket of `request` failed."""
         if self._enter(now) and (repair := self._current(request)) is not None:
             self._replies.fail(repair)
         return self._leave()
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due; call it at `deadline` or whenever."""
+        """Do what is due; call it at `deadline` or at any time."""
         machine = self._machine
         if self._enter(now) and machine.state is not State.CONNECTING:
             if machine.repair is not None:
@@ -361,7 +362,7 @@ class Sequencer:
         return True
 
     def _leave(self) -> list[Action]:
-        """Hand over the actions that have piled up."""
+        """Return the accumulated actions."""
         out, self._machine.out = self._machine.out, []
         return out
 
@@ -378,7 +379,7 @@ class Sequencer:
             return "no_cursor"
         if not self._replay.exists:
             return "no_replay"
-        # What was kept then may have been removed by what was lost; this policy would drop it.
+        # A lost batch may have removed blocks that were kept; this policy would drop them.
         return "kept_losses" if cursor.kept_losses and self._config.on_loss == "reset" else ""
 
     def _prove_life(self) -> None:

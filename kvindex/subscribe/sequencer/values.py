@@ -1,4 +1,4 @@
-"""What goes into a sequencer and what comes out of it: batches, items and requests, all values."""
+"""A sequencer's input and output: batches, items and requests, all values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Batch(msgspec.Struct, frozen=True):
     Attributes:
         seq: the publisher's number, 0 … `MAX_SEQ`.
         ts: the publisher's clock when it made the batch, in seconds.
-        content: what the batch holds; handed on untouched.
+        content: the batch's contents; passed on unchanged.
         fingerprint: a hash of it: two batches of one seq are the same if their hashes are equal.
         size: bytes, counted against the bound on held batches.
     """
@@ -75,7 +75,7 @@ class RankLost(msgspec.Struct, frozen=True, tag=True):
         reason: why they could not be had, one word.
         first_seq: the first lost number.
         last_seq: the last lost number, inclusive; None if that is not known.
-        reset: whether what the rank holds is to be dropped (`on_loss="reset"`).
+        reset: whether the rank's contents must be dropped (`on_loss="reset"`).
     """
 
     rank: Rank
@@ -87,12 +87,12 @@ class RankLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankRestarted(msgspec.Struct, frozen=True, tag=True):
-    """A rank's publisher was started anew, or may have been: drop what the rank held.
+    """A rank's publisher was restarted, or may have been: drop the rank's contents.
 
     Attributes:
         rank: which rank.
         epoch: the number of the epoch that begins.
-        reason: what told it, one word.
+        reason: the evidence, one word.
     """
 
     rank: Rank
@@ -113,7 +113,7 @@ class AskReplay(msgspec.Struct, frozen=True):
 
 
 class CloseReplay(msgspec.Struct, frozen=True):
-    """Close the DEALER socket of this request: nothing more is wanted from it."""
+    """Close the DEALER socket of this request: its replies are no longer needed."""
 
     request: int
 
