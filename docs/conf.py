@@ -22,6 +22,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns: list[str] = []
 html_theme = "furo"
 html_title = f"kvindex {release}"
+html_static_path = ["static"]
+html_css_files = ["theme.css"]
 
 # Markdown: headings can be linked to, and a broken link is a warning, which fails the build.
 myst_heading_anchors = 3
