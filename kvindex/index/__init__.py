@@ -1,6 +1,6 @@
 """The index: a radix tree over prefix keys, one view for each rank.
 
-The files here know neither sockets nor engines. `client/` feeds an index from engines and adds
+The files here use neither sockets nor engines. `client/` feeds an index from engines and adds
 trust to its answers; `replicas/` copies such an index into other processes.
 Read first: `api.py` and `match.py`, then `tree.py`, the specification of the native core.
 May import: `kvindex.wire`; `client/` and `replicas/` also `kvindex.subscribe` and `kvindex.shm`.

@@ -1,6 +1,6 @@
-"""What every index does, whatever runs underneath: its public face, and the checks of arguments.
+"""The public interface of every index, and the checks of arguments.
 
-Two classes fill it in: `kvindex.index.reference.Index`, the readable specification in Python, and
+Two classes implement it: `kvindex.index.reference.Index`, the readable specification in Python, and
 `kvindex.index.native.Index`, its twin in C++. `kvindex.BACKEND` says which one `kvindex.Index` is.
 """
 
@@ -55,23 +55,23 @@ _SomeIndex = TypeVar("_SomeIndex", bound="BaseIndex")
 
 
 class BaseIndex(ABC):
-    """Which rank holds which prefix, as their events tell it.
+    """Which rank holds which prefix, by the ranks' events.
 
     Args:
         seed: seed of the prefix keys, 0 … 2**128 - 1; random when None.
-        max_blocks: at most this many resident blocks over all ranks; what does not fit is left
+        max_blocks: at most this many resident blocks over all ranks; further blocks are left
             out and counted (`ignored`, "max_blocks"). None: no limit.
-        max_blocks_per_rank: at most this many of one rank, so that none uses up what there is for
-            all; what does not fit is left out and counted likewise ("max_blocks_per_rank"). By
+        max_blocks_per_rank: at most this many of one rank, so that none uses up the room of all;
+            further blocks are left out and counted likewise ("max_blocks_per_rank"). By
             default nine tenths of a `max_blocks` of 10,000 or more, else no limit.
         max_orphans: at most this many blocks of a rank are held for want of their parent;
             beyond it the oldest are dropped and counted.
 
     Thread safety: every method may be called from any thread; one lock guards the whole index. A
-    signal's handler may call every method, too; where it interrupted a change, the Python index
-    raises InUseError, and the native one where it interrupted one of the set of ranks and would
-    change that itself. A forked child has an index of its own, as it was at the fork; of a change
-    of more than 1,024 blocks that another thread was making, it may have a part.
+    signal handler may call every method, too; but it gets InUseError where it interrupted a change
+    (Python index), or interrupted a change of the set of ranks and would change that set (native
+    index). A forked child has an index of its own, as it was at the fork; it may have part of a
+    change of more than 1,024 blocks that another thread was making.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index, Rank
@@ -110,7 +110,7 @@ class BaseIndex(ABC):
     def seed(self) -> int:
         """The seed of the prefix keys: what `Index(seed=...)` needs to restore from this one.
 
-        Keep it from whoever may send prompts: with it, prompts could be made to collide.
+        Keep it secret from clients that send prompts: with it, prompts could be made to collide.
         """
 
     # Ranks -----------------------------------------------------------------------------------
@@ -133,16 +133,16 @@ class BaseIndex(ABC):
 
     @abstractmethod
     def rename(self, names: Mapping[Rank, Rank]) -> None:
-        """Know ranks by other names, with all that they hold; several may change places.
+        """Rename ranks, with all that they hold; several may swap names.
 
-        A rank that is not known is left out; one whose name is taken over is forgotten.
+        An unknown rank is left out; a rank whose name is given to another is forgotten.
 
         Complexity: O(ranks).
         """
 
     @abstractmethod
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
-        """Say of a rank's cache what its events leave unsaid; it becomes known if it was not.
+        """Set what a rank's events do not state about its cache; the rank becomes known.
 
         Call it before the rank's first event. Settings stay when the rank's tree is cleared.
 
@@ -216,7 +216,7 @@ class BaseIndex(ABC):
             ranks: answer for these ranks only; all by default. "a/0" stands for `Rank("a", 0)`, "a"
                 for all ranks of worker a.
             block_size: look at ranks with this block size only. While the size of some rank is not
-                known yet, one that no rank has is answered with nothing.
+                known yet, a size that no rank has gives an empty answer.
             recomputed: so many tokens at the end of the prompt do not take part, because the engine
                 computes them in any case: as if they were cut off, but nothing is copied.
             trust: how far each rank can be trusted, for `RankMatch.state`, `complete` and `lag`,
@@ -262,19 +262,19 @@ class BaseIndex(ABC):
     ) -> Explanation:
         """Return, for each rank, where its match ends and why; `print` it.
 
-        It asks again with every LoRA that the ranks hold blocks of (the 64 with most of each
-        rank), and with the last 64 salts (or other first extra keys, up to 256 bytes long) that
-        each rank stored blocks under since it is known to this process. The index is locked for
-        one question at a time, so events may come in between.
+        It asks again with every LoRA of the ranks' blocks (the 64 with most of each rank), and with
+        the last 64 salts (or other first extra keys, up to 256 bytes long) under which each rank
+        stored blocks since it became known to this process. The index is locked for one question
+        at a time, so events may come in between.
 
         Args and Raises: as `match`, except that any `block_size` may be asked for, and
-            notes: called with each rank; returns what else may matter, as sentences.
+            notes: called with each rank; returns further notes, as sentences.
 
         Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
         """
         check_options(lora, salt, block_size, recomputed)
         if extra_keys is not None and block_size is None:
-            self.match([], lora=lora, extra_keys=extra_keys)  # refuses keys of unclear blocks
+            self.match([], lora=lora, extra_keys=extra_keys)  # rejects keys of unclear blocks
         asked = Asked(
             lora or None,
             packed_extras(extra_keys, lora, salt),
@@ -290,7 +290,7 @@ class BaseIndex(ABC):
 
     @abstractmethod
     def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
-        """Return an answer, and all that the ranks hold of the prompt at that moment."""
+        """Return an answer, and all blocks of the prompt that the ranks hold at that moment."""
 
     @abstractmethod
     def _stored_text(self) -> bool:
@@ -301,7 +301,7 @@ class BaseIndex(ABC):
     def dump(self, rank: Rank) -> bytes:
         """Return all that the index holds of a rank, for `restore` into an index of this seed.
 
-        Queries go on meanwhile; events wait for as long as it takes to copy one rank.
+        Queries go on meanwhile; events wait while one rank is copied.
 
         Raises:
             UnknownRankError: the rank is not known.
@@ -311,15 +311,15 @@ class BaseIndex(ABC):
         return seal_section(self._dump(rank), self._identity())
 
     def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
-        """Replace all that the index holds of a rank by what `dump` gave.
+        """Replace all that the index holds of a rank by a section from `dump`.
 
-        The rank, known before or not, then answers every query as the dumped one did, and goes on
-        with later events as that would have: orphans, labels, groups (described ones too) and
-        counters come along. It may be given another name.
+        The rank, known before or not, then answers every query like the dumped rank, and applies
+        later events like it: orphans, labels, groups (described ones too) and counters are
+        restored, too. The rank's name may differ.
 
         Args:
-            rank: who holds it from now on.
-            section: what `dump` gave, of an index with the same backend and seed.
+            rank: the rank that holds the contents from now on.
+            section: the result of `dump`, of an index with the same backend and seed.
 
         Raises:
             SnapshotError: the section cannot be restored here; the index is as before. Its
@@ -332,13 +332,13 @@ class BaseIndex(ABC):
         self._restore(rank, open_section(section, self._identity()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a snapshot to a file, which replaces one that is there when all is written.
+        """Write a snapshot to a file, which replaces an existing file once all is written.
 
         Each rank is written as it is when its turn comes. The file is readable by its owner only,
         since it contains the seed.
 
         Raises:
-            OSError: it cannot be written; a file that was there is as before.
+            OSError: it cannot be written; an existing file is unchanged.
         """
         write_snapshot(path, self)
 
@@ -357,7 +357,7 @@ class BaseIndex(ABC):
         max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
     ) -> _SomeIndex:
-        """Return an index as a snapshot tells it.
+        """Return the index in a snapshot.
 
         Args:
             source: a path, a file open for reading, or the bytes of a snapshot.
@@ -367,7 +367,7 @@ class BaseIndex(ABC):
 
         Raises:
             SnapshotError: it is no snapshot that can be restored here; `reason` says why.
-            ConfigurationError: the source is nothing that could be read.
+            ConfigurationError: the source is neither a path nor a readable file nor bytes.
             OSError: the file cannot be read.
 
         Examples:
@@ -399,7 +399,7 @@ class BaseIndex(ABC):
         max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
     ) -> _SomeIndex:
-        """Return an index as the bytes of a snapshot tell it.
+        """Return the index in the bytes of a snapshot.
 
         Raises:
             SnapshotError: as `load`.
@@ -439,30 +439,30 @@ class BaseIndex(ABC):
         min_blocks: int = 1,
         ranks: Iterable[RankName] | str | None = None,
     ) -> Prefixes:
-        """Return who holds which prefixes: the tree from its roots on, as far as nodes are wanted.
+        """Return which ranks hold which prefixes: the tree from its roots on, up to `max_nodes`.
 
         For a picture of what ranks share. The next node is always the one that most ranks hold;
         of several the longest, then the one whose first block came first. So nodes that many ranks
-        share come before those that few do. Below a hole (a node that no rank holds), nodes come
+        share come before those that few share. Below a hole (a node that no rank holds), nodes come
         last.
 
         Args:
             max_nodes: at most this many nodes.
             min_blocks: leave out shorter nodes where nothing follows them.
-            ranks: count only these, and leave out what none of them holds, with all that comes
-                after it; all ranks by default, and holes are shown. Names as for `match`.
+            ranks: count only these, and leave out nodes that none of them holds, with all nodes
+                below; all ranks by default, and holes are shown. Names as for `match`.
 
         Raises:
             UnknownRankError: one of `ranks` is not known.
             ConfigurationError: `max_nodes` or `min_blocks` is no int from 1 on.
 
         Complexity: it looks at the children of each node that it shows, and no further; at most at
-            256 × `max_nodes` in all, however much the index holds, and at a quarter of what is left
-            of these for one node. Each look costs O(blocks of the child / 64).
+            256 × `max_nodes` in all, however much the index holds, and for one node at a quarter of
+            the looks that are left. Each look costs O(blocks of the child / 64).
 
         Thread safety: as all of the index, but the lock is given back about every thousand looks (a
-            tenth of a millisecond in the native index). Events may come in between. Each node was
-            there when it was looked at; nodes that were looked at in different pieces are of
+            tenth of a millisecond in the native index). Events may come in between. Each node
+            existed when it was looked at; nodes that were looked at in different pieces are of
             different moments.
 
         Examples:
@@ -503,10 +503,10 @@ class BaseIndex(ABC):
         """Assert every invariant of the index; for tests, O(everything).
 
         Raises:
-            InvariantError: one does not hold; that is a bug in kvindex.
+            InvariantError: an invariant does not hold; that is a bug in kvindex.
         """
 
-    # What a view asks for; each raises UnknownRankError ------------------------------------------
+    # For views; each raises UnknownRankError ------------------------------------------------------
 
     @abstractmethod
     def _view_size(self, rank: Rank) -> int: ...
@@ -545,7 +545,7 @@ class TreeView:
         return self._index._view_size(self.rank)
 
     def clear(self) -> None:
-        """Drop everything the rank holds and what its events taught; it stays known.
+        """Drop everything the rank holds and all that was learned from its events; it stays known.
 
         Settings of `Index.configure` stay. Complexity: O(blocks of the rank).
         """
@@ -566,7 +566,7 @@ class TreeView:
 def check_limits(
     seed: object, max_blocks: int | None, max_blocks_per_rank: int | None, max_orphans: int
 ) -> None:
-    """Refuse settings of an index that cannot work."""
+    """Reject settings of an index that cannot work."""
     limits = (("max_blocks", max_blocks), ("max_blocks_per_rank", max_blocks_per_rank))
     for name, value in (("seed", seed), *limits):
         if not isinstance(value, (int, type(None))):
@@ -579,7 +579,7 @@ def check_limits(
 
 
 def rank_limit(max_blocks: int | None, max_blocks_per_rank: int | None) -> int | None:
-    """Return how many blocks one rank may have: not all of many, unless it is told so."""
+    """Return how many blocks one rank may have: by default not all of a large `max_blocks`."""
     if max_blocks is None or max_blocks_per_rank is not None:
         return max_blocks_per_rank
     for_others = max_blocks // 10_000 * 1_000

@@ -55,7 +55,7 @@ def restored_blocks(
 ) -> list[Block]:
     """Put chains into a tree where they are missing; return their blocks by position.
 
-    Whoever needs the blocks must own them, and then `settle` the tree.
+    The caller must own the blocks that it needs, and then `settle` the tree.
     """
     blocks: list[Block] = []
     for number, (before, packed) in enumerate(chains):

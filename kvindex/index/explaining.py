@@ -49,7 +49,7 @@ class Holding(NamedTuple):
 
 
 class Explained(Protocol):
-    """What an index tells besides its answers."""
+    """An index that also returns its holdings."""
 
     def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]: ...
 
@@ -98,7 +98,7 @@ class _Kind(NamedTuple):
 
 
 class _Seen:
-    """What is known of one rank and a prompt."""
+    """The facts about one rank and a prompt."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Seen:
         return asked not in (None, self.match.block_size) and not self.holdings
 
     def tried(self, lora: Lora, extra: bytes, tokens: int) -> None:
-        """Take in what another question would have been answered."""
+        """Note the answer to another question."""
         if tokens > max(self.match.tokens, self.other.tokens if self.other else 0):
             self.other = OtherPrompts(lora=lora, salted=bool(extra), tokens=tokens)
 
@@ -258,7 +258,7 @@ class _Seen:
         return {idx: kind for idx, kind in kinds.items() if kind.size and kind.spec.takes_part}
 
     def _groups(self, media: Collection[str] | None) -> dict[int, GroupHeld]:
-        """Return what each group that takes part holds on these media."""
+        """Return the holdings of each group that takes part, on these media."""
         groups = {}
         for idx, (spec, size) in self._kinds().items():
             by_lookahead: dict[int, list[tuple[int, int]]] = {0: []}
@@ -307,7 +307,7 @@ def _leading(held: GroupHeld | None) -> int:
 def _lacking(
     groups: Mapping[int, GroupHeld], kinds: Mapping[int, _Kind], leading: int
 ) -> tuple[GroupHeld, ...]:
-    """Return the groups that do not hold what they need for a hit of so many tokens."""
+    """Return the groups that lack blocks for a hit of so many tokens."""
     lacking = []
     for idx, group in groups.items():
         spec, size = kinds[idx]

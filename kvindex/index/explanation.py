@@ -64,7 +64,7 @@ class OtherPrompts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """What a KV cache group holds of a prompt.
+    """The part of a prompt that a KV cache group holds.
 
     Attributes:
         group_idx: which group.
@@ -86,11 +86,11 @@ class RankExplanation(msgspec.Struct, frozen=True, kw_only=True):
         match: what `match` answers for the rank.
         ending: why it ends there.
         text: the same in words.
-        held: what the group whose blocks are counted holds, on the media that count; None if the
-            rank has stored nothing yet.
-        limits: groups that lack blocks of what `held` holds, for the ending "group".
+        held: the part held by the group whose blocks are counted, on the media that count; None if
+            the rank has stored nothing yet.
+        limits: groups that lack blocks of `held`, for the ending "group".
         other: the longest hit under another LoRA or salt, if that is longer.
-        notes: what else may matter: orphans, ignored blocks, a stream that is not live.
+        notes: further notes: orphans, ignored blocks, a stream that is not live.
     """
 
     match: RankMatch

@@ -1,9 +1,9 @@
-"""The hit that the engine itself would get, from what each of its KV cache groups holds.
+"""The hit that the engine itself would get, from the blocks of each of its KV cache groups.
 
 The rules are those of vLLM 0.33 (`vllm/v1/core/kv_cache_coordinator.py` and
 `single_type_kv_cache_manager.py`): each group finds the longest hit that it can serve within a
 given length; groups take turns until none of them shortens the hit any more. A plain model has one
-group of full attention. `docs/wire.md`, "Predicting the engine's hit", says what was checked.
+group of full attention. `docs/wire.md`, "Predicting the engine's hit", lists the checks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Cache(NamedTuple):
 
 
 class GroupCoverage(NamedTuple):
-    """What one rank holds of a prompt in one group.
+    """The part of a prompt that one rank holds in one group.
 
     Attributes:
         spec: the group's kind.
         block_size: tokens per block.
-        spans: what it holds, in units.
+        spans: the stretches that it holds, in units.
         eagle: whether the engine drops the last block that it matched there.
     """
 
@@ -90,7 +90,7 @@ def tiered_hit(
     Args:
         cache: what the groups have in common.
         length: tokens of the prompt.
-        tiers: what each tier holds; 0 is the device, 1 the host. The same groups in each.
+        tiers: the coverage of each tier; 0 is the device, 1 the host. The same groups in each.
     """
     hit = on_device = on_host = 0
     path: Sequence[GroupCoverage] = ()

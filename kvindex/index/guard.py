@@ -1,7 +1,7 @@
-"""The lock of an index, for those that meet it at an awkward time: signal handlers and forks.
+"""The lock of an index, with provisions for signal handlers and forks.
 
-Threads wait for each other. Two others cannot: a signal's handler, which runs in the middle of what
-its own thread is doing, and a forked child, which lacks the thread that would give the lock back.
+Threads wait for each other. Two others cannot: a signal handler, which interrupts its own thread,
+and a forked child, which lacks the thread that would release the lock.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ __all__ = ["HOLD_BLOCKS", "Guard", "HeldInForks", "Hold", "WholeHold"]
 HOLD_BLOCKS: Final = 1024
 """How many blocks of a long change, or as much other work, others wait for at most."""
 
-_MOMENT = 1e-5  # seconds without the lock: whoever waits for it needs some to wake up
+_MOMENT = 1e-5  # seconds without the lock: a waiting thread needs some to wake up
 
-_ATTEMPTS = 100  # at a question that signal handlers change the index under
-_PATIENCE = 5.0  # seconds for which a fork waits for what is under way
+_ATTEMPTS = 100  # at a question during which signal handlers change the index
+_PATIENCE = 5.0  # seconds for which a fork waits for a change under way
 
 _Result = TypeVar("_Result")
 _Part = TypeVar("_Part")
 
 
 class HeldInForks(Protocol):
-    """What has a lock of its own that is to be held while its process forks."""
+    """An object with a lock of its own that must be held while its process forks."""
 
     def hold_for_fork(self) -> bool:
         """Wait until nothing is half changed, and keep it so; True."""
 
     def end_fork(self, in_child: bool) -> None:
-        """Give the lock back; in a child it is made anew, held or not."""
+        """Release the lock; in a child it is made anew, held or not."""
 
 
 class Guard:
-    """One thread at a time changes an index, or asks for what is guarded with it.
+    """Lets one thread at a time change or ask an index.
 
-    A signal's handler that interrupts a question may ask and change what it likes: the question
-    is asked again if something was changed meanwhile. One that interrupts a change gets InUseError,
-    since nothing true can be answered then.
+    A signal handler that interrupts a question may ask and change anything: the question is asked
+    again if the handler changed something. A handler that interrupts a change gets InUseError,
+    since no true answer exists then.
 
     Args:
-        core: what has a lock of its own, held during forks too. Its changes are whole or not done
-            at all; without it, one that an exception cuts short leaves the index unusable.
+        core: an object with a lock of its own, held during forks too. Its changes are whole or not
+            done at all; without it, a change cut short by an exception leaves the index unusable.
 
     Thread safety: every method may be called from any thread.
     """
@@ -61,7 +61,7 @@ class Guard:
         self._changing = False
         self._changes = 0
         self._broken = ""
-        # Parts whose change is not done and lets others go first, by the thread that changes them.
+        # Parts with a paused change, by the thread that changes them.
         self._paused: dict[object, int] = {}
         self._done = threading.Condition(self._lock)
         guard_forks(self)
@@ -86,7 +86,7 @@ class Guard:
         )
 
     def change(self, work: Callable[[], _Result]) -> _Result:
-        """Do a change while nobody else changes or asks; return what it returns."""
+        """Do a change while no other thread changes or asks; return its result."""
         with self._lock:
             self._check()
             try:
@@ -105,13 +105,13 @@ class Guard:
     def change_part(
         self, find: Callable[[], _Part], work: Callable[[_Part, Hold], _Result]
     ) -> _Result:
-        """Do a change of one part, such as a rank, that may let others go first now and then.
+        """Change one part, such as a rank; the change may let other threads go first now and then.
 
-        Who changes the same part, or needs it whole (`settled`), waits until the change is done.
+        Another change of the same part, and `settled`, waits until the change is done.
 
         Args:
             find: finds the part, with the lock held.
-            work: changes it, and says by `Hold.did` when others may go first.
+            work: changes the part, and calls `Hold.did` when others may go first.
         """
         with self.settled(find) as part:
             try:
@@ -146,7 +146,7 @@ class Guard:
             self._changing = True
 
     def _let_others_go(self) -> None:
-        self._done.wait(_MOMENT)  # gives the lock back, however often this thread holds it
+        self._done.wait(_MOMENT)  # releases the lock, however often this thread holds it
 
     def _refuse_handler(self) -> NoReturn:
         raise InUseError(
@@ -161,23 +161,23 @@ class Guard:
             raise InvariantError(f"the index is half changed: {self._broken}; make a new one")
 
     def prepare_fork(self, fork: Fork) -> None:
-        """Take the locks, the own one if it can be had in time, until the fork is over."""
+        """Acquire the locks, this guard's own one if possible in time, until the fork is over."""
         taken: list[bool] = []
         fork.then(partial(self._end_fork, taken))
         until = fork.prepared_at + _PATIENCE
-        # In one C call each: what a signal's handler raises leaves it not taken, or noted.
+        # In one C call each: if a signal handler raises, the lock is not taken, or noted.
         taken.extend(map(self._lock.acquire, (True,), (max(0.0, until - time.monotonic()),)))
         if self._core is not None:
             taken.extend(starmap(self._core.hold_for_fork, ((),)))
 
     def miss_fork(self) -> None:
-        """In a child: nothing is taken, but another thread may have had the lock."""
+        """In a child: this thread took no lock, but another thread may have held it."""
         self._end_fork([], True)
 
     def _end_fork(self, taken: list[bool], in_child: bool) -> None:
         if self._core is not None and (in_child or len(taken) == 2):
             self._core.end_fork(in_child)
-        if in_child:  # what was paused stays as far as it came
+        if in_child:  # a paused change stays unfinished
             self._paused.clear()
         if taken[:1] == [True]:
             self._lock.release()
@@ -191,11 +191,11 @@ class Guard:
 
 
 class Hold:
-    """A guard as a long change of one part holds it.
+    """A guard's lock, held by a long change of one part.
 
     Args:
         guard: whose lock is held.
-        part: what is changed.
+        part: the part that is changed.
     """
 
     def __init__(self, guard: Guard, part: object) -> None:
@@ -204,9 +204,9 @@ class Hold:
         self._blocks = 0
 
     def did(self, blocks: int) -> None:
-        """Say that so many blocks are done, at a moment when everything shared is whole.
+        """Report that so many blocks are done, at a moment when everything shared is whole.
 
-        Others may go first then. They may change other parts; they see a part of this change.
+        Other threads may go first then. They may change other parts; they see part of this change.
         """
         self._blocks += blocks
         if self._blocks >= HOLD_BLOCKS:
@@ -218,7 +218,7 @@ class WholeHold(Hold):
     """Keeps the lock to the end."""
 
     def __init__(self) -> None:
-        """Need no guard: its lock is never given back."""
+        """Need no guard: the lock is never released."""
 
     def did(self, blocks: int) -> None:
         """Go on."""

@@ -1,4 +1,4 @@
-"""An answer as columns of numbers, one row for each rank of a list: what a router counts with."""
+"""An answer as columns of numbers, one row for each rank of a list, for routers' calculations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Hits", "RankRows"]
 
 
 class Hits(NamedTuple):
-    """What ranks hold of a prompt, in tokens: columns with one row for each rank.
+    """How many tokens of a prompt ranks hold: columns with one row for each rank.
 
     In each row `device` ≤ `host` ≤ `tokens`; they are 0 where the rank holds nothing, is not known
     or was not asked for.
@@ -60,7 +60,7 @@ class RankRows(Sequence[Rank]):
             twice = next(rank for rank in self._ranks if self._ranks.count(rank) > 1)
             raise ConfigurationError(f"{twice} has two rows: name each rank once")
         self._zeros = array("q", bytes(8 * len(self._ranks)))
-        # Of the native index: which directory of ranks it used, and what it made of it.
+        # Of the native index: the directory of ranks it used, and the rows found there.
         self._numbered: tuple[object, Any] | None = None
 
     def _columns(self) -> Hits:

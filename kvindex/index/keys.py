@@ -2,9 +2,9 @@
 
 The key of a block is a keyed hash of the key before it and of the block's *content*: its packed
 tokens, the lookahead tokens that its identity covers, and its extra keys. Engine hashes take no
-part, so engines with other hash seeds, algorithms or restarts still meet at the same key.
+part, so engines with other hash seeds, algorithms or restarts still share the same key.
 
-These keys have 128 bits; the native core's have 64, and docs/guarantees.md says what that comes to.
+These keys have 128 bits; the native core's have 64, and docs/guarantees.md states the consequence.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ ExtraKeys: TypeAlias = Sequence[Iterable[Any] | None]
 
 _KEY_BYTES = 16
 _MAX_SALTS = 64  # distinct first extra keys remembered
-_MAX_SALT_BYTES = 256  # longer ones are not: a publisher chooses their length
+_MAX_SALT_BYTES = 256  # longer ones are not remembered: a publisher chooses the length
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Namespace(NamedTuple):
-    """What separates prompts of equal tokens from the first block on.
+    """The settings that separate prompts of equal tokens from the first block on.
 
     Attributes:
         block_size: tokens per block.
@@ -65,7 +65,7 @@ class Namespace(NamedTuple):
 
 
 class KeyMaker:
-    """Makes prefix keys under a secret seed, so that nobody can aim collisions at an index.
+    """Makes prefix keys under a secret seed, so that no client can aim collisions at an index.
 
     Args:
         seed: non-negative int below 2**128; random when None.
@@ -184,7 +184,7 @@ class Salts:
         return iter(self._known)
 
     def learn(self, event: BlockStored, namespace: Namespace) -> bool:
-        """Remember the extra keys that an event's prompt starts under; say if it has some."""
+        """Remember the extra keys that an event's prompt starts under; return if it has some."""
         extra = first_extra(event)
         if extra and len(extra) <= _MAX_SALT_BYTES:
             self._known.pop((namespace.lora, extra), None)

@@ -1,8 +1,8 @@
 """A rank's table of labels: which block each engine hash names, and where copies of it are.
 
-The engine's hashes are only labels here. A label finds the block it was stored as, so that later
-events can name parents and removals; the tree holds the block under our own prefix key. A label
-is known as long as some owner has a copy.
+The engine's hashes are only labels here. A label leads to its stored block, so that later events
+can name parents and removals; the tree holds the block under our own prefix key. A label is known
+as long as some owner has a copy.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Budget:
         return self.limit is not None and self.used >= self.limit
 
     def check_room(self, wanted: int, leaving: int) -> None:
-        """Refuse so many blocks in the place of others if they do not fit.
+        """Reject so many blocks in the place of others if they do not fit.
 
         Raises:
             SnapshotError: they do not, and nothing is changed.
@@ -80,7 +80,7 @@ class Budget:
 
 
 def no_room(wanted: int, room: int, limit: str) -> SnapshotError:
-    """Return the error for a section that is larger than what a limit leaves."""
+    """Return the error for a section that is larger than a limit allows."""
     return SnapshotError(
         f"the section has {wanted} resident blocks, and {limit} leaves room for {max(room, 0)}:"
         f" give the index a higher {limit}, or synchronize the rank from its engine",
@@ -131,7 +131,7 @@ class _Several:
             self.note(label, owner)
 
     def note(self, label: Label, owner: Owner) -> None:
-        """Note that an owner has come to have copies of a block."""
+        """Note that an owner now has copies of a block."""
         self.held.setdefault(owner, {})[label] = None
 
 
@@ -194,7 +194,7 @@ class Labels:
                 yield block_hash, label
 
     def holdings(self) -> Iterator[tuple[Block, Owner]]:
-        """Yield each (block, owner) that some label says is resident."""
+        """Yield each (block, owner) that is resident by some label."""
         for _, label in self.placements():
             for owner in label.copies:
                 yield label.block, owner
@@ -202,7 +202,7 @@ class Labels:
     def add(self, block_hash: BlockHash, block: Block, owner: Owner, copies: int = 1) -> bool:
         """Count copies of a block; False, and nothing counted, if the budget has no room for it.
 
-        Must come before the tree learns of the owner.
+        Call it before the tree is given the owner.
         """
         newest = self._newest.get(block_hash)
         several = self._several.get(block_hash)
@@ -251,7 +251,7 @@ class Labels:
         return False
 
     def drop_places(self, owners: Collection[Owner], tree: RadixTree, hold: Hold) -> None:
-        """Take all copies of these owners away; the tree learns of it."""
+        """Remove all copies of these owners, also from the tree."""
         for owner in owners:
             held = [found for found in self.placements() if owner in found[1].copies]
             for some in cuts(held):
@@ -261,7 +261,7 @@ class Labels:
                 hold.did(len(some))
 
     def clear(self, tree: RadixTree, hold: Hold) -> None:
-        """Forget every label; the tree learns of it."""
+        """Forget every label, also in the tree."""
         held: dict[Owner, dict[Block, None]] = {}
         for block, owner in self.holdings():
             held.setdefault(owner, {})[block] = None
@@ -290,9 +290,9 @@ class Labels:
     def restore(
         self, image: Iterable[LabelImage], blocks: Sequence[Block], owners: Sequence[Owner]
     ) -> dict[Owner, list[Block]]:
-        """Take over the labels of an image; return what each owner must come to hold.
+        """Restore the labels of an image; return the blocks that each owner must get.
 
-        There must be none yet, and room for all of them.
+        There must be no labels yet, and room for all of them.
         """
         held: dict[Owner, Counter[int]] = {owner: Counter() for owner in owners}
         for block_hash, placements in image:
@@ -339,10 +339,10 @@ class Labels:
                 )
 
     def check(self) -> Counter[Owner]:
-        """Assert that labels and the tree's owners tell the same; return each owner's blocks.
+        """Assert that labels and the tree's owners agree; return each owner's blocks.
 
         Raises:
-            InvariantError: they do not.
+            InvariantError: they do not agree.
         """
         holdings = Counter(self.holdings())
         for (block, owner), count in holdings.items():
@@ -395,7 +395,7 @@ class Labels:
 
 
 def cuts(blocks: Sequence[_Some]) -> Iterator[Sequence[_Some]]:
-    """Yield what a change does at a time without giving the index's lock back."""
+    """Yield the parts of a change between which the index's lock may be released."""
     for start in range(0, len(blocks), HOLD_BLOCKS):
         yield blocks[start : start + HOLD_BLOCKS]
 

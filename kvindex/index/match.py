@@ -20,13 +20,13 @@ Trusts: TypeAlias = Callable[[Rank], Trust | None] | Mapping[Rank, Trust]
 
 
 class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds of a prompt.
+    """How much of a prompt one rank holds.
 
     Attributes:
-        rank: whose answer it is.
+        rank: the rank.
         blocks: leading blocks of the prompt that are resident on any allowed medium; for hybrid
             models the blocks that the engine itself would hit.
-        tokens: the same in tokens; more, where a hit may end within a block (fine hashes, Mamba).
+        tokens: the same in tokens; more where a hit may end within a block (fine hashes, Mamba).
         block_size: tokens per block of the rank, whether it holds anything of the prompt or not; 0
             while the rank has stored nothing yet.
         by_medium: of those blocks, how many are on each medium (one on two media counts for both).
@@ -34,11 +34,11 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
             have to load from the host or from storage.
         host_tokens: those of `tokens` that the device holds and, where it ends, the host: so
             `device_tokens` ≤ `host_tokens` ≤ `tokens`. The rest lies in storage.
-        upper_bound: whether the engine's own hit may be shorter: its events do not tell all that
-            limits it (see `CacheSettings`), or part of it must be loaded to the device, which the
+        upper_bound: whether the engine's own hit may be shorter: its events do not contain all its
+            limits (see `CacheSettings`), or part of it must be loaded to the device, which the
             engine decides for itself.
         lower_bound: whether the engine's own hit may be longer: the rank has stored blocks whose
-            place no event has told so far, and any of them may continue the prompt.
+            place no event has given so far, and any of them may continue the prompt.
         state: stream state when asked through a client, else None.
         complete: whether all of the rank's history was seen; None without a client.
         lag: batches known of but not applied yet; None without a client.
@@ -59,7 +59,7 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(Protocol):
-    """What the ranks that hold anything of a prompt hold of it."""
+    """The contents behind a `Match`: which ranks hold how much of a prompt."""
 
     def get(self, rank: Rank) -> RankMatch | None:
         """Return a rank's match, if the rank holds anything."""
@@ -78,11 +78,11 @@ class Found(Protocol):
 
 
 class FoundMatches:
-    """What the Python index found.
+    """The matches that the Python index found.
 
     Args:
         found: the matches of the ranks that hold anything.
-        nothing: what every rank of the index answers where it holds nothing.
+        nothing: the match of every rank of the index if it holds nothing.
     """
 
     __slots__ = ("_found", "_nothing")
@@ -129,8 +129,8 @@ class Match:
 
     There is one order everywhere: most tokens first, and of ranks that hold equally much the
     smallest first. A rank is a candidate if it holds part of the prompt and is live. While no rank
-    of the answer is live, every rank that holds part of it is a candidate, and its `state` tells.
-    Without a client nothing is known of the ranks' streams, and all ranks count as live.
+    of the answer is live, every rank that holds part of it is a candidate; its `state` shows that.
+    Without a client the ranks' streams are unknown, and all ranks count as live.
 
     - `match.best`: the first candidate, or None.
     - `match.top(n)`: the first n candidates.
@@ -141,12 +141,12 @@ class Match:
       match, too.
     - `len(match)`: the number of ranks.
     - `bool(match)`: whether any rank, live or not, holds part of the prompt.
-    - `match.hits(rows)`: what ranks hold as columns of numbers, for those who count.
+    - `match.hits(rows)`: the ranks' tokens as columns of numbers, for calculations.
 
-    `RankMatch` objects are made when they are looked at.
+    `RankMatch` objects are made when they are read.
 
     Args:
-        found: what the ranks hold.
+        found: the contents.
         ranks: the ranks that were asked for.
         trust: how far each of them can be trusted, as for `Index.match`.
 
@@ -201,11 +201,11 @@ class Match:
         return list(islice(self._candidates(), n))
 
     def hits(self, rows: RankRows, live: bytes | bytearray | None = None) -> Hits:
-        """Return what each of these ranks holds as columns of numbers, whether it is live or not.
+        """Return the tokens that each of these ranks holds as columns, whether it is live or not.
 
         Args:
             rows: the ranks; those that are not known, or were not asked for, hold nothing.
-            live: for each row, whether what its rank holds counts: those whose byte is 0 get zeros.
+            live: for each row, whether its rank's tokens count: a row whose byte is 0 gets zeros.
 
         Raises:
             ValueError: `live` has not one byte for each row.
@@ -245,7 +245,7 @@ class Match:
         return self._of(find_rank(rank, self._ranks))
 
     def __contains__(self, item: object) -> bool:
-        """Return whether `match[item]` works, or a `RankMatch` is what it says of its rank."""
+        """Return whether `match[item]` works, or a `RankMatch` equals its rank's match."""
         try:
             if isinstance(item, RankMatch):
                 return self[item.rank] == item

@@ -1,4 +1,4 @@
-"""One walk for all ranks: from a prompt's keys to what each rank holds of it."""
+"""One walk for all ranks: from a prompt's keys to each rank's blocks of it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def held_blocks(
 
 
 def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks], length: int) -> Iterator[RankMatch]:
-    """Yield the match of each of these ranks that holds anything of a prompt of so many tokens."""
+    """Yield the match of each of these ranks that holds part of a prompt of so many tokens."""
     by_rank: dict[Rank, Held] = {}
     for namespace, spans_of in held.items():
         for owner, spans in spans_of.items():
@@ -134,7 +134,7 @@ def _longest_untold(
 def _coverage(
     groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans], tier: int
 ) -> list[GroupCoverage]:
-    """Return what one tier holds in each group."""
+    """Return one tier's coverage in each group."""
     held: dict[int, list[Spans]] = {group_idx: [] for group_idx in hashed}
     for owner, spans in spans_of.items():
         if owner.group_idx in held and medium_tier(owner.medium) == tier:

@@ -1,4 +1,4 @@
-"""The index over the native core: what `kvindex.Index` is wherever the module was built.
+"""The index over the native core: `kvindex.Index` wherever the module was built.
 
 Python keeps the names of ranks here; everything else is in C++ (`native/core`), where a rank is a
 number that is never used twice. The names are one immutable directory that is replaced as a whole,
@@ -42,7 +42,7 @@ from kvindex.wire.rank_lookup import RankName
 
 __all__ = ["Index", "read_batch"]
 
-_APPLIED = 0  # what Core.apply says if all went well
+_APPLIED = 0  # what Core.apply returns if all went well
 _MAX_WINDOW = 2**63 - 1
 
 _Told = TypeVar("_Told")
@@ -52,7 +52,7 @@ def read_batch(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBa
     """Return the events in a payload of a stream, in the form that is quickest to apply.
 
     Raises:
-        DecodeError: as `kvindex.wire.decode_batch`; or it names more blocks than a batch may.
+        DecodeError: as `kvindex.wire.decode_batch`; or the payload has more blocks than allowed.
     """
     batch = _decoded(payload)
     if isinstance(batch, EventBatch):
@@ -69,7 +69,7 @@ def _decoded(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatc
 
 
 class Index(BaseIndex):
-    """The index over the native core; `BaseIndex` says what it does."""
+    """The index over the native core; see `BaseIndex`."""
 
     backend = "native"
 
@@ -159,7 +159,7 @@ class Index(BaseIndex):
     def apply(
         self, rank: Rank, batch: PackedBatch | EventBatch | bytes | bytearray | memoryview
     ) -> None:
-        # Called for every message: nothing here that is not needed for a common one.
+        # Called for every message: only what a common one needs.
         rank_id = self._ids.get(rank)
         if rank_id is None or self._core_apply(rank_id, batch) != _APPLIED:
             self._apply_carefully(rank, batch)
@@ -167,9 +167,9 @@ class Index(BaseIndex):
     def _apply_carefully(
         self, rank: Rank, batch: PackedBatch | EventBatch | bytes | bytearray | memoryview
     ) -> None:
-        """Apply what is typed, not decoded natively, or of a rank that is not known (any more)."""
+        """Apply a batch that is typed, not decoded natively, or of a rank that is not known."""
         if not isinstance(batch, (EventBatch, PackedBatch)):
-            batch = _decoded(batch)  # before the rank becomes known by what may be no payload
+            batch = _decoded(batch)  # first: an invalid payload must not make the rank known
         packed = pack_batch(batch) if isinstance(batch, EventBatch) else batch
         while self._core.apply(self._add(rank), packed) != _APPLIED:
             pass  # removed by another thread in between: it is known again now
@@ -350,7 +350,7 @@ class Index(BaseIndex):
     # Private ---------------------------------------------------------------------------------
 
     def _add(self, rank: Rank) -> int:
-        """Return a rank's number, and make it known if it is not."""
+        """Return a rank's number, and make the rank known if needed."""
         rank_id = self._directory.ids.get(rank)
         if rank_id is not None:
             return rank_id
@@ -371,7 +371,7 @@ class Index(BaseIndex):
         self._core.set_order([ids[rank] for rank in order])
 
     def _readable(self, token_ids: TokenIds, recomputed: int) -> array[int]:
-        """Return what takes part of tokens that the core does not read itself, as a buffer.
+        """Return the tokens that take part as a buffer, where the core cannot read the given ones.
 
         Raises:
             TokenError: they are no tokens.
@@ -386,7 +386,7 @@ class Index(BaseIndex):
     def _narrowed(
         self, directory: Directory, wanted: Iterable[Rank] | None
     ) -> tuple[Collection[Rank], list[int] | None]:
-        """Return the ranks that are asked for, and their numbers (None: all)."""
+        """Return the ranks of a question, and their numbers (None: all)."""
         if wanted is None:
             return directory.ids.keys(), None
         ids = {rank: self._known(rank, directory) for rank in wanted}
@@ -400,7 +400,7 @@ class Index(BaseIndex):
         return rank_id
 
     def _of_rank(self, rank: Rank, ask: Callable[[int], _Told | None]) -> _Told:
-        """Return what the core tells of a rank; None of one that was removed just now."""
+        """Return the core's values for a rank; None for a rank that was removed just now."""
         directory = self._directory
         told = ask(self._known(rank, directory))
         if told is None:

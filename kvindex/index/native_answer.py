@@ -1,4 +1,4 @@
-"""What the native core found, dressed for `Match`."""
+"""The native core's answer, in the form that `Match` needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Directory(NamedTuple):
 
 
 class NativeFound:
-    """What the core found, by the names that ranks had when it was asked; see `Found`."""
+    """The core's answer, with the ranks' names at the time of the question; see `Found`."""
 
     __slots__ = ("_answer", "_directory")
 
@@ -53,7 +53,7 @@ class NativeFound:
         return next(map(self.get, self.longest()), None)
 
     def longest(self) -> list[Rank]:
-        # Not there: made known while the core was being asked.
+        # Missing: the rank became known while the core was being asked.
         names = map(self._directory.ranks.get, self._answer.longest())
         return [rank for rank in names if rank is not None]
 

@@ -1,4 +1,4 @@
-"""Hashes of payloads in C++: what `kvindex.index.Fingerprints` is beside the native index."""
+"""Hashes of payloads in C++: `kvindex.index.Fingerprints` beside the native index."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Fingerprints:
     """Fingerprints of 64 bits: NH under secret words, as the index's keys are made.
 
     Args:
-        seed: makes the words, 0 … 2**128 - 1. Where nobody knows it, two payloads have the same
-            fingerprint with a probability of 2**-64, whoever chose them.
+        seed: makes the words, 0 … 2**128 - 1. If the seed is secret, two payloads have the
+            same fingerprint with a probability of 2**-64, even if chosen by an attacker.
 
     Attributes:
         identity: names the function and its words; fingerprints made under different identities

@@ -2,7 +2,7 @@
 
 Two kinds wait here, both bounded and never matched:
 
-* an *orphan* has content and a parent nobody has stored (yet): it is placed when the parent is;
+* an *orphan* has content and a parent that is not stored (yet): it is placed when the parent is;
 * an *unplaced* block is only a label at a place ("hash h is on the CPU too"), from events that
   carry no tokens: it joins the block when that is stored with its tokens.
 """
@@ -38,8 +38,8 @@ class Orphans:
     """A rank's held blocks, oldest first, at most `limit` of them.
 
     Attributes:
-        dropped: how many were given up for newer ones.
-        forgot: whether some were given up that may still be resident.
+        dropped: how many were dropped for newer ones.
+        forgot: whether dropped blocks may still be resident.
     """
 
     __slots__ = ("_bytes", "_held", "_limit", "_max_bytes", "_waiting", "dropped", "forgot")
@@ -57,7 +57,7 @@ class Orphans:
         return len(self._held)
 
     def hold_label(self, block_hash: BlockHash, owner: Owner) -> None:
-        """Hold one copy of a block of which only the label is known."""
+        """Hold one copy of a block whose label alone is known."""
         self._add(block_hash, owner)
         self._make_room()
 
@@ -116,7 +116,7 @@ class Orphans:
     def image(
         self, namespaces: Mapping[Namespace, int], places: Mapping[Owner, int]
     ) -> tuple[list[OrphanImage], list[WaitImage]]:
-        """Return what is held, and what waits for its parent; see `RankImage`."""
+        """Return the held blocks, and those that wait for a parent; see `RankImage`."""
         held: list[OrphanImage] = [
             (block_hash, [(places[owner], count) for owner, count in orphan.copies.items()])
             for block_hash, orphan in self._held.items()
@@ -134,7 +134,7 @@ class Orphans:
     def restore(
         self, image: RankImage, namespaces: Sequence[Namespace], owners: Sequence[Owner]
     ) -> None:
-        """Take over the held blocks of an image as far as there is room; there must be none yet."""
+        """Restore the held blocks of an image as far as there is room; there must be none yet."""
         hashes = []
         for block_hash, copies in image.orphans:
             orphan = self._held[block_hash] = Orphan()

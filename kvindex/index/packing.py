@@ -1,7 +1,7 @@
 """Typed events to the native form, for the native index.
 
-The common way is from the payload, inside C++. This way serves batches that a program made itself,
-and payloads that the native decoder leaves to `kvindex.wire.decode_batch`.
+The common way is from the payload, inside C++. This module serves batches that a program made
+itself, and payloads that the native decoder leaves to `kvindex.wire.decode_batch`.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Placing:
     Attributes:
         labels: the resident blocks by the engine's hashes.
         orphans: the held blocks, whose place is not known.
-        torn: labels of several blocks of which one went away: those that are left cannot be told.
-        counters: what was stored, removed, held, … in blocks.
+        torn: labels of several blocks of which one was removed: which one is unknown.
+        counters: how many blocks were stored, removed, held, ….
         ignored: blocks left out, by reason.
     """
 
@@ -112,7 +112,7 @@ class Placing:
         return blocks[:count]
 
     def attach(self, placed: list[tuple[BlockHash, Block]], hold: Hold) -> None:
-        """Give held blocks the place that has become known, and so on down the chain."""
+        """Place held blocks whose place has become known, and so on down the chain."""
         while placed:
             block_hash, block = placed.pop()
             held = self.orphans.pop(block_hash)
@@ -136,7 +136,7 @@ class Placing:
         return block
 
     def add_copies(self, block_hash: BlockHash, block: Block, copies: dict[Owner, int]) -> bool:
-        """Make a block resident in these owners as far as there is room; say if it is in any."""
+        """Make a block resident in these owners as far as there is room; return if it is in any."""
         added = 0
         for owner, count in copies.items():
             if self.labels.add(block_hash, block, owner, count):
@@ -147,7 +147,7 @@ class Placing:
         return added > 0
 
     def no_room(self) -> str:
-        """Say why there was no room for a block."""
+        """Return why there was no room for a block, by its counter's name."""
         return "max_blocks_per_rank" if self.labels.full() else "max_blocks"
 
     def relocate(self, hashes: Sequence[BlockHash], owner: Owner, hold: Hold) -> None:
@@ -184,7 +184,7 @@ class Placing:
             self.counters["removed_orphans" if held else "removed_unknown"] += 1
             return gone
         self.counters["removed"] += 1
-        # Which of several blocks of one hash is gone is not said: none may be answered for.
+        # The event does not say which of several blocks of one hash is gone: none may count.
         if len(labels) > 1:
             self.counters["removed_ambiguous"] += len(labels) - 1
             if len(self.torn) < MAX_TORN:

@@ -15,7 +15,7 @@ tree is. After a branch it looks at the oldest nodes first: those that engines s
 In all, the walk looks at no more than 256 nodes for each node that is wanted. After one branch it
 spends no more than a quarter of the looks that are left, and counts the other nodes as left out.
 
-The walk gives the lock back every 1,024 looks. It skips a block that was dropped meanwhile, and
+The walk releases the lock every 1,024 looks. It skips a block that was dropped meanwhile, and
 what followed that block. A node that was shown stays as it was when the walk looked at it.
 
 Complexity: O(nodes looked at × runs of each), and O(ranks) for each distinct set of holders.
@@ -54,7 +54,7 @@ class _Chain(NamedTuple):
 
 
 class _Counts:
-    """What follows a node, or the beginning of all prompts."""
+    """The counts of blocks behind a node, or at the beginning of all prompts."""
 
     def __init__(self) -> None:
         self.children = self.left_out = self.left_out_blocks = 0
@@ -77,9 +77,9 @@ class PrefixWalk:
     """One walk.
 
     Args:
-        tree: what is walked.
+        tree: the tree to walk.
         rows: the ranks that count, each with its row.
-        only_rows: leave out what none of them holds, and what comes after it.
+        only_rows: leave out nodes that none of them holds, and all nodes below.
         max_nodes: how many nodes are wanted.
         min_blocks: leave out shorter nodes that nothing follows.
     """
@@ -106,7 +106,7 @@ class PrefixWalk:
         self._holders_of: dict[frozenset[Owner], Holders] = {}
 
     def run(self, ask: Ask[Any]) -> Prefixes:
-        """Return what the walk finds; `ask` asks while nothing changes."""
+        """Return the walk's result; `ask` runs a step while nothing changes."""
         for space in sorted(ask(self._tree.all_namespaces), key=_order):
             self._look(ask, -1, 0, space, ask(partial(self._beginnings, space)))
         while self._waiting and len(self._shown) < self._max_nodes:
@@ -166,7 +166,9 @@ class PrefixWalk:
             for chain in ask(partial(self._follow_all, blocks[start : start + _PIECE])):
                 self._looked_at += 1
                 ranks = chain.holders.ranks
-                if self._only_rows and not ranks:  # others' alone: it is not left out, but none
+                if (
+                    self._only_rows and not ranks
+                ):  # held by other ranks only: not counted as left out
                     parent.children -= 1
                     parent.left_out -= 1
                     continue
@@ -196,7 +198,7 @@ class PrefixWalk:
         return _Chain(end, blocks, holders, run.salted, goes_on)
 
     def _holders(self, owners: frozenset[Owner]) -> Holders:
-        """Say who holds what, of a set of owners: groups are not told apart."""
+        """Return which ranks hold a node on which media, by its owners; groups are merged."""
         found = self._holders_of.get(owners)
         if found is None:
             rows: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Who holds which prefixes: what `Index.prefixes` returns, and the checks of what it is asked."""
+"""Which ranks hold which prefixes: the result of `Index.prefixes`, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
         lora: LoRA name or id, or None.
         lookahead: tokens after a block that its identity covers too (EAGLE), 0 for most engines.
         salted: whether its prompts start under a salt, or other extra keys.
-        ranks: how many ranks hold it, on any medium; 0 is a hole, which keeps the place of what
-            comes after it.
+        ranks: how many ranks hold it, on any medium; 0 is a hole, which keeps the place of later
+            nodes.
         by_medium: how many ranks hold it on each medium. A rank may hold it on several.
         rows: which ranks, on each medium: bit `r % 8` of byte `r // 8` stands for
             `Prefixes.ranks[r]`. `Prefixes.holders` reads it.
         children: nodes that follow it directly.
         left_out: how many of these are not in `Prefixes.nodes`.
-        left_out_blocks: their own blocks, as far as they were looked at, without what follows them.
+        left_out_blocks: their own blocks, as far as they were looked at, without later nodes.
     """
 
     parent: int
@@ -55,15 +55,15 @@ class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prefixes(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds which prefixes, the most widely held first; `Index.prefixes` makes it.
+    """Which ranks hold which prefixes, the most widely held first; `Index.prefixes` makes it.
 
     Attributes:
         nodes: in the order in which they were found, each after its parent.
-        ranks: whom the nodes' `rows` stand for.
+        ranks: the ranks that the nodes' `rows` stand for.
         children: nodes that begin prompts, in all namespaces that were looked at.
         left_out: how many of these are not in `nodes`.
         left_out_blocks: their own blocks, as far as they were looked at.
-        looked_at: nodes that were looked at, shown or not: what the walk cost.
+        looked_at: nodes that were looked at, shown or not: the cost of the walk.
         unique_blocks: blocks in the whole tree, each counted once however many ranks hold it.
 
     Thread safety: immutable.
@@ -117,7 +117,7 @@ def made_node(numbers: tuple[Any, ...], namespace: Namespace, holders: Holders) 
 
 
 def walk_limits(max_nodes: object, min_blocks: object) -> tuple[int, int]:
-    """Return what a walk is asked for, as far as it matters; refuse what could show nothing."""
+    """Return the limits of a walk, capped; reject limits that could show nothing."""
     limits = []
     for name, value in (("max_nodes", max_nodes), ("min_blocks", min_blocks)):
         if not isinstance(value, int) or value < 1:

@@ -2,10 +2,9 @@
 
 Models that have only sliding windows or Mamba leave blocks out of their events, unnamed: the tokens
 of a whole range come with the labels of some of its blocks. vLLM makes labels by a chain of SHA-256
-over pickles of (hash before, tokens, extra keys), from a root that everybody knows unless
-PYTHONHASHSEED is set. So the chain over the tokens of a range says which of its blocks a label
-names: a label of 64 bits that is found there is the proof. Where the engine hashes otherwise, no
-label is ever found.
+over pickles of (hash before, tokens, extra keys), from a root that is public unless PYTHONHASHSEED
+is set. So the chain over the tokens of a range shows which of its blocks a label names: a label of
+64 bits that is found there is the proof. Where the engine hashes otherwise, no label is ever found.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class Proofs:
     def chain(self, event: BlockStored, unit: int, hold: Hold) -> list[Step] | None:
         """Return the steps of an event's tokens, or None if they cannot be known.
 
-        They cannot if the chain up to the parent is not known, and for LoRAs and extra keys other
-        than a salt.
+        They are unknown if the chain up to the parent is, and for LoRAs and extra keys other than a
+        salt.
         """
         parent: int | None = None
         digest = _ROOT
@@ -134,7 +133,7 @@ def proven_places(
 
 
 def step_key(label: BlockHash) -> int:
-    """Return by what a step is found: the last 64 bits of its digest."""
+    """Return a step's key: the last 64 bits of its digest."""
     return label if isinstance(label, int) else int.from_bytes(label[-8:], "big")
 
 
@@ -143,7 +142,7 @@ def _names(label: BlockHash, digest: bytes) -> bool:
 
 
 def _salted_extra(event: BlockStored) -> tuple[tuple[str, str], ...] | None:
-    """Return what vLLM hashes with the first block, given that it is none or a salt."""
+    """Return the extra key that vLLM hashes with the first block, which is none or a salt."""
     first = event.extra_keys[0] if event.extra_keys else None
     return (("cache_salt", first[0]),) if first else None
 

@@ -1,4 +1,4 @@
-"""What a question to an index may be: checks of its arguments, and their canonical forms."""
+"""Checks of a question's arguments, and their canonical forms."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MatchOptions(TypedDict, total=False):
 
 
 def check_options(lora: object, salt: object, block_size: object, recomputed: object) -> None:
-    """Refuse what could match nothing, whatever is resident."""
+    """Reject options that could match nothing, whatever is resident."""
     if not isinstance(lora, (str, int, type(None))) or isinstance(lora, bool):
         raise ConfigurationError(f"lora must be a name or a numeric id, not {lora!r}")
     if not isinstance(salt, (str, type(None))):
@@ -54,13 +54,13 @@ def check_options(lora: object, salt: object, block_size: object, recomputed: ob
 
 
 def check_recomputed(recomputed: object) -> None:
-    """Refuse what is no number of tokens."""
+    """Reject a value that is no number of tokens."""
     if not (isinstance(recomputed, int) and recomputed >= 0):
         raise ConfigurationError(f"recomputed must be 0 tokens or more, not {recomputed!r}")
 
 
 def check_block_size(asked: int | None, sizes: Collection[int]) -> None:
-    """Refuse a block size that no rank has, once every rank's is known (0: it is not)."""
+    """Reject a block size that no rank has, once every rank's is known (0: unknown)."""
     if asked is None or not sizes or 0 in sizes or asked in sizes:
         return
     known = ", ".join(map(str, sorted(set(sizes))))

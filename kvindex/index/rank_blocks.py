@@ -1,4 +1,4 @@
-"""What one rank holds, as its events tell it: each event's meaning, engine by engine."""
+"""The blocks of one rank, by its events: each event's meaning, engine by engine."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class RankBlocks:
     Attributes:
         labels: the resident blocks by the engine's hashes.
         orphans: the held blocks, whose place is not known.
-        groups: what is known of the KV cache groups.
-        counters: what was stored, removed, held, … in blocks.
+        groups: the facts about the KV cache groups.
+        counters: how many blocks were stored, removed, held, ….
         ignored: blocks left out, by reason.
-        skipped: events nobody knows, by tag.
+        skipped: unknown events, by tag.
     """
 
     def __init__(self, rank: Rank, tree: RadixTree, budget: Budget, max_orphans: int) -> None:
@@ -102,23 +102,23 @@ class RankBlocks:
         return list(self._salts)
 
     def rename(self, rank: Rank) -> None:
-        """Belong to another rank from now on."""
+        """Rename the rank."""
         self.rank = rank
         for owner in self._owners.values():
             owner.rank = rank
 
     def configure(self, settings: CacheSettings) -> None:
-        """Take the user's word for what the events leave unsaid."""
+        """Apply the user's settings for what the events do not state."""
         self.groups.configure(settings)
 
     def clear(self, hold: Hold) -> None:
-        """Forget everything held and learned: what comes next may be another engine's."""
+        """Forget everything held and learned: the next events may be another engine's."""
         self._drop_all(hold)
         self.groups.forget()
         self._owners.clear()
 
     def image(self) -> RankImage:
-        """Return all that is held and known, as plain values."""
+        """Return all blocks and facts, as plain values."""
         runs = needed_runs(label.block for _, label in self.labels.placements())
         names = [*[run.namespace for run in runs], *self.orphans.namespaces()]
         namespaces = {namespace: i for i, namespace in enumerate(dict.fromkeys(names))}
@@ -154,7 +154,7 @@ class RankBlocks:
         )
 
     def restore(self, image: RankImage) -> None:
-        """Hold and know what an image says; there must be nothing yet, and room for it."""
+        """Restore an image; the rank must be empty, and there must be room."""
         namespaces = [Namespace(*namespace) for namespace in image.namespaces]
         owners = [Owner(self.rank, _unpacked(medium), group) for medium, group in image.places]
         self._owners.clear()  # not a new dict: `_sparse` has this one
@@ -173,10 +173,10 @@ class RankBlocks:
         self._placing.torn.update(image.torn)
 
     def check(self) -> None:
-        """Assert that labels, copies and the tree's owners tell the same.
+        """Assert that labels, copies and the tree's owners agree.
 
         Raises:
-            InvariantError: they do not.
+            InvariantError: they do not agree.
         """
         owned = self.labels.check()
         for owner in self._owners.values():
@@ -194,7 +194,7 @@ class RankBlocks:
             if isinstance(event, BlockStored):
                 self._store(event, hold)
             elif isinstance(event, BlockRemoved):
-                self._announced = None  # what it showed may be gone
+                self._announced = None  # its blocks may be gone
                 self._remove(event, hold)
             elif isinstance(event, AllBlocksCleared):
                 self._announced = None
@@ -209,15 +209,15 @@ class RankBlocks:
             if isinstance(event, BlockStored):
                 self.groups.learn_size(event)
         if unit and self.groups.unit != unit:
-            # What is held lies in the tree by the old unit, where nothing new would meet it.
+            # The held blocks lie in the tree by the old unit, where no new block would meet them.
             if len(self.labels):
                 self.ignored["unit_changed"] += len(self.labels)
             self._drop_all(hold)
 
     def _drop_cleared(self, hold: Hold) -> None:
-        """Drop what the engine clears: vLLM leaves what lies off the device as it is.
+        """Drop the blocks that the engine clears: vLLM keeps those off the device.
 
-        A rank whose clears cost more than they may loses what lies off the device as well.
+        A rank whose clears exceed their allowed cost loses its blocks off the device as well.
         """
         resets_connector = self.groups.settings.resets_connector
         gone = {
@@ -272,11 +272,11 @@ class RankBlocks:
             self._store_chain(event, hashes, owner, hold)
 
     def _names_only(self, event: BlockStored, hashes: Sequence[BlockHash]) -> bool:
-        """Whether only the labels of an event can be used: it does not tell the blocks' contents.
+        """Whether only the labels of an event can be used: the blocks' contents are unknown.
 
-        * Extra keys of a block of several units do not tell which unit they belong to.
+        * Extra keys of a block of several units do not show which unit they belong to.
         * vLLM's connectors leave out the extra keys of blocks that they offload. Their labels are
-          those of the GPU's blocks, so these tell the contents.
+          those of the GPU's blocks, whose contents are known.
         """
         if event.extra_keys is None:
             return event.group_idx is not None and bool(medium_tier(fold_medium(event.medium)))
@@ -326,10 +326,10 @@ class RankBlocks:
     def _is_announced_again(self, event: BlockStored, chain: Chain) -> bool:
         """Whether vLLM's report mode "full" announces blocks that a request found cached.
 
-        Only where the user says that requests use the mode: the wire does not tell. Then a store
+        Only where the user states that requests use the mode: events do not show it. Then a store
         from the root is such an announcement if the engine's own lookup would have found all of
         it, group by group; else the engine computed the blocks, and they are further copies. The
-        groups announce one after the other, and what the first one shows holds for all.
+        groups announce one after the other, and the first one's case is that of all.
         """
         if self.groups.settings.report_mode != "full" or event.parent_block_hash is not None:
             return False
@@ -358,7 +358,7 @@ class RankBlocks:
         if parent.block.run.namespace != chain.namespace:
             self.ignored["parent_namespace"] += len(chain.hashes)
         elif parent.other is not None or self._placing.is_torn(parent_hash):
-            # One hash names several blocks (see `Label`): which of them is meant is not said.
+            # One hash names several blocks (see `Label`), and the event does not say which.
             self.ignored["parent_ambiguous"] += len(chain.hashes)
         else:
             self._placing.place(parent.block, chain, hold)
@@ -380,7 +380,7 @@ class RankBlocks:
             if chain.scale == 1:
                 content = chain.contents[i]
                 self.orphans.hold(block_hash, parent_hash, chain.namespace, content, chain.owner)
-            else:  # another group's smaller blocks may tell its place
+            else:  # another group's smaller blocks may show its place
                 self.orphans.hold_label(block_hash, chain.owner)
             self.counters["orphaned"] += 1
             parent_hash = block_hash
@@ -414,7 +414,7 @@ def _hashes_content_only(event: BlockStored) -> bool:
 
 
 def _shape_fault(event: BlockStored) -> str | None:
-    """Say why an event's tokens cannot belong to its hashes, if they cannot."""
+    """Return why an event's tokens cannot belong to its hashes, if they cannot."""
     count = len(event.block_hashes)
     if event.block_size <= 0:
         return "block_size"

@@ -1,4 +1,4 @@
-"""What is known of a rank's KV cache groups: their kinds, their block sizes, the tree's unit.
+"""The facts about a rank's KV cache groups: their kinds, their block sizes, the tree's unit.
 
 A group's blocks may be larger than another's; an engine hashes prompts in steps that divide all
 of them, and a hash names the whole prefix up to its end. So the tree keeps a rank's prompts in
@@ -19,7 +19,7 @@ from kvindex.wire.quirks import fold_medium, medium_tier
 
 __all__ = ["Group", "RankGroups", "main_group"]
 
-# Bounds against a publisher that invents ever new ones: each namespace costs every query a walk.
+# Bounds against a publisher that invents ever new names: each namespace costs every query a walk.
 _MAX_GROUPS = 64
 
 
@@ -29,12 +29,12 @@ class _HasSpec(Protocol):
 
 
 class Group:
-    """What is known of one KV cache group of a rank.
+    """The facts about one KV cache group of a rank.
 
     Attributes:
         spec: its kind.
-        configured: whether the user told the kind; the wire does not change it again.
-        told: whether anybody told the kind; otherwise it counts as full attention.
+        configured: whether the user set the kind; events do not change it then.
+        told: whether the kind is known; otherwise it counts as full attention.
         block_size: tokens per block, 0 until one is stored.
     """
 
@@ -48,13 +48,13 @@ class Group:
 
 
 class RankGroups:
-    """The groups of one rank, learned from its stores or told by the user.
+    """The groups of one rank, learned from its stores or set by the user.
 
     Attributes:
-        settings: what the user told of the rank's cache.
+        settings: the user's settings of the rank's cache.
         unit: tokens per block of the tree, 0 until a block is stored.
-        windows_only: whether no group needs all blocks, of those whose kinds are told: then no
-            event may name all of them.
+        windows_only: whether no group of a known kind needs all blocks: then no event may name
+            all of them.
     """
 
     __slots__ = ("_groups", "_main", "_shapes", "settings", "unit", "windows_only")
@@ -92,7 +92,7 @@ class RankGroups:
 
     @property
     def kinds_untold(self) -> bool:
-        """Whether there are several groups of which some may be anything (vLLM up to 0.21)."""
+        """Whether there are several groups, some of unknown kind (vLLM up to 0.21)."""
         groups = self.hashed().values()
         return len(groups) > 1 and not all(group.told for group in groups)
 
@@ -100,13 +100,13 @@ class RankGroups:
     def upper_bound(self) -> bool:
         """Whether the engine's hits may be shorter than the answers.
 
-        In report mode "full" some announcements cannot be told from copies.
+        In report mode "full" some announcements look like copies.
         """
         announces = self.settings.report_mode == "full"
         return self.settings.upper_bound or announces or self.kinds_untold
 
     def drops_last(self, group_idx: int) -> bool:
-        """Whether EAGLE drops the last block of a group: it or one of its kind is told."""
+        """Whether EAGLE drops the last block of a group: set for the group or one of its kind."""
         eagle = self.settings.eagle
         if isinstance(eagle, bool):
             return eagle
@@ -114,7 +114,7 @@ class RankGroups:
         return any(self._alike(other) == kind for other in eagle if other in self._groups)
 
     def _alike(self, group_idx: int) -> tuple[GroupSpec, int]:
-        """What groups have in common that an engine looks up together."""
+        """The common properties of groups that an engine looks up together."""
         return self._groups[group_idx].spec, self._groups[group_idx].block_size
 
     @property
@@ -133,7 +133,7 @@ class RankGroups:
     def may_skip_holes(self, unit: int) -> bool:
         """Whether a match may go on after a unit that no group holds.
 
-        It may not where some group needs all blocks, each of one unit. But where kinds are untold,
+        It may not where some group needs all blocks, each of one unit. But where kinds are unknown,
         any group may turn out to be the one that counts; and the block that EAGLE drops reaches
         further in groups of larger blocks.
         """
@@ -145,10 +145,10 @@ class RankGroups:
         return not dense or (wider and (self.kinds_untold or bool(self.settings.eagle)))
 
     def configure(self, settings: CacheSettings) -> None:
-        """Take the user's word for what the events leave unsaid."""
+        """Apply the user's settings for what the events do not state."""
         self.settings = settings
         for group_idx, group in self._groups.items():
-            if group.configured and group_idx not in settings.groups:  # the wire may tell again
+            if group.configured and group_idx not in settings.groups:  # events may set it again
                 group.spec, group.configured, group.told = GroupSpec(), False, False
         for group_idx, spec in settings.groups.items():
             told = Group(spec)
@@ -158,7 +158,7 @@ class RankGroups:
         self._choose_main()
 
     def forget(self) -> None:
-        """Forget what was learned, since another engine may follow; keep what the user told."""
+        """Forget what was learned, since another engine may follow; keep the user's settings."""
         self._groups.clear()
         self._shapes.clear()
         self.unit = 0
@@ -181,7 +181,7 @@ class RankGroups:
         return groups, sorted(self._shapes)
 
     def restore(self, image: RankImage) -> None:
-        """Take over what an image knows of groups; nothing must be known yet."""
+        """Restore the groups of an image; no group must be known yet."""
         configured = {}
         for some in image.groups:
             group = Group(some.spec())
@@ -203,9 +203,9 @@ class RankGroups:
         )
 
     def learn_size(self, event: BlockStored) -> None:
-        """Learn a group's block size, and what it makes of the unit.
+        """Learn a group's block size, and adapt the unit.
 
-        A store of offloaded blocks, which may be larger, teaches nothing of a known group.
+        A store of offloaded blocks, which may be larger, changes no known group.
         """
         size, group_idx = event.block_size, event.group_idx or 0
         group = self._groups.get(group_idx)
@@ -227,7 +227,7 @@ class RankGroups:
         self._choose_main()
 
     def learn(self, event: BlockStored, group_idx: int) -> str | None:
-        """Learn the group's kind; say why the event's blocks cannot count."""
+        """Learn the group's kind; return why the event's blocks cannot count."""
         group = self._groups.get(group_idx)
         if group is None:
             return "too_many_groups"

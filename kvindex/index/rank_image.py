@@ -1,7 +1,7 @@
-"""What a rank holds, as plain values: the form in which the Python index dumps it.
+"""A rank's contents as plain values: the form in which the Python index dumps them.
 
-An image refers to blocks by *position*: the chains' keys one after the other. Reading one checks
-all that the index relies on, so that whatever bytes were read, what is restored is whole.
+An image refers to blocks by *position*: the chains' keys one after the other. Reading an image
+checks all that the index relies on, so that any restored image is whole, whatever its bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WaitImage: TypeAlias = "tuple[int, BlockHash, int, bytes]"
 
 
 class GroupImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_only=True):
-    """What is known of a group."""
+    """The facts about a group."""
 
     group_idx: int
     kind: bytes
@@ -65,7 +65,7 @@ class GroupImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw
 
 
 class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_only=True):
-    """What a rank holds.
+    """A rank's contents.
 
     Attributes:
         namespaces: block size, LoRA and lookahead, of blocks and orphans.
@@ -76,7 +76,7 @@ class RankImage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, kw_
         labels: in any order.
         orphans: the oldest first.
         waiting: those of them that know their parent, in the order in which they wait.
-        groups: what is known of the KV cache groups.
+        groups: the facts about the KV cache groups.
         shapes: the (block size, lookahead) that were stored.
         torn: hashes of several blocks of which one went away.
     """
@@ -124,7 +124,7 @@ def write_image(image: RankImage) -> bytes:
     """Return an image as bytes.
 
     Raises:
-        ConfigurationError: a number that a program told does not fit 64 bits.
+        ConfigurationError: a number from a program does not fit 64 bits.
     """
     try:
         return _encode(image)
@@ -138,7 +138,7 @@ def read_image(body: bytes | memoryview) -> RankImage:
     """Return the image in these bytes.
 
     Raises:
-        SnapshotError: they are none, or say what cannot be.
+        SnapshotError: they are no image, or an impossible one.
     """
     try:
         image = _decode(body)

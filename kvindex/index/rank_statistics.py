@@ -13,7 +13,7 @@ _MAX_LORAS = 64  # distinct LoRAs of a rank that statistics name
 
 
 def with_advice(statistics: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's statistics with what they say of its `CacheSettings`."""
+    """Return a rank's statistics with advice on its `CacheSettings`."""
     advice = []
     stored = {idx: group for idx, group in statistics["groups"].items() if group["block_size"]}
     untold = [idx for idx, group in stored.items() if not group["told"]]
@@ -37,7 +37,7 @@ def with_advice(statistics: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown_loras(counts: Mapping[Lora, int]) -> dict[str, int]:
-    """Return the blocks of each LoRA by what statistics call it: those with most, and the rest."""
+    """Return the blocks of each LoRA by its name in statistics: those with most, and the rest."""
     shown = {_shown_lora(lora): counts[lora] for lora in largest_loras(counts)}
     rest = sum(counts.values()) - sum(shown.values())
     return {**shown, "(other)": rest} if rest else shown

@@ -1,4 +1,4 @@
-"""The index in Python: the readable specification, and what runs where nothing native does."""
+"""The index in Python: the readable specification, and the fallback without the native module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["Index"]
 
 
 class Index(BaseIndex):
-    """The index as a readable specification; `BaseIndex` says what it does."""
+    """The index as a readable specification; see `BaseIndex`."""
 
     backend = "python"
 
@@ -75,7 +75,7 @@ class Index(BaseIndex):
 
     def remove(self, rank: Rank) -> None:
         with self._guard.settled(lambda: self._ranks.get(rank)) as blocks:
-            if blocks is not None:  # it keeps its name until nothing of it is left
+            if blocks is not None:  # the rank keeps its name until all its blocks are gone
                 self._guard.change_part(lambda: blocks, RankBlocks.clear)
                 self._guard.change(lambda: self._forget(rank))
 

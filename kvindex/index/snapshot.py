@@ -20,12 +20,12 @@ r"""Snapshots: an index as a file, rank by rank.
     32  checksum: BLAKE2b of everything before it
 ```
 
-A snapshot is a cache, not an archive: a release refuses what has another version number, and what
-it cannot restore is synchronized from the engines instead. It contains the index's seed, which is
-to be kept from those who may send prompts: files are made readable by their owner only.
+A snapshot is a cache, not an archive: a release refuses snapshots of another version number, and
+synchronizes from the engines instead. It contains the index's seed, which must be secret from
+clients that send prompts: files are made readable by their owner only.
 
-A *cursor* is what whoever follows the rank's stream wants to find again: the position up to which
-events were applied. Nothing here looks into it.
+A *cursor* belongs to the follower of the rank's stream: the position up to which events were
+applied. Nothing here looks into it.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class SnapshotRecord(NamedTuple):
 
     Attributes:
         rank: whose it is.
-        section: what `Index.dump` gave.
-        cursor: what the writer of the snapshot put beside it.
+        section: the result of `Index.dump`.
+        cursor: bytes that the snapshot's writer added.
     """
 
     rank: Rank
@@ -164,8 +164,8 @@ class SnapshotWriter:
 class SnapshotReader:
     """Iterates over the records of a snapshot, one in memory at a time.
 
-    Only an iteration that comes to its end has seen the checksum: what was restored before must be
-    dropped if it raises. A context manager, since it may have to close a file.
+    The checksum is checked at the end of an iteration: if that raises, drop all that was restored
+    before. A context manager, since it may have to close a file.
 
     Args:
         source: a path, the bytes of a snapshot, or a file open for reading, which is read up to
@@ -177,7 +177,7 @@ class SnapshotReader:
 
     Raises:
         SnapshotError: by the constructor and by iterating; it is no (whole) snapshot.
-        ConfigurationError: the source is nothing that could be read.
+        ConfigurationError: the source is neither a path nor a readable file nor bytes.
         OSError: the file cannot be read.
     """
 
@@ -187,7 +187,7 @@ class SnapshotReader:
     def __init__(self, source: SnapshotSource) -> None:
         self._owned = True  # nothing but the snapshot may be in it
         if isinstance(source, (bytes, bytearray, memoryview)):
-            whole = isinstance(source, bytes)  # which need not be copied
+            whole = isinstance(source, bytes)  # no copy needed
             self._file: BinaryIO = BytesIO(source if whole else bytes_of(source, "a snapshot"))
         elif isinstance(source, (str, os.PathLike)):
             self._file = open(source, "rb")  # noqa: SIM115 - closed by `close`
@@ -286,7 +286,7 @@ class SnapshotReader:
         return data
 
     def _take(self, size: int) -> bytes:
-        """Read so many bytes, or what there is; memory follows what there is."""
+        """Read so many bytes, or as many as exist; memory grows with the bytes read."""
         data = self._file.read(min(size, _STEP))
         while 0 < len(data) < size:
             more = self._file.read(min(len(data), size - len(data)))
@@ -303,13 +303,13 @@ def write_snapshot(
 
     Args:
         target: a path, whose file is replaced when all is written, or a file open for writing.
-        index: it is held (against events, not against queries) for one rank at a time.
-        cursors: for each rank, at most 64 KiB that `read_snapshot` gives back.
+        index: it is locked (against events, not against queries) for one rank at a time.
+        cursors: for each rank, at most 64 KiB that `read_snapshot` returns.
 
     Raises:
-        ConfigurationError: a cursor or a rank's name is too long; or the target is nothing that
-            could be written to.
-        OSError: the file cannot be written; one that was there is as before.
+        ConfigurationError: a cursor or a rank's name is too long; or the target is neither a path
+            nor a writable file.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     if isinstance(target, (str, os.PathLike)):
         with replaced_file(target) as file:
@@ -340,12 +340,12 @@ def read_snapshot(source: SnapshotSource) -> Snapshot:
 
 @contextmanager
 def replaced_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` when all went well; only its owner may read it.
+    """Open a file that replaces `path` if all went well; only its owner may read it.
 
     Readers see the old file or the new one, whole, even if the machine stops in between.
 
     Raises:
-        OSError: it cannot be written; a file that was there is as before.
+        OSError: it cannot be written; an existing file is unchanged.
     """
     target = Path(path)
     prefix = f".{target.name}."
@@ -365,7 +365,7 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _locked_file(folder: Path, prefix: str) -> tuple[int, str]:
-    """Return a new file that shows by its lock that somebody writes it."""
+    """Return a new file whose lock shows that it is being written."""
     import tempfile  # here: it loads every kind of compression
 
     while True:

@@ -1,4 +1,4 @@
-"""Sections: what an index holds of one rank, as bytes that only an index like it takes back.
+"""Sections: one rank's contents, as bytes that only an index of the same kind restores.
 
 A section is a head, a body that only its backend understands, and two digests:
 
@@ -15,7 +15,7 @@ A section is a head, a body that only its backend understands, and two digests:
 ```
 
 The checksum finds damage. The seal finds sections of an index with another seed, whose prefix keys
-mean nothing here, and keeps out what was made by somebody who does not know the seed.
+mean nothing here, and keeps out sections made without knowing the seed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _TRAILER_BYTES = _CHECKSUM_BYTES + _SEAL_BYTES
 
 
 class Identity(NamedTuple):
-    """What two indexes must have in common to take each other's sections.
+    """The properties that two indexes must share to restore each other's sections.
 
     Attributes:
         backend: which implementation it is.
         seed: of the prefix keys.
         key_check: prefix keys of contents that never change, so that a release which computes
-            keys in another way does not take the sections of this one.
+            keys in another way rejects the sections of this one.
     """
 
     backend: Backend
@@ -148,7 +148,7 @@ def backend_named(number: int) -> Backend:
 
 
 def wrong_backend(made_by: Backend, here: Backend) -> SnapshotError:
-    """Return the error for what another implementation of the index made."""
+    """Return the error for a section of another implementation of the index."""
     return SnapshotError(
         f"the snapshot was made by the {made_by} index, this is the {here} one, and their prefix"
         f" keys differ: set KVINDEX_BACKEND={made_by} to load it, or synchronize from the engines",

@@ -1,4 +1,4 @@
-"""Blocks of sparse events: which blocks their labels name, since they leave out some, unnamed."""
+"""Blocks of sparse events: which of them the labels name, since some are left out, unnamed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["MAX_UNITS", "Sparse"]
 MAX_UNITS = HOLD_BLOCKS
 """Most units of a block: it counts once for all bounds, and is placed in one go."""
 
-_MAX_MISSES = 8  # of proofs, and none that succeeded: then the engine hashes otherwise
+_MAX_MISSES = 8  # of proofs without a success: then the engine hashes otherwise
 
 
 class Sparse:
-    """Stores one rank's blocks of which events tell the tokens, but not which labels are theirs.
+    """Stores one rank's blocks whose events have the tokens, but not which labels are theirs.
 
     Owned by the rank's `RankBlocks`, whose groups, places and salts it is given.
     """
@@ -52,8 +52,8 @@ class Sparse:
 
         A label's place is known if a whole event has named it, in whichever group. Of a window, the
         engine keeps tails: blocks in a row, up to a place where a hit may end. Such a place has a
-        label from a whole event where other groups have larger blocks. So the labels that nobody
-        has named lie in a row before the next one that somebody has.
+        label from a whole event where other groups have larger blocks. So the labels without a
+        known place lie in a row before the next label with one.
         """
         first = 0
         before: Block | None = None  # the last block whose place is known
@@ -78,8 +78,8 @@ class Sparse:
     ) -> bool:
         """Store blocks where the engine's hash chain has their labels; False if that is unsure.
 
-        What a request computes again looks like what report mode "full" announces: there only
-        whole events count.
+        Blocks that a request computes again look like announcements of report mode "full": there
+        only whole events count.
         """
         unit = self._groups.unit
         scale = event.block_size // unit
@@ -165,9 +165,9 @@ class Sparse:
     ) -> list[Block]:
         """Return the places of so many blocks in a row before a label's, or none if unsure.
 
-        Sure is what lies between two places where a hit may end, the label's being the first that
-        ends a tail: every other one since `before`, as far as the event reaches, has a label too,
-        and so would have been named.
+        Blocks are sure between two places where a hit may end, if the label's is the first that
+        ends a tail: every other such place since `before`, as far as the event reaches, has a label
+        too, and so would have been named.
         """
         group = self._groups.known()[owner.group_idx]
         step, scale = self._groups.alignment // self._groups.unit, size // self._groups.unit

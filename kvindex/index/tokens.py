@@ -57,7 +57,7 @@ def pack_tokens(token_ids: Iterable[Any], *, text: Callable[[], bool] = _yes) ->
 
     Args:
         token_ids: the tokens.
-        text: asked whether a string can be a token, when there is one.
+        text: called if there is a string: whether a string can be a token.
 
     Raises:
         TokenError: a token is no int that fits 64 bits, nor a string where one can be a token.
@@ -71,7 +71,7 @@ def pack_tokens(token_ids: Iterable[Any], *, text: Callable[[], bool] = _yes) ->
 def holds_text(token_ids: Sequence[Any]) -> bool:
     """Return whether an event's tokens include text, as TensorRT-LLM's do.
 
-    Decoding has made ints of it already (`text_token`); a program may also give strings.
+    Decoding has turned text into ints already (`text_token`); a program may also give strings.
     """
     try:
         most = max(token_ids, default=0)
@@ -112,7 +112,7 @@ class Prompt:
 
     Raises:
         TokenError: the type, the item size or the layout cannot be read as token ids. Plain
-            `bytes` are refused: they may be text, and nothing says how wide their tokens are.
+            `bytes` are refused: they may be text, and their tokens' width is unknown.
     """
 
     __slots__ = ("_packed", "_source", "_text", "length")
@@ -128,7 +128,7 @@ class Prompt:
             if self.length and source.itemsize == TOKEN_BYTES:
                 self._packed = source.cast("B")
         else:
-            # So that a prompt of floats or words is refused, however little of it is looked at.
+            # So that a prompt of floats or words is refused, however little of it is read.
             self._packed = bytearray(pack_tokens(source[: min(_CHUNK, self.length)], text=text))
 
     def packed(self, start: int, stop: int) -> bytes:
@@ -164,7 +164,7 @@ def _readable(token_ids: Any) -> Sequence[int] | memoryview[int]:
 
 
 def _advice(token_ids: object) -> str:
-    """Say how to get a list of tokens out of what a tokenizer takes, or returns."""
+    """Return how to get a list of tokens from a tokenizer's input or output."""
     if isinstance(token_ids, str):
         return "; pass tokenizer.encode(text)"
     if isinstance(token_ids, Mapping):

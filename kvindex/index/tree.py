@@ -12,7 +12,7 @@ maximal chain of blocks without a branch and with one set of owners:
       │    └────────┐
    [4 5] {A}     [4'] {B}     their prompts diverge after block 3
       │
-   [6] {}                     a hole: nobody holds block 6,
+   [6] {}                     a hole: no rank holds block 6,
       │                       but it keeps the place of 7
    [7 8] {A}
 ```
@@ -72,8 +72,8 @@ class Block:
 class Run:
     """A chain of blocks with one set of owners; a root has no blocks and no parent.
 
-    `prompts` is what its blocks are counted under: their LoRA, and whether their prompts start
-    under a salt or other extra keys.
+    `prompts` is the key under which its blocks are counted: their LoRA, and whether their prompts
+    start under a salt or other extra keys.
     """
 
     __slots__ = ("blocks", "children", "namespace", "owners", "parent", "prompts")
@@ -184,7 +184,7 @@ class RadixTree:
             self._tidy(segment[0].run)
 
     def disown(self, blocks: Sequence[Block], owner: Owner) -> None:
-        """Take blocks, in any order, away from an owner that holds all of them."""
+        """Remove blocks, in any order, from an owner that holds all of them."""
         for segment in list(_segments(blocks)):
             run = self._isolate(segment)
             run.owners -= {owner}
@@ -192,13 +192,13 @@ class RadixTree:
             self._tidy(run)
 
     def prune(self, block: Block) -> None:
-        """Drop what `extend` made up to this block and nobody came to own."""
+        """Drop the blocks that `extend` made up to this one, unless they have an owner."""
         self._tidy(block.run)
 
     def settle(self, blocks: Iterable[Block]) -> None:
-        """Join what can be joined among blocks that were put in at once, with owners or without.
+        """Join runs where possible among blocks that were put in at once, with owners or without.
 
-        None of them may be without an owner and without a block after it.
+        Each of them must have an owner or a block after it.
         """
         for block in blocks:
             self._tidy(block.run)
@@ -206,8 +206,8 @@ class RadixTree:
     def walk(self, namespace: Namespace, keys: PromptKeys) -> Iterator[Segment]:
         """Yield the prompt's segments from its start to where the tree no longer agrees.
 
-        Keys are made one by one as the walk goes, so a caller that stops early pays only for what
-        it has seen.
+        Keys are made one by one as the walk goes, so a caller that stops early pays only for the
+        segments it has seen.
         """
         run = self.find_root(namespace)
         depth = 0

@@ -1,7 +1,7 @@
 """An index that follows engines: `Client` joins a subscriber to an index.
 
-`answering.py` adds to each answer how far it can be trusted; `saved_state.py` is what a warm
-restart continues from.
+`answering.py` adds to each answer how far it can be trusted; `saved_state.py` has the state from
+which a warm restart continues.
 """
 
 from kvindex.index.client.client import Client, connect

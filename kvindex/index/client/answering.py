@@ -1,4 +1,4 @@
-"""Questions to an index whose ranks are followed by somebody: answers with each rank's trust."""
+"""Questions to an index whose ranks are followed: answers with each rank's trust."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _JUST_ADDED = Trust(State.CONNECTING, False, 0)
 
 
 class Answering(Following):
-    """What `Client` and `Replica` are asked about prompts and ranks.
+    """The questions about prompts and ranks that `Client` and `Replica` answer.
 
     Thread safety: every method may be called from any thread.
     """
@@ -54,7 +54,7 @@ class Answering(Following):
     @property
     @abstractmethod
     def index(self) -> Index:
-        """What the events have filled."""
+        """The index that the events fill."""
 
     def match(
         self,
@@ -70,7 +70,7 @@ class Answering(Following):
     ) -> Match:
         """Return how much of a prompt each rank holds, with each rank's trust.
 
-        A rank of the index that nobody follows, or did not yet when this began, is "connecting".
+        A rank of the index that is not followed, or was not when this began, is "connecting".
 
         It takes microseconds (docs/benchmarks.md has figures) and waits for nothing but the index's
         lock, so async code calls it directly.
@@ -104,7 +104,7 @@ class Answering(Following):
         return [self.match(token_ids, **options) for token_ids in prompts]
 
     def explain(self, token_ids: TokenIds, **options: Unpack[MatchOptions]) -> Explanation:
-        """Return, for each rank, where its match ends and why, and what its stream says to that.
+        """Return, for each rank, where its match ends and why, with notes on its stream.
 
         For people, and slow: `print` it.
 
@@ -121,9 +121,8 @@ class Answering(Following):
     def live_ranks(self) -> frozenset[Rank]:
         """Return the ranks that are live now.
 
-        It is the same object until a rank comes, goes or changes its state, so `is` tells cheaply
-        whether anything has changed. While the thread that follows the streams is stuck, no rank is
-        live.
+        It is the same object until a rank comes, goes or changes its state: `is` detects a change
+        cheaply. While the thread that follows the streams is stuck, no rank is live.
 
         Complexity: O(1), and O(ranks) once after a change.
         """
@@ -132,21 +131,21 @@ class Answering(Following):
     def connected_ranks(self) -> frozenset[Rank]:
         """Return the ranks whose publisher is connected now: neither "connecting" nor "closed".
 
-        The same object until that changes, as of `live_ranks`.
+        It is the same object until a rank's connection changes, as with `live_ranks`.
         """
         return self._board.connected()
 
     def _trust(self) -> Callable[[Rank], Trust]:
         """Return how far each rank can be trusted now.
 
-        To be called before the index is asked: what changes in between makes an answer better than
-        its trust, not worse. A rank that comes in between may hold what is not proven yet.
+        Call it before the index is asked: changes in between make an answer better than its trust,
+        not worse. A rank that comes in between may hold blocks that are not proven yet.
         """
         trusts = self._board.trusts()
         return lambda rank: trusts.get(rank, _JUST_ADDED)
 
     def _stream_notes(self, rank: Rank) -> Iterator[str]:
-        """Yield what a rank's stream says to a missing block."""
+        """Yield the notes of a rank's stream on missing blocks."""
         try:
             status = self._board.get(rank)
         except UnknownRankError:
@@ -174,8 +173,8 @@ class Answering(Following):
     def statistics(self) -> dict[str, Any]:
         """Return every counter as plain JSON-ready values.
 
-        `ranks`: by `str(rank)` the stream's `RankStatus` and, under `index`, what the index says
-        about the rank. `index`: the totals of `Index.statistics`.
+        `ranks`: by `str(rank)` the stream's `RankStatus` and, under `index`, the rank's part of
+        `Index.statistics`. `index`: the totals of `Index.statistics`.
 
         Of a `Client` also `thread`: the subscriber's own counters; and `resume`: of the ranks in a
         saved file, those set `aside` until their worker is added, and their bytes; those

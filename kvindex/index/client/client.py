@@ -72,21 +72,21 @@ def connect(
     discovery: DiscoveryOptions | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Client:
-    """Return a client that subscribes to these engines and answers from what they publish.
+    """Return a client that subscribes to these engines and answers from their events.
 
     It returns at once; `Client.wait_live` waits until every rank has caught up.
 
     Args:
-        workers: one engine or several, in any mixture: a `Worker`, which says where an engine
-            publishes; the URL of an engine's HTTP server ("http://engine:8000"), which is asked
-            for that now and then; or a source of `kvindex.subscribe.discovery`. More can be added
+        workers: one engine or several, in any mixture: a `Worker`, which names an engine's
+            endpoints; the URL of an engine's HTTP server ("http://engine:8000"), which is asked
+            for them now and then; or a source of `kvindex.subscribe.discovery`. More can be added
             later.
         index: the index to fill; a new one by default. With `resume` it must have the seed of the
             index that was saved.
-        max_blocks_per_rank: of the new index; 10,000,000 by default. What one rank sends beyond it
-            is left out and counted (`ignored`, "max_blocks_per_rank").
-        resume: a file that `Client.save` wrote, perhaps in another process. Each rank that is in
-            it starts with what it held then, and replay brings what it has missed, if its
+        max_blocks_per_rank: of the new index; 10,000,000 by default. A rank's blocks beyond it
+            are left out and counted (`ignored`, "max_blocks_per_rank").
+        resume: a file that `Client.save` wrote, perhaps in another process. Each rank in it starts
+            with its saved contents, and replay brings the batches that it missed, if its
             publisher proves to be the same; if not, it starts from scratch. Ranks of workers that
             are not among `workers` are set aside and take no part in answers until their worker
             is added. If there is no such file, every rank starts from scratch.
@@ -103,8 +103,8 @@ def connect(
             connection) after which a rank is stale.
         context: ZeroMQ context for every socket. By default the process-wide one for inproc
             endpoints, so that they meet, and one of its own for all others.
-        discovery: how engines are asked that are given by URL, and how long one is kept that no
-            longer answers.
+        discovery: how engines given by URL are asked, and how long an engine that no longer answers
+            is kept.
         clock: returns monotonic seconds; for tests.
 
     Raises:
@@ -139,20 +139,19 @@ def connect(
 
 
 class Client(Answering):
-    """Answers which rank holds a prompt, from live events, and says how far to trust it.
+    """Answers which rank holds a prompt, from live events, and how far to trust the answer.
 
     Args: as `connect`, and
-        tap: receives everything that the index takes.
-        on_stop: called once, on the subscriber's thread, when that ends for whatever reason.
+        tap: receives everything that the index receives.
+        on_stop: called once, on the subscriber's thread, when it ends for whatever reason.
 
     Attributes:
         subscriber: receives the events.
         discovery: follows the engines that were given by URL or by a source; None if none was.
 
-    A client that is dropped without `close` ends its thread, with a ResourceWarning. A process that
-    is forked from one with a client has to connect by itself: the copy that it inherits receives
-    nothing, and says so at once. Every rank is closed in it, with the reason, and queries are
-    answered from what was known at the fork.
+    A client that is dropped without `close` ends its thread, with a ResourceWarning. A forked child
+    of a process with a client must connect by itself: its inherited copy receives nothing. In that
+    copy every rank is closed at once, with the reason, and queries are answered as of the fork.
 
     Thread safety: every method may be called from any thread.
     """
@@ -231,9 +230,9 @@ class Client(Answering):
 
         `client.add(Worker("a", {1: "tcp://…"}))` adds dp_rank 1 to a worker "a" that has rank 0.
 
-        Ranks that were set aside from the file at `resume` continue from there, as those given to
-        `connect` do; events of all ranks wait while they are restored. The saved state of a rank
-        is used once: added again after `remove`, it starts from scratch.
+        Ranks that were set aside from the file at `resume` continue from it, like those given to
+        `connect`; events of all ranks wait while they are restored. The saved state of a rank is
+        used once: added again after `remove`, the rank starts from scratch.
 
         Raises: as `Subscriber.add`.
         """
@@ -259,8 +258,8 @@ class Client(Answering):
     ) -> None:
         """Return once every engine is found and every rank (or each of those given) is live.
 
-        Args and Raises: as `Following.wait_live`. A `NotLiveError` also names, in `engines`, who
-        has not told where to subscribe, and why.
+        Args and Raises: as `Following.wait_live`. A `NotLiveError` also names, in `engines`,
+        those that are not found yet, and why.
         """
         if self.discovery is None:
             super().wait_live(timeout, ranks=ranks, complete=complete)
@@ -294,7 +293,7 @@ class Client(Answering):
             await super().wait_live_async(left, ranks=ranks, complete=complete)
 
     def _knows(self, ranks: list[RankName] | None) -> bool:
-        """Whether all these ranks are subscribed to; None stands for all, which nobody knows."""
+        """Whether all these ranks are subscribed to; None stands for all, which cannot be known."""
         try:
             return self._board.named(ranks) is not None
         except UnknownRankError:
@@ -314,10 +313,10 @@ class Client(Answering):
 
         `connect(resume=path)` continues from there. Each rank is saved between two of its batches.
         Events of all ranks wait while one rank is copied, and queries wait behind such an event:
-        60 to 200 ms for a million blocks of that rank. A rank is left out if nothing can continue
-        from it: nothing was applied yet, or its publisher has no replay to prove itself by. Ranks
+        60 to 200 ms for a million blocks of that rank. A rank is left out if its stream
+        cannot be continued: nothing was applied yet, or its publisher has no replay. Ranks
         that are set aside are written as they were read, so that a router that is restarted before
-        it knows all its workers loses none. When ranks are renamed meanwhile, it begins anew. The
+        it knows all its workers loses none. If ranks are renamed meanwhile, saving begins anew. The
         file replaces an existing one only when all of it is written. Only its owner can read it,
         since it contains the index's seed.
 
@@ -366,13 +365,13 @@ class Client(Answering):
         try:
             cursor = self.subscriber.cursor(rank)
             return None if cursor is None else (self.index.dump(rank), cursor)
-        except UnknownRankError:  # removed just now; or renamed, and then all is written anew
+        except UnknownRankError:  # removed just now; or renamed: then all is written anew
             return None
 
     def close(self) -> None:
         """Stop receiving, and refuse further questions. Idempotent.
 
-        `index` stays as it is and can still be asked what the ranks held.
+        `index` stays as it is and still answers questions.
         """
         self._closed = True
         if self.discovery is not None:
@@ -385,20 +384,20 @@ def _split(engines: Engines) -> tuple[Iterable[Worker] | Worker, Sequence[Source
     given = [engines] if isinstance(engines, Worker) else engines
     if isinstance(given, (list, tuple)) and all(isinstance(one, Worker) for one in given):
         return given, ()
-    # Here: discovery loads asyncio, HTTP and TLS, which nobody needs who names the endpoints.
+    # Here: discovery loads asyncio, HTTP and TLS, which callers that name endpoints do not need.
     from kvindex.subscribe.discovery import split_engines
 
     return split_engines(engines)
 
 
 def _listed(ranks: Iterable[RankName] | str | None) -> list[RankName] | None:
-    """Return the ranks that are meant as a list, which may be looked at twice."""
+    """Return the given ranks as a list, which may be read twice."""
     return [ranks] if isinstance(ranks, str) else None if ranks is None else list(ranks)
 
 
 @contextmanager
 def _naming_missing(timeout: float, missing: dict[str, str]) -> Iterator[None]:
-    """Have a `NotLiveError` name engines that are missing; if nothing else is wrong, raise it."""
+    """Add the missing engines to a `NotLiveError`; raise one if nothing else is wrong."""
     try:
         yield
     except NotLiveError as error:
@@ -421,7 +420,7 @@ def follow_item(index: Index, item: StreamItem) -> None:
 
 
 class _Kept(msgspec.Struct, frozen=True, gc=False):
-    """A decoded batch with the payload that it was made of."""
+    """A decoded batch with its payload."""
 
     payload: bytes
     batch: Any
@@ -435,7 +434,7 @@ def _keep(payload: bytes) -> _Kept:
 
 
 def _settings(index: Index, saved: SavedState, tap: Tap | None) -> dict[str, Any]:
-    """Return settings of a subscriber that fills an index, and tells a tap what that has taken."""
+    """Return the settings of a subscriber that fills an index, and notifies a tap of each item."""
     if tap is None:
         return {
             "sink": partial(follow_item, index),
@@ -460,4 +459,4 @@ def _settings(index: Index, saved: SavedState, tap: Tap | None) -> dict[str, Any
 
 
 def _ignore(rank: Rank, section: bytes) -> None:
-    """Tell nobody what was restored."""
+    """Ignore a restored rank."""

@@ -1,4 +1,4 @@
-"""What a saved file holds of ranks, kept until their workers are added."""
+"""The ranks in a saved file, kept until their workers are added."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def read_saved(
         max_blocks_per_rank: of a new one.
 
     Raises:
-        ConfigurationError: it is no path.
-        SnapshotError: it is no whole file of such an index; it says which file.
+        ConfigurationError: `path` is no path.
+        SnapshotError: the file is no whole snapshot of such an index; the message names it.
         OSError: it cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -64,7 +64,7 @@ def read_saved(
 def _index_for(
     reader: SnapshotReader, index: Index | None, max_blocks_per_rank: int | None
 ) -> Index:
-    """Return the index that takes a snapshot's sections, or raise SnapshotError."""
+    """Return the index that accepts a snapshot's sections, or raise SnapshotError."""
     if reader.backend != Index.backend:
         raise wrong_backend(reader.backend, Index.backend)
     if index is None:
@@ -81,15 +81,15 @@ def _index_for(
 class SavedState(SavedRanks):
     """Saved ranks, kept aside until their worker is added; each is used once, or dropped.
 
-    What is kept aside is no part of the index: nothing is answered from it. It takes the bytes
-    that its sections had in the file.
+    A rank kept aside is no part of the index: no answer uses it. It needs as much memory as its
+    section had bytes in the file.
 
     Args:
-        index: what ranks are restored into.
-        records: what was saved.
-        within: seconds from now for which it is kept.
+        index: the index into which ranks are restored.
+        records: the saved ranks.
+        within: seconds from now for which they are kept.
         clock: monotonic seconds.
-        on_restored: told each rank that was restored, and its section.
+        on_restored: called with each rank that was restored, and its section.
 
     Raises:
         ConfigurationError: `within` is not above 0.
@@ -114,7 +114,9 @@ class SavedState(SavedRanks):
         self._on_restored = on_restored
         self._until = clock() + within
         self._workers: dict[str, dict[int, SnapshotRecord]] = {}
-        self._without_cursor: dict[str, list[int]] = {}  # of no use; their workers are to hear it
+        self._without_cursor: dict[
+            str, list[int]
+        ] = {}  # of no use; reported once the worker is added
         self._restored = 0
         self._dropped: Counter[str] = Counter()
         for record in records:
@@ -126,17 +128,17 @@ class SavedState(SavedRanks):
                 self._workers.setdefault(record.rank.worker, {})[record.rank.dp_rank] = record
 
     def cursors(self, worker: str) -> Mapping[int, bytes | None]:
-        """Return the cursors of a worker's ranks, by the dp_ranks that they went by."""
+        """Return the cursors of a worker's ranks, by the dp_ranks that they had."""
         cursors: dict[int, bytes | None] = dict.fromkeys(self._without_cursor.get(worker, ()))
         for dp_rank, record in self._workers.get(worker, {}).items():
             cursors[dp_rank] = record.cursor
         return cursors
 
     def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
-        """Restore what was saved of these ranks, where it is not refused; drop what is.
+        """Restore the saved states of these ranks; drop those that are refused.
 
-        Nothing of them is kept aside afterwards: when one is removed and added again, the saved
-        state is older than what was forgotten then. Ranks that the worker does not have yet wait.
+        None of these states is kept afterwards: if a rank is removed and added again, it would be
+        older than the contents forgotten then. Ranks that the worker does not have yet wait.
         """
         failed: dict[Rank, str] = {}
         saved = self._workers.get(worker, {})
@@ -154,7 +156,7 @@ class SavedState(SavedRanks):
         return failed
 
     def expire(self) -> None:
-        """Drop everything, once the time for it is over."""
+        """Drop everything, once `within` is over."""
         if (self._workers or self._without_cursor) and self._clock() >= self._until:
             records = self.records()
             self._workers.clear()
@@ -163,7 +165,7 @@ class SavedState(SavedRanks):
                 self._drop(record.rank, "expired")
 
     def records(self) -> list[SnapshotRecord]:
-        """Return what is kept aside, by rank."""
+        """Return the records that are kept aside, by rank."""
         workers = list(self._workers.values())  # at once: the owner may go on
         return sorted(record for saved in workers for record in saved.values())
 
@@ -178,7 +180,7 @@ class SavedState(SavedRanks):
         }
 
     def _restore(self, record: SnapshotRecord) -> str:
-        """Have the index hold what was saved of a rank; return why it cannot, one word."""
+        """Restore a rank into the index; return why it cannot be restored, one word, or ""."""
         try:
             self._index.restore(record.rank, record.section)
         except SnapshotError as error:

@@ -10,8 +10,8 @@ engines ─► Client ─ StreamTap ─ Outflow ══ ring in shared memory ═
              └───── snapshot ─ Reception ── socket, when joining ──►
 ```
 
-What a replica applies is what the client's index took, in the same order: batches as the engines
-sent them, what happened between them, and the ranks' statuses, so that trust is never ahead of the
+A replica applies the same items as the client's index, in the same order: batches as the engines
+sent them, the items between them, and the ranks' statuses, so that trust is never ahead of the
 data. Linux only.
 """
 

@@ -1,7 +1,7 @@
-"""Which part of the messages a joiner has still to apply: pure bookkeeping.
+"""Decides which messages a joiner must still apply: pure bookkeeping.
 
-A joiner reads the ring from some message on, and beside it, over a socket, what the server's index
-holds of each rank. The server takes these sections one after the other while events go on, each
+A joiner reads the ring from some message on, and meanwhile, over a socket, each rank's contents in
+the server's index. The server takes these sections one after the other while events go on, each
 between two messages: the section of a rank holds all that was in messages below its position, and
 nothing of those from there on. So, with ring messages `0 1 2 …`:
 
@@ -12,8 +12,8 @@ rank A         │ · · · · ·  ├── applied ─────────
 rank B         │ · · · · · · · · · · · ·├ applied ┼────
 ```
 
-A rank that has no section is one that was added after `begin`, or removed before its turn came (or
-both): it holds nothing until the messages add it, so what is in them counts from there.
+A rank without a section was added after `begin`, or removed before its turn came (or both): it
+holds nothing until the messages add it, so all its later entries count.
 
 Renaming in between would move positions from name to name: the server then begins again instead.
 """
@@ -41,7 +41,7 @@ class Catchup:
         self._next: int | None = None
 
     def begin(self, number: int) -> None:
-        """Begin, or begin again, with nothing; the next message that is sent has this number."""
+        """Begin, or begin again, with nothing; the next message sent has this number."""
         self._begin = number
         self._end = None
         self._positions.clear()
@@ -53,13 +53,13 @@ class Catchup:
         self._positions[rank] = number
 
     def end(self, number: int) -> None:
-        """Note that from this message on all is to be applied."""
+        """Note that every entry from this message on must be applied."""
         if number < max([self._begin, *self._positions.values()]):
             raise DecodeError(f"a snapshot that ends at message {number}, before its sections")
         self._end = number
 
     def due(self, message: Message) -> Iterable[Entry]:
-        """Return what is to be applied of the next message; DecodeError if it is another one."""
+        """Return the entries to apply of the next message; DecodeError if it is another one."""
         number, end = message.number, self._end
         assert end is not None
         if number != self._next if self._next is not None else number > self._begin:

@@ -1,4 +1,4 @@
-"""A replica's copy of what the server has: index, statuses, names. Owned by its thread."""
+"""A replica's copy of the server's index, statuses and names. Owned by its thread."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["Copy"]
 
 
 class Copy:
-    """What a snapshot and the messages after it make: as the server has it after the same one."""
+    """The state after a snapshot and messages: equal to the server's after the same message."""
 
     def __init__(self, seed: int | None = None, max_blocks_per_rank: int | None = None) -> None:
         self.index = Index(seed=seed, max_blocks_per_rank=max_blocks_per_rank)
         self.statuses: dict[Rank, RankStatus] = {}
         self.names: dict[Rank, Rank] = {}  # by the name that a port tells, the rank's own
         self.changed: set[Rank] = set()  # ranks with a new status since `take_changes`
-        self.renewed = True  # ranks came, went or were renamed; whoever looks sets it back
+        self.renewed = True  # ranks came, went or were renamed; the reader resets it
         self.catchup = Catchup()
         self.applied = 0  # batches
         self.sent_at = 0.0  # when the last message was sent, by the monotonic clock
-        self.applying = threading.Lock()  # held while a message is; who has it finds all whole
+        self.applying = threading.Lock()  # held while a message is applied
 
     def begin(self, number: int) -> None:
         """Forget all: a snapshot begins, or begins again."""
@@ -38,14 +38,14 @@ class Copy:
     def restore(
         self, rank: Rank, number: int, section: bytes | bytearray, status: RankStatus | None
     ) -> None:
-        """Take a rank's section; SnapshotError or DecodeError if it cannot be."""
+        """Restore a rank's section; SnapshotError or DecodeError if that is impossible."""
         self.catchup.place(rank, number)
         self.index.restore(rank, section)
         if status is not None:
             self.statuses[rank] = status
 
     def apply(self, message: Message) -> None:
-        """Apply the next message; DecodeError or SnapshotError if it cannot be."""
+        """Apply the next message; DecodeError or SnapshotError if that is impossible."""
         with self.applying:
             for entry in self.catchup.due(message):
                 self._apply(entry)

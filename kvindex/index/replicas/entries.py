@@ -1,7 +1,8 @@
-"""What goes through the ring: numbered messages of entries.
+"""The ring's contents: numbered messages of entries.
 
 A message is one msgpack array: its number, the server's monotonic clock when it was sent, and the
-entries in the order in which the server's own index took them. One without entries is a heartbeat.
+entries in the order in which the server's own index applied them. A message without entries is a
+heartbeat.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Restored(msgspec.Struct, frozen=True, tag=True):
-    """A rank that is being added begins with what was saved of it: its section."""
+    """A rank that is being added begins with its saved section."""
 
     rank: Rank
     section: bytes
@@ -65,7 +66,7 @@ Entry: TypeAlias = (
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """Entries that are sent together: what happened, in order."""
+    """Entries that are sent together, in order."""
 
     number: int  # counts the messages from 0
     sent_at: float  # the server's CLOCK_MONOTONIC, which all processes of a machine share
@@ -79,7 +80,7 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 
 
 def decode_message(body: Buffer) -> Message:
-    """Return the message that `encode_message` made bytes of; raises DecodeError."""
+    """Return the message that `encode_message` encoded; raises DecodeError."""
     try:
         return _decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -96,9 +97,9 @@ def size_of(entry: Entry) -> int:
 
 
 def follow_names(names: dict[Rank, Rank], item: StreamItem | Entry) -> None:
-    """Update `names`, from the rank that a port tells to the one it is, by what happened.
+    """Update `names`, from the rank of a port to its present name, by an entry.
 
-    The server and its replicas keep them alike.
+    The server and its replicas keep the same names.
     """
     if isinstance(item, RankAdded):
         names.setdefault(item.rank, item.rank)

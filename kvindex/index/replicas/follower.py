@@ -1,4 +1,4 @@
-"""A replica's thread: joins, follows, and joins anew when the server is gone or lost it."""
+"""A replica's thread: joins, follows, and joins anew when the server is gone or evicts it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Follower:
     Args:
         path: where the server listens.
         stale_after: seconds without a message after which ranks are stale.
-        buffer_bytes: most that is kept of messages while a snapshot comes.
+        buffer_bytes: most bytes kept of the messages that arrive during a snapshot.
 
     Thread safety: `close`, `tell_to_end` and `statistics` from any thread; the rest is its own.
     """
@@ -77,7 +77,7 @@ class Follower:
         self.joined = threading.Event()  # once the first copy is complete, or it `failed`
         self.failed: Exception | None = None  # why there will never be one
         self.trouble = "joining"  # why it is not following at present
-        self._lost = ""  # why it follows no longer: said as well while it cannot join again
+        self._lost = ""  # why it follows no longer; also shown while it cannot join again
         self._stale_after = stale_after
         self._buffer_bytes = buffer_bytes
         # Not waited for, which would take its lock: the collector may run in there, and set it.
@@ -91,7 +91,7 @@ class Follower:
         self._thread.start()
 
     def statistics(self) -> dict[str, Any]:
-        """Return how often it joined and why, and what it took."""
+        """Return how often it joined and why, and how much it applied."""
         membership = self._membership
         return {
             "server": self.path,
@@ -125,7 +125,7 @@ class Follower:
         atexit.register(self._at_exit)
 
     def tell_to_end(self) -> None:
-        """Have the thread end by itself; waits for no lock, so that finalizers may call it."""
+        """Tell the thread to end; it waits for no lock, so finalizers may call it."""
         self._stop.set()
         self._woken.put(None)
         link = self._link
@@ -178,7 +178,7 @@ class Follower:
                 self._note_end(kind, error)
 
     def _take_over(self, membership: Membership) -> None:
-        """Answer from the new copy from now on."""
+        """Use the new copy for answers from now on."""
         self.copy = membership.copy
         self._membership = membership
         self._counters["joins"] += 1
@@ -239,7 +239,7 @@ class Follower:
         self._show_stale(f"the fan-out server at {self.path} {what}")
 
     def _show_stale(self, reason: str) -> None:
-        """Flag all that is known as outdated."""
+        """Mark every status as outdated."""
         self.trouble = reason
         self.board.show(
             [

@@ -1,4 +1,4 @@
-"""What server and joiner say to each other over the socket.
+"""The frames that server and joiner exchange over the socket.
 
 A frame is its length (u32, big-endian) and a msgpack map; the bytes of a section follow its `Taken`
 as they are.
@@ -14,7 +14,7 @@ Attached() ───────────────────────
    …                                           the connection stays as long as both live
 Leave() ──────────────────────────────────►
 
-Ask() ────────────────────────────────────►   by who only wants to know, in place of Hello
+Ask() ────────────────────────────────────►   in place of Hello, for the report only
                                   ◄──────── Report(json_bytes), the JSON; the connection ends
 ```
 """
@@ -73,11 +73,11 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """A process wants to know how the server stands, and not to join."""
+    """A process asks for the server's report, and does not join."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """The joiner goes, in good order."""
+    """The joiner leaves in good order."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -90,7 +90,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The joiner may not: why, what to do, and whether it is no use to try again."""
+    """The joiner may not attach: why, what to do, and whether trying again is useless."""
 
     reason: str
     final: bool
@@ -103,7 +103,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
-    """A rank as it was just before a message; its section, what `Index.dump` gave, follows."""
+    """A rank as it was just before a message; its section, from `Index.dump`, follows."""
 
     rank: Rank
     number: int  # of that message
@@ -115,11 +115,11 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The snapshot is whole."""
 
     number: int  # of the next message in the ring
-    names: list[tuple[Rank, Rank]]  # the rank that a port tells, and the one it is
+    names: list[tuple[Rank, Rank]]  # the rank of a port, and its present name
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """How the server stands; its counters as JSON follow."""
+    """The server's report: its counters as JSON follow."""
 
     json_bytes: int
 
@@ -141,12 +141,12 @@ def encode_frame(frame: JoinersFrame | ServersFrame) -> bytes:
 
 
 def decode_joiners(body: bytes) -> JoinersFrame:
-    """Return what a joiner said; raises DecodeError."""
+    """Return a joiner's frame; raises DecodeError."""
     return _decoded(_joiners, body)
 
 
 def decode_servers(body: bytes) -> ServersFrame:
-    """Return what a server said; raises DecodeError."""
+    """Return a server's frame; raises DecodeError."""
     return _decoded(_servers, body)
 
 

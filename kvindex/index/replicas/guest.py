@@ -1,4 +1,4 @@
-"""One joiner at the server: what is said to it and what it says, in order, on one event loop."""
+"""One joiner at the server: the frames in both directions, in order, on one event loop."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Guest:
 
     Args:
         connection: non-blocking.
-        welcome: returns what to answer to a greeting.
-        report: returns how the server stands, as JSON.
+        welcome: returns the answer to a `Hello`.
+        report: returns the server's counters, as JSON.
         make_snapshot: returns the parts of a snapshot, made one by one as they are sent.
         patience: seconds in which each next step must be taken, and bytes must move.
     """
@@ -55,8 +55,8 @@ class Guest:
         self.connection = connection
         self.place: int | None = None  # in the ring
         self.following = False  # whether it has the whole snapshot
-        self.left = False  # whether it has said that it goes
-        self.answered = False  # and gets no more: why it may not join, or what it asked
+        self.left = False  # whether it sent `Leave`
+        self.answered = False  # and gets no more frames: it was refused, or got its report
         self.pid = 0  # as it says
         self._welcome = welcome
         self._report = report
@@ -65,10 +65,10 @@ class Guest:
         self._received = bytearray()
 
     async def converse(self, on_joined: Callable[[Guest], None]) -> None:
-        """Serve it until it leaves, or has its one answer; `on_joined` is told when it follows.
+        """Serve it until it leaves, or has its one answer; call `on_joined` when it follows.
 
         Raises:
-            DecodeError: it says what may not come now.
+            DecodeError: it sent a frame that may not come now.
             KVIndexError: the next part of its snapshot cannot be made.
             TimeoutError: it took too long for a step.
             OSError: the connection has ended.
@@ -125,7 +125,7 @@ class Guest:
     async def _in_time(self, step: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(step)
         try:
-            # Not `wait_for`: what came while the loop was held by another guest came in time.
+            # Not `wait_for`: frames that came while another guest blocked the loop came in time.
             await asyncio.wait({task}, timeout=self._patience)
             if task.done():
                 return task.result()

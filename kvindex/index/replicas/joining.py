@@ -1,6 +1,6 @@
-"""How a process joins: over the socket a snapshot, meanwhile from the ring what happens.
+"""How a process joins: it gets a snapshot over the socket, and messages from the ring meanwhile.
 
-And how it only asks how the server stands.
+And how a process only asks for the server's report.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from kvindex.wire.errors import ClosedError, DecodeError, KVIndexError
 
 __all__ = ["Drain", "Link", "Membership", "RefusedError", "ask"]
 
-_LOOK = 0.05  # seconds between looks at whether to stop: of a closing, and of a joining
+_LOOK = 0.05  # seconds between checks whether to stop: of a closing, and of a joining
 _STEP = 1 << 20  # bytes that are received at once
 _MAX_MESSAGE_BYTES = 1 << 30
 _MAX_REPORT_BYTES = 1 << 28
 _CONNECT_TIMEOUT = 1.0  # seconds; the kernel connects, however busy the server is
-_SILENCE = 30.0  # seconds without a byte of the snapshot, for which others may be served first
+_SILENCE = 30.0  # seconds without a byte of the snapshot; others may be served first
 
 
 class RefusedError(KVIndexError):
-    """The server does not let this process join; `final`: trying again is no use."""
+    """The server refuses this process; `final`: trying again is useless."""
 
     def __init__(self, reason: str, *, final: bool) -> None:
         self.final = final
@@ -70,11 +70,11 @@ class Link:
         self._socket.settimeout(silence)
 
     def send(self, frame: JoinersFrame) -> None:
-        """Say something; raises OSError."""
+        """Send a frame; raises OSError."""
         self._socket.sendall(encode_frame(frame))
 
     def receive(self) -> ServersFrame:
-        """Return what the server says next. DecodeError, RefusedError, OSError."""
+        """Return the server's next frame. DecodeError, RefusedError, OSError."""
         head = self.read(LENGTH.size)
         frame = decode_servers(bytes(self.read(frame_bytes(head, MAX_FRAME_BYTES))))
         if isinstance(frame, Refused):
@@ -82,7 +82,7 @@ class Link:
         return frame
 
     def read(self, size: int) -> bytearray:
-        """Return the next bytes; memory follows what comes. Raises OSError."""
+        """Return the next bytes; memory grows with the bytes received. Raises OSError."""
         data = bytearray()
         while len(data) < size:
             piece = self._socket.recv(min(_STEP, size - len(data)))
@@ -92,21 +92,21 @@ class Link:
         return data
 
     def interrupt(self) -> None:
-        """Have a `read` of another thread fail."""
+        """Make a `read` of another thread fail."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Say that this process goes, and close. Idempotent."""
+        """Notify the server that this process leaves, and close. Idempotent."""
         with suppress(OSError):
             self.send(Leave())
         self._socket.close()
 
 
 class Drain:
-    """Takes messages out of the ring while a snapshot comes, so that they hold nobody up.
+    """Reads messages from the ring during a snapshot, so that they delay no other reader.
 
-    Its thread uses the receiver until `stop`; when `max_bytes` are kept, it takes no more.
+    Its thread uses the receiver until `stop`; when `max_bytes` are kept, it reads no more.
     """
 
     def __init__(self, receiver: RingReceiver, max_bytes: int) -> None:
@@ -119,7 +119,7 @@ class Drain:
         self._thread.start()
 
     def stop(self) -> list[bytes]:
-        """Return the messages so far; raises what ended them."""
+        """Return the messages so far; raises the error that ended reading."""
         self._cancel.set()
         self._thread.join()
         if self._failure is not None:
@@ -143,15 +143,15 @@ def _copy(_: int, body: Buffer) -> bytes:
 
 
 class Membership:
-    """A place among the replicas: connection, end of the ring, and the copy that is kept by it.
+    """A place among the replicas: connection, end of the ring, and the copy fed from it.
 
     Args:
         link: connected; the membership closes it.
-        buffer_bytes: most that is kept of messages while the snapshot comes.
+        buffer_bytes: most bytes kept of the messages that arrive during the snapshot.
 
     Raises:
         RefusedError: the server refuses.
-        KVIndexError, OSError: it did not work out; try again.
+        KVIndexError, OSError: joining failed; try again.
     """
 
     def __init__(self, link: Link, buffer_bytes: int) -> None:
@@ -182,7 +182,7 @@ class Membership:
             raise
 
     def _take_snapshot(self, buffer_bytes: int) -> list[bytes]:
-        """Fill the copy; return the messages that came meanwhile."""
+        """Fill the copy; return the messages that arrived meanwhile."""
         self._link.send(Attached())
         drain = Drain(self.receiver, buffer_bytes)
         try:
@@ -226,15 +226,15 @@ class Membership:
 
 
 def ask(path: str | os.PathLike[str], timeout: float = 5.0) -> dict[str, Any]:
-    """Return what `FanOut.report` gives in the process whose server listens at `path`.
+    """Return `FanOut.report()` of the process whose server listens at `path`.
 
     Args:
         path: as for `FanOut`.
         timeout: longest silence of the server, in seconds.
 
     Raises:
-        DecodeError: what answers is no server of this version.
-        OSError: none answers; the message says where.
+        DecodeError: the answer is not of a server of this version.
+        OSError: no server answers; the message says where.
     """
     check_platform()
     path = os.fspath(path)

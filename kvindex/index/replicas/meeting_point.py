@@ -1,10 +1,12 @@
 """The socket file where joiners meet the server: private, one server at a time, none left over.
 
 The file is in a directory that nobody else can write to, and is itself for its owner only; both
-sides ask the kernel who the other one is. A file that a killed server left is told from a living
-server's by connecting to it: the kernel answers for a living one even if it is stopped or busy.
-While a server looks and takes the file's place it holds a lock on a file beside it, so that of two
-that start at the same time one comes after the other. The lock file stays; nobody else heeds it.
+sides ask the kernel who the other one is. Connecting shows whether a file belongs to a killed
+server or a living one: the kernel answers for a living server even if it is stopped or busy.
+
+While a server checks and replaces the file, it holds a lock on a file beside it, so that two
+servers that start at the same time do so one after the other. The lock file stays; it has no other
+use.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Listener:
             _clear(self.path)
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                # Whoever connects before the mode is set is asked for who it is, as all are.
+                # A peer that connects before the mode is set is checked for its user, as all are.
                 self.socket.bind(os.fspath(self.path))
                 os.chmod(self.path, 0o600)
                 self.socket.listen(_BACKLOG)
@@ -85,7 +87,7 @@ class Listener:
             connection.close()
 
     def close(self) -> None:
-        """Stop listening, and take the file away if it is still this one. Idempotent."""
+        """Stop listening, and remove the file if it is still this one. Idempotent."""
         self.socket.close()
         with suppress(OSError):
             if self._inode == _inode(self.path):
@@ -124,13 +126,13 @@ def connect_to(path: str | os.PathLike[str], timeout: float) -> socket.socket:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return whose process is at the other end, by the kernel's word."""
+    """Return the user of the process at the other end, as the kernel reports it."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(found)[1])
 
 
 def check_platform() -> None:
-    """Raise ConfigurationError where such sockets are not to be had."""
+    """Raise ConfigurationError where the platform lacks such sockets."""
     if fcntl is None or not hasattr(socket, "SO_PEERCRED"):
         raise ConfigurationError(
             "kvindex.index.replicas needs Linux; elsewhere connect in each process"
@@ -170,7 +172,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _clear(path: Path) -> None:
-    """Take away the socket file that a dead server left."""
+    """Remove the socket file that a dead server left."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

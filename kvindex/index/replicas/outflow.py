@@ -1,8 +1,9 @@
-"""The server's end of the ring: every reader gets every message, or is taken off for being slow.
+"""The server's end of the ring: every reader gets every message, or is evicted for being slow.
 
-Owned by the subscriber's thread, which no reader may hold for long. Each place has an allowance:
-the time that the thread waits for its reader is taken from it, and comes back slowly. So a reader
-that is late once is waited for, one that is late again and again is not, and none pays for another.
+Owned by the subscriber's thread, which no reader may block for long. Each place has an allowance:
+the time that the thread waits for its reader reduces it, and it grows back slowly. So the thread
+waits for a reader that is late once, not for one that is late again and again, and each reader uses
+its own allowance alone.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Outflow:
     ) -> None:
         ring = ShmRingBuffer(max_replicas, chunk_bytes, chunks)
         self.chunk_bytes = chunk_bytes
-        self.evicted: set[int] = set()  # places whose readers were taken off and may not know yet
-        self._blocked = 0.0  # seconds that were waited for room
+        self.evicted: set[int] = set()  # places whose readers were evicted and may not have noticed
+        self._blocked = 0.0  # seconds spent waiting for room
         self._ring = ring
         self._sender = RingSender(ring, waiting=Waiting(spin=0.0, look=0.05))
         self._patience = patience
@@ -79,7 +80,7 @@ class Outflow:
 
     @property
     def handle(self) -> RingHandle:
-        """What readers attach by."""
+        """The handle that readers attach with."""
         return self._ring.handle()
 
     def is_free(self, place: int) -> bool:
@@ -87,7 +88,7 @@ class Outflow:
         return not self._ring.reader_lives(place)
 
     def send(self, body: bytes) -> None:
-        """Send a message to every reader; those that hold it up for too long are taken off."""
+        """Send a message to every reader; those that delay it for too long are evicted."""
         self._counters["messages"] += 1
         self._counters["bytes"] += len(body)
         if len(body) <= self.chunk_bytes:
@@ -97,16 +98,16 @@ class Outflow:
             self._put(kind, list(piece), sum(map(len, piece)))
 
     def admit(self) -> None:
-        """Let those in that have attached, from the next message on."""
+        """Admit the readers that have attached, from the next message on."""
         self._sender.admit()
 
     def count_readers(self) -> int:
-        """Take dead readers off; return how many are left that every message waits for."""
+        """Remove dead readers; return how many are left that every message waits for."""
         self._sender.remove_dead()
         return len(self._sender.readers())
 
     def statistics(self) -> dict[str, float]:
-        """Return what was sent, how many readers were taken off, and how long was waited."""
+        """Return what was sent, how many readers were evicted, and how long the thread waited."""
         sender = self._sender.statistics()
         return {
             "messages": self._counters["messages"],
@@ -117,7 +118,7 @@ class Outflow:
         }
 
     def close(self) -> None:
-        """Tell every reader that nothing more will come. Idempotent."""
+        """Notify every reader that no message follows. Idempotent."""
         self._sender.close()
 
     def _put(self, kind: int, parts: list[Buffer], size: int) -> None:
@@ -147,7 +148,7 @@ class Outflow:
         return True
 
     def _allowance(self, place: int) -> Allowance:
-        """Return a place's allowance; who joins anew does not begin with all of it."""
+        """Return a place's allowance; a reader that joins anew does not get it refilled."""
         if place not in self._allowances:
             self._allowances[place] = Allowance(self._patience, self._clock)
         return self._allowances[place]

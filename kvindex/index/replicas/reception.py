@@ -1,4 +1,4 @@
-"""The server's thread for those who come and go; it never touches what the subscriber's has."""
+"""The server's thread for joining and leaving; it touches nothing of the subscriber's thread."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = ["Reception"]
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for each step of a joiner
-_EXTRA_GUESTS = 16  # connections beyond the places, so that one more can be told why not
+_EXTRA_GUESTS = 16  # connections beyond the places, so that a joiner gets its refusal
 
 
 class Reception:
     """Lets processes join, and notes when they are gone.
 
     Args:
-        listener: where they come; the reception closes it.
+        listener: where processes connect; the reception closes it.
         client: whose index they get.
-        tap, outflow: what they follow.
+        tap, outflow: the stream that they follow.
         max_replicas: places in the ring.
-        report: gives what else is to be told to those who ask.
-        on_failure: told, once, if the thread fails.
+        report: returns the answer to `Ask`.
+        on_failure: called once if the thread fails.
 
     Thread safety: `close` and `statistics` from any thread.
     """
@@ -169,7 +169,7 @@ class Reception:
         logger.info("process %d has joined at place %s", guest.pid, guest.place)
 
     def _welcome(self, hello: Hello) -> Welcome | Refused:
-        """Give a joiner a place, or say why not."""
+        """Give a joiner a place, or refuse it with the reason."""
         refusal = self._refusal(hello)
         if refusal is not None:
             self._counters["away_refused"] += 1
@@ -207,7 +207,7 @@ class Reception:
         return None
 
     def _turn_away(self, guest: Guest, kind: str, reason: Exception) -> None:
-        """End a connection for what its other end did."""
+        """End a connection because of its peer's error."""
         self._counters[f"away_{kind}"] += 1
         if self._log_rate.allows(kind):
             logger.warning("process %d could not join: %s", guest.pid, reason)

@@ -39,19 +39,19 @@ def join(
     """Return a replica of the index of the `FanOut` that listens at `path`.
 
     It returns when the replica has all that the server had, ranks that are not live included:
-    `Replica.wait_live` waits for those. A server that is not there yet is waited for.
+    `Replica.wait_live` waits for those. It waits for a server that is not there yet.
 
     Args:
         path: as for `FanOut`.
         timeout: longest wait, in seconds.
-        stale_after: seconds without a word of the server after which ranks are shown as stale; it
-            says something every second.
-        buffer_bytes: most that is kept of what happens while the snapshot comes.
+        stale_after: seconds without a message of the server after which ranks are shown as stale;
+            the server sends one every second.
+        buffer_bytes: most bytes kept of the messages that arrive during the snapshot.
 
     Raises:
         QueueTimeoutError: the replica was not complete in time (a TimeoutError); it says why.
-        ConfigurationError: it never can be: the server's index is of another kind, or a value
-            cannot work.
+        ConfigurationError: joining is impossible: the server's index is of another kind, or a
+            value cannot work.
         SegmentError: there is no native module, which the ring needs; whichever index runs.
     """
     check_platform()
@@ -82,13 +82,13 @@ def join(
 class Replica(Answering):
     """Answers as the server's client does, from an index in this process; made by `join`.
 
-    When the server is gone, silent or has taken this replica off, every rank is shown as stale with
-    the reason, queries are answered from what was known, and the replica joins anew by itself. A
-    new server's index takes the old one's place when it is complete.
+    When the server is gone, silent or has evicted this replica, every rank is shown as stale with
+    the reason, queries are answered from the last state, and the replica joins anew by itself. A
+    new server's index replaces the old one when it is complete.
 
-    A process that is forked from one with a replica has to join by itself: the copy that it
-    inherits follows nobody, and says so at once. Every rank is closed in it, with the reason, and
-    queries are answered from what was known at the fork.
+    A forked child of a process with a replica must join by itself: its inherited copy receives
+    nothing. In that copy every rank is closed at once, with the reason, and queries are answered
+    as of the fork.
 
     Thread safety: every method may be called from any thread.
     """
@@ -97,10 +97,10 @@ class Replica(Answering):
         self._follower = follower
         self._board = follower.board
         self._pid = os.getpid()
-        self._disowned = ""  # why it follows nobody, if this is a forked child's
+        self._disowned = ""  # why it follows no server, if this is a forked child's
         # It waits for nothing: the collector may run inside a lock that the thread is to take.
         weakref.finalize(self, _drop, follower, os.getpid()).atexit = False
-        # One that merely died would be counted and logged at the server.
+        # Without `Leave` the server would count and log a death.
         follower.close_at_exit()
         prepare_forks(self, Replica._prepare_fork)
 
@@ -118,22 +118,22 @@ class Replica(Answering):
     def close(self) -> None:
         """Leave the server, and refuse further questions. Idempotent.
 
-        `index` stays as it is and can still be asked what the ranks held. It is done by itself when
-        the replica is dropped, or the process ends.
+        `index` stays as it is and still answers questions. A replica closes by itself when it is
+        dropped, or the process ends.
         """
         self._closed = True
         if self._pid == os.getpid():  # a forked child has the parent's
             self._follower.close()
 
     def _prepare_fork(self, fork: Fork) -> None:
-        """Have no message half applied by a thread that a child lacks."""
+        """Wait until no message is half applied: a child lacks the applying thread."""
         copy = self._follower.copy
         fork.do_in_child(partial(self._disown, copy))
         # Not for ever: a handler that forks may have come in a query that the message waits for.
         fork.hold(copy.applying, _FORK_PATIENCE)
 
     def _disown(self, copy: Copy) -> None:
-        """In a forked child: go on with a copy that nobody keeps, and a board that says so."""
+        """In a forked child: go on with a copy that is not updated, and a board that shows it."""
         self._disowned = (
             f"this replica is that of process {os.getppid()}, from which this one was forked: join "
             "in this process"

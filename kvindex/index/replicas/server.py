@@ -1,4 +1,4 @@
-"""The server: one subscriber, from which other processes' replicas are kept."""
+"""The server: one subscriber that keeps other processes' replicas."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 class FanOut:
     """Subscribes once, and lets any number of processes on this machine ask.
 
-    Each of them calls `kvindex.index.replicas.join(path)`, whenever it likes, and has a replica of
-    the index from then on. Linux only.
+    Each of them calls `kvindex.index.replicas.join(path)`, at any time, and has a replica of the
+    index from then on. Linux only.
 
     Args:
         workers: as for `kvindex.connect`.
         path: where to listen for processes that join: a socket that is made there, in a directory
             that others cannot write to, and goes when this is closed.
-        patience: seconds for which a slow replica may hold the subscriber's thread, all in all;
-            they come back at a tenth of the time that passes. A replica that would hold it for
-            longer is taken off, and joins anew by itself.
+        patience: seconds in all for which a slow replica may block the subscriber's thread; they
+            grow back at a tenth of the time that passes. A replica that would block it for longer
+            is evicted, and joins anew by itself.
         max_replicas: most processes at a time.
         chunk_bytes, chunks: size of the ring in shared memory, which takes their product.
         max_blocks_per_rank: as for `kvindex.connect`; replicas keep to it, too.
@@ -52,7 +52,7 @@ class FanOut:
     Raises:
         ConfigurationError: a value cannot work, a living server is at `path`, or others could write
             there.
-        SegmentError: the shared memory cannot be had, or there is no native module.
+        SegmentError: the shared memory cannot be made, or there is no native module.
         OSError: the socket cannot be made.
 
     Thread safety: every method may be called from any thread.
@@ -155,11 +155,11 @@ class FanOut:
         """Return counters as plain JSON-ready values; those of the client are its own.
 
         `replicas`, `joining`: processes now. `joined`, `left`, `died`, `evicted`: processes so far
-        that came, went, were gone without a word, and were taken off for being slow. `turned_away`:
+        that joined, left, ended without leaving, and were removed for being slow. `turned_away`:
         connections that did not become replicas, by reason. `messages`, `bytes`, `chunks`: sent, to
         all at once; `entries`, `heartbeats`: in them. `blocked_seconds`: for which the subscriber's
-        thread waited for slow replicas. `sections_taken`: copies of ranks that were made for those
-        who join; who join together share them. `snapshots_begun_again`: because ranks were renamed.
+        thread waited for slow replicas. `sections_taken`: copies of ranks made for joiners;
+        joiners at one time share them. `snapshots_begun_again`: because ranks were renamed.
         """
         return {**self._reception.statistics(), **self._counters()}
 
@@ -177,7 +177,7 @@ class FanOut:
         return {**self._outflow.statistics(), **self._tap.statistics()}
 
     def close(self) -> None:
-        """Stop listening and subscribing; replicas are told, and say so. Idempotent.
+        """Stop listening and subscribing; replicas are notified, and show it. Idempotent.
 
         Done by itself when the process ends; a process that is killed does not.
         """

@@ -1,9 +1,9 @@
-"""What joiners are sent: each rank as it is when its turn comes, taken on the subscriber's thread.
+"""The snapshots for joiners: each rank is copied in its turn, on the subscriber's thread.
 
-The thread is held for some milliseconds at a time, or as long as it takes to copy one rank if that
-is longer; the next ranks are taken when the last ones have been sent. Processes that join at the
-same time share what is taken: a section counts from its own position, so it serves whoever has
-begun before it was taken and lacks it still.
+The thread is blocked for some milliseconds at a time, or for one rank's copy if that takes longer;
+the next ranks are copied when the last ones have been sent. Processes that join at the same time
+share the copies: a section counts from its own position, so it serves every joiner that began
+before the copy and still lacks the rank.
 
 ```
 taken   A   B   C   D   A   B
@@ -32,7 +32,7 @@ _HOLD = 0.005  # seconds: a turn of the thread under load takes longer
 
 
 class _Order:
-    """What one joiner lacks, and what was taken for it and is not sent yet."""
+    """The ranks that one joiner lacks, and the unsent copies for it."""
 
     def __init__(self) -> None:
         self.lacks: dict[Rank, None] = {}  # in the order in which they are to be taken
@@ -47,12 +47,12 @@ class _Order:
 class Snapshots:
     """Makes a snapshot for each joiner. Owner: one thread, which is not the subscriber's.
 
-    A joiner that receives slowly has the sections wait that were taken for faster ones: at most
-    one snapshot, each section in memory once for all of them.
+    For a slow joiner, the sections taken for faster ones wait: at most one snapshot, each section
+    in memory once for all joiners.
 
     Args:
         client: whose index is sent.
-        tap: what its subscriber's thread tells.
+        tap: the tap of its subscriber's thread.
         hold: seconds for which the thread goes on with another rank.
     """
 
@@ -64,7 +64,7 @@ class Snapshots:
         self._orders: list[_Order] = []
 
     def parts(self) -> Generator[bytes, None, None]:
-        """Let those in that have attached to the ring; then give the parts of a snapshot."""
+        """Admit the readers that have attached to the ring; then yield the parts of a snapshot."""
         call = self._client.subscriber.call
         order = _Order()
         self._orders.append(order)
@@ -86,7 +86,7 @@ class Snapshots:
             self._orders.remove(order)
 
     def _take_for(self, order: _Order) -> None:
-        """Take the next ranks that a joiner lacks, for all who lack them."""
+        """Copy the next ranks that a joiner lacks, for all joiners that lack them."""
         taken = self._client.subscriber.call(partial(self._take, list(order.lacks)))
         for rank, parts in taken:
             self.counters["sections_taken"] += bool(parts)

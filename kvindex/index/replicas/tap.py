@@ -1,4 +1,4 @@
-"""What is tapped from the subscriber's thread: entries, packed into numbered messages.
+"""The tap of the subscriber's thread: packs entries into numbered messages.
 
 Owned by that thread, `failure` and `statistics` apart.
 """
@@ -31,7 +31,7 @@ __all__ = ["StreamTap"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_COUNT = 2**63 - 1  # the largest number that every reader of msgpack has
+_MAX_COUNT = 2**63 - 1  # the largest number that every reader of msgpack reads
 _NEEDED = [
     "rank",
     "state",
@@ -45,14 +45,14 @@ _NEEDED = [
 
 
 class StreamTap:
-    """Sends on all that the client's index takes, in the same order, as long as somebody reads.
+    """Forwards all that the client's index receives, in the same order, while there are readers.
 
-    At the end of each turn of the subscriber's thread a message goes out, with nothing in it if
-    nothing happened: the thread turns at least once a second, and so replicas see that it lives.
+    At the end of each turn of the subscriber's thread a message goes out, empty if nothing
+    happened: the thread turns at least once a second, and so replicas see that it lives.
 
     Args:
         outflow: where messages go.
-        on_failure: told, once, when nothing more can be sent.
+        on_failure: called once, when nothing more can be sent.
         clock: monotonic seconds.
     """
 
@@ -64,7 +64,7 @@ class StreamTap:
     ) -> None:
         self.number = 0  # of the next message
         self.renames = 0  # how often ranks were renamed
-        self.names: dict[Rank, Rank] = {}  # by the name that a port tells, the rank's own
+        self.names: dict[Rank, Rank] = {}  # by the rank of a port, its present name
         self.failure: str | None = None  # why nothing more is sent
         self._outflow = outflow
         self._on_failure = on_failure
@@ -76,12 +76,12 @@ class StreamTap:
         self._counters: Counter[str] = Counter()
 
     def batch(self, rank: Rank, payload: bytes) -> None:
-        """Take a batch that was applied."""
+        """Receive a batch that was applied."""
         if self._attended:
             self._add(Applied(rank, payload))
 
     def item(self, item: StreamItem) -> None:
-        """Take what happened between two batches."""
+        """Receive an item between two batches."""
         follow_names(self.names, item)
         if isinstance(item, RanksRenamed):
             self.renames += 1
@@ -89,25 +89,25 @@ class StreamTap:
             self._add(item)  # type: ignore[arg-type]  # no RankBatch comes here
 
     def restored(self, rank: Rank, section: bytes) -> None:
-        """Take what a rank that is being added begins with."""
+        """Receive the contents that an added rank begins with."""
         if self._attended:
             self._add(Restored(rank, section))
 
     def statuses(self, statuses: Sequence[RankStatus]) -> None:
-        """Take new statuses, and send what was taken in this turn."""
+        """Receive new statuses, and send this turn's entries."""
         if self._attended:
             for status in statuses:
                 self._add(Shown(status))
             self._send()
 
     def stop(self) -> None:
-        """Send what is left and tell readers that it was all, as the thread ends."""
+        """Send the rest and notify readers of the end, as the thread ends."""
         self.flush()
         self._attended = False
         self._outflow.close()
 
     def attend(self) -> None:
-        """Let those in that have attached to the ring: they get every message from now on."""
+        """Admit the readers that have attached to the ring: they get every message from now on."""
         if self.failure is not None:
             raise ClosedError(self.failure)
         self.flush()
@@ -120,7 +120,7 @@ class StreamTap:
             self._attended = self._outflow.count_readers() > 0
 
     def flush(self) -> None:
-        """Send what was taken, so that all of it has a number below `number`."""
+        """Send the entries so far, so that all of them have numbers below `number`."""
         if self._entries:
             self._send()
 
