@@ -78,7 +78,7 @@ class BatchQueue:
         return taken
 
     def close(self, reason: str) -> None:
-        """Refuse further batches, with this reason; what waits can still be taken. Idempotent."""
+        """Refuse further batches, with this reason; waiting ones can still be taken. Idempotent."""
         with self._lock:
             if self._closed_because is None:
                 self._closed_because = reason
@@ -86,7 +86,7 @@ class BatchQueue:
             self._wake()
 
     def stop_waking(self) -> None:
-        """Never call `wake` again: to be called before what it wakes is gone."""
+        """Never call `wake` again; call this before the woken object is gone."""
         with self._lock:
             self._wake = _nothing
 

@@ -70,7 +70,7 @@ def binds_endpoint(endpoint: str, dialect: Dialect) -> bool:
 
 
 def local_endpoint(bound: str) -> str:
-    """Return an endpoint at which this machine reaches what is bound there.
+    """Return an endpoint at which this machine reaches a bound endpoint.
 
     Examples:
         >>> local_endpoint("tcp://0.0.0.0:5557")

@@ -41,7 +41,7 @@ class EventPublisherFactory:
 
     @classmethod
     def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
-        """Let configurations name this publisher.
+        """Register a publisher under a name that configurations can use.
 
         The constructor is called with the rank, as data_parallel_rank or attn_dp_rank, whichever
         parameter it has (as it was given to `create` if it has both or neither), and with
@@ -69,7 +69,7 @@ class EventPublisherFactory:
         *,
         attn_dp_rank: int | None = None,
     ) -> EventPublisher:
-        """Return a running publisher; one that does nothing if none is asked for.
+        """Return a running publisher; one that does nothing if none is configured.
 
         Args:
             config: the configuration, or its JSON text as SGLang's factory takes it; None or
@@ -78,7 +78,7 @@ class EventPublisherFactory:
             attn_dp_rank: SGLang's name for the same.
 
         Raises:
-            ConfigurationError: a publisher that nobody registered, or what its constructor raises.
+            ConfigurationError: a publisher that is not registered, or an error of its constructor.
 
         Examples:
             >>> EventPublisherFactory.create(None).data_parallel_rank
@@ -104,7 +104,7 @@ def _rank_name(constructor: Callable[..., EventPublisher], came_as: str) -> str:
     """Return the engine's own name of the rank that a constructor takes."""
     try:
         names = inspect.signature(constructor).parameters
-    except (TypeError, ValueError):  # a builtin that tells nothing of its parameters
+    except (TypeError, ValueError):  # a builtin without a readable signature
         return came_as
     taken = [name for name in ("data_parallel_rank", "attn_dp_rank") if name in names]
     return taken[0] if len(taken) == 1 else came_as

@@ -48,7 +48,7 @@ class EventPublisher(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Send what is left in the time there is, then stop. Idempotent."""
+        """Send waiting batches within the timeout, then stop. Idempotent."""
 
     def __enter__(self: _Publisher) -> _Publisher:
         return self
@@ -58,7 +58,7 @@ class EventPublisher(ABC):
 
 
 class NullEventPublisher(EventPublisher):
-    """Publishes nothing: what an engine uses while KV-cache events are off.
+    """Publishes nothing: an engine uses it while KV-cache events are off.
 
     Examples:
         >>> with NullEventPublisher() as publisher:

@@ -42,9 +42,9 @@ _CLOSED: Final = "the publisher is closed"
 
 
 class PublisherLoop:
-    """Sends what is put into its `queue` and answers replay requests, in a thread of its own.
+    """Sends the batches in its `queue` and answers replay requests, in a thread of its own.
 
-    Does not know the public publisher, so that one that nobody holds any more can go.
+    It has no reference to the public publisher, so that an unused publisher can be collected.
 
     Attributes:
         queue: where batches wait; any thread.
@@ -100,12 +100,12 @@ class PublisherLoop:
         self._thread.start()
 
     def discard(self) -> None:
-        """Free what the constructor made: at the thread's end, or if it never starts."""
+        """Free the constructor's resources: at the thread's end, or if it never starts."""
         self.queue.stop_waking()
         self._waker.close()
 
     def close(self, timeout: float) -> bool:
-        """Take no more batches, send those that wait; False if not all went out within timeout."""
+        """Accept no more batches, send waiting ones; False if not all went out within timeout."""
         if self._deadline == float("inf"):
             self._deadline = time.monotonic() + timeout
         self.queue.close(_CLOSED)
@@ -137,7 +137,7 @@ class PublisherLoop:
         return is_idle or time.monotonic() >= self._deadline
 
     def _wait(self) -> bool:
-        """Sleep until there may be something to do; return whether a replay request waits."""
+        """Sleep until there may be work; return whether a replay request waits."""
         now = time.monotonic()
         wait = 0.0 if len(self.queue) else self._replays.wait_time(now)
         if self.queue.closed:

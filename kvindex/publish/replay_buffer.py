@@ -49,7 +49,7 @@ class ReplayBuffer:
         return self.oldest_position + bisect_left(held, start_seq, key=lambda p: self._at(p)[0])
 
     def held_from(self, position: int) -> Iterator[tuple[int, bytes]]:
-        """Iterate over what is held from this position on; do not append meanwhile."""
+        """Iterate over the entries held from this position on; do not append meanwhile."""
         for held in range(max(position, self.oldest_position), self._appended):
             yield self._at(held)
 

@@ -1,9 +1,9 @@
 """Serving of replays, a slice at a time, so that live batches never wait long.
 
-Requests queue per asker, since replies of two replays of one asker could not be told apart; askers
-take turns. A reply that an asker has no room for is not lost, as it is in the engines: the
-replay waits and goes on, until it stood still for too long. Knows no socket: it sends through a
-function, so that every course can be tested without one.
+Requests queue per asker, since replies of two replays of one asker would look alike; askers take
+turns. A reply for which an asker has no room is not lost, unlike in the engines: the replay waits
+and goes on, until it has stood still for too long. It uses no socket: it sends through a function,
+so that every case can be tested without a socket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LAST_RETRY: Final = 0.05
 
 
 class SendResult(Enum):
-    """What became of a reply."""
+    """The result of sending a reply."""
 
     SENT = "sent"
     NO_ROOM = "no_room"
@@ -126,7 +126,7 @@ class ReplayService:
             self._end(identity, asker)
 
     def _position(self, asker: _Asker) -> int:
-        """Where the asker's replay goes on; what left the buffer before its turn is counted."""
+        """Return where the asker's replay goes on; count batches that left the buffer too early."""
         if asker.position is None:
             asker.position = self._buffer.position(asker.starts[0])
         elif asker.position < self._buffer.oldest_position:
@@ -136,7 +136,7 @@ class ReplayService:
         return asker.position
 
     def _sent(self, identity: bytes, asker: _Asker, frames: list[bytes], now: float) -> bool:
-        """Send one reply; otherwise put the replay off or give it up."""
+        """Send one reply; otherwise postpone the replay or abandon it."""
         result = self._send(frames)
         if result is SendResult.SENT:
             asker.moved_at = asker.retry_at = now

@@ -16,8 +16,8 @@ __all__ = ["PublisherSockets", "open_sockets"]
 
 logger = logging.getLogger(__name__)
 
-# All that peers have to say: subscriptions (a topic each), and requests for replay. ZeroMQ holds
-# its handshake to the same limit.
+# Peers send only subscriptions (a topic each) and requests for replay. ZeroMQ holds its handshake
+# to the same limit.
 _MAX_INBOUND_BYTES = 4096
 _MAX_REQUEST_FRAMES = 4
 _ZERO_COPY_BYTES = 64 * 1024
@@ -30,8 +30,8 @@ class PublisherSockets:
     Attributes:
         pub: the live socket.
         router: the replay socket, or None.
-        bound_endpoint: what ZeroMQ bound (or connects) the live socket to.
-        bound_replay_endpoint: what it bound the replay socket to, or None.
+        bound_endpoint: the endpoint to which ZeroMQ bound (or connects) the live socket.
+        bound_replay_endpoint: the endpoint of the replay socket, or None.
     """
 
     def __init__(self, pub: zmq.Socket[bytes], router: zmq.Socket[bytes] | None) -> None:
@@ -50,7 +50,7 @@ class PublisherSockets:
         self.pub.send_multipart(frames, flags=zmq.NOBLOCK, copy=copy)
 
     def send_reply(self, frames: Sequence[bytes]) -> SendResult:
-        """Send one reply of a replay without waiting, and say what became of it."""
+        """Send one reply of a replay without waiting, and return the result."""
         if self.router is None:
             return SendResult.UNREACHABLE
         copy = len(frames[-1]) < _ZERO_COPY_BYTES
@@ -82,7 +82,7 @@ class PublisherSockets:
     def close(self, linger: float) -> bool:
         """Close both and return whether all was handed to the network within `linger` seconds.
 
-        What an inproc peer has not read yet lies in its own queue: it is not waited for.
+        An inproc peer's unread messages lie in its own queue: this does not wait for them.
         """
         if self.router is not None:
             self.router.close(linger=max(0, int(linger * 1000)))
@@ -176,9 +176,9 @@ def _last_endpoint(socket: zmq.Socket[bytes]) -> str:
 
 
 def _close_flushed(pub: zmq.Socket[bytes], linger: float, *, is_local: bool) -> bool:
-    """Close, and wait until libzmq is done with the socket: all is with the kernel then.
+    """Close, and wait until libzmq has handed all of the socket's data to the kernel.
 
-    close() alone returns at once, and a process that ends takes the unsent with it.
+    close() alone returns at once, and a process that ends loses the unsent data.
     """
     milliseconds = max(0, int(linger * 1000))
     if is_local or milliseconds == 0:

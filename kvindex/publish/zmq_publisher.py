@@ -111,7 +111,7 @@ class ZmqEventPublisher(EventPublisher):
 
     @property
     def dialect(self) -> Dialect:
-        """The engine version that is written."""
+        """The engine version whose dialect is written."""
         return self._dialect
 
     @property
@@ -143,7 +143,8 @@ class ZmqEventPublisher(EventPublisher):
     def get_publisher_config(self) -> KVEventsConfig:
         """Return a copy of the configuration, with this rank's endpoints as they were configured.
 
-        The properties `endpoint` and `replay_endpoint` tell what was really bound, e.g. for port 0.
+        The properties `endpoint` and `replay_endpoint` return the bound ports, e.g. for port
+        0.
         """
         config, rank = self._config, self._data_parallel_rank
         return msgspec.structs.replace(
@@ -268,7 +269,7 @@ def _server_keys(curve: Curve | None) -> Curve | None:
 
 
 def _started(config: KVEventsConfig, dialect: Dialect, sockets: PublisherSockets) -> PublisherLoop:
-    """A running loop that owns the sockets; they are closed if it cannot start."""
+    """Return a running loop that owns the sockets; they are closed if it cannot start."""
     try:
         loop = PublisherLoop(
             dialect=dialect,

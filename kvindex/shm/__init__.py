@@ -7,8 +7,8 @@ MessageQueue ── RingSender ─► ring of chunks in /dev/shm ─► RingRece
 
 `MessageQueue` is what most users need. Linux only.
 
-Read first: `queue.py`, then `ring/ring.py` below it; `remote/` and `groups/` are by themselves.
-May import: of `kvindex.wire` errors, keys and the native module. It knows neither events nor index.
+Read first: `queue.py`, then `ring/ring.py` below it; `remote/` and `groups/` stand alone.
+May import: of `kvindex.wire` errors, keys and the native module; neither events nor index.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a queue's ends are made of and called with, checked before anything is done with it.
+"""Checks of the arguments of a queue's ends, before they are used.
 
-What a caller mistook is said where he did it: what was expected, and what came.
+A mistake is reported at the call that made it: the expected value, and the given one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class QueueOptions(TypedDict, total=False):
 
 
 class WriterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a queue's writer is made with, whichever readers it has; see `MessageQueue`.
+    """The settings of a queue's writer, whichever readers it has; see `MessageQueue`.
 
     Raises:
-        ConfigurationError: no queue can be made so.
+        ConfigurationError: no queue can be made with them.
     """
 
     max_chunk_bytes: int
@@ -79,7 +79,7 @@ def local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> lis
     """Return the local readers' ranks, 0, 1, … by default.
 
     Raises:
-        ConfigurationError: they cannot be.
+        ConfigurationError: the ranks are invalid.
     """
     if not (_is_int(n_reader) and _is_int(n_local) and 0 <= n_local <= n_reader):
         raise ConfigurationError(
@@ -101,8 +101,8 @@ def local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> lis
 
 
 def check_reading(handle: Handle, rank: int, waiting: Waiting | None, curve: Curve | None) -> None:
-    """Raise ConfigurationError if no reader can be made so, of whatever queue."""
-    if not isinstance(handle, Handle):  # which is not shown: it opens the queue
+    """Raise ConfigurationError if no reader of any queue can have these arguments."""
+    if not isinstance(handle, Handle):  # not shown, since it opens the queue
         raise ConfigurationError(
             "handle must be the Handle that export_handle gave (Handle.from_bytes makes one of "
             f"bytes), not a {type(handle).__name__}"

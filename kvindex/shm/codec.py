@@ -1,12 +1,12 @@
 """How an object becomes a message's body, and back.
 
-msgpack by default: what a stranger's bytes can do there is be refused. pickle runs what it is
-told to, so it has to be asked for by name, on both sides.
+msgpack by default: a stranger's bytes can only be refused. pickle runs any code in the bytes, so
+both sides must choose it by name.
 
 Large buffers need not pass through the encoder: wrap them in `pickle.PickleBuffer`, and with either
-codec they go straight into the chunk, and come back as `bytearray` (with pickle, inside whatever
-they were part of: numpy arrays do this by themselves). Such a body begins with the count of buffers
-(u32) and the length of the encoded object and of each buffer (u64), all little-endian.
+codec they go straight into the chunk, and return as `bytearray` (with pickle, inside the object
+that they were part of: numpy arrays do this by themselves). Such a body begins with the count of
+buffers (u32) and the length of the encoded object and of each buffer (u64), all little-endian.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ ENCODED, BUFFERS = 1, 2
 _COUNT = struct.Struct("<I")
 _MAX_BUFFERS = 1 << 16
 _WORTH_A_BUFFER = 4096  # bytes from which copying twice costs more than keeping an entry for it
-_BUFFER = 1  # the msgpack extension that stands for an out-of-band buffer, its number inside
+_BUFFER = 1  # the msgpack extension for an out-of-band buffer, with its number
 
 
 class Codec(Protocol):
-    """What turns objects into bytes. For one thread at a time.
+    """Turns objects into bytes. For one thread at a time.
 
-    What hostile bytes can do in `decode` is its author's responsibility: a remote reader's come
+    The author of `decode` must make it safe against hostile bytes: a remote reader's bytes come
     over a network, and can be changed on the way unless the connection is encrypted.
 
     Attributes:
-        name: what a handle says, so that both sides use the same.
+        name: the name in a handle, so that both sides use the same codec.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Codec(Protocol):
 class MsgpackCodec:
     """msgpack through msgspec: plain values, bytes, lists, dicts, and msgspec's Structs.
 
-    Tuples and sets come back as lists, bytes-like objects as bytes, Structs as dicts unless `type`
-    says what to make of them.
+    Tuples and sets return as lists, bytes-like objects as bytes, Structs as dicts unless `type`
+    names another type.
 
     Args:
-        type: what messages are decoded to, as for `msgspec.msgpack.Decoder`.
+        type: the type that messages are decoded to, as for `msgspec.msgpack.Decoder`.
 
     Examples:
         >>> codec = MsgpackCodec()
@@ -127,7 +127,7 @@ class MsgpackCodec:
 
 
 class PickleCodec:
-    """pickle, protocol 5, with out-of-band buffers; decoding runs what the bytes say."""
+    """pickle, protocol 5, with out-of-band buffers; decoding runs any code in the bytes."""
 
     name = "pickle"
 
@@ -189,9 +189,9 @@ def body_of(obj: Any, codec: Codec) -> tuple[int, Buffer | list[Buffer], int]:
 
 
 def decoder_of(codec: Codec) -> Callable[[int, Buffer], Any]:
-    """Return what makes an object of a kind and a body, of which it keeps nothing.
+    """Return a function that makes an object from a kind and a body, and keeps nothing of the body.
 
-    It raises DecodeError if the body is not what its kind says.
+    The function raises DecodeError if the body does not fit its kind.
     """
 
     def decode(kind: int, body: Buffer) -> Any:

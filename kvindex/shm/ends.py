@@ -1,6 +1,6 @@
-"""A queue's two ends: each with a ring, if somebody shares this machine's memory, and with sockets.
+"""A queue's two ends: each with a ring, if it shares memory with other ends, and with sockets.
 
-The methods raise as those of `MessageQueue` do, and are for one thread at a time where none says
+The methods raise as those of `MessageQueue` do, and are for one thread at a time unless stated
 otherwise.
 """
 
@@ -42,7 +42,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class WritingEnd:
-    """The end that every message starts from, to readers here, elsewhere, both, or nobody.
+    """The end that sends every message, to readers here, elsewhere, both, or none.
 
     With both kinds of readers, each message goes to all of them or to none. The writer waits until
     both sides have room. It sends the whole message to the remote readers, and then publishes its
@@ -70,12 +70,12 @@ class WritingEnd:
         self._remote = remote
         self._waiting = waiting
         self._on_dead_reader = on_dead_reader
-        self._dead: set[int] = set()  # remote ranks that were removed, and are to be raised
+        self._dead: set[int] = set()  # remote ranks that were removed, and are to be reported
         self._turn = Turn()
 
     @property
     def sender(self) -> RingSender | WritingEnd:
-        """What sends: the ring itself if that is all, so that a message takes no detour."""
+        """The sending object: the ring itself if that is all, so that a message takes no detour."""
         return self._ring if self._ring is not None and self._remote is None else self
 
     def send(
@@ -107,7 +107,7 @@ class WritingEnd:
         self._check_dead()
 
     def wait_ready(self, timeout: float | None) -> None:
-        """Return once every reader has come, having told all of them."""
+        """Return once every reader has come and been notified of that."""
         patience = Patience(self._waiting, timeout)
         if self._ring is not None:
             self._ring.wait_attached(timeout)
@@ -121,7 +121,7 @@ class WritingEnd:
         self._check_dead()
 
     def evict(self, rank: int) -> bool:
-        """Take a reader off; return whether there was one. A local reader's rank: any thread."""
+        """Remove a reader; return whether there was one. A local reader's rank: any thread."""
         if self._ring is not None and rank in self._ranks:
             return self._ring.evict(self._ranks.index(rank))
         if self._remote is None:
@@ -130,12 +130,12 @@ class WritingEnd:
             return self._remote.evict(rank)
 
     def statistics(self) -> dict[str, Any]:
-        """Return what was counted, under `local` and `remote`. Any thread."""
+        """Return the counters, under `local` and `remote`. Any thread."""
         sides = {"local": self._ring, "remote": self._remote}
         return {name: side.statistics() for name, side in sides.items() if side is not None}
 
     def close(self) -> None:
-        """Tell readers that this was all. Idempotent, any thread."""
+        """Notify readers that no message follows. Idempotent, any thread."""
         try:
             if self._ring is not None:
                 self._ring.close()
@@ -168,7 +168,7 @@ class ReadingEnd:
 
     Args:
         ring, remote: where messages come from, one of them; the end closes it.
-        codec: what they are encoded with.
+        codec: decodes them.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class ReadingEnd:
 
     @property
     def receiver(self) -> RingReceiver | ReadingEnd:
-        """What receives; as the `sender` of a `WritingEnd`."""
+        """The receiving object; as the `sender` of a `WritingEnd`."""
         return self if self._ring is None else self._ring
 
     def receive(
@@ -208,7 +208,7 @@ class ReadingEnd:
         yield memoryview(_joined(frames)).toreadonly()
 
     def wait_ready(self, timeout: float | None) -> None:
-        """Return once the writer says that every reader has come."""
+        """Return once the writer reports that every reader has come."""
         if self._remote is None:
             assert self._ring is not None
             self._ring.wait_ready(timeout)
@@ -224,7 +224,7 @@ class ReadingEnd:
         return {"messages": counted["messages"], "local": counted}
 
     def close(self) -> None:
-        """Tell the writer to wait for this reader no more. Idempotent, any thread."""
+        """Notify the writer that this reader leaves. Idempotent, any thread."""
         if self._ring is not None:
             self._ring.close()
         if self._remote is not None:
@@ -350,8 +350,8 @@ def _remote_reader(
 
 
 def _check_remote_codec(codec: Codec, *, encrypted: bool) -> None:
-    # By class too, as a subclass may have a name of its own. What another codec does with its
-    # bytes nobody here can know.
+    # By class too, as a subclass may have a name of its own. Whether another codec is safe
+    # cannot be known here.
     if (codec.name == "pickle" or isinstance(codec, PickleCodec)) and not encrypted:
         raise ConfigurationError(
             "pickle runs whatever its bytes say, and anyone on the way can change them: use "

@@ -1,4 +1,4 @@
-"""What a reader needs to attach to a queue."""
+"""A queue's address: all that a reader needs to attach."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_BYTES = 1 << 20
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True):
-    """A queue's address, to be handed to its readers; whoever has it can read the queue.
+    """A queue's address, for its readers; any process that has it can read the queue.
 
     It pickles, and can be a dict's key; `to_bytes` and `from_bytes` carry it without pickle.
 
@@ -22,9 +22,9 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
         local_reader_ranks: the ranks that read through shared memory; the others by TCP.
         buffer_handle: of the ring, or None without local readers.
         remote_address: `tcp://…` for remote readers, or None without any.
-        remote_token: what a remote reader shows to be let in.
+        remote_token: a remote reader must show it to be admitted.
         remote_curve_key: the writer's public CURVE key, if the connection is encrypted.
-        codec: name of what messages are encoded with.
+        codec: name of the messages' codec.
         max_message_bytes: longest message that readers accept, in bytes.
     """
 
@@ -43,10 +43,10 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Handle:
-        """Return the handle that `to_bytes` gave.
+        """Return the handle that `to_bytes` encoded.
 
         Raises:
-            DecodeError: these bytes are none.
+            DecodeError: these bytes are no handle.
             ConfigurationError: they are not bytes.
         """
         if not isinstance(data, bytes | bytearray | memoryview):

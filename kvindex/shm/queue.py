@@ -30,14 +30,14 @@ _GROUP_TIMEOUT = 300.0  # seconds
 class MessageQueue:
     """One writer, many readers; every reader gets every message, in order.
 
-    Making one makes the writer; `create_from_handle` makes a reader of what `export_handle` gave.
+    The constructor makes the writer; `create_from_handle` makes a reader from `export_handle()`.
     Readers on this machine read from shared memory, others by TCP. A writer that is `max_chunks`
     messages ahead of its slowest reader waits: nothing is dropped. A message longer than a chunk
     goes in fragments. Objects are encoded with msgpack unless pickle is asked for; `bytes` travel
     as they are.
 
     Args:
-        n_reader: readers in all. Without any, what is sent goes to nobody.
+        n_reader: readers in all. With 0, messages go to no reader.
         n_local_reader: readers on this machine; the others connect by TCP.
         local_reader_ranks: the local readers' ranks; 0, 1, … by default.
         max_chunk_bytes: bytes of a chunk.
@@ -45,7 +45,7 @@ class MessageQueue:
         connect_ip: this machine's address, IPv4 or IPv6, that remote readers connect to; only this
             address is listened on. By default the loopback's, which this machine alone can reach.
         codec: "msgpack", "pickle" (for readers who trust the writer: never to remote readers
-            without `curve`), or a `Codec`, whose author answers for what its `decode` does.
+            without `curve`), or a `Codec`, whose author is responsible for its `decode`.
         waiting: how to wait.
         on_dead_reader: what to do when a reader is gone with messages unread: "remove" it and go
             on, or "raise" ReaderDiedError once as well, when all others were sent the message.
@@ -118,13 +118,13 @@ class MessageQueue:
     ) -> MessageQueue:
         """Return the reader of this rank.
 
-        It reads from the first message on if its place had been kept for it until now. In place of
-        a reader that is gone, it reads from the message on that the writer sends next.
+        If its place was kept for it until now, it reads from the first message on. If it replaces a
+        reader that is gone, it reads from the writer's next message on.
 
         Args:
-            handle: what the writer's `export_handle` gave.
+            handle: from the writer's `export_handle`.
             rank: which reader this is; one of the handle's local ranks, or a remote one.
-            codec: what the writer uses; pickle must be asked for here too.
+            codec: the writer's; pickle must be chosen here too.
             waiting: how to wait.
             curve: this reader's keys, `kvindex.Curve.generate(server_key)`, if the writer has keys;
                 new ones by default.
@@ -132,7 +132,7 @@ class MessageQueue:
         Raises:
             ConfigurationError: a value cannot work, or the codec is not the writer's.
             SegmentError: the queue is not on this machine, was closed, or has a living reader of
-                this rank. A remote reader learns that by its first call.
+                this rank. A remote reader gets this error from its first call.
         """
         arguments.check_reading(handle, rank, waiting, curve)
         chosen = choose_codec(codec)
@@ -152,17 +152,17 @@ class MessageQueue:
         self._decode = decoder_of(codec)
         self._max_message_bytes = handle.max_message_bytes
         self._messages = 0  # sent
-        # Other threads are kept out by the lock, and a signal's handler, which runs in the thread
-        # that it interrupts, by the flag. One that raises just after the lock was taken leaves it
-        # so, and its thread goes on with it. For the same reason `enqueue` and `dequeue` take it
-        # in their own lines: a handler may raise at the first one of an `__exit__`, too.
+        # The lock keeps other threads out, and the flag a signal handler, which runs in the thread
+        # that it interrupts. A handler that raises just after the lock was taken leaves it taken,
+        # and its thread goes on with it. For the same reason `enqueue` and `dequeue` take it in
+        # their own lines: a handler may also raise at the first line of an `__exit__`.
         self._user = threading.RLock()
         self._in_call = False
         self._finalizer = weakref.finalize(self, end.close)
 
     @contextmanager
     def _one_user(self) -> Iterator[None]:
-        """Refuse a second call while one is under way, of another thread or a signal's handler."""
+        """Refuse a second call while one is under way, from another thread or a signal handler."""
         if not self._user.acquire(False) or self._in_call:
             self._refuse()
         try:
@@ -180,7 +180,7 @@ class MessageQueue:
     # The writer -------------------------------------------------------------------------------
 
     def export_handle(self) -> Handle:
-        """Return what readers attach by; it is small, and goes to them by any safe way."""
+        """Return the readers' handle; it is small, and may go to them by any safe way."""
         return self._handle
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
@@ -202,7 +202,7 @@ class MessageQueue:
             self._refuse()
         try:
             self._in_call = True
-            send = self._sender.send  # an end that reads is told so, whatever the object
+            send = self._sender.send  # first: at a reading end this raises, whatever the object
             kind, body, size = body_of(obj, self._codec)
             if size > self._max_message_bytes:
                 raise EncodeError(
@@ -212,7 +212,7 @@ class MessageQueue:
             send(kind, body, size, timeout)
             self._messages += 1
         except ReaderDiedError:
-            self._messages += 1  # the others have it
+            self._messages += 1  # the other readers have it
             raise
         finally:
             self._in_call = False
@@ -262,10 +262,10 @@ class MessageQueue:
         Raises:
             QueueTimeoutError: no message came in time.
             QueueClosedError: the writer closed the queue, and all of it was read.
-            WriterDiedError: the writer is gone, and all that it sent whole was read.
-            ReaderEvictedError: the writer took this reader off.
+            WriterDiedError: the writer is gone, and every whole message was read.
+            ReaderEvictedError: the writer removed this reader.
             WaitCancelledError: `cancel` was set.
-            DecodeError: the message is none of this codec; it counts as read.
+            DecodeError: the message is not of this codec; it counts as read.
             ConfigurationError: this end writes, `cancel` is no event, or the writer refused this
                 remote reader (its rank, token or version).
             ClosedError: this end was closed.
@@ -290,8 +290,8 @@ class MessageQueue:
     ) -> Iterator[memoryview]:
         """Give the next message's bytes, read-only, without a copy; gone when the `with` ends.
 
-        They are what `acquire_write` wrote, or what the codec made of an object. The writer cannot
-        use the chunk before the `with` ends; the message then counts as read, by an exception too.
+        They were written by `acquire_write`, or encoded by the codec. The writer cannot use the
+        chunk before the `with` ends; the message then counts as read, after an exception too.
 
         Raises: as `dequeue`.
         """
@@ -308,17 +308,18 @@ class MessageQueue:
         Messages may be sent before: they wait for the readers.
 
         Raises:
-            QueueTimeoutError: some did not come in time, and which.
+            QueueTimeoutError: some readers did not come in time; the message names them.
             WriterDiedError, QueueClosedError: the writer is gone.
-            ReaderDiedError: some are gone meanwhile, with `on_dead_reader="raise"`; all are ready.
+            ReaderDiedError: readers died meanwhile, with `on_dead_reader="raise"`; all others are
+                ready.
         """
         with self._one_user():
             self._end.wait_ready(timeout)
 
     def remove_reader(self, rank: int) -> bool:
-        """Wait for this reader no more, whether it is slow, dead, or never came; at the writer.
+        """Remove a reader, whether it is slow, dead, or never came; at the writer.
 
-        It is told by ReaderEvictedError. One that comes later reads from the next message on.
+        It gets ReaderEvictedError. A reader that comes later reads from the next message on.
 
         Returns:
             Whether there was such a reader, or a place kept for it.
@@ -343,7 +344,7 @@ class MessageQueue:
         return self.dequeue()
 
     def statistics(self) -> dict[str, Any]:
-        """Return this end's counters: `messages`, and of shared memory and TCP what each counts.
+        """Return this end's counters: `messages`, and those of shared memory and TCP.
 
         `local`: chunks and fragments, waits that were spun or slept, wake-ups of others, readers
         removed, messages whose end never came. `remote`: as `RemoteSender.statistics`.
@@ -354,14 +355,14 @@ class MessageQueue:
     def close(self) -> None:
         """Close this end. Idempotent.
 
-        Readers that are attached still read what was sent, and are then told that it was all. For
-        remote readers that have messages unread the writer waits, for 5 seconds at most;
-        `remove_reader` first to wait for none.
+        Attached readers still read the sent messages, and then get QueueClosedError. The writer
+        waits 5 seconds at most for remote readers that have messages unread; call `remove_reader`
+        first to wait for none.
         """
         self._finalizer()
 
     def shutdown(self) -> None:
-        """Close this end: vLLM's word for `close`."""
+        """Close this end: vLLM's name for `close`."""
         self.close()
 
     def __enter__(self) -> MessageQueue:
@@ -391,8 +392,8 @@ class MessageQueue:
     ) -> MessageQueue:
         """Return this rank's end of one queue from rank `writer_rank` to all others. Collective.
 
-        Ranks that share memory with the writer read through it, the others by TCP. In a group of
-        one rank nobody reads.
+        Ranks that share memory with the writer read through it, the others by TCP. A group of one
+        rank has no readers.
 
         Args:
             pg: a `ProcessGroup`, or a group of torch.distributed.
@@ -462,7 +463,7 @@ class MessageQueue:
 def _maker(
     max_chunk_bytes: int, max_chunks: int, connect_ip: str | None, options: QueueOptions
 ) -> Callable[[int, int, list[int]], MessageQueue]:
-    """What makes a group's queue, of its numbers of readers and the local ones' ranks."""
+    """Return a function that makes a group's queue from its reader counts and local ranks."""
 
     def make(n_reader: int, n_local_reader: int, ranks: list[int]) -> MessageQueue:
         return MessageQueue(
@@ -473,7 +474,7 @@ def _maker(
 
 
 class _WrongEnd:
-    """What a queue has in place of the end that it is not: every use is refused, and why."""
+    """A queue's substitute for its other end: it refuses every use, with the reason."""
 
     def __init__(self, why: str) -> None:
         self._why = why

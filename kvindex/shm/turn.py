@@ -26,13 +26,13 @@ class Turn:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        # Reentrant: a signal's handler may close the end while its own thread waits.
+        # Reentrant: a signal handler may close the end while its own thread waits.
         self._taken = threading.RLock()
         self._closing = threading.Event()
 
     @contextmanager
     def taken(self, cancel: threading.Event | None = None) -> Iterator[threading.Event]:
-        """Give what ends a wait: set with `cancel`, and when another thread closes.
+        """Give an event that ends a wait: set with `cancel`, and when another thread closes.
 
         Raises:
             InUseError: another thread has its turn.
@@ -56,7 +56,7 @@ class Turn:
             self._taken.release()
 
     def end(self, close: Callable[[], None]) -> None:
-        """End the wait of whoever has its turn, and then close. Nothing in a forked child."""
+        """End the wait of the thread that has the turn, then close. Nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         self._closing.set()

@@ -56,7 +56,7 @@ def unpack_object(data: bytes | bytearray | memoryview) -> Any:
 
 
 def check_rank(name: str, rank: int, world_size: int) -> None:
-    """Refuse what is no rank of the group.
+    """Reject a value that is no rank of the group.
 
     Raises:
         ConfigurationError: `rank` is no int in [0, world_size).

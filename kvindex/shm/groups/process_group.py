@@ -1,4 +1,4 @@
-"""What a queue needs to know of the processes that will share it, whatever connects them."""
+"""The protocol that a queue needs from the processes that will share it, however they connect."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ProcessGroup(Protocol):
     (but for the values), or the others wait for it. `TorchProcessGroup` adapts a
     `torch.distributed` group; a group of your own needs these methods and nothing else.
 
-    Values are what msgpack carries: None, bool, int of 64 bits, float, str, bytes, lists and maps
-    of these. Every rank, that which gave the value included, is returned what msgpack makes of
-    it: a tuple becomes a list.
+    Values are those that msgpack carries: None, bool, int of 64 bits, float, str, bytes, lists and
+    maps of these. Every rank, the giving one included, gets the value as msgpack decodes it: a
+    tuple becomes a list.
 
     Raises:
         ConfigurationError: by each method: the value cannot be carried, `source` or `destination`
@@ -39,7 +39,7 @@ class ProcessGroup(Protocol):
         ...
 
     def broadcast_object(self, obj: Any, source: int) -> Any:
-        """Return at every rank the `obj` of rank `source`; no other is looked at."""
+        """Return at every rank the `obj` of rank `source`; others are ignored."""
         ...
 
     def gather_object(self, obj: Any, destination: int) -> list[Any] | None:

@@ -1,8 +1,8 @@
 """Which ranks share memory with one of them: by proof, not by the name of a host.
 
 Containers on one machine may have a /dev/shm each, and two machines may have one name. So rank
-`source` puts a secret into shared memory, tells the others its name, and believes those that tell
-it the secret.
+`source` puts a secret into shared memory, sends its name to the others, and accepts those that
+return the secret.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvindex.wire.errors import SegmentError
 
 __all__ = ["ranks_that_share_memory"]
 
-MAGIC: Final = b"kvindex same node"  # begins the memory, so that no rank tells what is in other
+MAGIC: Final = b"kvindex same node"  # begins the memory, so that no rank reveals other memory
 _SECRET_BYTES: Final = 32
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def ranks_that_share_memory(group: ProcessGroup, source: int) -> list[bool]:
     """Return at every rank, for each rank, whether it shares memory with rank `source`. Collective.
 
     A rank of another user does not, since segments are private to their user. If rank `source` has
-    no shared memory, nobody shares it: all are False, its own entry too.
+    no shared memory, no rank shares it: all are False, its own entry too.
 
     Raises: what `group` raises.
     """

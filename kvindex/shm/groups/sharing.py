@@ -1,4 +1,4 @@
-"""How the ranks of a group come to share queues: one's to all others, or everyone's to one."""
+"""How the ranks of a group share queues: from one rank to all others, or from each rank to one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["share_one_queue", "share_queues_to_one"]
 
 
 class _Queue(Protocol):
-    """An end of a queue: the little that is asked of it here."""
+    """An end of a queue: the methods used here."""
 
     def export_handle(self) -> Handle: ...
 
@@ -59,7 +59,7 @@ def share_one_queue(
         if queue is None:
             try:
                 queue = attach(Handle.from_bytes(offered), group.rank)
-            except KVIndexError as error:  # nobody is to wait for this rank
+            except KVIndexError as error:  # no other rank may wait for this one
                 failure = error
         _settle(group, failure, 0, "open its end of the queue")
         assert queue is not None
@@ -117,7 +117,7 @@ def _checked(handle: Handle) -> Handle | KVIndexError:
 def _made(
     make: Make[Queue], n_reader: int, ranks: Sequence[int], connect_ip: str | None
 ) -> tuple[Queue | None, Handle | KVIndexError]:
-    """Return a new queue with its handle; or the error, as the others wait to be told."""
+    """Return a new queue with its handle; or the error, since the others wait for a report."""
     try:
         if len(ranks) < n_reader and connect_ip is None:
             raise ConfigurationError(
@@ -133,7 +133,7 @@ def _made(
 def _settle(
     group: ProcessGroup, made: Handle | KVIndexError | None, root: int, task: str
 ) -> list[bytes | None]:
-    """Return at rank `root` what each rank made, if no rank failed, and elsewhere nothing.
+    """Return at rank `root` each rank's result, if no rank failed, and elsewhere nothing.
 
     Collective.
 

@@ -23,8 +23,8 @@ class TorchProcessGroup:
     carry CPU tensors: gloo, mpi, or "cpu:gloo,cuda:nccl". Ranks are those within the group. The
     group is used, not owned: end it with `torch.distributed.destroy_process_group`.
 
-    gloo does not say which rank it lost or waited for; its own words are in the error's message.
-    The group's timeout is that with which it was made.
+    gloo does not report which rank it lost or waited for; its own text is in the error's message.
+    The group keeps the timeout with which it was made.
 
     Args:
         group: the group; None for the default one.
@@ -136,7 +136,7 @@ class TorchProcessGroup:
         return pack_object(obj, self._max_object_bytes)
 
     def _tensor(self, data: bytearray) -> Any:
-        """A tensor of these very bytes: what it receives is in `data`."""
+        """A tensor over these very bytes: received values are in `data`."""
         return self._torch.frombuffer(data, dtype=self._torch.uint8)
 
     def _broadcast(self, tensor: Any, source: int) -> None:

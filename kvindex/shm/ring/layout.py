@@ -1,4 +1,4 @@
-"""Where everything lies in a ring's memory; native/shm/layout.hpp says the same.
+"""The layout of a ring's memory; native/shm/layout.hpp has the same.
 
 ```
 0      header: magic, version, geometry: written before the memory gets its name, never again
@@ -33,12 +33,12 @@ _LIMITS = {"n_reader": 4096, "max_chunks": 1 << 20, "max_chunk_bytes": 1 << 40}
 
 
 class SlotState(enum.IntEnum):
-    """What a reader's place is; who makes it so."""
+    """The state of a reader's place; the comments name the party that sets it."""
 
     FREE = 0  # writer
     RESERVED = 1  # writer: kept for a reader that has not come yet
-    JOINING = 2  # reader: waits to be let in
-    ACTIVE = 3  # writer, and a reader that takes a reserved place
+    JOINING = 2  # reader: waits to be admitted
+    ACTIVE = 3  # writer, and a reader that gets a reserved place
     LEFT = 4  # reader
     EVICTED = 5  # writer
 

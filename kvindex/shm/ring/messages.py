@@ -1,8 +1,8 @@
-"""What a message looks like in chunks.
+"""The form of a message in chunks.
 
 A message is one body and its kind, a number that the ring passes on. A body that is longer than a
 chunk goes in fragments: the first begins with the body's length (u64, little-endian), all but the
-last say that more follows, all but the first that they continue. A message that was given up midway
+last are marked "more follows", all but the first "continues". A message that was abandoned midway
 is followed by a chunk that does not continue it.
 """
 
@@ -50,7 +50,7 @@ def fragments(
 
 
 class Assembly:
-    """Fragments becoming a message again. Belongs to one reader; `given_up`: without an end."""
+    """Joins fragments to messages. Belongs to one reader; `given_up` counts unfinished ones."""
 
     def __init__(self, max_bytes: int) -> None:
         self.given_up = 0
@@ -60,10 +60,10 @@ class Assembly:
         self._filled = 0
 
     def add(self, kind: int, piece: Buffer) -> tuple[int, Buffer] | None:
-        """Take a chunk; return a message's kind and body when that made it whole.
+        """Add a chunk; return a message's kind and body if the chunk completes it.
 
         Raises:
-            DecodeError: a fragment that cannot belong where it is; the message is given up.
+            DecodeError: a fragment that cannot belong where it is; the message is dropped.
         """
         if not kind & CONTINUED:
             self.give_up()

@@ -1,4 +1,4 @@
-"""A reading end of a ring: waits for messages, looks after the writer, joins what was split."""
+"""A reading end of a ring: waits for messages, checks that the writer lives, joins fragments."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RingReceiver:
         self._waiting = waiting
         self._spin = waiting.spin
         self._look = waiting.look
-        self._glance_at = 0.0  # when a glance is to include the writer's life again
+        self._glance_at = 0.0  # when to check again whether the writer lives
         self._assembly = Assembly(max_message_bytes)
         self._added: tuple[int, tuple[int, Buffer] | None] | None = None
         self._messages = 0
@@ -68,10 +68,10 @@ class RingReceiver:
         *,
         quiet: bool = False,
     ) -> Any:
-        """Return what `decode` makes of the next message's kind and body.
+        """Return `decode` of the next message's kind and body.
 
         Args:
-            decode: must keep nothing of the body, unless that is bytes.
+            decode: it must keep nothing of the body, unless the body is bytes.
             timeout: longest wait in seconds; None waits for ever.
             cancel: ends the wait when set, within the `look` of the settings.
             quiet: never warn of a long wait.
@@ -79,8 +79,8 @@ class RingReceiver:
         Raises:
             QueueTimeoutError: none came in time.
             QueueClosedError: the writer has closed the queue, and all of it was read.
-            WriterDiedError: the writer is gone, and all that it published whole was read.
-            ReaderEvictedError: the writer took this reader off.
+            WriterDiedError: the writer is gone, and every whole message was read.
+            ReaderEvictedError: the writer removed this reader.
             WaitCancelledError: `cancel` was set.
             ClosedError: this end was closed.
             DecodeError: from `decode`; the message counts as read.
@@ -88,7 +88,7 @@ class RingReceiver:
         """
         patience: Patience | None = None
         got = None
-        if timeout is None and cancel is None:  # the usual call, without more ado
+        if timeout is None and cancel is None:  # the usual call, by the shortest way
             got = self._read(_COPIED, self._spin, 0.0)
             if got is None:
                 self._glance(None)
@@ -125,14 +125,14 @@ class RingReceiver:
                     return
 
     def wait_ready(self, timeout: float | None) -> None:
-        """Return once the writer says that all readers are there.
+        """Return once the writer reports that all readers are there.
 
         Raises:
-            QueueTimeoutError: it did not in time.
+            QueueTimeoutError: it did not report it in time.
             WriterDiedError, QueueClosedError, ClosedError: it never will.
         """
         patience = Patience(self._waiting, timeout)
-        sleep = 0.0  # that the writer is gone may be known already
+        sleep = 0.0  # the writer's death may be known already
         while not self._party.wait_state(READY | CLOSED, sleep):
             if not self._party.state & CLOSED and not self.ring.writer_lives():
                 self._bury_writer()
@@ -166,7 +166,7 @@ class RingReceiver:
         }
 
     def close(self) -> None:
-        """Give the place up; the writer waits for this reader no more. Idempotent."""
+        """Leave the ring; the writer no longer waits for this reader. Idempotent."""
         party, self._party = self._party, closed_party(self._party)
         if party is self._party:  # closed already, or in a forked child the parent's
             return
@@ -188,7 +188,7 @@ class RingReceiver:
         *,
         quiet: bool,
     ) -> Iterator[tuple[int, Any]]:
-        """Give what `read` of the party does, chunk by chunk, with one patience for all."""
+        """Yield the results of the party's `read`, chunk by chunk, with one patience for all."""
         spin = self._spin if timeout is None else min(self._spin, timeout)
         while True:
             got = self._read(limit, spin, patience.slice() if patience else 0.0)
@@ -207,7 +207,7 @@ class RingReceiver:
             raise SegmentError(f"ring {self.ring.name}: {error}; attach anew") from None
 
     def _look_around(self, patience: Patience, cancel: threading.Event | None) -> None:
-        """Between two waits for a message: see what could keep it from ever coming."""
+        """Between two waits for a message: check whether it can still come."""
         self._check_end(cancel, thoroughly=True)
         if patience.exhausted:
             raise QueueTimeoutError(
@@ -216,8 +216,8 @@ class RingReceiver:
         patience.warn("a message")
 
     def _glance(self, cancel: threading.Event | None) -> None:
-        """Before the first wait for a message: see whether it is known that it never comes."""
-        # Whether the writer lives costs a system call: not for each message of a quick succession.
+        """Before the first wait for a message: check whether it is known never to come."""
+        # To check whether the writer lives costs a system call: not for each message of a burst.
         now = time.monotonic()
         thoroughly = now >= self._glance_at
         if thoroughly:
@@ -237,7 +237,7 @@ class RingReceiver:
                 "the writer took this reader off: it was too far behind, or was taken for dead; "
                 "attach again"
             )
-        # What the writer published before it closed or died is read first.
+        # Messages published before the writer closed or died are read first.
         if closed:
             if not self._party.ready():
                 raise QueueClosedError("the writer closed the queue, and all of it was read")
@@ -252,7 +252,7 @@ class RingReceiver:
 
     @contextmanager
     def _body(self, got: tuple[int, Any]) -> Iterator[tuple[int, Buffer] | None]:
-        """Give the message that a chunk completes, if it does; the bytes go when it ends."""
+        """Give the message that a chunk completes, if it does, for the length of the `with`."""
         kind, data = got
         if type(data) is bytes:
             message = self._assembly.add(kind, data)
@@ -269,10 +269,10 @@ class RingReceiver:
                 self._give_back(whole=True)
 
     def _add_in_place(self, kind: int, length: int) -> tuple[int, Buffer] | None:
-        """Return the message that a fragment completes, if it does; the chunk is given back."""
+        """Return the message that a fragment completes, if it does; the chunk is released."""
         seq = self._party.seq
         try:
-            # If an interrupt kept it from being given back, it is read again, and was added.
+            # If an interrupt prevented the release, the chunk is read again, and was added already.
             if self._added is None or self._added[0] != seq:
                 with self.ring.get_data(self._party.index) as chunk, chunk[:length] as piece:
                     self._added = seq, self._assembly.add(kind, piece)
@@ -285,9 +285,9 @@ class RingReceiver:
         return message
 
     def _decode_in_place(self, kind: int, length: int, decode: Decode) -> Any:
-        """Decode the chunk that `read` left taken, and give it back."""
-        # As `_body` does it for the unusual cases, in one go: what has slept for long finds each
-        # further line of Python cold.
+        """Decode the chunk that `read` left taken, and release it."""
+        # As `_body` does it for the unusual cases, in one go: after a long sleep each further line
+        # of Python is cold.
         at = self.ring.layout.chunk(self._party.index)
         try:
             with memoryview(self.ring.segment.memory) as memory, memory[at : at + length] as body:
@@ -296,7 +296,7 @@ class RingReceiver:
             self._give_back(whole=True)
 
     def _give_back(self, whole: bool) -> None:
-        """Let the writer have the chunk; raise ReaderEvictedError if it may have had it before."""
+        """Release the chunk; raise ReaderEvictedError if the writer may have used it before."""
         evicted = self._party.evicted  # ClosedError: another thread has closed meanwhile
         self._party.release()
         self._messages += whole
@@ -307,7 +307,7 @@ class RingReceiver:
         try:
             return decode(*message)
         except DecodeError:
-            # Of what was copied that was asked before it counted as read.
+            # For copied bytes this was checked before they counted as read.
             if type(message[1]) is memoryview and self._party.evicted:
                 raise ReaderEvictedError(
                     "taken off while reading: the message is damaged"

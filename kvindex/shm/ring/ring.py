@@ -9,9 +9,9 @@ read by 1      1              0              0              0
                                              └ reader 0 is here
 ```
 
-The writer goes round and writes a chunk when every reader has read what was in it; a reader goes
-round and reads each chunk that is written and that it has not read. Who may touch which byte when,
-and why that is safe, is argued in native/shm/ring.hpp. Both parties are native code: Python has no
+The writer goes round and writes a chunk when every reader has read its last message; a reader goes
+round and reads each written chunk that it has not read. native/shm/ring.hpp explains which party
+may touch which byte when, and why that is safe. Both parties are native code: Python has no
 atomics, so without the native module there is no ring.
 """
 
@@ -45,11 +45,11 @@ Party = TypeVar("Party", "RingReader", "RingWriter")
 class ShmRingBuffer:
     """Chunks in POSIX shared memory, each with a written flag and a read flag for each reader.
 
-    This is the memory; `MessageQueue` is what sends messages through it. Without a name it is made,
-    private to the user (0600) and with all its memory taken at once; with one it is attached. It
-    pickles as its handle, and a forked child that uses it attaches anew. Who made it unlinks it,
-    when it is closed, collected, or the process ends; after a kill the readers do, or the next ring
-    that is made.
+    This is the memory; `MessageQueue` sends messages through it. Without a name it is made, private
+    to the user (0600) and with all its memory allocated at once; with a name it is attached. It
+    pickles as its handle, and a forked child that uses it attaches anew. Its maker unlinks it when
+    it is closed, collected, or the process ends; after a kill the readers do, or the next ring that
+    is made.
 
     Args:
         n_reader: places for readers.
@@ -61,7 +61,7 @@ class ShmRingBuffer:
         ConfigurationError: a size is out of range, or the name is no str.
         SegmentError: there is no room, no such ring, or no native module.
 
-    Thread safety: the views are plain memory; who may write them when is the protocol's business.
+    Thread safety: the views are plain memory; the protocol decides who may write them when.
 
     Examples:
         >>> from kvindex.shm import ShmRingBuffer
@@ -99,11 +99,11 @@ class ShmRingBuffer:
 
     @property
     def name(self) -> str:
-        """The name to attach by."""
+        """The name to attach with."""
         return self.segment.name
 
     def handle(self) -> RingHandle:
-        """Return what `ShmRingBuffer(*handle)` attaches by, in any process of this user here."""
+        """Return the arguments of `ShmRingBuffer(*handle)`, for any process of this user here."""
         layout = self.layout
         return layout.n_reader, layout.max_chunk_bytes, layout.max_chunks, self.name
 
@@ -135,7 +135,7 @@ class ShmRingBuffer:
             yield view
 
     def writer(self) -> RingWriter:
-        """Return the writing party; the ring's maker is the only one to have it."""
+        """Return the writing party; only the ring's maker has it."""
         segment = self._attached()
         if not self.is_maker:
             raise SegmentError(f"only the maker of ring {self.name} writes to it")
@@ -208,7 +208,7 @@ def _lock_of(slot: int) -> int:
 
 
 class _Gone:
-    """What an end has in place of its party, whose memory it must not keep."""
+    """An end's substitute for its party, whose memory it must not keep."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -218,7 +218,7 @@ class _Gone:
 
 
 def closed_party(party: Party) -> Party:
-    """Return what a closed end has in its party's place: only what that counted can be asked."""
+    """Return a closed end's substitute for its party: only the counters can be read."""
     if isinstance(party, _Gone):
         return party
     gone: Any = _Gone("this end of the queue is closed")
@@ -228,13 +228,13 @@ def closed_party(party: Party) -> Party:
 
 
 def parents_party(_: Party) -> Party:
-    """Return what a forked child has in place of its parent's party: every use is refused."""
+    """Return a forked child's substitute for its parent's party: it refuses every use."""
     why = "this end of the queue belongs to the parent process; attach one by the queue's handle"
     return cast("Party", _Gone(why))
 
 
 def check_native() -> None:
-    """Raise SegmentError where there are no rings, and say what is missing."""
+    """Raise SegmentError where rings are unavailable, with what is missing."""
     check_platform()
     try:
         from kvindex.wire._native import RingReader, RingWriter  # noqa: F401

@@ -1,4 +1,4 @@
-"""Named shared memory that leaves nothing behind, and tells which of its parties live.
+"""Named shared memory that leaves nothing behind, and shows which of its parties live.
 
 A segment is a file in /dev/shm, private to the user (0600), under a name that cannot be guessed.
 It gets its name only when it is whole: made nameless, given its memory (so that no later write can
@@ -49,7 +49,7 @@ MAKER = 0
 
 
 def check_platform() -> None:
-    """Raise SegmentError where shared memory with such locks is not to be had."""
+    """Raise SegmentError where the platform lacks shared memory with such locks."""
     if _SET == -1 or not os.path.isdir(_FOLDER):
         raise SegmentError(f"shared memory needs Linux: {_FOLDER} and open-file-description locks")
 
@@ -146,7 +146,7 @@ class Segment:
         return cls(name, descriptor, found.st_size, maker=False)
 
     def hold(self, party: int) -> bool:
-        """Take a party's lock, for as long as this mapping is open; False if another has it."""
+        """Acquire a party's lock, for as long as this mapping is open; False if another has it."""
         self._check_open()
         return self._locks.take(party)
 
@@ -156,7 +156,7 @@ class Segment:
         return self._locks.held_elsewhere(party)
 
     def unlink(self) -> None:
-        """Take the name away; those who have it mapped keep the memory."""
+        """Remove the name; processes that have mapped the memory keep it."""
         with suppress(FileNotFoundError):
             os.unlink(f"{_FOLDER}/{self.name}")
 
@@ -166,7 +166,7 @@ class Segment:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Unmap it, give the locks back, and unlink it if it was made here. Idempotent."""
+        """Unmap it, release the locks, and unlink it if it was made here. Idempotent."""
         self._finalizer()
 
     def _check_open(self) -> None:
@@ -178,7 +178,7 @@ class Segment:
             raise ClosedError(f"shared memory {self.name} is closed in this process")
 
     def _disown(self) -> None:
-        """In a forked child: what was opened belongs to the parent."""
+        """In a forked child: mapping and locks belong to the parent."""
         if self._finalizer.detach() is not None:
             self.inherited = True
             self._locks.disown()
@@ -189,7 +189,7 @@ class Segment:
 def sweep() -> int:
     """Remove this user's segments none of whose parties lives; return how many.
 
-    They are left by parties that were all killed. Each new segment is preceded by a sweep.
+    Such segments remain if all parties were killed. Each new segment is preceded by a sweep.
     """
     swept = 0
     try:
@@ -203,7 +203,7 @@ def sweep() -> int:
         path = f"{_FOLDER}/{name}"
         try:
             if os.lstat(path).st_uid != os.geteuid():
-                continue  # another user may give his file such a name
+                continue  # another user's file may have such a name
             descriptor = os.open(path, _OPENED)
         except OSError:
             continue  # gone meanwhile
@@ -229,7 +229,9 @@ class _Locks:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
-        self._using = threading.RLock()  # a signal's handler may close what its thread uses
+        self._using = (
+            threading.RLock()
+        )  # a signal handler may close the descriptor that its thread uses
 
     def take(self, party: int) -> bool:
         try:
@@ -250,7 +252,7 @@ class _Locks:
             return _asked(self._descriptor, command, kind, party)
 
     def close(self) -> None:
-        """Close the descriptor, and with it give every lock of this mapping back."""
+        """Close the descriptor, which releases every lock of this mapping."""
         with self._using:
             self.disown()
 
@@ -278,7 +280,7 @@ def _map(descriptor: int, size: int) -> tuple[mmap.mmap, _Locks]:
 
 
 def _open_again(descriptor: int) -> int:
-    """Open a descriptor's file anew: mmap keeps a duplicate, and with it whatever that holds."""
+    """Open a descriptor's file anew: mmap keeps a duplicate, and with it the duplicate's locks."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -303,7 +305,7 @@ def _no_room(size: int, error: OSError | OverflowError) -> str:
 
 
 def _end(memory: mmap.mmap, locks: _Locks, made: str | None, pid: int) -> None:
-    """Close what a segment opened; its name goes first, so that nobody finds it half gone."""
+    """Close what a segment opened; its name goes first, so that no process finds it half gone."""
     if os.getpid() != pid:
         return
     if made is not None:

@@ -1,4 +1,4 @@
-"""The writing end of a ring: waits for room, looks after its readers, splits what is long."""
+"""The writing end of a ring: waits for room, checks that readers live, splits long messages."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class RingSender:
 
     Args:
         ring: the ring; the sender closes it.
-        reserved: places kept for readers that will come: every message waits for them.
+        reserved: places kept for readers to come: every message waits for them.
         waiting: how to wait.
         on_dead_reader: what to do about a reader that is gone with messages unread: "remove" it and
             go on, or "raise" as well, when all others have been sent the message.
-        ranks: what errors and warnings call the readers, by their places; the places by default.
+        ranks: the readers' names in errors and warnings, by place; by default the places.
 
     Thread safety: one thread at a time, but `evict`, `statistics` and `close` from any.
     """
@@ -72,7 +72,7 @@ class RingSender:
         self._waiting = waiting
         self._on_dead_reader = on_dead_reader
         self._ranks = ranks or range(ring.layout.n_reader)
-        self._dead: list[int] = []  # ranks that were removed, and are to be raised
+        self._dead: list[int] = []  # ranks that were removed, and are to be reported
         self._counters: Counter[str] = Counter()
         self._party = ring.writer()
         ring.segment.on_fork = self._disown
@@ -110,12 +110,12 @@ class RingSender:
     def begun(
         self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
     ) -> Iterator[None]:
-        """Publish a message but for its end when the `with` begins, the end when it ends well.
+        """Publish a message without its end when the `with` begins, and the end when it ends well.
 
-        There is room for the end when the `with` begins. If that ends by an exception, no reader
-        will see the message.
+        There is room for the end when the `with` begins. If the `with` ends by an exception, no
+        reader will see the message.
 
-        Raises: as `send`, but leaves the dead to `take_dead`.
+        Raises: as `send`, but `take_dead` returns the dead.
         """
         patience = Patience(self._waiting, timeout)
         self._party.admit()
@@ -152,7 +152,7 @@ class RingSender:
         self._party.admit()
 
     def admit(self) -> int:
-        """Let joiners in, from the next message on; return how many."""
+        """Admit joiners, from the next message on; return how many."""
         return self._party.admit()
 
     def mark_ready(self) -> None:
@@ -168,20 +168,20 @@ class RingSender:
         return self._party.awaited()
 
     def evict(self, slot: int) -> bool:
-        """Take a reader off, alive, dead or not there yet; False if the place is free.
+        """Remove a reader, alive, dead or not there yet; False if the place is free.
 
-        It is told by ReaderEvictedError, and one that comes later starts where it is let in.
+        It gets ReaderEvictedError; a later reader starts where it is admitted.
         """
         evicted = self._party.remove(slot, True)
         self._counters["readers_evicted"] += evicted
         return evicted
 
     def remove_dead(self) -> list[int]:
-        """Take off every reader that is gone; return their places. A system call for each."""
+        """Remove every reader that is gone; return their places. A system call for each."""
         return self._remove(self._slots(SlotState.ACTIVE))
 
     def take_dead(self) -> Collection[int]:
-        """Return the ranks of the dead that are to be raised, each of them once."""
+        """Return the ranks of the dead readers to report, each once."""
         dead, self._dead = self._dead, []
         return dead
 
@@ -195,7 +195,7 @@ class RingSender:
         }
 
     def close(self) -> None:
-        """Say that nothing more will come, and close the ring. Idempotent."""
+        """Notify readers that no message follows, and close the ring. Idempotent."""
         party, self._party = self._party, closed_party(self._party)
         if party is self._party:  # closed already, or in a forked child the parent's
             return
@@ -229,7 +229,7 @@ class RingSender:
             self._look_around(patience)
 
     def _look_around(self, patience: Patience) -> None:
-        """Between two waits for room: see what could keep it from ever coming."""
+        """Between two waits for room: check whether it can still come."""
         awaited = self._party.awaited()
         dead = self._remove(awaited)
         late = self._named(slot for slot in awaited if slot not in dead)

@@ -1,4 +1,4 @@
-"""How a party of a queue waits: spinning, sleeping, and looking after its peers meanwhile."""
+"""How a party of a queue waits: spinning, sleeping, and checking its peers meanwhile."""
 
 from __future__ import annotations
 
