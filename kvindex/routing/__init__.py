@@ -1,11 +1,11 @@
-"""Routing: which rank a request should go to, by what each holds and what each has to do.
+"""Routing: which rank a request should go to, by each rank's cached blocks and load.
 
 ```
 with router.reserve(token_ids) as booking: ...      # select and book, in one step
 router.select(token_ids).reason                     # why this rank, in words
 ```
 
-No sockets, no threads: it asks a `Client`, a `Replica` or an `Index`, and counts what it is told.
+No sockets, no threads: it asks a `Client`, a `Replica` or an `Index`, and counts its bookings.
 
 `adapters/` plugs it into the routers of Ray, LiteLLM and verl.
 Read first: `router.py`, then `policies.py` (the policies) and `bookings.py`.

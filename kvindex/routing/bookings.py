@@ -1,4 +1,4 @@
-"""Bookings: the load that a request is to a rank, from the choice to its last token."""
+"""Bookings: a request's load on a rank, from the choice to its last token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stage(str, enum.Enum):
         DECODING: its prefill is done.
         FINISHED: it has its answer.
         CANCELLED: it ended without one.
-        EXPIRED: nothing was heard of it for too long, and its load was given back.
+        EXPIRED: no news of it came for too long, and its load was released.
     """
 
     CHOSEN = "chosen"
@@ -46,14 +46,14 @@ _ENDS = (Stage.FINISHED, Stage.CANCELLED, Stage.EXPIRED)
 class Booking:
     """One request's load on the rank that was chosen for it.
 
-    A context manager: leaving it finishes the booking, or cancels it on an exception. What comes
-    after the end (a second `finish`, a first token after the expiry) changes nothing.
+    A context manager: leaving it finishes the booking, or cancels it on an exception. Calls after
+    the end (a second `finish`, a first token after the expiry) change nothing.
 
     Attributes:
         request_id: the request's id.
-        decision: what was decided.
+        decision: the router's decision.
         stage: how far it has come.
-        output_tokens: tokens generated so far, as they were told.
+        output_tokens: tokens generated so far, as reported by `output`.
 
     Thread safety: every method may be called from any thread.
     """
@@ -113,14 +113,14 @@ class Booking:
         self._books.output(self, tokens)
 
     def finish(self, cached_tokens: int | None = None) -> None:
-        """Give the load back: the request has its answer. Idempotent.
+        """Release the load: the request has its answer. Idempotent.
 
         Args:
-            cached_tokens: how many tokens of the prompt the engine found cached, as it says in
-                `usage.prompt_tokens_details.cached_tokens`; None if it does not say.
+            cached_tokens: how many tokens of the prompt the engine found cached, as it reports in
+                `usage.prompt_tokens_details.cached_tokens`; None if it reports none.
 
         Raises:
-            ConfigurationError: `cached_tokens` is negative, or no number. The load is given back
+            ConfigurationError: `cached_tokens` is negative, or no number. The load is released
                 all the same.
         """
         told = _count(cached_tokens)
@@ -129,7 +129,7 @@ class Booking:
             raise ConfigurationError(f"cached_tokens is {cached_tokens!r}; give a number from 0")
 
     def cancel(self) -> None:
-        """Give the load back: the request ends without an answer. Idempotent."""
+        """Release the load: the request ends without an answer. Idempotent."""
         self._books.end(self, Stage.CANCELLED, None)
 
     def __enter__(self) -> Booking:
@@ -161,16 +161,16 @@ Ended = Callable[[Booking, int | None], None]
 
 
 class Bookings:
-    """The open bookings, and what they add to a load board.
+    """The open bookings, and their load on a load board.
 
     Args:
         loads: where the load is kept.
         lock: guards everything here, and the board.
         clock: returns monotonic seconds.
-        expires_after: seconds without news after which a booking is given back.
+        expires_after: seconds without news after which a booking expires.
         on_first_token: called with a booking and the seconds from the choice to its first token.
-        on_ending: called when one is about to end; again, if that was interrupted.
-        on_end: called when one has ended.
+        on_ending: called when a booking is about to end; again, if that was interrupted.
+        on_end: called when a booking has ended.
 
     Thread safety: `first_token`, `output` and `end` from any thread; the rest under the lock.
     """
@@ -192,7 +192,7 @@ class Bookings:
         self._on_first_token = on_first_token
         self._on_ending = on_ending
         self._on_end = on_end
-        self._open: OrderedDict[str, Booking] = OrderedDict()  # heard of longest ago first
+        self._open: OrderedDict[str, Booking] = OrderedDict()  # the longest without news first
         self._numbers = itertools.count(1)
         self.ended: Counter[Stage] = Counter()
         self.late = 0  # news of bookings that had expired
@@ -215,7 +215,7 @@ class Bookings:
         """Book a request on the rank that was chosen, behind so many queued tokens.
 
         Raises:
-            DuplicateBookingError: an open booking has the wanted id. It is looked for here, not
+            DuplicateBookingError: an open booking has the wanted id. This is checked here, not
                 before the choice: a filter or a policy may have booked meanwhile.
         """
         ahead = queued + decision.new_tokens
@@ -235,7 +235,7 @@ class Bookings:
         return booking
 
     def expire(self, now: float) -> None:
-        """Give back what nothing was heard of for too long. O(1) if there is nothing."""
+        """Release bookings without news for too long. O(1) if there are none."""
         while (booking := self._oldest()) is not None:
             if now - booking.touched_at < self._expires_after:
                 return
@@ -282,7 +282,7 @@ class Bookings:
                 self._end(booking, stage, cached_tokens, now)
 
     def _hear(self, booking: Booking, now: float) -> bool:
-        """Note that there is news of a booking; return whether it is open."""
+        """Note news of a booking; return whether it is open."""
         if not self._is_open(booking):
             self.late += booking.stage is Stage.EXPIRED
             return False
@@ -295,10 +295,10 @@ class Bookings:
         return request_id in open_ones and open_ones[request_id] is booking
 
     def _count(self, booking: Booking, load: Load | None, now: float) -> None:
-        """Have the board count so much for a booking, or nothing any more.
+        """Set a booking's load on the board; None removes it.
 
-        All of it or, interrupted, nothing. A signal's handler or a finalizer that is called in
-        between, and ends the booking, finds what has been given back, and gives back the rest.
+        All of it or, interrupted, nothing. A signal handler or a finalizer that is called in
+        between, and ends the booking, sees which part is released, and releases the rest.
         """
         rank, old = booking.decision.rank, booking._counted
         if old is None:

@@ -1,4 +1,4 @@
-"""What a policy sees of the ranks, and what it says."""
+"""A policy's input, the candidates, and its output, the choice."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Candidates(NamedTuple):
     Attributes:
         ranks: the ranks, sorted.
         prompt_tokens: tokens of the prompt.
-        hits: what each rank holds of it, without its last token; nothing for ranks that are not
+        hits: each rank's cached tokens of it, without its last token; none for ranks that are not
             live.
-        loads: what each rank has to do.
+        loads: each rank's load.
         usable: a byte for each rank: 0 where a filter refuses it.
         block_size: tokens per block, of a rank that has stored any.
         prefill_rate: tokens per second, as measured on the bookings' first tokens.
@@ -42,15 +42,16 @@ class Candidates(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a policy says.
+    """A policy's choice.
 
     Attributes:
         row: of the rank that is chosen.
-        costs: what each rank costs in the policy's own unit, if it counts costs.
-        kept: how many ranks were preferred for what they hold; None if the policy prefers none.
+        costs: each rank's cost in the policy's own unit, if it counts costs.
+        kept: how many ranks were preferred for their cached tokens; None if the policy prefers
+            none.
         stayed: whether one of these was chosen.
-        why: the reason in words; "" for the words that fit a cost.
-        attainable: the most tokens that a usable rank holds; None if that was not looked for.
+        why: the reason in words; "" for the usual words of a cost.
+        attainable: the most tokens that a usable rank holds; None if not computed.
     """
 
     row: int
@@ -62,14 +63,14 @@ class Choice(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses a rank for a request. Pure: what it is given decides, but for a state of its own.
+    """Chooses a rank for a request. Pure: its input decides, apart from a state of its own.
 
     A router calls it under its lock. At least one row is usable.
     """
 
     @property
     def name(self) -> str:
-        """What statistics and decisions call it."""
+        """Its name in statistics and decisions."""
 
     def choose(self, candidates: Candidates) -> Choice:
         """Choose one of the usable rows."""

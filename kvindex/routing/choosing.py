@@ -1,4 +1,4 @@
-"""The arithmetic of cost policies: from what each rank holds and has to do, to the cheapest rank.
+"""The arithmetic of cost policies: from each rank's cached tokens and load to the cheapest rank.
 
 `choose_in_python` is the specification. Its twin, `native/core/choosing.cpp`, gives the same bits.
 """
@@ -20,7 +20,7 @@ __all__ = ["Chosen", "Weights", "choose", "choose_in_python", "choose_natively"]
 
 
 class Weights(NamedTuple):
-    """What things cost, in tokens of prefill.
+    """The weights of a cost, in tokens of prefill.
 
     ```
     credited = device × tokens on the device + host × … + storage × …
@@ -34,20 +34,20 @@ class Weights(NamedTuple):
 
     Attributes:
         device: credit for a token that the device holds.
-        host: for one that the host holds, after the device's prefix.
-        storage: for one that lies further away, after that.
+        host: for a token that the host holds, after the device's prefix.
+        storage: for a token that lies further away, after that.
         new: weight of a token that this request has to prefill.
-        queued: of a token that requests before it have to prefill.
+        queued: of a token that earlier requests have to prefill.
         decode: of a block that open requests occupy.
         request: of an open request.
         product: whether the cost is a product.
         affinity: ranks with a credit of at least this part of the prompt are preferred; 0: none.
         slack: how much the best of these may cost more than the best of all, in tokens; if it
             costs more, all ranks are equal again.
-        backlog: weight of the tokens that wait on the rank where fewest do, for a prompt of which
-            nothing is held. They are 0 unless every rank has a backlog; then hits shorten it.
+        backlog: weight of the tokens that wait on the rank with fewest, for an uncached prompt.
+            They are 0 unless every rank has a backlog; then hits shorten it.
         churn: how much more a missing token costs on a rank that was given more tokens to prefill
-            lately than the mean rank: it would push out what was put there last.
+            lately than the mean rank: it would evict the blocks stored there last.
     """
 
     device: float = 1.0
@@ -65,7 +65,7 @@ class Weights(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What came of it.
+    """The result.
 
     Attributes:
         row: the cheapest rank's row; -1 if no row is usable.
@@ -92,15 +92,15 @@ def choose_in_python(
 ) -> Chosen:
     """Return the cheapest rank, and every rank's cost.
 
-    Among ranks that cost the same, the one that was given least lately comes first; among those
-    that were given the same, chance decides.
+    Among ranks of equal cost, the one that was given least lately comes first; among those that
+    were given the same, chance decides.
 
     Args:
         prompt_tokens: tokens of the prompt.
-        hits: what each row's rank holds of it.
-        loads: what each row's rank has to do.
+        hits: the cached tokens of each row's rank.
+        loads: the load of each row's rank.
         usable: for each row, whether it may be chosen.
-        weights: what things cost.
+        weights: the weights of the cost.
         chance: a random number in [0, 1).
 
     Complexity: O(rows).
@@ -158,7 +158,7 @@ def _least_queued(loads: LoadColumns, usable: bytes | bytearray) -> float:
 
 
 def _mean_given(loads: LoadColumns, usable: bytes | bytearray) -> float:
-    """Return the mean of what usable rows were given; 0 if it is no finite number."""
+    """Return the mean of the tokens given to usable rows; 0 if it is no finite number."""
     total = 0.0
     rows = 0
     for given, may_be in zip(loads.given, usable, strict=True):

@@ -1,4 +1,4 @@
-"""What a router decided, and why."""
+"""A router's decision, and its reasons."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Candidate", "Decision"]
 
 
 class Candidate(NamedTuple):
-    """One rank as a decision saw it.
+    """One rank at the time of a decision.
 
     Attributes:
         rank: the rank.
-        cost: what the request would cost there, in the policy's unit; None if it counts no costs.
-        tokens: tokens of the prompt that it would find cached.
+        cost: the request's cost there, in the policy's unit; None if it counts no costs.
+        tokens: tokens of the prompt that the request would find cached.
         by_tier: those on the "device", the "host", and further away ("storage").
-        load: what it had to do.
-        live: whether its events are up to date; if not, it counts for nothing held.
+        load: its load.
+        live: whether its events are up to date; if not, its blocks do not count.
         usable: whether the filters let it be chosen.
     """
 
@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
 
 
 class Decision:
-    """The rank for one request, what it will find cached, and why this one.
+    """The rank for one request, the tokens it will find cached, and why this rank.
 
     Attributes:
         rank: where to send the request.
@@ -43,9 +43,9 @@ class Decision:
         prompt_tokens: tokens of the prompt.
         tokens: those that the rank will find cached, never the last one.
         predicted_tokens: of `tokens`, those that no event has confirmed yet: they were sent there a
-            moment ago (`Router(predict=...)`). 0 unless that was asked for.
-        reads_cache: whether the engine will look into its cache, as the router was told. If not, no
-            rank counts as holding anything.
+            moment ago (`Router(predict=...)`). 0 without `predict`.
+        reads_cache: whether the engine will read its cache, by the router's caller. If not, no rank
+            counts as holding anything.
 
     Thread safety: immutable.
     """
@@ -106,7 +106,7 @@ class Decision:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Every rank as the decision saw it, the cheapest first. O(ranks × log ranks)."""
+        """Every rank at the time of the decision, the cheapest first. O(ranks × log ranks)."""
         rows = range(len(self._candidates.ranks))
         all_of_them = (self._candidate(row) for row in rows)
         return sorted(all_of_them, key=lambda one: (not one.usable, one.cost or 0.0, one.rank))

@@ -1,6 +1,6 @@
-"""Which ranks may be chosen for a request: not drained, asked for, and let pass by all filters.
+"""Which ranks may be chosen for a request: not drained, asked for, and kept by all filters.
 
-Wishes come last, and one that would leave no rank is not heard: first that the publisher is
+Preferences come last, and one that would leave no rank is ignored: first that the publisher is
 connected, then those of `Prefer`.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Eligible"]
 
 
 class Eligible:
-    """Says which ranks may be chosen, and counts those that may not, by the reason.
+    """Decides which ranks may be chosen, and counts the refused ones, by reason.
 
     Args:
         filters: all of them must agree.
@@ -48,15 +48,15 @@ class Eligible:
         """Return a byte for each rank: whether it may be chosen. At least one may.
 
         Args:
-            asked: what filters are asked about.
+            asked: the request and the ranks, for filters.
             wanted: a byte for each rank: only those with 1 may be chosen; None: any.
-            connected: a byte for each rank. One with 0 is chosen only if all that may be have 0;
-                None: all are connected.
-            placed: ask nothing but this.
+            connected: a byte for each rank. A rank with 0 is chosen only if all eligible ones have
+                0; None: all are connected.
+            placed: check `wanted` only.
 
         Raises:
             NoCandidateError: none may be chosen.
-            ConfigurationError: a filter does not say for each rank whether it keeps it.
+            ConfigurationError: a filter does not answer for each rank.
         """
         rows = bytearray(b"\1") * len(asked.ranks)
         refused: dict[str, int] = {}
@@ -82,7 +82,7 @@ class Eligible:
     def _reasons(
         self, asked: Asked, wanted: bytes | bytearray | None, placed: bool
     ) -> Iterator[tuple[str, Iterable[object]]]:
-        """Yield reasons to refuse ranks, and which ranks each of them lets pass."""
+        """Yield reasons to refuse ranks, and which ranks each of them keeps."""
         if wanted is not None:
             yield "ranks", wanted
         if placed:
@@ -114,7 +114,7 @@ _TRUTH: Final = bytes([0] + 255 * [1])
 
 
 def _mask(reason: str, keeps: Iterable[object], rows: int) -> bytes | bytearray:
-    """Return a byte for each row: 1 if what it has is true."""
+    """Return a byte for each row: 1 if its value is true."""
     mask: bytes | bytearray
     if isinstance(keeps, (bytes, bytearray)):
         mask = keeps.translate(_TRUTH)

@@ -1,4 +1,4 @@
-"""Filters: which ranks may be chosen for a request at all. All that are given must agree."""
+"""Filters: which ranks may be chosen for a request at all. All given filters must agree."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Asked", "Capacity", "Filter", "Labels", "LoraLoaded", "OnlyLive", "P
 
 
 class Asked(NamedTuple):
-    """What a filter is asked about.
+    """The request and the ranks about which a filter decides.
 
     Attributes:
         ranks: the ranks, sorted.
         live: a byte for each rank: 0 if it is not live.
-        loads: what each rank has to do.
+        loads: each rank's load.
         prompt_tokens: tokens of the prompt.
         lora: the request's adapter.
         labels: the labels that the request wants.
@@ -39,7 +39,7 @@ ByRank: TypeAlias = Mapping[Rank, _Value] | Mapping[str, _Value]
 
 
 def _told(table: ByRank[_Value], rank: Rank) -> list[_Value]:
-    """Return what is told of a rank's worker and of the rank, by any of its names."""
+    """Return the values given for a rank's worker and for the rank, by any of its names."""
     entries: Mapping[Any, _Value] = table
     return [entries[name] for name in _names(rank) if name in entries]
 
@@ -50,11 +50,11 @@ def _names(rank: Rank) -> tuple[str, str, Rank]:
 
 
 class Filter(Protocol):
-    """Says which ranks may be chosen. Called under the router's lock, so it must be quick."""
+    """Decides which ranks may be chosen. Called under the router's lock, so it must be quick."""
 
     @property
     def name(self) -> str:
-        """What errors and statistics call it."""
+        """Its name in errors and statistics."""
 
     def keeps(self, asked: Asked) -> Iterable[object]:
         """Return for each rank whether it may be chosen (by its truth)."""
@@ -148,7 +148,7 @@ class Capacity:
 
 
 class OnlyLive:
-    """Keeps the ranks that are live, as far as their events tell.
+    """Keeps the live ranks.
 
     Without it, a rank that is not live may be chosen, as one that holds nothing.
     """
@@ -161,9 +161,9 @@ class OnlyLive:
 
 
 class Prefer:
-    """Keeps what another filter keeps, or all ranks if it would keep none.
+    """Keeps the ranks that another filter keeps, or all ranks if that would keep none.
 
-    A router asks it last, so it is a wish among the ranks that may be chosen and are connected.
+    A router asks it last, so it is a preference among the eligible and connected ranks.
 
     Examples:
         >>> nearby = Prefer(Labels({"vllm-0": {"zone": "a"}}))

@@ -1,4 +1,4 @@
-"""The ranks that a router chooses among: their rows, and how their streams stand."""
+"""The ranks that a router chooses among: their rows, and their streams' states."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["Fleet", "Followed", "Source", "Standing"]
 
 
 class Followed(Protocol):
-    """An index whose ranks somebody follows: a `Client` or a `Replica`."""
+    """An index whose ranks are followed: a `Client` or a `Replica`."""
 
     @property
     def index(self) -> Index:
-        """What the events have filled."""
+        """The index that the events fill."""
 
     def check_open(self) -> None:
         """Raise ClosedError once it was closed."""
 
     def live_ranks(self) -> frozenset[Rank]:
-        """Return the ranks that are live; the same object until that changes."""
+        """Return the ranks that are live; the same object until they change."""
 
     def connected_ranks(self) -> frozenset[Rank]:
-        """Return the ranks whose publisher is connected; the same object until that changes."""
+        """Return the ranks whose publisher is connected; the same object until they change."""
 
 
 Source: TypeAlias = Index | Followed
@@ -35,7 +35,7 @@ Source: TypeAlias = Index | Followed
 
 
 class Standing(NamedTuple):
-    """How the streams of ranks stand at one moment.
+    """The states of the ranks' streams at one moment.
 
     Attributes:
         live: the ranks that are live.
@@ -50,7 +50,7 @@ class Fleet:
     """The ranks of a source in their order, each a row.
 
     Args:
-        source: an index, or one whose ranks somebody follows.
+        source: an index, or a follower with one.
 
     Attributes:
         ranks: the ranks by row, sorted.
@@ -75,23 +75,23 @@ class Fleet:
 
     @property
     def index(self) -> Index:
-        """What the ranks hold now; a replica has another index after each joining."""
+        """The present index; a replica has another index after each joining."""
         source = self._source
         return source if isinstance(source, Index) else source.index
 
     def check_open(self) -> None:
-        """Raise ClosedError if the source was closed: it knows no longer what the ranks hold."""
+        """Raise ClosedError if the source was closed: its index is no longer updated."""
         if self._followed is not None:
             self._followed.check_open()
 
     def standing(self) -> Standing | None:
-        """Return how the streams stand now; None where nobody follows them. O(1)."""
+        """Return the streams' states now; None where they are not followed. O(1)."""
         if self._followed is None:
             return None
         return Standing(self._followed.live_ranks(), self._followed.connected_ranks())
 
     def follow(self, standing: Standing | None) -> None:
-        """Take over the ranks as they are, and how they stand; all of it or, interrupted, nothing.
+        """Update ranks and states; all of it or, interrupted, nothing.
 
         Complexity: O(1) while nothing has changed, since changed sets and tuples are made anew.
         """
@@ -108,7 +108,7 @@ class Fleet:
             live = bytes(rank in standing.live for rank in ranks)
             if not standing.connected.issuperset(ranks):
                 connected = bytes(rank in standing.connected for rank in ranks)
-        # No call from here on, so that no signal's handler sees, or leaves, half of it.
+        # No call from here on, so that no signal handler sees, or leaves, half of it.
         self.ranks, self.rows, self._row = ranks, rows, row_of
         self.live, self.connected, self._shown = live, connected, standing
 
@@ -136,7 +136,7 @@ class Fleet:
         rank = next(iter(found))
         if len(found) > 1:
             raise UnknownRankError(name, sorted(found), ambiguous=True)
-        if rank not in self._row:  # it came a moment ago, and has no row yet
+        if rank not in self._row:  # a rank that came a moment ago has no row yet
             raise UnknownRankError(name, self.ranks)
         return self._row[rank]
 
@@ -144,7 +144,7 @@ class Fleet:
         """Return a byte for each row: 1 if a name stands for its rank; else as `named`."""
         mask = bytearray(len(self.ranks))
         for rank in self.named(names):
-            row = self._row.get(rank)  # one that came a moment ago has none yet
+            row = self._row.get(rank)  # a rank that came a moment ago has none yet
             if row is not None:
                 mask[row] = 1
         return mask

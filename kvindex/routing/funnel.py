@@ -1,7 +1,7 @@
-"""From the tokens that were asked for to those that engines found cached, and where they got lost.
+"""The stages from the requested tokens to those that engines found cached, and the losses between.
 
 All stages are in tokens of prompts, of the same requests: those that finished. So they have one
-denominator, the tokens asked.
+denominator, the requested tokens.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ class _Stages:
 
 @dataclass
 class _Reported(_Stages):
-    """Of those requests whose engine said what it found."""
+    """The same of requests whose engine reported its cached tokens."""
 
     delivered: int = 0
 
 
 @dataclass
 class _Lately:
-    """What a rank's engine said of late: sums in which later requests weigh more.
+    """The recent reports of a rank's engine: sums in which later requests weigh more.
 
     So nothing needs to fade. Only the ratios of the sums count.
     """
 
     weight: float = 1.0  # of the last request
     requests: float = 0.0
-    silent: float = 0.0  # requests without a word of the engine
-    expected: float = 0.0  # requests that should have found something
+    silent: float = 0.0  # requests without a report of the engine
+    expected: float = 0.0  # requests that should have found cached tokens
     empty: float = 0.0  # those of them that found nothing
-    elsewhere: float = 0.0  # requests that found what the best other rank holds, and not this one
+    elsewhere: float = 0.0  # requests that found the best other rank's tokens, and not this rank's
     chosen: float = 0.0
     delivered: float = 0.0
     missing: float = 0.0  # tokens predicted and not found
@@ -151,12 +151,12 @@ class Funnel:
         self._ranks: defaultdict[Rank, _Counts] = defaultdict(_Counts)
 
     def count(self, decision: Decision, delivered: int | None) -> None:
-        """Count one finished request, and what its engine found, if it said so. O(1)."""
+        """Count one finished request, and its engine's cached tokens, if reported. O(1)."""
         self._all.count(decision, delivered)
         self._ranks[decision.rank].count(decision, delivered)
 
     def keep(self, ranks: Collection[Rank]) -> None:
-        """Forget the ranks that are not among these; what they did stays in the sums of all."""
+        """Forget the ranks that are not among these; their part stays in the sums of all."""
         for rank in self._ranks.keys() - set(ranks):
             del self._ranks[rank]
 
@@ -165,7 +165,8 @@ class Funnel:
 
         `finished`: of all finished requests their number (`requests`), the tokens `asked`, those
         `attainable` on the best rank, and those that the `chosen` rank was expected to find.
-        `reported`: the same of those whose engine said what it found, and the tokens `delivered`.
+        `reported`: the same of those whose engine reported its cached tokens, which are
+        `delivered`.
         """
         counts = self._all if rank is None else self._ranks.get(rank, _Counts())
         return {"finished": counts.finished.plain(), "reported": counts.reported.plain()}

@@ -1,4 +1,4 @@
-"""What each rank has to do: the prefill that waits, the requests that are open, their blocks."""
+"""Each rank's load: the prefill that waits, the requests that are open, their blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOTHING: Final = (0.0, 0.0, 0.0)
 
 
 class Load(NamedTuple):
-    """What one rank has to do.
+    """One rank's load.
 
     Attributes:
         queued_tokens: tokens of prompts that it has to prefill.
@@ -52,15 +52,15 @@ class LoadColumns(NamedTuple):
 
 
 class LoadBoard(Protocol):
-    """Where a router's load is kept: in this process (`LocalLoadBoard`), or shared with others.
+    """Stores a router's load: in this process (`LocalLoadBoard`), or shared with others.
 
     A router calls it under its own lock, one call at a time. One board is for one router.
     """
 
     def arrange(self, ranks: Sequence[Rank]) -> None:
-        """Have one row for each of these ranks, in this order, from now on.
+        """Set the rows: one for each of these ranks, in this order.
 
-        What was booked on a rank that is not among them is kept until it is given back.
+        Load booked on a rank that is not among them is kept until it is released.
         """
 
     def columns(self, now: float) -> LoadColumns:
@@ -69,7 +69,7 @@ class LoadBoard(Protocol):
     def add(
         self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
     ) -> None:
-        """Add to what a rank has to do; negative numbers give back. O(1).
+        """Add to a rank's load; negative numbers release load. O(1).
 
         If it raises, such as a KeyboardInterrupt, it has added nothing.
         """
@@ -80,14 +80,14 @@ class LoadBoard(Protocol):
     def report(
         self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
     ) -> None:
-        """Have an engine's own gauges correct what was booked, until a moment of the clock."""
+        """Correct the booked load by an engine's own gauges, until a moment of the clock."""
 
     def load(self, rank: Rank, now: float) -> Load:
         """Return one rank's load; nothing for a rank that is not known."""
 
 
 class _Correction(NamedTuple):
-    """What an engine's gauges add to what was booked, until a moment."""
+    """The load that an engine's gauges add to the bookings, until a moment."""
 
     queued: float
     open: float
@@ -97,8 +97,8 @@ class _Correction(NamedTuple):
 class LocalLoadBoard:
     """The load that this process has booked.
 
-    Gauges that an engine reports correct it for `GAUGE_LIFE`: what the engine had to do beyond our
-    bookings at that moment is added to them. Numbers never fall below 0.
+    Gauges that an engine reports correct it for `GAUGE_LIFE`: the engine's load beyond our bookings
+    at that moment is added to them. Numbers never fall below 0.
 
     Thread safety: a router calls it under its lock.
 
@@ -118,15 +118,15 @@ class LocalLoadBoard:
         self._booked = _zeros(0)
         self._shown = self._booked
         self._corrections: dict[Rank, _Correction] = {}
-        self._earliest_end = math.inf  # of a correction; until then, nobody goes over them
+        self._earliest_end = math.inf  # of a correction; until then, no call goes over them
         self._origin = math.inf  # when a token given counts 1
         self._given_at = math.inf  # when a rank was given tokens last
-        self._changes = 0  # so that who goes over the rows sees what changes them meanwhile
+        self._changes = 0  # so that a loop over the rows notices changes meanwhile
 
     def arrange(self, ranks: Sequence[Rank]) -> None:
-        """Have one row for each of these ranks; see `LoadBoard`. O(ranks)."""
+        """Set the rows; see `LoadBoard`. O(ranks)."""
         changes = -1
-        while changes != self._changes:  # a finalizer may give back while this goes over the rows
+        while changes != self._changes:  # a finalizer may release load during this loop
             changes, old, before = self._changes, self._rows, self._booked
             absent = dict(self._absent)
             for rank, row in old.items():
@@ -139,7 +139,7 @@ class LocalLoadBoard:
                     booked.given[row] = before.given[old[rank]]
             absent = {rank: load for rank, load in absent.items() if load != _NOTHING}
             corrections = {r: c for r, c in self._corrections.items() if r in rows}
-        # No call from here on, so that no signal's handler sees, or leaves, half of it.
+        # No call from here on, so that no signal handler sees, or leaves, half of it.
         self._rows, self._absent, self._corrections = rows, absent, corrections
         self._booked = self._shown = booked
         self._changes += 1
@@ -155,7 +155,7 @@ class LocalLoadBoard:
     def add(
         self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
     ) -> None:
-        """Add to what a rank has to do; see `LoadBoard`."""
+        """Add to a rank's load; see `LoadBoard`."""
         if self._shown is not self._booked and rank in self._rows:
             self._show_row(rank, self._rows[rank], queued_tokens, open_requests, decode_blocks)
         # No call from here on, so that all of it is added, or nothing.
@@ -177,8 +177,8 @@ class LocalLoadBoard:
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
         """Note that a rank was given tokens to prefill; see `LoadBoard`.
 
-        What is given later weighs more, twice as much after a minute; only the ratios count. A
-        clock that goes back starts it anew: else what was given "later" would weigh most for long.
+        Later tokens weigh more, twice as much after a minute; only the ratios count. A clock that
+        goes back starts the sums anew: else the tokens given before would weigh most for long.
         """
         if not self._given_at <= now <= self._origin + _MOST_HALVINGS * _HALF_LIFE:
             self._start_again(now)
@@ -191,7 +191,7 @@ class LocalLoadBoard:
     def report(
         self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
     ) -> None:
-        """Have an engine's own gauges correct what was booked; see `LoadBoard`."""
+        """Correct the booked load by an engine's own gauges; see `LoadBoard`."""
         row = self._rows.get(rank)
         if row is None:
             return
@@ -214,7 +214,7 @@ class LocalLoadBoard:
         return Load(int(columns.queued[row]), int(columns.open[row]), int(columns.decode[row]))
 
     def _start_again(self, now: float) -> None:
-        """Count what was given from now on: after so many halvings, earlier tokens are nothing."""
+        """Start the sums anew: after so many halvings, earlier tokens are negligible."""
         self._origin = now
         given = self._booked.given
         for row in range(len(given)):
@@ -231,7 +231,7 @@ class LocalLoadBoard:
             self._shown = self._booked
 
     def _show(self) -> None:
-        """Show what was booked; apart from it while something is corrected."""
+        """Show the booked load; in columns of its own while a correction lasts."""
         booked = self._booked
         self._shown = booked
         if self._corrections:
@@ -243,7 +243,7 @@ class LocalLoadBoard:
     def _show_row(
         self, rank: Rank, row: int, queued: float = 0.0, opened: float = 0.0, decode: float = 0.0
     ) -> None:
-        """Show what a rank has to do, and what is about to be added to it."""
+        """Show a rank's load, and the load about to be added."""
         booked, shown, gauges = self._booked, self._shown, self._corrections.get(rank, _NOTHING)
         shown.queued[row] = max(0.0, booked.queued[row] + queued + gauges[0])
         shown.open[row] = max(0.0, booked.open[row] + opened + gauges[1])

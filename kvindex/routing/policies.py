@@ -13,16 +13,16 @@ __all__ = ["POLICIES", "CostPolicy", "make_policy"]
 
 
 class CostPolicy:
-    """Takes the rank where a request costs least, with or without an affinity filter.
+    """Chooses the rank where a request costs least, with or without an affinity filter.
 
     Args:
-        name: what decisions call it.
-        weights: what things cost; `decode` is here for a token of a block, not for a block.
-        slack_seconds: seconds of prefill, at the rate that is measured, by which the best rank that
-            holds enough of the prompt may be behind the best of all; None for `weights.slack`.
+        name: its name in decisions.
+        weights: the weights of the cost; `decode` is here for a token of a block, not for a block.
+        slack_seconds: seconds of prefill, at the measured rate, by which the best rank that holds
+            enough of the prompt may be behind the best of all; None for `weights.slack`.
 
     Attributes:
-        weights: what things cost.
+        weights: the weights of the cost.
 
     Raises:
         ConfigurationError: a weight is no finite number; `slack` may be infinite.
@@ -66,7 +66,7 @@ class CostPolicy:
 
 
 class RoundRobin:
-    """Each rank in its turn, whatever it holds or has to do."""
+    """Each rank in its turn, whatever its blocks and load."""
 
     name = "round-robin"
 
@@ -82,7 +82,7 @@ class RoundRobin:
 
 _WEIGHTS: Final[dict[str, tuple[Weights, float | None]]] = {
     # Ours. A token that is computed again costs its time, and as much twice more: all behind it
-    # wait, and what it fills pushes others out. docs/routing.md says what was tried beside it.
+    # wait, and its block evicts others. docs/routing.md lists the alternatives tried.
     "kvindex": (Weights(new=3.0, request=256.0, backlog=1.0, churn=1.0), None),
     # Keep homes: ranks that hold 0.8 of the prompt, unless they are 5 s of prefill behind.
     "affinity": (Weights(request=256.0, affinity=0.8), 5.0),

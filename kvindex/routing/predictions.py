@@ -1,4 +1,4 @@
-"""What was just sent, and so will be held soon: predictions, apart from what events have told."""
+"""Predictions: the blocks that ranks will soon hold, because prompts were just sent to them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MASK = 2**64 - 1
 
 
 class Prompt(NamedTuple):
-    """What an index is asked about.
+    """A request's question to an index.
 
     Attributes:
         token_ids, lora, salt, extra_keys: as for `Index.match`.
-        reads_cache: whether the engine will look into its cache. It caches the prompt in any case.
+        reads_cache: whether the engine will read its cache. It caches the prompt in any case.
     """
 
     token_ids: TokenIds
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
     reads_cache: bool
 
     def ask(self, index: Index) -> Match:
-        """Return what the ranks hold of the prompt but its last token."""
+        """Return the ranks' match of the prompt without its last token."""
         return index.match(
             self.token_ids,
             lora=self.lora,
@@ -47,7 +47,7 @@ class Prompt(NamedTuple):
         """Return its first tokens as 64-bit ints, whatever form they have: text, too. O(length).
 
         Raises:
-            TokenError: one of them is no token; the index looks at no more than it needs.
+            TokenError: one of them is no token; the index checks only the tokens it needs.
         """
         return array("q", LazyTokens(self.token_ids).packed(0, length))
 
@@ -62,9 +62,9 @@ class _Sent(NamedTuple):
 class Predictions:
     """The blocks that ranks were sent a moment ago.
 
-    They lie in an index of their own, so that what events told stays as it is. A prediction lasts
-    from the booking until so many seconds after its first token (by then, the engine's event must
-    have come), or until the booking is cancelled.
+    They lie in an index of their own, apart from the blocks that events reported. A prediction
+    lasts from the booking until so many seconds after its first token (by then, the engine's event
+    must have come), or until the booking is cancelled.
 
     Args:
         seconds: how long after the first token.
@@ -110,7 +110,7 @@ class Predictions:
         self._made += 1
 
     def confirm(self, booking: Booking, now: float) -> None:
-        """Have a prediction end soon: the first token has come. O(1)."""
+        """Schedule the end of a prediction: the first token has come. O(1)."""
         sent = self._open.get(booking)
         if sent is not None:
             self._ending.append((now + self._seconds, sent))
@@ -119,7 +119,7 @@ class Predictions:
     def end(self, booking: Booking, now: float) -> None:
         """End a prediction: soon, if the request has its answer, else before the next choice.
 
-        Not here: the index refuses finalizers and signals' handlers that interrupt a change of it.
+        Not at once: the index refuses finalizers and signal handlers that interrupt a change of it.
         """
         if booking.stage is Stage.FINISHED:
             self.confirm(booking, now)
@@ -134,18 +134,18 @@ class Predictions:
         while self._ending and self._ending[0][0] <= now:
             first = self._ending[0]
             self._remove(first[1])
-            # Only now, so that what is interrupted is done again.
+            # Only now, so that an interrupted step is done again.
             if self._ending and self._ending[0] is first:
                 self._ending.popleft()
 
     def keep(self, ranks: Collection[Rank]) -> None:
-        """Forget what was sent to ranks that are not among these. O(ranks)."""
+        """Forget the predictions of ranks that are not among these. O(ranks)."""
         for rank in self._ranks.difference(ranks):
             self._index.remove(rank)
             self._ranks.discard(rank)
 
     def added_to(self, confirmed: Hits, prompt: Prompt, rows: RankRows, live: bytes) -> Hits:
-        """Return what each rank holds or was just sent, whichever is more. O(tokens + ranks).
+        """Return each rank's hit by events or by prediction, whichever is more. O(tokens + ranks).
 
         Ranks that are not live hold nothing, whatever they were sent.
         """
@@ -161,7 +161,7 @@ class Predictions:
         return Hits(device, host, tokens, confirmed.block_size)
 
     def statistics(self) -> dict[str, int]:
-        """Return how many prompts were predicted `made`, and the `blocks` that are so now."""
+        """Return how many predictions were `made`, and how many `blocks` are predicted now."""
         return {"made": self._made, "blocks": len(self._index)}
 
     def _remove(self, sent: _Sent) -> None:

@@ -1,4 +1,4 @@
-"""What a request's body tells a router beside its tokens."""
+"""The facts in a request's body that a router needs beside its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["reads_cache"]
 
 
 def reads_cache(body: Mapping[str, Any]) -> bool:
-    """Return whether the engine looks into its cache for an OpenAI request, by the request's body.
+    """Return whether the engine reads its cache for an OpenAI request, by the request's body.
 
     vLLM does not where it must return the log probabilities of the prompt's own tokens: with
     `prompt_logprobs`, with `echo` and `logprobs` in a completion, with `echo` in a chat (unless its

@@ -1,4 +1,4 @@
-"""The router: asks what each rank holds, weighs that with its load, and books the choice."""
+"""The router: weighs each rank's cached blocks with its load, and books the choice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_HELD = 5.0  # seconds; no call holds the lock for longer than its filters 
 
 
 class Router:
-    """Chooses the rank for each request by what it holds and what it has to do.
+    """Chooses the rank for each request by the ranks' cached blocks and loads.
 
     ```
     router = Router(client)
@@ -45,10 +45,10 @@ class Router:
         booking.first_token()
     ```
 
-    `reserve` selects and books in one step. Whoever selects first and books later sends the
+    `reserve` selects and books in one step. A caller that selects first and books later sends the
     requests of one moment to one rank.
 
-    The default policy, "kvindex", takes the rank with the least sum of three times the tokens to
+    The default policy, "kvindex", chooses the rank with the least sum of three times the tokens to
     prefill, those that wait for prefill there, and 256 for each open request. Tokens to prefill
     count still more while every rank has a backlog, and on a rank that was given more of them
     lately than others (see `Weights`).
@@ -61,13 +61,13 @@ class Router:
     Args:
         source: a `Client`, a `Replica`, or an `Index`.
         policy: a policy, or the name of one of `POLICIES`.
-        filters: say which ranks may be chosen; all must agree.
-        loads: where the load is kept; a `LocalLoadBoard` by default.
-        predict: seconds after its first token for which what was sent to a rank counts as held
-            there, though no event has told so; None: never. It helps bursts of requests with one
-            prefix. Such tokens are `Decision.predicted_tokens`.
-        expires_after: seconds without news of a booking after which its load is given back.
-        model: what statistics call the model.
+        filters: decide which ranks may be chosen; all must agree.
+        loads: stores the load; a `LocalLoadBoard` by default.
+        predict: seconds after its first token for which a prompt counts as held by the rank that
+            it was sent to, before an event reports it; None: never. It helps bursts of requests
+            with one prefix. Such tokens are `Decision.predicted_tokens`.
+        expires_after: seconds without news of a booking after which its load is released.
+        model: the model's name in statistics.
         clock: returns monotonic seconds.
         seed: of the chance that breaks ties; None for another one each time.
 
@@ -75,7 +75,7 @@ class Router:
         ConfigurationError: a value that cannot work.
 
     Thread safety: every method may be called from any thread; one lock guards the load. No call
-    waits for anything else, so asyncio code calls them directly. A signal's handler or a finalizer
+    waits for anything else, so asyncio code calls them directly. A signal handler or a finalizer
     may end bookings, but must not choose: an index cannot be asked in the middle of its change. A
     forked child has a router of its own, with the load as it was at the fork.
 
@@ -156,7 +156,7 @@ class Router:
             lora: the request's LoRA adapter.
             salt: its cache salt.
             extra_keys: for each block what its identity covers besides tokens.
-            reads_cache: False if the engine will not look into its cache for this request, such as
+            reads_cache: False if the engine will not read its cache for this request, such as
                 with `prompt_logprobs` (see `reads_cache`). Then every rank has to prefill the whole
                 prompt, and the load decides.
             ranks: choose among these only. "a/0" stands for `Rank("a", 0)`, "a" for all of "a".
@@ -209,7 +209,7 @@ class Router:
         extra_keys: ExtraKeys | None = None,
         reads_cache: bool = True,
     ) -> Booking:
-        """Book a request on a rank that somebody else has chosen, such as another router.
+        """Book a request on a rank that was chosen elsewhere, such as by another router.
 
         Filters are not asked, and it counts as a decision of no policy.
 
@@ -230,9 +230,9 @@ class Router:
         *,
         request_id: str | None = None,
     ) -> Booking:
-        """Book what another router has reserved and told of: as `place`, without the tokens.
+        """Book a request that another router has reserved: as `place`, without the tokens.
 
-        It is load, and nothing more: decisions and the funnel are of what was decided here.
+        The booking is load only: decisions and the funnel count this router's own requests.
 
         Args:
             rank: the rank that it chose.
@@ -268,7 +268,7 @@ class Router:
             return self._bookings.get(request_id)
 
     def _look(self, prompt: Prompt) -> _Seen:
-        """Ask the index, without the lock: what is known of the streams first, then the blocks."""
+        """Ask the index, without the lock: first the streams' states, then the blocks."""
         self._fleet.check_open()
         standing = self._fleet.standing()
         return _Seen(prompt, standing, prompt.ask(self._fleet.index))
@@ -286,7 +286,7 @@ class Router:
         if self._predictions is not None:
             try:
                 self._predictions.send(booking, seen.prompt, self._block_size)
-            except BaseException:  # nobody gets it to end it
+            except BaseException:  # no caller gets the booking, so none would end it
                 booking.cancel()
                 raise
         return booking
@@ -302,7 +302,7 @@ class Router:
         now = self._clock()
         self._refresh(now, seen.standing)
         prompt, fleet = seen.prompt, self._fleet
-        # What a rank holds counts if it is live, and if the engine will look.
+        # A rank's blocks count if it is live, and if the engine will read its cache.
         counts = fleet.live if prompt.reads_cache else bytes(len(fleet.ranks))
         hits = confirmed = seen.match.hits(fleet.rows, counts)
         self._block_size = next(filter(None, hits.block_size), self._block_size)
@@ -334,7 +334,7 @@ class Router:
         *,
         reads_cache: bool = True,
     ) -> tuple[Decision, float]:
-        """Have the policy choose; return the decision, and the tokens queued on its rank."""
+        """Let the policy choose; return the decision, and the tokens queued on its rank."""
         loads, fleet = self._loads.columns(now), self._fleet
         candidates = Candidates(
             fleet.ranks,
@@ -375,7 +375,7 @@ class Router:
         return self._eligible.drained
 
     def drain(self, rank: RankName) -> None:
-        """Give a rank (or all ranks of a worker) no more requests; what is open goes on.
+        """Give a rank (or all ranks of a worker) no more requests; open requests go on.
 
         Raises:
             UnknownRankError: it is not known.
@@ -402,15 +402,15 @@ class Router:
         open_requests: int | None = None,
         age: float = 0.0,
     ) -> None:
-        """Correct a rank's load by what its engine says that it has to do.
+        """Correct a rank's load by its engine's own gauges.
 
-        What the engine has beyond our bookings counts for 0.1 seconds from when it was true. An
-        older gauge makes routing worse than none: every router then sends to the same rank.
+        The engine's load beyond our bookings counts for 0.1 seconds from when it was true. An older
+        gauge makes routing worse than none: every router then sends to the same rank.
 
         Args:
             rank: the rank.
-            queued_tokens: tokens that wait for prefill in the engine; None if it does not say.
-            open_requests: requests that it has, waiting or running; None if it does not say.
+            queued_tokens: tokens that wait for prefill in the engine; None if not reported.
+            open_requests: requests that it has, waiting or running; None if not reported.
             age: seconds since this was true.
 
         Raises:
@@ -432,7 +432,7 @@ class Router:
                 self._old_gauges += 1
 
     def load(self, rank: RankName) -> Load:
-        """Return what a rank has to do.
+        """Return a rank's load.
 
         Raises:
             UnknownRankError: the rank is not known, or a worker's name stands for several.
@@ -447,7 +447,7 @@ class Router:
 
         `decisions`; `bookings`: how many are `open`, how many ended in each way (`finished`,
         `cancelled`, `expired`), and news that came `late`, after the expiry; `refused`: ranks that
-        each filter refused; `old_gauges`: reports that were too old to be believed;
+        each filter refused; `old_gauges`: reports that were too old to count;
         `prefill_rate`: tokens per second; `funnel`: see `Funnel.statistics`; `predictions`: see
         `Predictions.statistics`; `ranks`: for each its load, its `funnel`, and `suspicion`: why its
         answers go wrong, or "".
@@ -487,7 +487,7 @@ class Router:
             self._funnel.keep(ranks)
             if self._predictions is not None:
                 self._predictions.keep(ranks)
-            self._arranged = ranks  # last: what was interrupted is done again
+            self._arranged = ranks  # last: an interrupted update is done again
         self._bookings.expire(now)
         if self._predictions is not None:
             self._predictions.expire(now)
@@ -511,7 +511,7 @@ class Router:
             self._funnel.count(decision, cached_tokens)
 
     def _prepare_fork(self, fork: Fork) -> None:
-        """Have the lock free and the load whole in a forked child, whoever had it."""
+        """Keep the lock free and the load whole in a forked child, whoever held the lock."""
         fork.hold(self._lock, _MOST_HELD)
 
     def __repr__(self) -> str:
@@ -522,12 +522,12 @@ class Router:
 
 
 class _Seen(NamedTuple):
-    """What is known of a prompt, at one moment.
+    """A prompt with the ranks' match and states, at one moment.
 
     Attributes:
         prompt: the prompt.
-        standing: how their streams stood before the index was asked; None: nobody follows them.
-        match: what they hold of it.
+        standing: the streams' states before the index was asked; None: they are not followed.
+        match: the ranks' match of it.
     """
 
     prompt: Prompt
@@ -536,7 +536,7 @@ class _Seen(NamedTuple):
 
 
 class _Placed:
-    """The policy of a request whose rank somebody else has chosen: the only usable row."""
+    """The policy of a request whose rank was chosen elsewhere: the only usable row."""
 
     name = "placed"
 
@@ -545,6 +545,6 @@ class _Placed:
 
 
 class _Told(_Placed):
-    """The same for what another router told of, which counts it in its own funnel."""
+    """The same for a request of another router, which counts it in its own funnel."""
 
     name = "told"

@@ -164,7 +164,7 @@ class WritingEnd:
 
 
 class ReadingEnd:
-    """An end that every message comes to: from the writer's ring, or from a writer elsewhere.
+    """An end that receives every message: from the writer's ring, or from a writer elsewhere.
 
     Args:
         ring, remote: where messages come from, one of them; the end closes it.

@@ -1,1 +1,1 @@
-"""Adapters for others' routers: each is a module of its own, which needs that router's package."""
+"""Adapters for other routers: each is a module of its own, which needs that router's package."""

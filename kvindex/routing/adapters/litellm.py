@@ -28,21 +28,22 @@ Tokenize: TypeAlias = Callable[[Mapping[str, Any]], Any]
 class KVAwareCallback(CustomLogger):
     """Leaves LiteLLM the deployment that `kvindex.routing` chooses, and books the request there.
 
-    A deployment stands for a worker or a rank of the index: the one that `ranks` gives for its id,
-    or its `model_info["kvindex_rank"]` names, or is named as its id. If the worker has several
+    A deployment stands for a worker or a rank of the index: that in `ranks` under its id, or that
+    in its `model_info["kvindex_rank"]`, or that named like its id. If the worker has several
     ranks, the header X-data-parallel-rank tells the engine which, counted from its first one.
 
-    Where a request's tokens or a deployment's ranks cannot be told, LiteLLM chooses among all.
-    `counts` says why: "no tokens", or the error's name; the first of each is logged. It also counts
-    the "routed" requests and, of these, the "overruled": LiteLLM sent them elsewhere in the end.
+    Where a request's tokens or a deployment's ranks are unknown, LiteLLM chooses among all.
+    `counts` has the reason: "no tokens", or the error's name; the first of each is logged. It also
+    counts the "routed" requests and, of these, the "overruled": LiteLLM sent them elsewhere in the
+    end.
 
-    A booking ends when the answer is whole, or the attempt fails. LiteLLM tells nothing of a call
-    that is cancelled or a stream that is left: that booking ends when Python frees the call.
+    A booking ends when the answer is whole, or the attempt fails. LiteLLM reports no call
+    that is cancelled or stream that is left: that booking ends when Python frees the call.
 
     Args:
         router: chooses among the ranks.
         tokenize: gets the request as LiteLLM has it: "model" (the group's name), "messages", and
-            more if it was asked for, such as "tools". Where it returns None, LiteLLM chooses.
+            more if the request has it, such as "tools". Where it returns None, LiteLLM chooses.
         ranks: the worker or rank of a deployment, by the deployment's id.
 
     Thread safety: of one event loop. LiteLLM asks it in asynchronous calls only.
@@ -78,18 +79,18 @@ class KVAwareCallback(CustomLogger):
                 pairs = zip(healthy_deployments, ranks, strict=True)
                 return [deployment for deployment, its_ranks in pairs if chosen in its_ranks]
             self.counts["no tokens"] += 1
-        except Exception as error:  # whatever it is, the request can still be served
+        except Exception as error:  # on any error the request can still be served
             self.counts[kind := type(error).__name__] += 1
             if self.counts[kind] == 1:
                 logger.warning("LiteLLM chooses by itself: %s: %s", kind, error)
         return healthy_deployments
 
     async def async_pre_call_deployment_hook(self, kwargs: dict[str, Any], call_type: Any) -> Any:
-        """Tell the engine its rank, and have the first token told to the booking."""
+        """Send the engine its rank, and report the first token to the booking."""
         if (booking := booking_of(kwargs, self.router)) is None:
             return None
         ranks: list[Rank] = []
-        with suppress(UnknownRankError):  # it has left the index
+        with suppress(UnknownRankError):  # the rank has left the index
             ranks = self._ranks_of(kwargs)
         if booking.rank not in ranks:
             self.counts["overruled"] += 1
@@ -114,7 +115,7 @@ class KVAwareCallback(CustomLogger):
     async def async_log_success_event(
         self, kwargs: Any, response_obj: Any, *_: Any, **__: Any
     ) -> None:
-        """End the booking of a stream, or of what LiteLLM had in its own cache."""
+        """End the booking of a stream, or of an answer from LiteLLM's own cache."""
         metadata = (kwargs.get("litellm_params") or {}).get("metadata") or {}
         unfinished = kwargs.get("cache_hit") or metadata.get("client_disconnected")
         self._end(kwargs, None if unfinished else response_obj)
@@ -149,7 +150,7 @@ class KVAwareCallback(CustomLogger):
         if booking is not None and answer is not None:
             details = getattr(getattr(answer, "usage", None), "prompt_tokens_details", None)
             asked = {**request, **(request.get("optional_params") or {})}
-            # Of several answers vLLM reports what the last one found: the blocks of the first.
+            # Of several answers vLLM reports the last one's hit: the blocks of the first.
             one = asked.get("n") in (None, 1)
             booking.finish(getattr(details, "cached_tokens", None) if one else None)
         elif booking is not None:

@@ -1,6 +1,6 @@
-"""LiteLLM's calls and their bookings: what it has no hooks for.
+"""LiteLLM's calls and their bookings, where LiteLLM has no hooks.
 
-That is the beginning of a stream, and the end of a call that nobody waits for any more.
+Hooks are missing for the beginning of a stream, and for the end of an abandoned call.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def booking_of(request: Mapping[str, Any], router: Router) -> Booking | None:
 
 
 def cancel_with(call_id: CallId, booking: Booking) -> None:
-    """Have a booking cancelled when its call is freed: if it was cancelled, or its stream left.
+    """Cancel a booking when its call is freed: if it was cancelled, or its stream left.
 
-    Python frees some calls at once, and others when it next collects garbage: wherever that may
-    be, even in the middle of the router's own work. So the event loop cancels, and not at once.
+    Python frees some calls at once, and others when it next collects garbage, even in the middle
+    of the router's own work. So the event loop cancels later, and not this call at once.
     """
     finalizer = weakref.finalize(call_id, _cancel_soon, asyncio.get_running_loop(), booking)
     finalizer.atexit = False
@@ -43,7 +43,7 @@ def _cancel_soon(loop: asyncio.AbstractEventLoop, booking: Booking) -> None:
 
 
 def tell_first_token(call: Any, booking: Booking) -> None:
-    """Have LiteLLM's record of a call tell a booking when the stream's first chunk is here."""
+    """Make LiteLLM's record of a call notify a booking of the stream's first chunk."""
     tell, itself = type(call).update_completion_start_time, weakref.proxy(call)
 
     def told(completion_start_time: Any) -> None:

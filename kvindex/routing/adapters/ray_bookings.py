@@ -1,4 +1,4 @@
-"""Bookings of requests that Ray Serve sends, by what its request router is told of them."""
+"""Bookings of requests that Ray Serve sends, by the events that its request router receives."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _Sent: TypeAlias = tuple[Booking, asyncio.TimerHandle]
 
 
 class RequestBookings:
-    """Keeps each request's booking where Ray sends it, until Ray tells of its end.
+    """Keeps each request's booking where Ray sends it, until Ray reports its end.
 
-    A request is booked when a replica is chosen. Its future then says which replica Ray took, or
-    that nobody waits any more. From there on, Ray names a request by its replica and its id.
+    A request is booked when a replica is chosen. Its future then shows which replica Ray chose, or
+    that the request was abandoned. From there on, Ray names a request by its replica and its id.
 
     Args:
         router: books.
@@ -52,7 +52,7 @@ class RequestBookings:
         """Choose one of these ranks for a request, and book it there.
 
         Args:
-            request: what Ray wants to send.
+            request: the request that Ray is going to send.
             prompt: arguments of `Router.reserve`.
             among: known ranks.
 
@@ -69,7 +69,7 @@ class RequestBookings:
         return booking
 
     def end(self, replica_id: ReplicaID, request_id: str) -> None:
-        """Give back the oldest booking that a request has with a replica, if it has one."""
+        """Release the oldest booking that a request has with a replica, if it has one."""
         sent = self._sent.get((replica_id, request_id))
         if sent:
             booking, timer = sent.popleft()
@@ -79,7 +79,7 @@ class RequestBookings:
                 del self._sent[replica_id, request_id]
 
     def end_all(self, replica_id: ReplicaID) -> None:
-        """Give back all bookings with a replica, which died."""
+        """Release all bookings with a replica, which died."""
         for key in [key for key in self._sent if key[0] == replica_id]:
             for booking, timer in self._sent.pop(key):
                 timer.cancel()
@@ -109,7 +109,7 @@ class RequestBookings:
         self._forget_expired()
 
     def _forget_expired(self) -> None:
-        """Forget what Ray told nothing of for too long: the oldest two, if that is so."""
+        """Forget requests of which Ray reported nothing for too long: at most the oldest two."""
         for key in list(islice(self._sent, 2)):
             if all(booking.stage is Stage.EXPIRED for booking, _ in self._sent[key]):
                 del self._sent[key]

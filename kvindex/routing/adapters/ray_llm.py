@@ -25,10 +25,10 @@ __all__ = ["SelectionService", "install"]
 
 
 def install(**options: Any) -> None:
-    """Have Ray's `KVTokenTracker` find our `SelectionService`, in this process, with these options.
+    """Make Ray's `KVTokenTracker` import our `SelectionService` in this process, with options.
 
     Each worker process must call it: `ray.init(runtime_env={"worker_process_setup_hook":
-    "kvindex.routing.adapters.ray_llm.install"})`. Nobody else can use `dynamo.llm` there.
+    "kvindex.routing.adapters.ray_llm.install"})`. No other code can use `dynamo.llm` there.
     """
     module = ModuleType(
         "dynamo.llm", "kvindex stands in for it: see kvindex.routing.adapters.ray_llm"
@@ -38,29 +38,29 @@ def install(**options: Any) -> None:
 
 
 class SelectionService:
-    """What Ray asks for a worker, and tells of each request's life.
+    """Chooses a worker for Ray, and receives the events of each request's life.
 
     Each ingress replica has its own service, which subscribes to all engines. Ray sends every
-    reservation and every event of a request's life to all of them, so each knows the whole load.
+    reservation and every event of a request's life to all of them, so each has the whole load.
 
     Args:
-        indexer_threads: taken, and not needed.
-        dp_size: DP ranks in each replica's engine, at successive ports. Ray tells of one, and does
-            not hand on the rank that was chosen: the engine's own balancer takes one.
+        indexer_threads: accepted, and not needed.
+        dp_size: DP ranks in each replica's engine, at successive ports. Ray reports one, and does
+            not pass on the chosen rank: the engine's own balancer chooses one.
         options: of the `Router`: `policy`, `filters`, `predict`, ...
 
-    Thread safety: one event loop tells of workers; the rest comes from any thread and any loop.
+    Thread safety: one event loop reports workers; other calls come from any thread and any loop.
     """
 
     def __init__(self, indexer_threads: int = 0, *, dp_size: int = 1, **options: Any) -> None:
         self.client = connect()
         options = {"expires_after": 3_600.0, **options}  # then Ray frees what did not complete
         self.router = Router(self.client, **options)
-        self.ignored: Counter[str] = Counter()  # what Ray told of requests or workers unknown here
+        self.ignored: Counter[str] = Counter()  # Ray's reports of requests or workers unknown here
         self._dp_size = dp_size
         self._block_size = 1
         self._bookings: dict[str, Booking] = {}
-        self._changing = asyncio.Lock()  # one after another, as Ray tells of them
+        self._changing = asyncio.Lock()  # one after another, as Ray reports them
 
     async def upsert_worker(self, worker: Mapping[str, Any]) -> None:
         """Follow a worker's KV events, or follow them somewhere else from now on."""
@@ -68,7 +68,7 @@ class SelectionService:
         await self._change(str(worker["worker_id"]), self._worker(worker))
 
     async def delete_worker(self, worker_id: int) -> None:
-        """Forget a worker, what it holds, and the requests that it had."""
+        """Forget a worker, its blocks, and its requests."""
         for request_id, booking in list(self._bookings.items()):
             if booking.rank.worker == str(worker_id):
                 self._bookings.pop(request_id, None)
@@ -95,14 +95,14 @@ class SelectionService:
         return {
             "worker_id": int(booking.rank.worker),
             "dp_rank": booking.rank.dp_rank,
-            "sequence_hashes": [],  # Ray hands them on to the other ingresses; we need none
+            "sequence_hashes": [],  # Ray passes them on to the other ingresses; we need none
             "isl_tokens": decision.prompt_tokens,
             "effective_prefill_tokens": decision.new_tokens,
             "overlap": {"longest_matched": decision.tokens},
         }
 
     async def create_reservation(self, request: Mapping[str, Any]) -> None:
-        """Book what another ingress replica has chosen."""
+        """Book a request for which another ingress replica has chosen."""
         request_id = request["selection_id"]
         rank = Rank(str(request["worker_id"]), request["dp_rank"])
         tokens = request["isl_tokens"], request["effective_prefill_tokens"]
@@ -123,7 +123,7 @@ class SelectionService:
             self._bookings[request_id].output(self._block_size)
 
     async def free_reservation(self, request_id: str) -> None:
-        """Give a request's load back: it ended."""
+        """Release a request's load: it ended."""
         booking = self._bookings.pop(request_id, None)
         if booking is not None:
             booking.finish()
@@ -133,7 +133,7 @@ class SelectionService:
         self.client.close()
 
     def _worker(self, told: Mapping[str, Any]) -> Worker:
-        """Return the worker that Ray tells of; ranks without an endpoint are at the next ports."""
+        """Return the worker that Ray reports; ranks without an endpoint are at the next ports."""
         name, start = str(told["worker_id"]), told["data_parallel_start_rank"]
         told_of, size = told["kv_events_endpoints"], max(self._dp_size, told["data_parallel_size"])
         found = Worker(name, told_of[start], told.get("replay_endpoint"), size).publishers()

@@ -1,4 +1,4 @@
-"""Where the engines of a Ray Serve deployment's replicas are, as the replicas tell."""
+"""Finds the engines of a Ray Serve deployment's replicas, as the replicas report them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ routers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep(router: object) -> None:
-    """Have `routers` show a router for as long as Ray uses it."""
+    """List a router in `routers` for as long as Ray uses it."""
     routers.add(router)
 
 
 class Replicas:
     """Follows the engines behind a deployment's replicas.
 
-    A replica tells of its engine in `record_routing_stats` or `record_replica_metadata`:
+    A replica reports its engine in `record_routing_stats` or `record_replica_metadata`:
     `{"kvindex": {"endpoint": ..., "replay": ..., "dp_size": ...}}`, arguments of `Worker`, whose
-    name is the replica's id. One whose engine runs elsewhere says which rank it leads to instead:
-    `{"kvindex": {"worker": "vllm-0", "dp_rank": 1}}`, or to all ranks without a `dp_rank`. What
-    Ray's own LLM servers tell (`kv_event_metadata`) will do as well.
+    name is the replica's id. A replica whose engine runs elsewhere reports its rank instead:
+    `{"kvindex": {"worker": "vllm-0", "dp_rank": 1}}`, or all ranks without a `dp_rank`. The report
+    of Ray's own LLM servers (`kv_event_metadata`) is accepted as well.
 
     Args:
         client: subscribes to the engines.
@@ -51,7 +51,7 @@ class Replicas:
         self._ranks: dict[ReplicaID, frozenset[Rank]] = {}  # replaced, never changed
 
     def ranks_of(self, replica: RunningReplica) -> frozenset[Rank]:
-        """Return the ranks behind a replica that are followed; none if it has not told yet."""
+        """Return the ranks behind a replica that are followed; none if it has not reported yet."""
         return self._ranks.get(replica.replica_id, frozenset())
 
     def by_rank(self, replicas: Iterable[RunningReplica]) -> dict[Rank, RunningReplica]:

@@ -45,16 +45,16 @@ def token_ids_of(request: PendingRequest) -> Any:
 
 
 def _body_of(request: PendingRequest) -> Mapping[str, Any]:
-    """Return what a request asks for beside its tokens, as far as a mapping shows it."""
+    """Return a request's options beside its tokens, if they are in a mapping."""
     asked = request.args[0] if request.args else None
     return asked if isinstance(asked, Mapping) else request.kwargs
 
 
 class KVIndexRouter(RequestRouter):
-    """Sends each request where `kvindex.routing` says, and books it until Ray calls it completed.
+    """Sends each request where `kvindex.routing` chooses, and books it until Ray completes it.
 
     A request without token ids, or with ones that cannot be read, goes to the shortest queue; so
-    does every request while no replica has told where its events are. `statistics` counts them.
+    does every request while no replica has reported its engine. `statistics` counts them.
 
     Thread safety: Ray calls it in one event loop; `statistics` may be called from any thread.
     """
@@ -70,18 +70,18 @@ class KVIndexRouter(RequestRouter):
         predict: float | None = None,
         expires_after: float = 600.0,
     ) -> None:
-        """Take what `RequestRouterConfig(request_router_kwargs=...)` says.
+        """Apply the settings of `RequestRouterConfig(request_router_kwargs=...)`.
 
         Args:
             policy: the name of one of `kvindex.routing.POLICIES`.
-            tokens_of: "module:function". It takes Ray's `PendingRequest`. It returns the token ids,
+            tokens_of: "module:function". It gets Ray's `PendingRequest`. It returns the token ids,
                 or arguments of `Router.reserve` (`{"token_ids": ..., "lora": ...}`), or None. It
                 may be a coroutine function.
             workers: arguments of `Worker` for engines that run outside of the replicas.
-            rank_argument: the keyword argument that takes the chosen `dp_rank`; "" for none.
+            rank_argument: the keyword argument for the chosen `dp_rank`; "" for none.
             prefill_rate: tokens per second of one rank: see `RequestBookings`.
             predict: as for `Router`.
-            expires_after: as for `Router`. Ray does not tell what became of a `choose_replica` that
+            expires_after: as for `Router`. Ray does not report the end of a `choose_replica` that
                 was never dispatched: only this ends its booking.
         """
         module, _, name = tokens_of.partition(":")
@@ -101,7 +101,7 @@ class KVIndexRouter(RequestRouter):
         self._log_rate = LogRate()
         # Adding and removing wait for kvindex's thread, which an event loop must not.
         self._changes = ThreadPoolExecutor(1, "kvindex-ray-serve")
-        weakref.finalize(self, self.client.close)  # Ray does not say when a router is done
+        weakref.finalize(self, self.client.close)  # Ray does not report the end of a router
         keep(self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -114,7 +114,7 @@ class KVIndexRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica, then all others, of which Ray takes the shortest queue."""
+        """Return the chosen replica, then all others, of which Ray chooses the shortest queue."""
         if pending_request is None:
             return [candidate_replicas]
         try:
@@ -123,7 +123,7 @@ class KVIndexRouter(RequestRouter):
                 asked = await asked
             arguments = dict(asked) if isinstance(asked, Mapping) else {"token_ids": asked}
             arguments.setdefault("reads_cache", reads_cache(_body_of(pending_request)))
-            # A replica that is known to be full would refuse it, whatever it holds.
+            # A replica that is known to be full would refuse it, whatever its blocks.
             free = self.select_available_replicas(candidate_replicas) or candidate_replicas
             by_rank = self.engines.by_rank(free)
             if arguments["token_ids"] is None or not by_rank:
@@ -132,7 +132,7 @@ class KVIndexRouter(RequestRouter):
                 return [candidate_replicas]
             rank = self._bookings.book(pending_request, arguments, by_rank).rank
             chosen = by_rank[rank]
-        except Exception as error:  # whatever is wrong with a prompt, its request can be served
+        except Exception as error:  # on any error in a prompt its request can be served
             self.unrouted[type(error).__name__] += 1
             if self._log_rate.allows(type(error).__name__):
                 logger.exception("a request goes to the shortest queue instead")
@@ -142,15 +142,15 @@ class KVIndexRouter(RequestRouter):
         return [[chosen], [one for one in candidate_replicas if one is not chosen]]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Give back what the request was to this replica."""
-        # After what is scheduled: the loop may not have told yet which replica the request took.
+        """Release the request's load on this replica."""
+        # After scheduled calls: the loop may not have reported yet which replica the request got.
         asyncio.get_running_loop().call_soon(self._bookings.end, replica_id, internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Give back what all requests were to this replica."""
+        """Release all requests' load on this replica."""
         super().on_replica_actor_died(replica_id)
         self._bookings.end_all(replica_id)
 
     def statistics(self) -> dict[str, Any]:
-        """Return `Router.statistics`, and `unrouted`: requests by why no policy chose for them."""
+        """Return `Router.statistics`, and `unrouted`: requests that no policy routed, by reason."""
         return {**self.router.statistics(), "unrouted": dict(self.unrouted)}

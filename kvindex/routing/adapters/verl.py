@@ -19,11 +19,11 @@ _STICKY = 10_000  # requests whose servers are remembered, as verl's own balance
 
 
 class KVAwareBalancer:
-    """Sends each request of a rollout where `kvindex.routing` says; verl's `RequestLoadBalancer`.
+    """Sends a rollout's requests where `kvindex.routing` chooses; verl's `RequestLoadBalancer`.
 
     The later turns of a request go where its first went, until the server leaves, or verl clears
-    what is sticky. If a prompt's tokens cannot be read, the least loaded server gets it. verl tells
-    nothing of first tokens: until a request is released, its prompt counts as waiting for prefill.
+    the sticky cache. If a prompt's tokens cannot be read, the least loaded server gets it. verl
+    reports no first tokens: until a request is released, its prompt counts as waiting for prefill.
 
     Args:
         servers: a handle for each server's id, "host:port".
@@ -44,10 +44,10 @@ class KVAwareBalancer:
         self._config = config
         self._servers: dict[str, Any] = {}
         self._open: dict[str, dict[str, list[Booking]]] = {}  # by server, by request
-        self._homes: dict[str, str] = {}  # the server of a request; asked for longest ago first
+        self._homes: dict[str, str] = {}  # the server of a request; the longest unused first
         self._unread = 0  # prompts
         self._client = connect()
-        # The index alone: verl says which servers are there, not whether their events come.
+        # The index alone: verl reports which servers exist, not whether their events come.
         self._router = Router(self._client.index, **(config.get("router") or {}))
         self.add_servers(servers)
 
@@ -57,7 +57,7 @@ class KVAwareBalancer:
         """Choose a server, book the request there, and return the server's id and handle.
 
         Raises:
-            RuntimeError: there is no server; verl knows the case by the type and the words.
+            RuntimeError: there is no server; verl recognises the type and the message.
         """
         if not self._servers:
             raise RuntimeError("No available servers in load balancer")
@@ -73,7 +73,7 @@ class KVAwareBalancer:
         return server_id, self._servers[server_id]
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
-        """End the booking of a request; of a server that has left, there is none any more."""
+        """End the booking of a request; a server that has left has none any more."""
         requests = self._open.get(server_id, {})
         if bookings := requests.get(request_id or ""):
             bookings.pop().finish()
@@ -81,11 +81,11 @@ class KVAwareBalancer:
                 del requests[request_id or ""]
 
     def require_acquire_fields(self) -> list[str]:
-        """Return what verl has to send beside a request's id."""
+        """Return the fields that verl has to send beside a request's id."""
         return ["prompt_ids", "sampling_params"]
 
     def require_release_fields(self) -> list[str]:
-        """Return what verl has to send at the end."""
+        """Return the fields that verl has to send at the end."""
         return ["request_id"]
 
     def add_servers(self, servers: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class KVAwareBalancer:
             self._open[server_id] = {}
 
     def remove_servers(self, server_ids: Iterable[str]) -> None:
-        """Forget servers, what they hold, and the requests that are open there."""
+        """Forget servers, their blocks, and their open requests."""
         for server_id in list(server_ids):
             if self._servers.pop(server_id, None) is None:
                 continue
@@ -111,7 +111,7 @@ class KVAwareBalancer:
         return list(self._servers)
 
     def get_status(self) -> dict[str, Any]:
-        """Return the open requests of each server, and what kvindex counts."""
+        """Return the open requests of each server, and kvindex's counters."""
         loads = self._loads()
         return {
             "servers": loads,
