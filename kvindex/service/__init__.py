@@ -1,7 +1,7 @@
-"""kvindex over HTTP: what routers in other languages and operators ask. Needs the extra `server`.
+"""kvindex over HTTP, for routers in other languages and operators. Needs the extra `server`.
 
 `kvindex serve` starts it; docs/service.md says how to use it. `queries/` reads and writes the JSON
 of a query, `metrics/` has the Prometheus series, `dialects/` the APIs of other projects.
-Read first: `service.py` (what is asked, without HTTP), then `app.py` and `running.py`.
+Read first: `service.py` (the answers, without HTTP), then `app.py` and `running.py`.
 May import: all but `kvindex.testing` and `kvindex.tools`.
 """

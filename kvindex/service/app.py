@@ -36,7 +36,7 @@ _CHANGERS: Final = 8  # threads that carry them out
 
 
 class Metrics(Protocol):
-    """What writes the metrics; see `Exposition.write`."""
+    """Writes the metrics; see `Exposition.write`."""
 
     def __call__(
         self, workers: Collection[str] | None = None, *, per_rank: bool = True
@@ -53,11 +53,11 @@ def build_app(
     """Return the ASGI app that answers for a service.
 
     Args:
-        service: what answers.
+        service: the answering service.
         routes: further ones (the page, `/api/…`, `/events`), which come after its own.
         metrics: returns the body of `GET /metrics` and its content type, for all workers or some;
             called in a thread.
-        by_hash: answers `/query_by_hash`; None: nobody does.
+        by_hash: answers `/query_by_hash`; None: there is no such route.
     """
     endpoints = Endpoints(service, metrics, by_hash)
     own = [
@@ -98,7 +98,7 @@ class Endpoints:
         self._service = service
         self._metrics = metrics
         self._by_hash = by_hash
-        # Of their own: they wait for the subscriber and for names, and nobody else is to.
+        # Threads of their own: they wait for the subscriber and for names, and no other call may.
         self._changers = ThreadPoolExecutor(_CHANGERS, "kvindex-registering")
         self._changing = 0
 
@@ -148,7 +148,7 @@ class Endpoints:
         return json_reply(200, rfc.services(one for one, _ in shown)).response()
 
     async def outcomes(self, request: Request) -> Response:
-        """Answer POST /outcomes: a router reports what became of a finished request."""
+        """Answer POST /outcomes: a router reports the outcome of a finished request."""
         body = await request.body()
         return take_outcome(self._service, body, _content_type(request)).response()
 
@@ -207,11 +207,11 @@ def _content_type(request: Request) -> bytes | None:
 
 
 async def _bare(request: Request, error: Exception) -> Response:
-    """Answer what has no route: the code, and no words."""
+    """Answer a request without a route: the code, and no text."""
     assert isinstance(error, HTTPException)
     return Response(status_code=error.status_code, headers=error.headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Answer nobody: the client has gone, or its body was found too long."""
+    """Send no answer: the client has gone, or its body was found too long."""
     return Response(status_code=400)

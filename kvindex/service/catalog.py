@@ -1,4 +1,4 @@
-"""What was registered: values that never change, so that every process can hold the same."""
+"""The registrations: immutable values, so that every process can hold the same."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
         endpoint: its PUB socket, as it was named.
         replay_endpoint: its ROUTER socket, or None.
         block_size: tokens per block; 0: not told.
-        source: who named it: "zmq" for `/register`, or another word for what was configured.
-        details: what else its dialect told, to be shown again.
+        source: where it comes from: "zmq" for `/register`, or another word for configured ones.
+        details: further fields of its dialect, to be shown again.
     """
 
     instance_id: int | str
@@ -62,11 +62,11 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, tag=True):
-    """What makes a later catalog of an earlier one.
+    """The change from an earlier catalog to a later one.
 
     Attributes:
-        gone: what is not registered any more.
-        came: what was registered since, or registered anew, in this order.
+        gone: the ranks that are no longer registered.
+        came: the registrations since, new or repeated, in this order.
     """
 
     gone: tuple[Registration, ...]

@@ -61,7 +61,7 @@ class ReplicaService(Service):
 
 
 class ChildApp:
-    """Answers `/query` and `/health` here; the rest, and what is not known here, is passed on.
+    """Answers `/query` and `/health` here; passes on the rest, and unknown partitions.
 
     Args:
         service: answers from the replica.
@@ -107,7 +107,7 @@ class ChildApp:
 
 
 class Orders:
-    """Carries out what the parent says, on a thread of its own, until it says no more.
+    """Carries out the parent's orders, on a thread of its own, until the pipe closes.
 
     Args:
         pipe: where the orders come from, after the first.
@@ -126,7 +126,7 @@ class Orders:
         threading.Thread(target=self._run, name="kvindex-orders", daemon=True).start()
 
     def begin(self, service: Service, server: HttpServer) -> None:
-        """Have orders reach these from now on."""
+        """Pass orders to these from now on."""
         with self._lock:
             self._service, self._server = service, server
             service.follow(self._catalog)
@@ -149,7 +149,7 @@ class Orders:
             logger.error("%s: this process ends", why)
         with self._lock:
             if self._server is None:
-                os._exit(0)  # it answers nobody yet, and may wait for the fan-out for long
+                os._exit(0)  # it answers no requests yet, and may wait for the fan-out for long
             if why:
                 self._server.config.timeout_graceful_shutdown = _ORPHAN_SECONDS
             self._server.stop()
@@ -221,7 +221,7 @@ async def _whole(receive: Receive) -> bytes | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a body once more, and then what really comes."""
+    """Return a body once more, and then the messages that follow."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

@@ -1,10 +1,10 @@
 """Connections that are bounded: in number, in requests that wait, in the size of a head, in time.
 
 uvicorn itself waits for ever for the rest of a request, and for readers, and queues as many
-requests as one connection sends. Here one sweep each second closes what took too long, so an
-ordinary request costs a few assignments and no timer.
+requests as one connection sends. Here one sweep each second closes overdue connections, so
+an ordinary request costs a few assignments and no timer.
 
-This overrides and reads what uvicorn does not document (`pipeline`, `flow`, `cycle`,
+This overrides and reads undocumented parts of uvicorn (`pipeline`, `flow`, `cycle`,
 `_start_asgi_task`, `_unset_keepalive_if_required`): pyproject.toml bounds its version.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["ABORT", "GuardedProtocol", "protocol_of", "sweep", "sweep_always"]
 ABORT: Final = "kvindex.abort"
 """What a request's scope has under this name ends its connection, what is not sent yet included."""
 
-_SWEEP: Final = 1.0  # seconds between looks at what takes too long
+_SWEEP: Final = 1.0  # seconds between looks for overdue connections
 _MOST_WAITING: Final = 16  # requests of one connection that wait for the one that is answered
 _LONG: Final = 64 << 10  # bytes that wait for a client: more are a long answer
 _LEAST_RATE: Final = 4096  # bytes a second that a client reads of a long answer
@@ -70,7 +70,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread_since = 0.0  # and when that was
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, or refuse it if there are too many."""
+        """Accept a connection, or refuse it if there are too many."""
         super().connection_made(transport)
         self._head_since = self.loop.time()
         limit = self.guard.limits.connections
@@ -80,12 +80,12 @@ class GuardedProtocol(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever answers here that nobody reads."""
+        """Notify the answering app that the client is gone."""
         self._abandon()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; refuse a head, or what stands behind a body, that grows too long."""
+        """Receive bytes; refuse a head, or bytes behind a body, that grow too long."""
         self._unused += len(data)
         self._unset_keepalive_if_required()
         try:
@@ -142,7 +142,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.begin_body()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body."""
+        """Receive a part of a body."""
         self._unused = 0
         super().on_body(body)
 
@@ -209,7 +209,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return waiting
 
     def _forget_unsent(self) -> None:
-        """Have the system send nothing more of its buffer, either."""
+        """Make the system drop its unsent buffer, too."""
         sock = self.transport.get_extra_info("socket")
         if sock is not None:
             with suppress(OSError), socket.fromfd(sock.fileno(), sock.family, sock.type) as same:
@@ -249,7 +249,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _abandon(self) -> None:
-        """Have the app that answers a request know that the client is gone."""
+        """Notify the app that answers a request that the client is gone."""
         running = self._running
         if running is not None and not running.response_complete:
             running.disconnected = True

@@ -1,4 +1,4 @@
-"""`GET /events`: what happens to the fleet, as server-sent events."""
+"""`GET /events`: the fleet's news, as server-sent events."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _HEADERS = [
 
 
 class StreamCounters(msgspec.Struct):
-    """What was counted of all streams.
+    """Counters of all streams.
 
     Attributes:
         opened: streams.
         open_now: those that are open.
         resumed: opened with the id of a happening that this run knows.
-        cut_off: readers that did not take what was sent in time, or fell so far behind that the
-            history had lost what they had not read.
+        cut_off: readers that did not read the sent events in time, or fell so far behind that the
+            history had lost their unread events.
     """
 
     opened: int = 0
@@ -59,7 +59,7 @@ def sse(event: str, data: Any, event_id: str = "") -> bytes:
 
 
 class EventStreamResponse:
-    """An ASGI response: first the present states, then what happens, until the reader goes away.
+    """An ASGI response: first the present states, then the news, until the reader goes away.
 
     Nothing is kept for a reader but its place in the timeline, so a slow one costs no memory.
 
@@ -67,7 +67,7 @@ class EventStreamResponse:
         timeline: whose happenings these are.
         present: returns the present states, as JSON-ready values; they are asked for once.
         counters: of all streams.
-        last_event_id: what the reader has got already; "" for news only.
+        last_event_id: the last event that the reader has; "" for news only.
 
     Owner: the server's event loop.
     """
@@ -109,7 +109,7 @@ class EventStreamResponse:
             await asyncio.wait_for(send(_END), SEND_WITHIN)
         except asyncio.TimeoutError:
             self._counters.cut_off += 1
-            if ABORT in scope:  # to close it would wait for what the reader does not take
+            if ABORT in scope:  # to close it would wait for unread bytes
                 scope[ABORT]()
                 await gone
         finally:
@@ -118,7 +118,7 @@ class EventStreamResponse:
             gone.cancel()
 
     def _first(self, present: dict[str, Any]) -> bytes:
-        """Return the event "fleet", and what the reader has missed since it was here."""
+        """Return the event "fleet", and the events that the reader has missed."""
         asked = parse_id(self._asked)
         missed: int | None = 0
         happenings: list[Happening] = []

@@ -21,7 +21,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=1_000)]
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What is asked: a prompt of one partition, as token ids or as text."""
+    """A question: a prompt of one partition, as token ids or as text."""
 
     model: _Name = ""
     routing_group: _Name = "default"

@@ -125,7 +125,7 @@ class Gate:
 
 
 class _Body:
-    """What an app receives, up to a limit; beyond it, that the client has gone."""
+    """An app's input, up to a limit; beyond it, the client counts as gone."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
@@ -156,7 +156,7 @@ class _Body:
 
 
 class _Sent:
-    """What an app sends; nothing gets through once its body was found too long."""
+    """An app's output; nothing is sent once the request's body was found too long."""
 
     def __init__(self, send: Send, body: _Body | None = None) -> None:
         self._send = send
@@ -192,7 +192,7 @@ def _counted(send: Send, count: Count, method: str, route: str) -> Send:
 
 
 def _status_only(send: Send) -> Send:
-    """Send a response's status code, and nothing that it says."""
+    """Send a response's status code, without its body."""
 
     async def bare(message: Message) -> None:
         if message["type"] == "http.response.start":

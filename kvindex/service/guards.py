@@ -1,4 +1,4 @@
-"""Who is let in: a token, the name in the Host header, and where a browser's page came from.
+"""Which requests are admitted: by token, Host header, and the origin of a browser's page.
 
 Pure: header fields in, a refusal or nothing out. `gate.py` holds every request of the app against
 it, and the short cut for `/query` asks the same `Guard.admit`.
@@ -155,7 +155,7 @@ def check_tokens(tokens: Iterable[str], source: str) -> tuple[str, ...]:
 
 
 class Guard:
-    """Decides who is let in, and counts those who are not.
+    """Decides which requests are admitted, and counts the refused ones.
 
     Args:
         tokens: any of them opens; none: no token is wanted.

@@ -1,4 +1,4 @@
-"""What the subscribing process tells those that answer HTTP: lines of JSON through a pipe.
+"""The subscribing process's orders to the HTTP processes: lines of JSON through a pipe.
 
 The pipe is the child's stdin. It also tells that the parent is gone, however it ended: it closes.
 """

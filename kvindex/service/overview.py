@@ -1,4 +1,4 @@
-"""The whole fleet as JSON: how each rank stands and what it holds, and sums of it.
+"""The whole fleet as JSON: each rank's status and blocks, and sums.
 
 Needs the core packages only, so that `kvindex top` can show engines without any service.
 """

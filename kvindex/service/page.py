@@ -1,4 +1,4 @@
-"""What the page shows and asks: its files, the fleet, prefixes, explanations and news.
+"""The page's files and requests: the fleet, prefixes, explanations and news.
 
 `Page` is mounted by the server's app, which guards it: tokens, hosts, limits of bodies and streams.
 """
@@ -66,11 +66,11 @@ class Shown(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """What is registered now."""
+        """The present registrations."""
 
     @property
     def traffic(self) -> Traffic:
-        """What this process was asked."""
+        """The requests that this process received."""
 
     @property
     def missing(self) -> Callable[[], Mapping[str, str]]:
@@ -137,7 +137,7 @@ class Page:
             self.look()
 
     def look(self) -> None:
-        """Note what is counted now. Any thread."""
+        """Note the present counters. Any thread."""
         statuses = self._source.statuses().values()
         self.timeline.sweep(statuses)
         live = sum(status.state is State.LIVE for status in statuses)
@@ -200,7 +200,7 @@ class Page:
         found = self._source.index.prefixes(max_nodes, min_blocks=min_blocks, ranks=ranks)
         told = msgspec.to_builtins(found)
         if ranks is not None:
-            told["unique_blocks"] = None  # it is the whole tree's, with what others hold
+            told["unique_blocks"] = None  # it counts the whole tree, with other ranks' blocks
         return msgspec.json.encode(told)
 
     async def _explain(self, request: Request) -> Response:
@@ -221,7 +221,7 @@ class Page:
         return [rank for rank in self._source.ranks if self._partition(rank.worker) == wanted]
 
     def _partition(self, worker: str) -> Partition:
-        """Return what a worker is registered for; what nobody registered has no model."""
+        """Return a worker's partition; an unregistered worker has no model."""
         found = self._service.catalog.instances.get(worker)
         return next(iter(found.values())).partition if found else Partition("")
 

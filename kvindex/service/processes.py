@@ -68,7 +68,7 @@ class Children:
             thread.start()
 
     def tell(self, catalog: Catalog) -> None:
-        """Tell every process what is registered now."""
+        """Send every process the present registrations."""
         with self._changed:
             self._catalog = catalog
             self._version += 1
@@ -87,11 +87,11 @@ class Children:
         return dict(total)
 
     def traffic(self) -> list[Traffic]:
-        """Return what the processes at each place were asked, past ones included."""
+        """Return the counted requests of the processes at each place, past ones included."""
         return [place.traffic for place in self._places]
 
     def statistics(self) -> dict[str, Any]:
-        """Return `running` and `wanted` processes, and by cause the `exits` nobody asked for."""
+        """Return `running` and `wanted` processes, and the unexpected `exits` by cause."""
         return {
             "running": len(self.pids()),
             "wanted": len(self._places),
@@ -99,7 +99,7 @@ class Children:
         }
 
     def close(self) -> None:
-        """Have them finish their open requests and end; kill those that do not. Idempotent."""
+        """Let them finish their open requests and end; kill those that do not. Idempotent."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()

@@ -60,7 +60,7 @@ class QueryProtocol(GuardedProtocol):
         self._is_last = False  # the connection is to be closed after this one
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, and answer the queries that are whole."""
+        """Receive bytes, and answer the queries that are whole."""
         self._answered = 0
         super().data_received(data)
 
@@ -105,7 +105,7 @@ class QueryProtocol(GuardedProtocol):
         return True
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body."""
+        """Receive a part of a body."""
         if self._body is None:
             super().on_body(body)
             return
@@ -151,7 +151,7 @@ class QueryProtocol(GuardedProtocol):
             return refused(500, "this query failed: the server's log says how")
 
     def _leave_to_app(self, body: bytes) -> None:
-        """Have the app answer a query whose body has come."""
+        """Pass a query whose body has come to the app."""
         self.expect_100_continue = False  # it was told to go on already
         super().on_headers_complete()
         super().on_body(body)

@@ -1,4 +1,4 @@
-"""What an HTTP process does not answer itself: passed on to the process that subscribes.
+"""Passes requests that an HTTP process does not answer itself to the subscribing process.
 
 Requests and responses stream both ways over a unix socket, so that event streams and snapshots of
 any size take a few buffers here. Connections are kept and used again.
@@ -120,7 +120,7 @@ async def _end(scope: Scope, receive: Receive) -> None:
 
 
 class _Response:
-    """What httptools reads of one response."""
+    """One response, as httptools parses it."""
 
     def __init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
@@ -136,7 +136,7 @@ class _Response:
         self.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header field."""
+        """Receive a header field."""
         if name.lower() not in _HOP:
             self.headers.append((name.lower(), value))
 
@@ -146,7 +146,7 @@ class _Response:
         self.keeps = self.parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body."""
+        """Receive a piece of the body."""
         self.parts.append(body)
 
     def on_message_complete(self) -> None:
@@ -164,7 +164,7 @@ class _Upstream:
         self.uploaded = False
 
     def alive(self) -> bool:
-        """Return whether it can take a request, and begin a new response if so."""
+        """Return whether it can accept a request, and begin a new response if so."""
         self.response = _Response()
         self.uploaded = False
         return not self._reader.at_eof() and not self.writer.is_closing()

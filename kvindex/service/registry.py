@@ -1,4 +1,4 @@
-"""Who is registered: takes registrations and has a client subscribe to what they name."""
+"""The registry: accepts registrations and subscribes a client to their endpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Dial: TypeAlias = Callable[[str], str]
 
 
 class Subscribing(Protocol):
-    """What a client does with workers, and a follower of hashes too."""
+    """The methods for workers that a client has, and a follower of hashes too."""
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -56,17 +56,17 @@ class Registry:
     """Keeps a catalog and a client's subscriptions in step.
 
     Registering the same again changes nothing. A rank that is registered at another endpoint has
-    moved: what the old one held is forgotten.
+    moved: its old blocks are forgotten.
 
     Args:
         client: subscribes.
-        dial: what to dial for the endpoints of registrations.
+        dial: returns the address to dial for a registration's endpoint.
         max_ranks: most DP ranks that are registered.
         max_ranks_per_instance: of them, those of one instance.
         besides: subscribe to the same ranks as the client.
 
     Attributes:
-        catalog: what is registered now; replaced as a whole.
+        catalog: the present registrations; replaced as a whole.
 
     Thread safety: every method from any thread; `register` and `unregister` may wait for the
     subscriber's thread, so async code calls them in a thread.
@@ -92,7 +92,7 @@ class Registry:
         self._listeners: list[Callable[[Catalog], None]] = []
 
     def on_change(self, listener: Callable[[Catalog], None]) -> None:
-        """Have a function called with each new catalog, in order, on the thread that changed it."""
+        """Call a function with each new catalog, in order, on the thread that changed it."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -120,7 +120,7 @@ class Registry:
             )
         except ConfigurationError as error:
             raise RegistrationError(str(error), reason="invalid") from None
-        # What the operator has set for it beyond the endpoints (topic, CURVE) stays.
+        # The operator's settings beyond the endpoints (topic, CURVE) stay.
         return self._enter(registration, worker, lambda old: old.publishers())
 
     def add(
@@ -139,7 +139,7 @@ class Registry:
             partition: whom it serves.
             block_size: tokens per block; 0: not known.
             source: where it comes from, to be shown.
-            details: what else is to be shown.
+            details: further fields to be shown.
 
         Raises: as `register`; ranks before the one that fails are registered.
         """
@@ -184,7 +184,7 @@ class Registry:
                 logger.info("%s/%d has moved to %s", *key, registration.endpoint)
                 self._leave([present])
             before = self.catalog
-            # First, so that whoever hears of the rank finds whose it is.
+            # First, so that a listener that is notified of the rank finds its instance.
             if moved or present is None or present.source == registration.source:
                 self._replace(before.with_(registration))
             if present is None or moved:
@@ -198,7 +198,7 @@ class Registry:
             return "new" if present is None else "moved" if moved else "same"
 
     def _subscribe(self, worker: Worker) -> None:
-        """Have all subscribe to one rank, or none of them."""
+        """Subscribe all clients to one rank, or none."""
         subscribed: list[Subscribing] = []
         try:
             for one in self._all:
@@ -226,14 +226,14 @@ class Registry:
         dp_rank: int | None = None,
         by_client: bool = False,
     ) -> list[Registration]:
-        """Unsubscribe from an instance, or from one rank of it; return what is gone.
+        """Unsubscribe from an instance, or from one rank of it; return the removed registrations.
 
         Args:
             worker: the instance, as text.
             model: what it must be registered for, if given.
             routing_group: likewise.
             dp_rank: one rank, as it was registered; None: all of them.
-            by_client: whether somebody asks over HTTP: what the operator named stays.
+            by_client: whether the request came over HTTP: the operator's workers stay.
 
         Raises:
             RegistrationError: there is no such instance or rank, it is registered for others, or
@@ -263,7 +263,7 @@ class Registry:
             return gone
 
     def _check_clients(self, present: list[Registration]) -> None:
-        """Refuse to let a client change what the operator has named."""
+        """Refuse to let a client change the operator's workers."""
         for one in present:
             if one.source != BY_CLIENTS:
                 raise RegistrationError(
@@ -281,7 +281,7 @@ class Registry:
             )
         if not new.block_size:
             return
-        # All that told one have the same: the first one's is enough.
+        # All that state one have the same: the first one's is enough.
         others = (one for one in self.catalog.of(new.partition) if one is not present)
         known = next((one.block_size for one in others if one.block_size), new.block_size)
         if known != new.block_size:
@@ -322,8 +322,8 @@ class Registry:
     def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
         """Return each registration with the status of its rank, None if it has none any more.
 
-        Its batches may have given the rank another name than the one it was registered by: the
-        endpoint tells. O(ranks).
+        Its batches may have given the rank another name than the registered one: the endpoint
+        identifies it. O(ranks).
         """
         found = {(s.rank.worker, s.endpoint): s for s in self._client.statuses().values()}
         # Without the lock: a registration holds it for as long as the subscriber's thread is busy.
@@ -347,7 +347,7 @@ def _find(client: Subscribing, worker: Worker) -> Rank | None:
         status = client.status(Rank(worker.name, address.dp_rank))
         if status.endpoint == address.endpoint:
             return status.rank
-    with suppress(UnknownRankError):  # renamed just now: whoever asked asks again
+    with suppress(UnknownRankError):  # renamed just now: the caller asks again
         for rank in client.ranks:
             if rank.worker == worker.name and client.status(rank).endpoint == address.endpoint:
                 return rank

@@ -64,17 +64,17 @@ class Running:
 
     Args:
         settings: how to serve.
-        sources: who tells of workers.
-        tokens: any of them opens; none: no token is wanted.
+        sources: they list workers.
+        tokens: any of them admits a request; none: no token is needed.
         max_blocks_per_rank: as in `kvindex.connect`.
         engine_token: returns the engines' API key.
 
     Attributes:
-        service: what answers.
+        service: answers the queries.
         port: where it listens.
-        app: what answers HTTP, behind its guard.
+        app: answers HTTP, behind its guard.
         routes: the paths that it answers.
-        missing: which sources and engines did not say where to subscribe at first, and why.
+        missing: which sources and engines did not report their endpoints at first, and why.
 
     Raises:
         ConfigurationError: a setting cannot work.
@@ -138,19 +138,19 @@ class Running:
             self._opened = opened.pop_all()
 
     def _missing(self) -> dict[str, str]:
-        """Return which engines and sources did not say where to subscribe, and why."""
+        """Return which engines and sources did not report their endpoints, and why."""
         missing = self._discovery.missing()
         return {name: why or _BEING_ADDED for name, why in missing.items()}
 
     def _first_missing(self) -> dict[str, str]:
-        """Return the same once what files and options name was added, for which there is no why."""
+        """Return the same once the workers of files and options were added, which need none."""
         until = time.monotonic() + _FIRST_ADDED
         missing = self._discovery.wait_found(_FIRST_LOOK)
         while "" in missing.values() and time.monotonic() < until:
             missing = self._discovery.wait_found(_FIRST_LOOK)
         return self._missing()
 
-    # What it is made of -----------------------------------------------------------------------
+    # Its parts --------------------------------------------------------------------------------
 
     def _subscriber(self, max_blocks_per_rank: int | None) -> Client | FanOut:
         settings = self.settings
@@ -174,7 +174,7 @@ class Running:
         raise AssertionError("the last beginning is the state file, or nothing")
 
     def _begins(self) -> Iterable[tuple[str | None, bool]]:
-        """Yield what to continue from, the best first, each with whether it must work."""
+        """Yield the states to continue from, the best first, each with whether it must work."""
         state = self.settings.state
         if state is not None and os.path.exists(state) and not os.path.isfile(state):
             raise ConfigurationError(f"--state {state}: it is no ordinary file")
@@ -243,7 +243,7 @@ class Running:
         )
 
     def _traffic(self) -> list[Traffic]:
-        """Return what each process was asked."""
+        """Return each process's counted requests."""
         own = [self.service.traffic]
         return own if self._children is None else own + self._children.traffic()
 
@@ -291,7 +291,7 @@ class Running:
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
-    # What happens -----------------------------------------------------------------------------
+    # Changes ----------------------------------------------------------------------------------
 
     def _tell_children(self, catalog: Any) -> None:
         assert self._children is not None
@@ -323,11 +323,11 @@ class Running:
         return any(rank.worker == worker for rank in self._client.connected_ranks())
 
     def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None:
-        """Take what can change while it runs: the networks of registrations. Any thread.
+        """Apply settings that can change while it runs: the networks of registrations. Any thread.
 
         Args:
-            config: what the file says now.
-            options: what the command line says, which counts for more.
+            config: the file's settings now.
+            options: the command line's settings, which take precedence.
 
         Raises:
             ConfigurationError: a setting cannot work; nothing has changed.
@@ -365,13 +365,13 @@ class Running:
         ending.join()
 
     def stop(self) -> None:
-        """Finish the open requests and have `run` return."""
+        """Finish the open requests and make `run` return."""
         self._stopping.set()
         if self._children is None:
             self._server.stop()
 
     def _end_children(self) -> None:
-        """End the processes before what they pass their requests on to."""
+        """End the processes before the parts to which they pass requests."""
         assert self._children is not None
         self._stopping.wait()
         self._children.close()
@@ -380,7 +380,7 @@ class Running:
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain JSON-ready values.
 
-        `refused`: requests that were not let in, by reason, of all processes. `streams`: event
+        `refused`: requests that were not admitted, by reason, of all processes. `streams`: event
         streams `opened`, `open_now`, `resumed` and `cut_off`. `discovery`, `state` and `processes`:
         as their parts say; None where there is no such part.
         """
@@ -397,7 +397,7 @@ class Running:
         }
 
     def close(self) -> bool:
-        """Save, and take everything down; return whether the state was saved. Idempotent."""
+        """Save, and close everything; return whether the state was saved. Idempotent."""
         self._discovery.close()
         saver, self._saver = self._saver, None
         saved = saver is None or saver.close()
@@ -413,7 +413,7 @@ class Running:
 
 @contextmanager
 def own_directory() -> Iterator[str]:
-    """Make a directory of temporary files that nobody else may look into, and remove it.
+    """Make a private directory of temporary files, and remove it.
 
     Its lock shows that its owner lives. Directories of servers that were killed are removed first;
     new ones are left, since their lock may still be to come.
@@ -421,7 +421,7 @@ def own_directory() -> Iterator[str]:
     with os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(_DIRECTORY):
-                with suppress(OSError):  # it is locked, or somebody else's, or gone
+                with suppress(OSError):  # it is locked, or another user's, or gone
                     _remove_left(entry)
     path = tempfile.mkdtemp(prefix=_DIRECTORY)
     lock = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What a server answers, without HTTP: who is registered, and what they hold of a prompt."""
+"""A server's answers, without HTTP: the registered ranks, and their match of a prompt."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = ["DIALECTS", "Ranks", "Service", "Standing"]
 
 DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
 _PATIENCE = 30.0  # seconds after the start that ranks are waited for
-_STANDING_FOR = 0.5  # seconds for which one standing answers all who ask
+_STANDING_FOR = 0.5  # seconds for which one standing answers all callers
 
 
 class Source(Protocol):
-    """What has an index of what is followed."""
+    """An index with followed ranks."""
 
     @property
     def index(self) -> Index:
@@ -58,7 +58,7 @@ class Standing(NamedTuple):
         waiting: ranks that have never been live, which the server waits for before it is ready.
         given_up: ranks that have never been live, without which the server is ready.
         behind: ranks that were live and are not now.
-        missing: engines and sources that have not said where to subscribe, and why.
+        missing: engines and sources that have not reported their endpoints, and why.
     """
 
     ready: bool
@@ -111,20 +111,20 @@ class Service:
     """Answers for the instances that are registered, and for no others.
 
     Args:
-        source: what has the index: a client or a fan-out, whose workers are then registered here
-            and nowhere else; or a replica, whose server tells what is registered (`follow`).
+        source: has the index: a client or a fan-out, whose workers are then registered here and
+            nowhere else; or a replica, whose server sends the registrations (`follow`).
         registry: made of a client or a fan-out by default.
-        dialect: "auto", or the only one that queries are taken as: "dynamo", "rfc", "motor" or
+        dialect: "auto", or the only one in which queries are read: "dynamo", "rfc", "motor" or
             "conductor".
         max_tokens: most tokens of a query.
         patience: seconds after the start for which ranks that were never live, and engines that
             are missing, keep the server from being ready.
-        traffic: counts what is asked; one of its own by default.
+        traffic: counts the queries; one of its own by default.
         clock: monotonic seconds.
 
     Attributes:
-        missing: returns the engines and sources that have not said where to subscribe, and why;
-            nobody is missing until whoever discovers engines says so.
+        missing: returns the engines and sources that have not reported their endpoints, and why;
+            none, until a discovery sets it.
 
     Thread safety: `match` on one thread (the event loop's); the rest from any.
     """
@@ -152,7 +152,7 @@ class Service:
         self._clock = clock
         self._patience = patience
         self._began = clock()
-        self._was_ready = False  # with ranks that were live: what comes later is not waited for
+        self._was_ready = False  # with ranks that were live: later ranks are not waited for
         self._stood: tuple[float, Catalog, Standing] | None = None  # when, for whom, and how
         self._standing_lock = threading.Lock()
         self._was_live: set[Rank] = set()
@@ -167,7 +167,7 @@ class Service:
 
     @property
     def registry(self) -> Registry:
-        """What registers.
+        """The registry.
 
         Raises:
             RegistrationError: this process follows another one's registrations.
@@ -181,17 +181,17 @@ class Service:
 
     @property
     def catalog(self) -> Catalog:
-        """What is registered now. Immutable; another one after each change."""
+        """The present registrations. Immutable; another one after each change."""
         return self._catalog if self._registry is None else self._registry.catalog
 
     def follow(self, catalog: Catalog) -> None:
-        """Answer for what another process says is registered (with a replica)."""
+        """Answer for another process's registrations (with a replica)."""
         self._catalog = catalog
 
     # Answers ----------------------------------------------------------------------------------
 
     def ranks_of(self, partition: Partition) -> Ranks | None:
-        """Return the ranks to answer for, or None if nobody is registered for this partition.
+        """Return the ranks to answer for, or None if none is registered for this partition.
 
         A rank belongs to the instance that its worker is, whatever dp_rank its batches name.
 
@@ -206,7 +206,7 @@ class Service:
     def match(
         self, ranks: Ranks, token_ids: memoryview, *, lora: str | None, salt: str | None
     ) -> tuple[Hits, Mapping[Rank, Trust]]:
-        """Return what each of these ranks holds of a prompt, and its trust as of before that.
+        """Return the match of each of these ranks, with its trust from before the match.
 
         Raises: as `Index.match`.
         """
@@ -228,7 +228,7 @@ class Service:
         return self.registry.statuses()
 
     def shown(self) -> list[tuple[Registration, RankStatus | None]]:
-        """Return the same to be shown: where none told the tokens per block, those of the events.
+        """Return the same to be shown: the tokens per block are the events' where not registered.
 
         Complexity: O(ranks).
         """
@@ -244,7 +244,7 @@ class Service:
         ]
 
     def standing(self) -> Standing:
-        """Return how the registered ranks stand; all who ask within half a second share it.
+        """Return how the registered ranks stand; all calls within half a second share it.
 
         The server is ready once each rank was live and no engine is missing, or once `patience` is
         over. A rank that is registered afterwards, and is not live yet, changes nothing.
@@ -258,7 +258,7 @@ class Service:
             return stood[2]
 
     def _look(self, now: float) -> Standing:
-        """Return how the ranks stand now, and note who is live."""
+        """Return how the ranks stand now, and note which are live."""
         never: dict[Rank, str] = {}
         behind: dict[Rank, str] = {}
         statuses = self.statuses()
@@ -293,7 +293,7 @@ def _why(status: RankStatus | None) -> str:
 
 
 def _by_partition(catalog: Catalog, known: tuple[Rank, ...]) -> dict[Partition, Ranks]:
-    """Return who is to be answered for, by partition."""
+    """Return the ranks to answer for, by partition."""
     by_worker: dict[str, list[Rank]] = {}
     for rank in known:
         if rank.worker in catalog.instances:

@@ -19,7 +19,7 @@ __all__ = ["FixedSource", "Reconfigured", "Serving"]
 
 
 class Reconfigured(Protocol):
-    """What takes a changed file."""
+    """Receives a changed file."""
 
     def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None: ...
 
@@ -35,7 +35,7 @@ class FixedSource:
         self._closed = threading.Event()
 
     def watch(self, tell: Callable[[Iterable[Target]], None]) -> None:
-        """Tell of them, once."""
+        """List them, once."""
         tell(self.targets)
         self._closed.wait()
 
@@ -51,11 +51,11 @@ class Serving:
         path: of the TOML file, or None.
         options: settings of the command line; they count for more than the file's.
         limits: likewise, of `Limits`.
-        cache: what events of workers leave unsaid whose entry does not say.
+        cache: what events do not state, for workers whose entry does not set it.
 
     Attributes:
         settings: of options and file together.
-        sources: who tells of workers.
+        sources: they list workers.
 
     Raises:
         ConfigurationError: an option or the file cannot work.
@@ -85,7 +85,7 @@ class Serving:
         )
         if path is not None:
             try:
-                read_targets(config.tables, self.defaults)  # a mistake is told at once
+                read_targets(config.tables, self.defaults)  # a mistake is reported at once
             except ConfigurationError as error:
                 raise ConfigurationError(f"{path}: {error}") from None
             self._file = ConfigSource(path, self.defaults, self._changed)
@@ -93,7 +93,7 @@ class Serving:
             self.add_discovery(listed_sources(config))
 
     def add_workers(self, workers: Iterable[tuple[Worker, Mapping[str, Any]]]) -> None:
-        """Add the workers of the command line, with what `target_of` takes of each."""
+        """Add the workers of the command line, with the arguments of `target_of` for each."""
         targets = [self.defaults.apply(target_of(worker, **said)) for worker, said in workers]
         if targets:
             self.sources.insert(0, FixedSource(targets))
@@ -106,7 +106,7 @@ class Serving:
         ]
 
     def begin(self, running: Reconfigured) -> None:
-        """Have the file's changes reach a server from now on."""
+        """Pass the file's changes to a server from now on."""
         self._running = running
 
     def look(self) -> None:

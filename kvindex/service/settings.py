@@ -1,4 +1,4 @@
-"""What `kvindex serve` is told: by options, and by a TOML file that may change while it runs."""
+"""The settings of `kvindex serve`: options, and a TOML file that may change while it runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         hash_queries: "xxh3" answers /query_by_hash, by a second index; None does not.
         tokenizer: URL of an engine whose /tokenize turns the text of /api/explain into tokens.
         compat_metrics: add series with the names of Dynamo's indexer to /metrics.
-        limits: what is taken of the network, at most.
+        limits: bounds on input from the network.
 
     Raises:
         ConfigurationError: a value cannot work, with what would.
@@ -146,7 +146,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
-    """What a TOML file says.
+    """The contents of a TOML file.
 
     Attributes:
         serve: the keys of `ServeSettings` that it gives, checked for their names and types.
@@ -235,7 +235,7 @@ def _line(text: str, table: str, key: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches what listens at this host.
+    """Return whether only this machine reaches a listener at this host.
 
     Examples:
         >>> is_loopback("127.0.0.2"), is_loopback("localhost"), is_loopback("0.0.0.0")

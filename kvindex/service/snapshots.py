@@ -1,4 +1,4 @@
-"""`GET /snapshot`: all that this server knows, for another one to begin with."""
+"""`GET /snapshot`: this server's whole state, for another server to begin with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST: Final = 2  # snapshots that are being sent at once
 
 
 class _Taken:
-    """A snapshot in a file without a name, which is gone once nobody is sent it any more."""
+    """A snapshot in a nameless file, which is gone once it is no longer being sent."""
 
     def __init__(self, descriptor: int, taken_at: float) -> None:
         self.descriptor = descriptor
@@ -37,7 +37,7 @@ def snapshot_route(
     directory: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Route:
-    """Return the route `GET /snapshot`, which answers what `Client.save` writes.
+    """Return the route `GET /snapshot`, which answers with the file of `Client.save`.
 
     Those who ask soon after another one, and those who ask while two snapshots are being sent, are
     sent the newest of these. So nobody waits for a slow reader.

@@ -1,4 +1,4 @@
-"""The [[discovery]] tables of `kvindex serve`: who tells where engines are."""
+"""The [[discovery]] tables of `kvindex serve`: the sources that list engines."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def source_of(entry: Mapping[str, Any], defaults: Defaults, where: str) -> Sourc
     """Return the source that a table describes.
 
     Args:
-        entry: `kind` ("engines", "dns", "file" or "kubernetes") and what that kind takes.
-        defaults: for engines of which the source does not say it.
-        where: what the table is called in errors.
+        entry: `kind` ("engines", "dns", "file" or "kubernetes") and the options of that kind.
+        defaults: for engines whose source does not set them.
+        where: the table's name in errors.
 
     Raises:
         ConfigurationError: the kind or a key is unknown, or a value cannot work.
@@ -116,7 +116,7 @@ def _made(kind: str, given: Table, defaults: Defaults) -> Source:
 
 
 class _WithDefaults:
-    """A source whose targets get what they do not say. Thread safety: as the source's."""
+    """A source whose targets get defaults. Thread safety: as the source's."""
 
     def __init__(self, source: Source, defaults: Defaults) -> None:
         self._source = source
@@ -125,7 +125,7 @@ class _WithDefaults:
         self.is_certain = source.is_certain
 
     def watch(self, tell: Callable[[Any], None]) -> None:
-        """Tell of what the source tells."""
+        """Yield the source's targets, with defaults."""
 
         def told(targets: Any) -> None:
             given: list[Target] = list(targets)

@@ -1,4 +1,4 @@
-"""What a server continues from after a restart: what ranks hold, and who registered over HTTP."""
+"""The state from which a server continues after a restart: ranks' blocks, HTTP registrations."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Saver:
     """Saves a client's state every so often, and registrations whenever they change.
 
     Args:
-        client: what is saved.
+        client: the client to save.
         path: the state file.
-        every: seconds between two savings of what ranks hold.
+        every: seconds between two savings of the ranks' blocks.
 
     Thread safety: every method from any thread.
     """
@@ -81,7 +81,7 @@ class Saver:
         self._thread.start()
 
     def note(self, catalog: Catalog) -> None:
-        """Have the registrations saved soon: a listener of `Registry.on_change`."""
+        """Schedule saving the registrations: a listener of `Registry.on_change`."""
         self._registered = tuple(one for one in catalog.registrations if one.source == BY_CLIENTS)
         self._wake.set()
 
@@ -159,7 +159,7 @@ def fetch_snapshot(
     Args:
         url: of the other server.
         path: the file; it appears only when all of it has come.
-        token: what the other server wants.
+        token: the other server's token.
         timeout: seconds without a byte.
 
     Raises:

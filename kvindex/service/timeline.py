@@ -1,4 +1,4 @@
-"""What happened to the fleet: state changes, gaps, replays, losses, restarts, ranks come and gone.
+"""The fleet's news: state changes, gaps, replays, losses, restarts, ranks come and gone.
 
 Made of the ranks' statuses, each compared with the one before it. Bounded: what is too old for the
 history is counted, not kept.
@@ -117,12 +117,12 @@ class Timeline:
         self._bells: dict[object, Callable[[], None]] = {}
 
     def observe(self, status: RankStatus) -> None:
-        """Take a status as `Client.on_change` tells it: in order, each change once."""
+        """Receive a status from `Client.on_change`: in order, each change once."""
         with self._noting():
             self._follow(status)
 
     def begin(self, statuses: Iterable[RankStatus]) -> None:
-        """Take the ranks that are there already; to be called after `observe` is listening."""
+        """Add the present ranks; call it after `observe` is listening."""
         with self._noting():
             for status in statuses:
                 if status.rank not in self._followed and status.state is not State.CLOSED:
@@ -209,9 +209,9 @@ class Timeline:
             return Since(news, missed, self._position)
 
     def listen(self, ring: Callable[[], None]) -> Callable[[], None]:
-        """Have a function called after something happened, on the thread that noticed it.
+        """Register a function, called after something happened, on the thread that noticed it.
 
-        It must return at once. What happened is asked for by `since`.
+        It must return at once. `since` returns the news.
 
         Returns:
             A function that ends this.
@@ -251,7 +251,7 @@ class _Followed:
     def __init__(self, status: RankStatus) -> None:
         self.status = status
         self._counts = _counts(status)
-        self._failing = False  # so that a replay endpoint that stays away is told once
+        self._failing = False  # so that a replay endpoint that stays away is reported once
 
     def stand(self, status: RankStatus) -> Iterator[_Told]:
         """Take a status; yield how the rank stands now, if that is new."""

@@ -1,4 +1,4 @@
-"""What a process was asked, counted in memory that its parent can read.
+"""The requests to a process, counted in memory that its parent can read.
 
 Each process writes the names of what it counts beside the numbers, so that nobody has to agree on
 places. A process counts on one thread; any other thread or process reads.
@@ -88,7 +88,7 @@ class Rows:
             self._next += 1
         length, place, numbers = self._row(number)
         place[: len(encoded)] = encoded
-        length[0] = len(encoded)  # last: whoever reads finds the whole name
+        length[0] = len(encoded)  # last: a reader finds the whole name
         self._known[name] = numbers
         return numbers
 
@@ -186,7 +186,7 @@ class Traffic:
 
 
 class Totals:
-    """What all processes of a server were asked, for metrics.
+    """The requests to all processes of a server, for metrics.
 
     Args:
         parts: returns the counts of each process.
@@ -202,7 +202,7 @@ class Totals:
         return sum((Counter(part.requests()) for part in self._parts()), Counter())
 
     def queries(self) -> list[Queries]:
-        """Return what was asked of each partition."""
+        """Return the queries of each partition."""
         return [
             Queries(labels, tokens, best, nanoseconds / 1e9, buckets[: len(BUCKETS) + 1])
             for labels, (tokens, best, nanoseconds, *buckets) in self._partitions().items()
@@ -223,7 +223,7 @@ class Totals:
         }
 
     def outcomes(self) -> list[Outcomes]:
-        """Return what routers reported of each partition."""
+        """Return the routers' reports for each partition."""
         return [
             Outcomes(
                 labels.model,

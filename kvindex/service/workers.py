@@ -24,7 +24,7 @@ BLOCK_SIZE: Final = "kvindex/block-size"
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """What holds for workers whose entry does not say."""
+    """Defaults for workers whose entry does not set them."""
 
     model: str = "default"
     routing_group: str = "default"
@@ -32,7 +32,7 @@ class Defaults(msgspec.Struct, frozen=True):
     cache: CacheSettings = CacheSettings()
 
     def apply(self, target: Target) -> Target:
-        """Return a target with these where it says nothing; an engine itself tells its model."""
+        """Return a target with these where it sets nothing; an engine itself reports its model."""
         cache = self.cache if target.cache == CacheSettings() else target.cache
         worker = target.worker
         if worker is not None:
@@ -121,13 +121,13 @@ def _sized(name: str, block_size: object) -> dict[str, str]:
 
 
 class ConfigSource(FollowedFile):
-    """The file as a discovery source: tells its workers, again whenever it changes.
+    """The file as a discovery source: lists its workers, again whenever it changes.
 
     Args:
         path: of the file.
         defaults: for entries that do not say.
-        on_config: called with what the file says whenever it was read anew; it may raise
-            ConfigurationError, and then nothing of it counts.
+        on_config: called with the file's settings whenever it was read anew; it may raise
+            ConfigurationError, and then none of them counts.
         interval: seconds between two looks at the file.
 
     Thread safety: as `FollowedFile`.
