@@ -143,7 +143,7 @@ class Running:
         return {name: why or _BEING_ADDED for name, why in missing.items()}
 
     def _first_missing(self) -> dict[str, str]:
-        """Return the same once the workers of files and options were added, which need none."""
+        """Return the same once the workers of files and options, which lack a reason, are added."""
         until = time.monotonic() + _FIRST_ADDED
         missing = self._discovery.wait_found(_FIRST_LOOK)
         while "" in missing.values() and time.monotonic() < until:

@@ -13,7 +13,7 @@ __all__ = ["Announcer"]
 
 
 class Announcer:
-    """Collect events until somebody takes them."""
+    """Collect events until they are taken."""
 
     def __init__(self, block_size: int, options: CacheOptions) -> None:
         self._block_size = block_size

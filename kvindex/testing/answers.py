@@ -1,4 +1,4 @@
-"""What the fake engine answers: what a request cost, and what is resident."""
+"""The fake engine's answers: a request's cost, and the resident blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CacheKey = tuple[BlockHash, str, int | None]
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request cost.
+    """The cost of one request.
 
     Attributes:
         prompt_tokens: length of the prompt.

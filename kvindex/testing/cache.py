@@ -1,4 +1,4 @@
-"""A paged prefix cache that works as an engine's does and tells every change as events.
+"""A paged prefix cache that works as an engine's does and reports every change as events.
 
 Nothing of it knows sockets. What it holds is known exactly (`truth`), so an index that is fed its
 events can be held against it.
@@ -39,7 +39,7 @@ class Running:
 
     @property
     def served(self) -> Served:
-        """What the request has cost so far."""
+        """The request's cost so far."""
         return Served(
             prompt_tokens=self.prompt_tokens,
             hit_tokens=self.hit_tokens,
@@ -384,7 +384,7 @@ class PagedCache:
                 table.append(self._take())
 
     def _take(self) -> int:
-        """Take a physical block; what it held is offloaded or gone."""
+        """Allocate a physical block; its old contents are offloaded or gone."""
         evicted = self._pool.next_evicted()
         if evicted is not None and self._cpu and self.options.offload == "evict":
             self._offload(*evicted)

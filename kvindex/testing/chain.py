@@ -1,4 +1,4 @@
-"""What a block of the fake cache is: its tokens, all before it, and the hash that names both."""
+"""A block of the fake cache: its tokens, its prefix, and the hash that names both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HashForm = Literal["u64", "i64", "bytes"]
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """What a whole prompt's blocks cover besides tokens.
+    """The extra keys that a whole prompt's blocks cover besides tokens.
 
     Attributes:
         lora: LoRA adapter name.
@@ -55,7 +55,7 @@ class Link(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def content(self) -> tuple[Any, ...] | None:
-        """What the prompt's `extra_keys` say of this block."""
+        """The prompt's `extra_keys` for this block."""
         keys = self.namespace.extra_keys
         return keys[self.depth] if self.depth < len(keys) else None
 

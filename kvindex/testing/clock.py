@@ -11,7 +11,7 @@ __all__ = ["ManualClock"]
 
 
 class ManualClock:
-    """Tell the time that a test has set: pass it wherever a `clock` callable is taken.
+    """Return the time that a test has set: pass it wherever a `clock` callable is accepted.
 
     Args:
         time: where it starts, in seconds.

@@ -159,7 +159,7 @@ class FakeEngine:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What the last `flush` (of `serve`, mostly) published; empty if nothing had changed."""
+        """The events of the last `flush` (of `serve`, mostly); empty if nothing had changed."""
         return self._events
 
     def serve(
@@ -438,7 +438,7 @@ def _hash_form(dialect: Dialect) -> HashForm:
 
 
 def _check(dialect: Dialect, options: CacheOptions, cpu_blocks: int) -> None:
-    """Raise ConfigurationError if the dialect cannot tell what such a cache does."""
+    """Raise ConfigurationError if the dialect cannot express the events of such a cache."""
     name = dialect.name
     if options.engine != dialect.engine:
         raise ConfigurationError(f"options are for {options.engine}, the dialect is {name}")

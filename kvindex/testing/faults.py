@@ -19,7 +19,7 @@ _NO_MSGPACK = b"\xc1"  # the one byte that msgpack never uses
 
 
 class LaneFaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to messages going one way; probabilities from 0 to 1, decided for each message.
+    """The faults of messages going one way; probabilities from 0 to 1, decided for each message.
 
     Attributes:
         drop: it never arrives.
@@ -103,7 +103,7 @@ class Lane:
         self._to_drop += count
 
     def push(self, frames: Frames, now: float) -> list[Frames]:
-        """Take a message; return the messages to send now, in order."""
+        """Accept a message; return the messages to send now, in order."""
         if self._to_drop:
             self._to_drop -= 1
             self._count("dropped")

@@ -1,4 +1,4 @@
-"""What the fake engine's `/metrics` has: the series of both engines that tell of the cache."""
+"""The fake engine's `/metrics`: the series of both engines about the cache."""
 
 from __future__ import annotations
 

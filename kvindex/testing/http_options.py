@@ -14,7 +14,7 @@ SourcesShape = Literal["ranks", "list", "sources"]
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a `HttpEngine` says of itself, and what is wrong with it.
+    """An `HttpEngine`'s report about itself, and its faults.
 
     Attributes:
         version: what it says it is; None for the release of the engines' dialect.

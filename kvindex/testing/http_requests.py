@@ -1,4 +1,4 @@
-"""What HTTP clients ask of the fake engine: bodies read into what its cache serves."""
+"""HTTP clients' requests to the fake engine: bodies parsed into requests to its cache."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Routes:
-    """What each path of the engine answers."""
+    """The answers of each path of the engine."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -200,7 +200,7 @@ class Routes:
 
 
 def _generate_request(prompt: Prompt) -> dict[str, Any]:
-    """What vLLM's render routes answer for one prompt: the request that the engine would get."""
+    """The answer of vLLM's render routes for one prompt: the request that the engine would get."""
     return {
         "request_id": "render-fake",
         "token_ids": prompt.token_ids,

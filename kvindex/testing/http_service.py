@@ -85,7 +85,7 @@ class EngineService:
         }
 
     def server_info(self) -> dict[str, Any]:
-        """Return what SGLang tells of itself."""
+        """Return SGLang's server info."""
         first = self._first
         info: dict[str, Any] = {
             "model_path": self.model,
@@ -168,7 +168,7 @@ class EngineService:
 
 
 def _extra_keys(prompt: Prompt, block_size: int) -> list[tuple[Any, ...] | None] | None:
-    """What the blocks with images cover besides their tokens: as vLLM, (digest, offset) pairs."""
+    """The extra keys of blocks with images: as in vLLM, (digest, offset) pairs."""
     if not prompt.images:
         return None
     keys: list[tuple[Any, ...] | None] = [None] * (max(prompt.images) // block_size + 1)

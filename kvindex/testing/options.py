@@ -1,4 +1,4 @@
-"""What kind of cache the fake engine has."""
+"""The kind of cache of the fake engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fleet's routing and its caches cost, from KV-cache events alone.
+"""The cost of a fleet's routing and caches, from KV-cache events alone.
 
 `Auditor` takes what an `EventStream` yields and makes a `Report`; `text_of` and `html_of` write it
 for people. Nothing is sent to the engines, and no request is needed.

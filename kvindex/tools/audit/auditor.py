@@ -126,7 +126,7 @@ class Auditor:
             seen.away_since = None if seen.audit.blocks.bit & self._counted else at
 
     def take(self, item: StreamItem | RankStatus, at: float) -> None:
-        """Take what a stream yields, or how a rank's stream stands now.
+        """Receive an item of a stream, or the present status of a rank's stream.
 
         Args:
             item: a batch, or what happened between batches.
@@ -150,11 +150,11 @@ class Auditor:
             self._remove(item.rank, at)
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
-        """Take the user's word for what a rank's events leave unsaid."""
+        """Apply the user's settings for what a rank's events do not state."""
         self._find(rank).audit.groups.configure(settings)
 
     def complete(self, rank: Rank, complete: bool) -> None:
-        """Take the caller's word for whether all batches of a rank's publisher were taken."""
+        """Note, from the caller, whether all batches of a rank's publisher were received."""
         self._find(rank).complete = complete
 
     def report(self, at: float) -> Report:

@@ -83,7 +83,7 @@ class RankBlocks:
         return self._add(block, tier)
 
     def remove(self, label: BlockHash, tier: str | None, now: float, *, counted: bool) -> bool:
-        """Take one copy of a block away; False if the rank holds none there."""
+        """Remove one copy of a block; False if the rank holds none there."""
         block = self.labels.get(label)
         if block is None:
             return False
@@ -171,7 +171,7 @@ class RankBlocks:
             self._left += 1
 
     def _release(self, prefix: Prefix) -> bool:
-        """Take a label of a prefix away; say if it was the last one."""
+        """Remove a label of a prefix; return whether it was the last one."""
         further = self._further.get(prefix, 0)
         if further:
             self._further[prefix] = further - 1

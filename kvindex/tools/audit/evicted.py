@@ -1,4 +1,4 @@
-"""What a rank evicted, newest last: how long ago, and how much larger its cache had to be."""
+"""A rank's evictions, newest last: how long ago, and how much larger its cache had to be."""
 
 from __future__ import annotations
 

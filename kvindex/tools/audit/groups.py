@@ -37,7 +37,7 @@ class MainGroup:
         return len(self._groups) > 1
 
     def configure(self, settings: CacheSettings) -> None:
-        """Take the user's word for the kinds of groups."""
+        """Apply the user's settings of the kinds of groups."""
         self.settings = settings
 
     def forget(self) -> None:

@@ -54,7 +54,7 @@ class Prefix:
             yield from self._more
 
     def adopt(self, child: Prefix) -> None:
-        """Have one more continuation."""
+        """Add a continuation."""
         if self._child is None:
             self._child = child
         elif self._more is None:
@@ -63,7 +63,7 @@ class Prefix:
             self._more.add(child)
 
     def disown(self, child: Prefix) -> None:
-        """Have one continuation less."""
+        """Remove a continuation."""
         if self._child is not child:
             assert self._more is not None
             self._more.discard(child)
@@ -150,7 +150,7 @@ class PrefixTree:
         self.prune(prefix)
 
     def prune(self, prefix: Prefix) -> None:
-        """Forget a prefix that nobody holds and nothing continues, and so on upwards."""
+        """Forget a prefix that no rank holds and no block continues, and so on upwards."""
         while not prefix.held and prefix.is_leaf and prefix.parent is not None:
             parent = prefix.parent
             if self._prefixes.get(prefix.key) is not prefix:

@@ -80,7 +80,7 @@ class RankAudit:
 
     @property
     def places_unknown(self) -> bool:
-        """Whether the engine's labels do not tell what is before a block (SGLang up to 0.5.5)."""
+        """Whether the engine's labels leave out the prefix of a block (SGLang up to 0.5.5)."""
         return bool(self._content_hashes)
 
     def series_numbers(self) -> tuple[int, int, int, int]:
@@ -97,7 +97,7 @@ class RankAudit:
             self.groups.forget()
 
     def apply(self, batch: EventBatch, window: Window) -> None:
-        """Take a batch's events in order."""
+        """Process a batch's events in order."""
         self._removed.clear()
         self.counts["skipped_events"] += len(batch.skipped)
         if self.groups.learn(batch) and self.blocks.labels:
@@ -131,7 +131,7 @@ class RankAudit:
     # Storing ---------------------------------------------------------------------------------
 
     def _store(self, run: list[BlockStored], now: float, window: Window) -> None:
-        """Take stores that follow one another in a chain, on one medium."""
+        """Process stores that follow one another in a chain, on one medium."""
         first, tier = run[0], _tier(run[0].medium)
         if self._content_hashes is None and tier is None and _is_whole(first):
             tokens = first.token_ids[: first.block_size]
@@ -164,7 +164,7 @@ class RankAudit:
         return "" if _is_whole(event) or _is_sparse(event) else "malformed"
 
     def _is_announced_again(self, event: BlockStored) -> bool:
-        """Whether vLLM's report mode "full" tells of blocks that a request found in the cache."""
+        """Whether vLLM's report mode "full" reports blocks that a request found in the cache."""
         if self.groups.settings.report_mode != "full" or event.parent_block_hash is not None:
             return False
         held = map(self.blocks.labels.get, map(fold_hash, event.block_hashes))
@@ -173,7 +173,7 @@ class RankAudit:
     def _prefixes(
         self, run: list[BlockStored], labels: Sequence[BlockHash], tier: str | None
     ) -> list[Prefix | None]:
-        """Return each block with all before it, or None where events do not tell that."""
+        """Return each block with its prefix, or None where events do not show it."""
         known = self.blocks.labels
         if not run or self._content_hashes or not self._tells_contents(run[0], tier):
             return [block.prefix if (block := known.get(label)) else None for label in labels]

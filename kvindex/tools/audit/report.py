@@ -1,4 +1,4 @@
-"""What an audit found, as plain values: the JSON that `kvindex audit --json` prints."""
+"""An audit's results, as plain values: the JSON that `kvindex audit --json` prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks computed in the window, in tokens of whole blocks.
+    """The tokens that ranks computed in the window, in whole blocks.
 
     `computed` is the sum of `unknown`, `here`, `elsewhere`, `unreachable`, `first`, and of
     `evicted` less `evicted_elsewhere`.
@@ -59,7 +59,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Saving(msgspec.Struct, frozen=True):
-    """What caches of another size would have saved.
+    """The tokens that caches of another size would have saved.
 
     Attributes:
         factor: how many times as large as each rank's cache was seen to be.
@@ -92,7 +92,7 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class Duplication(msgspec.Struct, frozen=True, kw_only=True):
-    """What the counted ranks hold at the end, on any medium, in tokens.
+    """The tokens that the counted ranks hold at the end, on any medium.
 
     Attributes:
         resident: the sum over the ranks.

@@ -1,4 +1,4 @@
-"""What an audit's figures do not cover, in words: what is missing is said, not guessed."""
+"""The gaps in an audit's figures, in words: missing figures are named, not guessed."""
 
 from __future__ import annotations
 

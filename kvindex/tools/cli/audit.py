@@ -214,7 +214,7 @@ def _engines(arguments: argparse.Namespace) -> tuple[list[Worker], dict[str, str
 
 @contextmanager
 def _until_interrupted() -> Iterator[threading.Event]:
-    """Take one Ctrl-C as the end of the window; a second one is as ever."""
+    """Treat one Ctrl-C as the end of the window; a second one acts as usual."""
     interrupted = threading.Event()
     before = signal.getsignal(signal.SIGINT)
 
@@ -239,7 +239,7 @@ class Listening:
         self._changes = StateChanges(stream.subscriber.statuses)
 
     def settle(self, limit: float) -> None:
-        """Take the past, until every rank is live and all that waited was taken."""
+        """Process the past, until every rank is live and every waiting item was processed."""
         until = time.monotonic() + limit
         progress = Progress()
         while time.monotonic() < until:
@@ -258,7 +258,7 @@ class Listening:
         print(f"the window is open: {live} of {ranks} live", file=sys.stderr, flush=True)
 
     def listen(self, length: float, interrupted: threading.Event) -> None:
-        """Take what happens for so many seconds."""
+        """Process items for so many seconds."""
         until = time.monotonic() + length
         progress = Progress()
         while (left := until - time.monotonic()) > 0 and not interrupted.is_set():
@@ -282,7 +282,7 @@ class Listening:
         return [status.state for status in statuses.values()]
 
     def _take(self, until: float) -> bool:
-        """Take items until it is time to look again; say whether all that waited was taken."""
+        """Process items until it is time to look again; return whether none is left waiting."""
         look_at = min(until, time.monotonic() + _LOOK)
         all_taken = False
         while (left := look_at - time.monotonic()) > 0:

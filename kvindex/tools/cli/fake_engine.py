@@ -185,7 +185,7 @@ class _Traffic:
         self._served = self._tokens = self._hit = 0
 
     def begin(self) -> None:
-        """Serve the known prompt on each rank at once, so that whoever connects finds it."""
+        """Serve the known prompt on each rank at once, so that later subscribers find it."""
         for engine in self._engines:
             self._serve_prompt(engine)
 

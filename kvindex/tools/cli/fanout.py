@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(fanout: FanOut, asked: list[int], stats_every: float) -> None:
-    """Serve until it ends; tell what happens to the ranks, and the counters when they are due."""
+    """Serve until it ends; print the ranks' changes, and the counters when they are due."""
     changes = StateChanges(fanout.client.subscriber.statuses, first_live=True)
     due = time.monotonic() + stats_every
     while not fanout.wait(_LOOK):
@@ -170,7 +170,7 @@ def _save(client: Client, path: str) -> bool:
 
 @contextmanager
 def _shown_by_signal() -> Iterator[list[int]]:
-    """Have SIGUSR1 ask for the ranks' states: a handler itself must wait for no lock."""
+    """Make SIGUSR1 request the ranks' states: a handler itself must wait for no lock."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only that one can
         yield asked

@@ -1,4 +1,4 @@
-"""What a router gains by asking: the same requests routed by prefix and load, and in turn."""
+"""A router's gain from the index: the same requests routed by prefix and load, and in turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPEN = 8  # requests at a time
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What one router made of the requests.
+    """One router's results for the requests.
 
     Attributes:
         router: its name.

@@ -1,4 +1,4 @@
-"""Tell what happens to the ranks' streams, from how their statuses change."""
+"""Print the news of the ranks' streams, from the changes of their statuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Narrator:
         print(painted(f"{passed:6.2f} s {mark} {text}", colour), flush=True)
 
     def watch(self, seconds: float) -> None:
-        """Tell what changes, as it happens, for so long."""
+        """Print changes, as they happen, for so long."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if self._client.wait_for(self._changed, left):

@@ -225,7 +225,7 @@ class _Take:
             print(f"{self.rank}: {missed} missed by seq so far", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
-        """Tell what was recorded, and what is known to be missing."""
+        """Print how much was recorded, and how much is known to be missing."""
         parts = [counted(self.live, "live message")]
         if self.replayed:
             parts.append(counted(self.replayed, "reply", "replies"))

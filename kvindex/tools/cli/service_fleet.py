@@ -39,7 +39,7 @@ class ServiceError(KVIndexError):
 
 
 class ServiceFleet:
-    """What a service tells of its fleet.
+    """A service's report of its fleet.
 
     Args:
         url: where it listens. A token is taken from the environment, KVINDEX_TOKEN.

@@ -92,7 +92,7 @@ def time_of(item: StreamItem) -> str:
 
 
 def describe(item: StreamItem) -> str:
-    """Return one line that tells what an item says.
+    """Return one line that describes an item.
 
     Examples:
         >>> from kvindex import Rank

@@ -1,4 +1,4 @@
-"""The active test: one prompt that nobody ever sent, twice.
+"""The active test: it sends one new prompt twice.
 
 Whether the engine tells of its blocks, whether the index finds it then, and whether the engine
 hits it when it comes again: the eight outcomes separate the engine, the stream and the index.
@@ -141,7 +141,7 @@ def _prompt(
 
 
 def _block_size(case: Case, client: Client) -> int:
-    """Tokens of a block: the largest that anybody tells, so that the prompt has whole ones."""
+    """Tokens of a block: the largest size reported, so that the prompt has whole blocks."""
     told = [case.block_size or 0, *heard_block_sizes(case, client.statistics())]
     return max(told) or _USUAL_BLOCK
 
@@ -158,7 +158,7 @@ def heard_block_sizes(case: Case, statistics: Mapping[str, Any]) -> list[int]:
 
 
 def _stored(case: Case, limits: Limits) -> int | None:
-    """How many of the prompt's tokens events told to be stored; None if nobody can hear them."""
+    """How many of the prompt's tokens events reported as stored; None if no events are received."""
     ear = case.ear
     if ear is None:
         return None

@@ -18,7 +18,7 @@ __all__ = ["Case", "Target"]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What to examine: an engine by its URL, by where it publishes, or by both.
+    """The engine to examine: by its URL, by its endpoints, or by both.
 
     Attributes:
         url: the engine's HTTP server, or "".
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What SGLang tells of itself; empty for others."""
+        """SGLang's server info; empty for other engines."""
         answers = self.report.answers if self.report else {}
         info = answers.get("/server_info") or answers.get("/get_server_info")
         return info if self.engine == "sglang" and isinstance(info, Mapping) else {}

@@ -1,4 +1,4 @@
-"""What an engine says of itself over HTTP: what is wrong with that, and with what was given."""
+"""An engine's claims over HTTP: what is wrong with them, and with the user's settings."""
 
 from __future__ import annotations
 

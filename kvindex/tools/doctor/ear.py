@@ -1,4 +1,4 @@
-"""What publishers send, heard without a filter: topics, numbers, and who stored what.
+"""Publishers' messages, received without a filter: topics, numbers, and stored blocks by rank.
 
 A client orders and repairs; here is heard what came as it came. Each endpoint is listened to by
 two connections, since behind an address that balances they reach different publishers.
@@ -29,7 +29,7 @@ _CONNECTIONS: Final = 2
 
 
 class Heard:
-    """What came over one connection. Owned by the thread that listens."""
+    """The messages of one connection. Owned by the thread that listens."""
 
     def __init__(self) -> None:
         self.messages = 0
@@ -47,7 +47,7 @@ class Heard:
         self._last: int | None = None
 
     def take(self, frames: Sequence[bytes], wanted: bytes) -> None:
-        """Take one message, and see whether it stores blocks of the wanted tokens."""
+        """Receive one message, and check whether it stores blocks of the wanted tokens."""
         self.messages += 1
         try:
             live = parse_live(frames)
@@ -126,7 +126,7 @@ class Ear:
         self._wanted = block_run(token_ids)
 
     def listen(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Take what comes until something is so, or the time is over; return whether it is so."""
+        """Receive messages until a condition holds, or time is up; return whether it holds."""
         deadline = time.monotonic() + seconds
         while not until():
             left = deadline - time.monotonic()
@@ -137,15 +137,15 @@ class Ear:
         return True
 
     def first(self, dp_rank: int) -> Heard:
-        """Return what came over the first connection to a rank, or the one that heard more."""
+        """Return the first connection to a rank, or the one that received more messages."""
         return max(self.heard.get(dp_rank) or [Heard()], key=lambda heard: heard.messages)
 
     def differing(self) -> list[int]:
-        """Return the ranks whose two connections heard different batches of one number."""
+        """Return the ranks whose two connections received different batches of one number."""
         return [rank for rank, heard in self.heard.items() if _differ(heard)]
 
     def agrees(self) -> bool:
-        """Return whether the connections to each rank all heard what is wanted, or none did."""
+        """Return whether each rank's connections all received the wanted blocks, or none did."""
         return all(len({bool(h.tested) for h in heard}) == 1 for heard in self.heard.values())
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ __all__ = ["EngineHttp", "Usage"]
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What an engine says that a prompt cost.
+    """An engine's report of a prompt's cost.
 
     Attributes:
         prompt_tokens: tokens of the prompt, or None.
@@ -45,7 +45,7 @@ class EngineHttp:
         self._limits = limits
 
     def metrics(self) -> EngineMetrics:
-        """Return the engine's metrics; none if it does not tell them."""
+        """Return the engine's metrics; none if it does not provide them."""
         try:
             answer = self._web.get("/metrics", self._limits.http)
         except DiscoveryError:
@@ -71,7 +71,7 @@ class EngineHttp:
         return self.tokenize(body), []
 
     def complete(self, body: Mapping[str, Any], dp_rank: int | None) -> Usage:
-        """Have the engine answer, and return what it says that the prompt cost.
+        """Send the engine a prompt, and return its report of the cost.
 
         Raises:
             DiscoveryError: it does not answer, or with an error.
@@ -95,7 +95,7 @@ class EngineHttp:
             raise DiscoveryError(text, url=self._web.url, reason="content") from None
 
     def _asked(self, path: str, body: Mapping[str, Any]) -> Any:
-        """What a path answers as JSON; None if nothing useful."""
+        """The JSON answer at a path; None if nothing useful."""
         try:
             answer = self._web.post(path, json.dumps(body).encode(), self._limits.http)
             return answer.json() if answer.status == 200 else None

@@ -176,7 +176,7 @@ def _hang_up(case: Case) -> None:
 
 
 def _subscribed(cases: Sequence[Case], stack: ExitStack, limits: Limits) -> Client | None:
-    """Return a client of all engines that can be heard."""
+    """Return a client of all engines that can be reached."""
     workers = [case.worker for case in cases if case.worker is not None]
     if not workers:
         return None

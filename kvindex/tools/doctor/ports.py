@@ -1,4 +1,4 @@
-"""Who answers at an engine's ports, and whether it is who should."""
+"""Which program answers at an engine's ports, and whether it is the expected one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def check_shape(case: Case) -> None:
-    """Note endpoints that cannot be right whoever answers there."""
+    """Note endpoints that are wrong whatever answers there."""
     if case.worker is None:
         return
     shared = case.worker.shared_endpoints()
@@ -53,7 +53,7 @@ def check_rank(case: Case, address: PublisherAddress, context: Context, limits: 
 
 
 def check_replayed(case: Case, context: Context, limits: Limits) -> None:
-    """Note replay endpoints that do not have the batch that was heard last."""
+    """Note replay endpoints that lack the batch received last."""
     for address in case.addresses:
         marks = case.ear.first(address.dp_rank).marks if case.ear else {}
         if address.replay is not None and marks:
@@ -131,7 +131,7 @@ def _check_replay(case: Case, rank: int, endpoint: str, context: Context, limits
 
 
 def _replays(endpoint: str, context: Context, timeout: float) -> bool:
-    """Whether the end of a replay comes, asked for from a number that nobody has reached."""
+    """Whether the end of a replay comes, requested from a number that no publisher has reached."""
     return any(reply.end for reply in _replay(endpoint, END_SEQ, context, timeout))
 
 

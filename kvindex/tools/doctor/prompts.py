@@ -18,7 +18,7 @@ _SUBJECT = "prompt"
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What to ask about; at least one of the first three.
+    """The prompt to ask about; at least one of the first three.
 
     Attributes:
         text: as a user types it: it is looked for as plain text and as a chat's only message.
@@ -145,7 +145,7 @@ def _template(explained: Sequence[tuple[_Seen, Explanation]]) -> list[Finding]:
 
 
 def _endings(seen: _Seen, explanation: Explanation) -> list[Finding]:
-    """What the ends of the matches tell."""
+    """The findings from the ends of the matches."""
     findings: list[Finding] = []
     ends = {one.ending: one for one in explanation}
     if Ending.SHORT in ends:

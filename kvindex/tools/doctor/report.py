@@ -1,4 +1,4 @@
-"""What an examination found, as a value and as text."""
+"""An examination's results, as a value and as text."""
 
 from __future__ import annotations
 

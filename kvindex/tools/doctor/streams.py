@@ -1,4 +1,4 @@
-"""How an engine's streams stand: as the client tells, and as they were heard."""
+"""The state of an engine's streams: by the client, and by the messages received."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_heard(case: Case) -> None:
 
 
 def check_serving(case: Case, before: float | None) -> None:
-    """Note that the engine computed prompts while nothing was heard.
+    """Note that the engine computed prompts while no events were received.
 
     Args:
         case: of an engine that is asked over HTTP.

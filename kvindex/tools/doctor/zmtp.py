@@ -1,4 +1,4 @@
-"""Who answers at a ZeroMQ endpoint: its greeting, read byte by byte, without joining its traffic.
+"""Which peer answers at a ZeroMQ endpoint: its greeting, byte by byte, without joining its traffic.
 
 A peer of ZMTP 3 greets with its security mechanism, and with NULL sends READY, which names its
 kind of socket. So a publisher, a replay socket and another server are told apart in a round trip.
@@ -30,7 +30,7 @@ PeerKind = Literal[
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """What answers at an endpoint.
+    """The peer at an endpoint.
 
     Attributes:
         kind: "zmq"; "http", "tls" or "other" for another protocol; "reset" if it hangs up before
@@ -179,7 +179,7 @@ def _metadata(command: bytes) -> dict[bytes, bytes]:
 
 
 def _other_protocol(endpoint: str, timeout: float) -> Peer | None:
-    """Who it is that understands no greeting: an HTTP or a TLS server, perhaps."""
+    """Which peer understands no greeting: an HTTP or a TLS server, perhaps."""
     try:
         with _dialled(endpoint, timeout) as connection:
             connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
