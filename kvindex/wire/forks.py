@@ -1,7 +1,7 @@
 """What a forked child inherits: sockets that it closes, and objects whose threads it lacks.
 
 A child closes its copies of the sockets, or the peers would not notice that the parent has ended.
-And its objects learn that they follow no stream any more.
+Its objects are notified that they no longer follow a stream.
 
 Before a fork, clients and replicas (`prepare_forks`) get ready first, then the indexes that they
 fill (`guard_forks`). After it the order is the reverse: first the indexes can be used again, then
@@ -52,11 +52,11 @@ class Fork:
         self._after: list[Callable[[bool], None]] = []
 
     def then(self, call: Callable[[bool], None]) -> None:
-        """Have something called after the fork, the last first, with whether this is the child."""
+        """Call something after the fork, the last first, with whether this is the child."""
         self._after.append(call)
 
     def do_in_child(self, call: Callable[[], None]) -> None:
-        """Have something done in the child only."""
+        """Call something in the child only."""
         self.then(lambda in_child: call() if in_child else None)
 
     def hold(self, lock: Lock, timeout: float) -> None:
@@ -101,13 +101,13 @@ _watched = False
 
 
 def close_in_children(owned: socket.socket) -> None:
-    """Have every child that is forked from now on close its copy of a socket."""
+    """Close a socket's copy in every child that is forked from now on."""
     _watch()
     _sockets.add(owned)
 
 
 def prepare_forks(owner: _Owner, prepare: _Prepare[_Owner]) -> None:
-    """Have something get ready before every fork of this process from now on.
+    """Call `prepare` before every fork of this process from now on.
 
     Args:
         owner: for as long as it lives.
@@ -118,7 +118,7 @@ def prepare_forks(owner: _Owner, prepare: _Prepare[_Owner]) -> None:
 
 
 def guard_forks(guarded: Guarded) -> None:
-    """Have something be whole at every fork from now on, those of children too."""
+    """Keep an index whole at every fork from now on, those of children too."""
     _watch()
     _guarded[guarded] = None
 

@@ -131,7 +131,7 @@ def json_line(value: Any) -> str:
 
 
 def version_text() -> str:
-    """Return the version, which index runs, and why if it is the slower one by accident."""
+    """Return the version, which index runs, and why if it is the slower one unrequested."""
     why = explain_fallback(os.environ.get("KVINDEX_BACKEND"))
     return f"kvindex {__version__}, {BACKEND} index" + (f", {SLOWER}: {why}" if why else "")
 
