@@ -27,7 +27,9 @@ from kvindex.wire import encode_batch
 from tests.live import (
     PATIENCE,
     QUICK,
+    caught_up,
     client_of,
+    explain,
     link_to,
     until,
     wait_counter,
@@ -167,6 +169,8 @@ def test_the_replay_port_of_another_engine_leaves_none_of_its_blocks_and_is_name
         neighbour.serve(theirs)
         for _ in range(20):
             engine.serve(next(prompts))
+        with client_of(worker_of(engine)) as earlier:
+            caught_up(earlier, engine)  # all of that was sent before the other one connects
         worker = Worker("engine", engine.endpoint, replay=neighbour.replay_endpoint)
         with client_of(worker) as client:
             client.wait_live(PATIENCE)
@@ -187,7 +191,7 @@ def test_the_replay_port_of_another_engine_leaves_none_of_its_blocks_and_is_name
                 if "foreign_replay" in status.counters:
                     break
             status = wait_status(client, RANK, state=State.LIVE, seq=engine.published - 1)
-            assert (status.complete, status.losses) == (False, 1)
+            assert (status.complete, status.losses) == (False, 1), explain(client, RANK)
             assert "another publisher's, check replay=" in status.reason
             assert str(neighbour.replay_endpoint) in status.reason
             assert client.match(theirs)[RANK].tokens == 0
