@@ -308,9 +308,12 @@ def balanced(*endpoints: str) -> Iterator[str]:
 def test_an_address_that_balances_over_engines_is_found() -> None:
     with FakeEngine(seed=1) as one, FakeEngine(seed=2) as other:
         with balanced(one.endpoint, other.endpoint) as endpoint, HttpEngine(one) as server:
-            worker = Worker("a", endpoint, replay=one.replay_endpoint)
-            report = look_at(Target(url=server.url, worker=worker), limits=HEARING)
-    assert "several-publishers" in ids(report)
+            target = Target(
+                url=server.url, worker=Worker("a", endpoint, replay=one.replay_endpoint)
+            )
+            # Both connections that compare may get the same engine, if the client's comes between.
+            looks = (ids(look_at(target, limits=HEARING)) for _ in range(20))
+            assert any("several-publishers" in found for found in looks)
 
 
 @contextmanager
