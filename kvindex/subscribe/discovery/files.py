@@ -155,12 +155,12 @@ class FollowedFile:
         raise NotImplementedError
 
     def watch(self, tell: Tell) -> None:
-        """Yield the engines, and again after each change, until `close`.
+        """Call `tell` with the engines, and again after each change, until `close`.
 
         Raises:
             DiscoveryError: the file cannot be read or used.
         """
-        told = False  # by this call: a later call yields the engines again
+        told = False  # by this call: a later call reports the engines again
         while not self._closed:
             self._wake.clear()
             looks, asked, self._is_asked = self._look(), self._is_asked, False

@@ -114,7 +114,7 @@ class KubernetesSource:
         self._pause = 1.0  # seconds that a list or a watch takes at least
 
     def watch(self, tell: Tell) -> None:
-        """Yield the pods' engines, and again whenever they change."""
+        """Call `tell` with the pods' engines, and again whenever they change."""
         while not self._closed.is_set():
             with self._paced():
                 try:

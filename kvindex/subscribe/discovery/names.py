@@ -83,7 +83,7 @@ class DnsSource:
         tuple(self._targets(["127.0.0.1"]))  # rejects invalid ports
 
     def watch(self, tell: Tell) -> None:
-        """Yield the engines at the name's addresses, and again whenever they change."""
+        """Call `tell` with the engines at the name's addresses, and again whenever they change."""
         told: tuple[Target, ...] | None = None
         while not self._closed.is_set():
             try:

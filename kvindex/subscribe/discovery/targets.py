@@ -87,7 +87,7 @@ class Source(Protocol):
     def is_certain(self) -> bool: ...
 
     def watch(self, tell: Tell) -> None:
-        """Yield all engines, and all of them again whenever they change, until `close`.
+        """Call `tell` with all engines, and again whenever they change, until `close`.
 
         Raises:
             DiscoveryError: it cannot list them now; its last list stays valid, and the source is
