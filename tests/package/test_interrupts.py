@@ -15,6 +15,7 @@ from kvindex.publish.batch_queue import BatchQueue
 from kvindex.subscribe.event_stream import _Waiting
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.tools.cli.fake_engine import _Ending
+from kvindex.tools.cli.signals import handled
 from kvindex.wire import EventBatch
 from kvindex.wire.errors import ClosedError, UnknownRankError
 from kvindex.wire.rank import Rank
@@ -95,7 +96,8 @@ def test_an_interrupt_at_any_moment_of_a_call_leaves_the_lock_free(
 
 def test_ctrl_c_ends_the_fake_engine_between_two_requests() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with _Ending() as ending:
+    ending = _Ending()
+    with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), ending.ask)):
         signal.raise_signal(signal.SIGINT)  # in the middle of one: nothing is cut short
         assert ending.asked
         ending.wait(60.0)  # not any more

@@ -23,8 +23,8 @@ if not DEPLOY.is_dir():
 def parsed(argv: list[str]) -> argparse.Namespace:
     """Return what the command makes of its arguments; argparse exits if it cannot."""
     parser = argparse.ArgumentParser()
-    serve.add_parser(parser.add_subparsers(), "")
-    return parser.parse_args(["serve", *argv])
+    serve.add_options(parser)
+    return parser.parse_args(argv)
 
 
 def instructions(name: str) -> list[str]:

@@ -1,5 +1,8 @@
 """The command line: see what engines publish, keep it, and ask which rank holds a prompt.
 
+A command is a module: its docstring is its help, `add_options` declares its options, and `run`
+runs it and returns its exit code. Only the module of the command that was named is loaded.
+
 Exit codes of every command: 0 it did what was asked; 1 it did not (each `--help` says when);
 2 the arguments cannot work; 130 interrupted by Ctrl-C (where that is not the normal end); 141 the
 reader of the output went away.
@@ -36,6 +39,7 @@ _COMMANDS = {
     "top": "show how a fleet stands, and keep that up to date",
     "doctor": "say why the hit rate is zero: look at engines, their ports and their streams",
 }
+_LONG_RUNNING = {"tail", "record", "audit", "fanout", "serve"}  # they show warnings unasked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_outputs()
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser(argv).parse_args(argv)
-    with _logging_to_stderr(arguments.log_from, arguments.verbose + arguments.verbose_too):
+    level = logging.WARNING if arguments.command in _LONG_RUNNING else logging.ERROR
+    with _logging_to_stderr(level, arguments.verbose + arguments.verbose_too):
         try:
             code: int = arguments.run(arguments)
             sys.stdout.flush()
@@ -74,17 +79,17 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version_text())
     _add_verbose(parser, "verbose")
-    parser.set_defaults(log_from=logging.ERROR)
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True
     )
     for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text)
         if name in argv:  # only this one is loaded, and what it needs
-            import_module(f"kvindex.tools.cli.{name.replace('-', '_')}").add_parser(commands, text)
-        else:
-            commands.add_parser(name, help=text)
-    for command_parser in commands.choices.values():
-        _add_verbose(command_parser, "verbose_too")
+            module = import_module(f"kvindex.tools.cli.{name.replace('-', '_')}")
+            command.description = (module.__doc__ or "").partition("\n\n")[2]
+            module.add_options(command)
+            command.set_defaults(run=module.run)
+        _add_verbose(command, "verbose_too")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Checked argument types, and the prompt's tokens from a file."""
+"""Options and their checked types, and a prompt's tokens from a file."""
 
 from __future__ import annotations
 
@@ -6,27 +6,70 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvindex import CacheSettings, ConfigurationError, GroupSpec
 
 __all__ = [
-    "Commands",
-    "add_cache_arguments",
-    "add_prompt_arguments",
+    "Options",
+    "add_cache_options",
+    "add_prompt_options",
     "cache_of",
     "count",
     "group_of",
+    "option",
     "parse_tokens",
+    "port",
     "read_tokens",
     "seconds",
 ]
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Where a command adds its own parser."""
+Options: TypeAlias = "argparse._ActionsContainer"
+"""A parser, or a group of its options."""
 
 _TOKEN_LIMIT = 2**63
+
+
+def option(
+    options: Options,
+    form: str,
+    text: str,
+    kind: Callable[[str], Any] | tuple[str, ...] | None = None,
+    default: Any = None,
+    *,
+    repeat: bool = False,
+    dest: str | None = None,
+) -> None:
+    """Declare an option.
+
+    Args:
+        options: the parser, or a group of its options.
+        form: as the help shows it: "--wait S" takes a value, "--json" is a flag.
+        text: its help; the default is added.
+        kind: the type of its value, or all values that it may have; text by default.
+        default: its value if it is not given.
+        repeat: whether it may be given several times; the value is a list then.
+        dest: the name of its value; that of the option by default.
+    """
+    names = [word for word in form.split() if word.startswith("-")]
+    value = form.split()[len(names) :]
+    details: dict[str, Any] = {} if dest is None else {"dest": dest}
+    if isinstance(kind, tuple):
+        details["choices"] = kind
+    elif value:
+        details.update(metavar=value[0], type=kind or str)
+    else:
+        details["action"] = "store_true"
+    if repeat:
+        details.update(action="append", default=[])
+        text += "; repeatable"
+    elif default is not None:
+        details["default"] = default
+        shown = f"{default:g}" if isinstance(default, float) else default
+        text += f" (default: {shown})"
+    options.add_argument(*names, help=text, **details)
 
 
 def seconds(text: str) -> float:
@@ -48,6 +91,14 @@ def count(text: str) -> int:
     return value
 
 
+def port(text: str) -> int:
+    """Return the number of a TCP port; 0 has the system choose (an argparse type)."""
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= number < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return number
+
+
 def group_of(text: str) -> tuple[int, GroupSpec]:
     """Return a group's index and kind from IDX=KIND[:TOKENS] (an argparse type)."""
     number, _, kind = text.partition("=")
@@ -63,47 +114,29 @@ def group_of(text: str) -> tuple[int, GroupSpec]:
         ) from error
 
 
-def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what an engine's events leave unsaid of its cache: see `cache_of`."""
-    cache = parser.add_argument_group("caches", "What the engines' events do not tell.")
-    cache.add_argument(
-        "--group",
-        action="append",
-        default=[],
-        type=group_of,
-        metavar="IDX=KIND[:TOKENS]",
-        help="kind of a KV cache group with its window or chunk size, e.g. 1=sliding_window:64; "
-        "repeatable. vLLM tells kinds from 0.22 on, but never chunk sizes",
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """Add what an engine's events do not report of its cache: see `cache_of`."""
+    cache = parser.add_argument_group("caches", "What the engines' events do not report.")
+    option(
+        cache,
+        "--group IDX=KIND[:TOKENS]",
+        "kind of a KV cache group with its window or chunk size, e.g. 1=sliding_window:64. vLLM "
+        "reports kinds from 0.22 on, but never chunk sizes",
+        group_of,
+        repeat=True,
     )
-    cache.add_argument(
-        "--report-mode",
-        choices=("incremental", "full"),
-        default="incremental",
-        help='"full" if requests set vLLM\'s kv_cache_report_mode to "full"',
-    )
-    cache.add_argument(
-        "--eagle", action="store_true", help="vLLM speculates with EAGLE or MTP: hits lose a block"
-    )
-    cache.add_argument(
-        "--hash-block-size",
-        type=count,
-        metavar="TOKENS",
-        help="vLLM's prefix_match_unit, where it is less than every group's block size",
-    )
-    cache.add_argument(
-        "--upper-bound",
-        action="store_true",
-        help="flag answers as upper bounds (SGLang's hybrid caches, requests with extra_key)",
-    )
-    cache.add_argument(
-        "--resets-connector",
-        action="store_true",
-        help="vLLM resets its connector together with its prefix cache",
-    )
+    text = 'full if requests set vLLM\'s kv_cache_report_mode to "full"'
+    option(cache, "--report-mode", text, ("incremental", "full"), "incremental")
+    option(cache, "--eagle", "vLLM speculates with EAGLE or MTP: hits lose a block")
+    text = "vLLM's prefix_match_unit, where it is less than every group's block size"
+    option(cache, "--hash-block-size TOKENS", text, count)
+    text = "flag answers as upper bounds (SGLang's hybrid caches, requests with extra_key)"
+    option(cache, "--upper-bound", text)
+    option(cache, "--resets-connector", "vLLM resets its connector together with its prefix cache")
 
 
 def cache_of(arguments: argparse.Namespace) -> CacheSettings:
-    """Return what `add_cache_arguments` read."""
+    """Return what the options of `add_cache_options` state."""
     return CacheSettings(
         groups=dict(arguments.group),
         report_mode=arguments.report_mode,
@@ -114,18 +147,13 @@ def cache_of(arguments: argparse.Namespace) -> CacheSettings:
     )
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     """Add what belongs to a prompt's identity besides its tokens: `lora`, `salt`."""
     lora = parser.add_mutually_exclusive_group()
-    lora.add_argument("--lora", metavar="NAME", help="LoRA adapter of the request")
-    lora.add_argument(
-        "--lora-id",
-        type=count,
-        dest="lora",
-        metavar="N",
-        help="LoRA adapter by its number, for engines that send no names",
-    )
-    parser.add_argument("--salt", help="cache salt of the request")
+    option(lora, "--lora NAME", "LoRA adapter of the request")
+    text = "LoRA adapter by its number, for engines that send no names"
+    option(lora, "--lora-id N", text, count, dest="lora")
+    option(parser, "--salt SALT", "cache salt of the request")
 
 
 def read_tokens(name: str) -> list[int]:

@@ -1,22 +1,26 @@
-"""`kvindex audit`: what routing costs a fleet today, from its events alone."""
+"""`kvindex audit`: what routing costs a fleet today, from its events alone.
+
+Listen to engines for a while, or read recordings (one publisher's each), and report how many
+computed tokens another rank held at that moment, how many larger caches would have kept, and how
+much is held twice. Nothing is sent to the engines but replay requests. All engines must serve one
+model, except that --engine tells models apart. Ctrl-C ends the window early and reports (exit 0).
+Exit 1: a recording is cut off (what came before is reported), or no engine could be heard at the
+end. Exit 2: the arguments cannot work. Exit 130: Ctrl-C before the window opened.
+"""
 
 from __future__ import annotations
 
 import argparse
 import heapq
-import logging
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 
 from kvindex import (
     ConfigurationError,
-    DecodeError,
     EventStream,
     Rank,
     RankBatch,
@@ -26,73 +30,33 @@ from kvindex import (
 )
 from kvindex.subscribe.discovery import ask_engine
 from kvindex.tools.audit import Auditor, Report, html_of, text_of
-from kvindex.tools.cli.arguments import Commands, add_cache_arguments, cache_of, count, seconds
-from kvindex.tools.cli.endpoints import add_worker_arguments, workers_of
+from kvindex.tools.cli.arguments import add_cache_options, cache_of, count, option, seconds
+from kvindex.tools.cli.endpoints import add_engine_options, workers_of
 from kvindex.tools.cli.output import Progress, counted, json_line, printable
-from kvindex.tools.cli.recorded import Recorded
-from kvindex.tools.cli.replay import check_names
+from kvindex.tools.cli.recorded import recordings_of
+from kvindex.tools.cli.signals import handled
 from kvindex.tools.cli.states import StateChanges
 
-__all__ = ["Listening", "add_parser"]
+__all__ = ["Listening", "add_options", "run"]
 
 _LOOK = 0.25  # seconds between looks at how the ranks stand
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "audit",
-        help=text,
-        description=(
-            "Listen to engines for a while, or read recordings (one publisher's each), and say how "
-            "many computed tokens another rank held at that moment, how many larger caches would "
-            "have kept, and how much is held twice. Nothing is sent to the engines but replay "
-            "requests. All engines must serve one model, except that --engine tells models apart. "
-            "Ctrl-C ends the window early and reports (exit 0). Exit 1: a recording is cut off "
-            "(what came before is reported), or no engine could be heard at the end. Exit 2: the "
-            "arguments cannot work. Exit 130: Ctrl-C before the window opened."
-        ),
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path, help="a recording")
-    parser.add_argument(
-        "--minutes", type=seconds, default=10.0, metavar="N", help="length of the window (10)"
-    )
-    parser.add_argument(
-        "--settle",
-        type=seconds,
-        default=15.0,
-        metavar="S",
-        help="wait so many seconds at most for all ranks to be live before the window opens (15)",
-    )
-    parser.add_argument(
-        "--with-replayed",
-        action="store_true",
-        help="fill gaps of recordings from the replay replies in them",
-    )
-    parser.add_argument(
-        "--max-evicted",
-        type=count,
-        default=1 << 17,
-        metavar="BLOCKS",
-        help="evicted blocks remembered of each rank, at about 210 bytes (131072)",
-    )
-    parser.add_argument(
-        "--no-tokens", action="store_true", help="do not show how shared prefixes begin"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a report with plots to this file, too"
-    )
-    add_worker_arguments(parser)
-    parser.add_argument(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="ask this engine (http://host:8000) where it publishes; repeatable",
-    )
-    add_cache_arguments(parser)
-    parser.set_defaults(run=run, log_from=logging.WARNING)
+    option(parser, "--minutes N", "length of the window", seconds, 10.0)
+    text = "wait so many seconds at most for all ranks to be live before the window opens"
+    option(parser, "--settle S", text, seconds, 15.0)
+    text = "fill gaps of recordings from the replay replies in them"
+    option(parser, "--with-replayed", text)
+    text = "evicted blocks remembered of each rank, at about 210 bytes"
+    option(parser, "--max-evicted BLOCKS", text, count, 1 << 17)
+    option(parser, "--no-tokens", "do not show how shared prefixes begin")
+    option(parser, "--json", "print one JSON object instead")
+    option(parser, "--html FILE", "write a report with plots to this file, too", Path)
+    add_engine_options(parser)
+    add_cache_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,16 +96,13 @@ def _audit_files(arguments: argparse.Namespace) -> tuple[Report, bool]:
     """Return the report, and whether a recording was cut off."""
     if arguments.worker or arguments.endpoint or arguments.engine:
         raise ConfigurationError("name recordings, or engines, not both")
-    check_names(arguments.files)
-    source = f"audit of {counted(len(arguments.files), 'recording')}"
+    recordings = recordings_of(arguments, on_loss="reset")
+    source = f"audit of {counted(len(recordings), 'recording')}"
     auditor = Auditor(max_evicted=arguments.max_evicted, source=source)
-    recordings = [
-        Recorded(path, on_loss="reset", cache=cache_of(arguments)) for path in arguments.files
-    ]
     progress = Progress()
     last = 0.0
     for at, _, item in heapq.merge(
-        *(_timed(one, number, arguments, progress) for number, one in enumerate(recordings)),
+        *(_timed(number, recorded.items(progress)) for number, recorded in enumerate(recordings)),
         key=lambda timed: timed[:2],
     ):
         if auditor.began is None:
@@ -149,34 +110,27 @@ def _audit_files(arguments: argparse.Namespace) -> tuple[Report, bool]:
         auditor.take(item, at)
         last = at
     progress.clear()
-    for one in recordings:
-        if one.error:
-            print(f"kvindex audit: {one.path}: {one.error}", file=sys.stderr)
-        for rank in one.ranks:
-            auditor.complete(rank, one.complete)
+    for recorded in recordings:
+        if recorded.error:
+            print(f"kvindex audit: {recorded.path}: {recorded.error}", file=sys.stderr)
+        for rank in recorded.ranks:
+            auditor.complete(rank, recorded.complete)
     if auditor.began is None:
         auditor.begin(last)
-    return auditor.report(last), any(one.error for one in recordings)
+    return auditor.report(last), any(recorded.error for recorded in recordings)
 
 
-def _timed(
-    recorded: Recorded, number: int, arguments: argparse.Namespace, progress: Progress
-) -> Iterator[tuple[float, int, StreamItem]]:
+def _timed(number: int, items: Iterable[StreamItem]) -> Iterator[tuple[float, int, StreamItem]]:
     """Yield a recording's items with the publisher's time, which never goes back."""
     at = 0.0
-    waiting: list[StreamItem] = []  # until the next batch tells the time
-    try:
-        for item in recorded.items(with_replayed=arguments.with_replayed, progress=progress):
-            waiting.append(item)
-            if isinstance(item, RankBatch):
-                at = max(at, item.batch.ts)
-                yield from ((at, number, one) for one in waiting)
-                waiting.clear()
-    except DecodeError as error:
-        recorded.error = str(error)
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {recorded.path}: {error}") from error
-    yield from ((at, number, one) for one in waiting)
+    waiting: list[StreamItem] = []  # until the next batch shows the time
+    for item in items:
+        waiting.append(item)
+        if isinstance(item, RankBatch):
+            at = max(at, item.batch.ts)
+            yield from ((at, number, earlier) for earlier in waiting)
+            waiting.clear()
+    yield from ((at, number, last) for last in waiting)
 
 
 # Engines -------------------------------------------------------------------------------------
@@ -186,10 +140,18 @@ def _audit_engines(arguments: argparse.Namespace) -> Report:
     workers, models = _engines(arguments)
     source = f"audit of {counted(len(workers), 'worker')}"
     auditor = Auditor(models=models, max_evicted=arguments.max_evicted, source=source)
+    interrupted = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(_: int) -> None:
+        """End the window; a second Ctrl-C acts as usual."""
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
     with EventStream(workers) as stream:
         listening = Listening(stream, auditor)
         listening.settle(arguments.settle)
-        with _until_interrupted() as interrupted:
+        with handled({signal.SIGINT: interrupt}):
             listening.open()
             listening.listen(arguments.minutes * 60, interrupted)
     return auditor.report(time.time())
@@ -197,11 +159,9 @@ def _audit_engines(arguments: argparse.Namespace) -> Report:
 
 def _engines(arguments: argparse.Namespace) -> tuple[list[Worker], dict[str, str]]:
     """Return the workers, and what those that were asked over HTTP serve."""
-    workers: list[Worker] = []
-    models: dict[str, str] = {}
     cache = cache_of(arguments)
-    if arguments.worker or arguments.endpoint or not arguments.engine:
-        workers = workers_of(arguments, cache)
+    workers = workers_of(arguments, cache, needed=not arguments.engine)
+    models: dict[str, str] = {}
     for url in arguments.engine:
         report = ask_engine(url)
         worker = report.worker(cache=cache)
@@ -212,30 +172,13 @@ def _engines(arguments: argparse.Namespace) -> tuple[list[Worker], dict[str, str
     return workers, models
 
 
-@contextmanager
-def _until_interrupted() -> Iterator[threading.Event]:
-    """Treat one Ctrl-C as the end of the window; a second one acts as usual."""
-    interrupted = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 class Listening:
-    """Hands on to an auditor what a stream yields, and how its ranks stand."""
+    """Passes on to an auditor what a stream yields, and how its ranks stand."""
 
     def __init__(self, stream: EventStream, auditor: Auditor) -> None:
         self._stream = stream
         self._auditor = auditor
-        self._told: dict[Rank, tuple[State, bool]] = {}
+        self._states: dict[Rank, tuple[State, bool]] = {}
         self._changes = StateChanges(stream.subscriber.statuses)
 
     def settle(self, limit: float) -> None:
@@ -251,10 +194,10 @@ class Listening:
         progress.clear()
 
     def open(self) -> None:
-        """Open the window, and say so."""
+        """Open the window, and report that."""
         self._auditor.begin(time.time())
-        live = sum(state is State.LIVE for state, _ in self._told.values())
-        ranks = counted(len(self._told), "rank")
+        live = sum(state is State.LIVE for state, _ in self._states.values())
+        ranks = counted(len(self._states), "rank")
         print(f"the window is open: {live} of {ranks} live", file=sys.stderr, flush=True)
 
     def listen(self, length: float, interrupted: threading.Event) -> None:
@@ -273,11 +216,11 @@ class Listening:
         progress.clear()
 
     def _look(self) -> list[State]:
-        self._changes.tell()
+        self._changes.report()
         statuses = self._stream.subscriber.statuses()
         for rank, status in statuses.items():
-            if self._told.get(rank) != (status.state, status.complete):
-                self._told[rank] = (status.state, status.complete)
+            if self._states.get(rank) != (status.state, status.complete):
+                self._states[rank] = (status.state, status.complete)
                 self._auditor.take(status, time.time())
         return [status.state for status in statuses.values()]
 

@@ -1,4 +1,11 @@
-"""`kvindex demo`: injected faults, live repair, a prompt routed, and what a router gains."""
+"""`kvindex demo`: injected faults, live repair, a prompt routed, and what a router gains.
+
+Run two fake engines (a vLLM, an SGLang) of two DP ranks each in this process, behind links that
+drop, duplicate and reorder messages. Restart one rank, disconnect another, and show the repair.
+Then compare the index with what each engine's cache really holds, route a prompt, and compare a
+router that asks the index with round-robin. Needs no GPU and no fixed ports. Exit 0: index and
+caches are equal; 1: they differ.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +27,13 @@ from kvindex import (
     connect,
 )
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, Request, Workload
-from kvindex.tools.cli.arguments import Commands, seconds
+from kvindex.tools.cli.arguments import option, seconds
 from kvindex.tools.cli.gain import compare_routers
 from kvindex.tools.cli.narrator import Narrator
 from kvindex.tools.cli.output import Colour, painted, table, version_text
 from kvindex.wire import BlockHash
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 _DIALECTS = {"vllm-0": "vllm-0.33.0", "sglang-0": "sglang-0.5.18"}
 _DP_SIZE = 2
@@ -53,35 +60,10 @@ Next: start `kvindex fake-engine` and connect to it with the first lines of the
 README, or ask engines of your own: `kvindex match --help`."""
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "demo",
-        help=text,
-        description=(
-            "Run two fake engines (a vLLM, an SGLang) of two DP ranks each in this process, behind "
-            "links that drop, duplicate and reorder messages. Restart one rank, disconnect "
-            "another, and show the repair. Then compare the index with what each engine's cache "
-            "really holds, route a prompt, and compare a router that asks the index with "
-            "round-robin. Needs no GPU and no fixed ports. Exit 0: index and caches are equal; "
-            "1: they differ."
-        ),
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=1,
-        metavar="N",
-        help="seed for faults and requests (default: 1)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=seconds,
-        default=5.0,
-        metavar="S",
-        help="seconds of traffic (default: 5)",
-    )
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
+    option(parser, "--seed N", "seed for faults and requests", int, 1)
+    option(parser, "--seconds S", "seconds of traffic", seconds, 5.0)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,10 @@
-"""`kvindex doctor`: why the hit rate is zero."""
+"""`kvindex doctor`: why the hit rate is zero.
+
+Look for reasons why hits are missing. An engine with a URL is asked what it is and where it
+publishes; then it is sent one test prompt twice (not with --passive), to see whether its events,
+the index and its own cache agree. All targets are examined at once. Exit 0: nothing is wrong; 1:
+something is; 2: a target could not be examined, or the arguments cannot work.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +18,9 @@ from typing import Any
 
 from kvindex import ConfigurationError
 from kvindex.tools.cli.arguments import (
-    Commands,
-    add_prompt_arguments,
+    add_prompt_options,
     count,
+    option,
     parse_tokens,
     read_tokens,
     seconds,
@@ -23,61 +29,33 @@ from kvindex.tools.cli.endpoints import WORKER_FORM, parse_worker
 from kvindex.tools.cli.output import Colour, counted, in_options, painted, plain, printable
 from kvindex.tools.doctor import CAUSES, Finding, Limits, Prompt, Report, Target, examine
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 _COLOURS: dict[str, Colour] = {"error": "red", "warning": "yellow", "info": "green"}
 _SHOWN_EVIDENCE = 300  # characters
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "doctor",
-        help=text,
-        description=(
-            "Look for reasons why hits are missing. An engine with a URL is asked what it is and "
-            "where it publishes; then it is sent one test prompt twice (not with --passive), to "
-            "see whether its events, the index and its own cache agree. All targets are examined "
-            "at once. Exit 0: nothing is wrong; 1: something is; 2: a target could not be looked "
-            "at, or the arguments cannot work."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
+    text = (
+        "an engine: http://HOST:PORT, tcp://HOST:PORT (where it publishes), or "
+        f"{WORKER_FORM}; or a running kvindex serve: http://HOST:PORT"
     )
-    parser.add_argument(
-        "targets",
-        nargs="*",
-        metavar="TARGET",
-        help="an engine: http://HOST:PORT, tcp://HOST:PORT (where it publishes), or "
-        f"{WORKER_FORM}; or a running kvindex serve: http://HOST:PORT",
-    )
-    parser.add_argument("--engine", metavar="URL", help="HTTP server of the one TARGET's engine")
-    parser.add_argument(
-        "--prompt",
-        metavar="TEXT|@FILE",
-        help="a prompt to look for: text, or a file with text, token ids, or a request's body",
-    )
-    parser.add_argument(
-        "--tokens", metavar="FILE", help="the token ids that your router asks with, or - for stdin"
-    )
-    add_prompt_arguments(parser)
-    parser.add_argument("--passive", action="store_true", help="send engines no test prompt")
-    parser.add_argument("--model", default="", help="model to ask for (default: the first)")
-    parser.add_argument(
-        "--block-size", type=count, metavar="N", help="tokens of a block that your router assumes"
-    )
-    parser.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help="the engines' API key, in a file (default: what KVINDEX_API_KEY holds)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=seconds,
-        default=Limits().listen,
-        metavar="S",
-        help="listen for events for at most S seconds (default: %(default)g)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=text)
+    option(parser, "--engine URL", "HTTP server of the one TARGET's engine")
+    text = "a prompt to look for: text, or a file with text, token ids, or a request's body"
+    option(parser, "--prompt TEXT|@FILE", text)
+    text = "the token ids that your router asks with, or - for stdin"
+    option(parser, "--tokens FILE", text)
+    add_prompt_options(parser)
+    option(parser, "--passive", "send engines no test prompt")
+    option(parser, "--model MODEL", "model to ask for (default: the first)")
+    option(parser, "--block-size N", "tokens of a block that your router assumes", count)
+    text = "the engines' API key, in a file (default: what KVINDEX_API_KEY holds)"
+    option(parser, "--api-key-file FILE", text)
+    text = "listen for events for at most S seconds"
+    option(parser, "--seconds S", text, seconds, Limits().listen)
+    option(parser, "--json", "print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -87,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         passive=arguments.passive,
         prompt=_prompt(arguments),
         token=_api_key(arguments),
-        model=arguments.model,
+        model=arguments.model or "",
         block_size=arguments.block_size,
         limits=Limits(listen=arguments.seconds),
     )

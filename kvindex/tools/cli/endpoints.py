@@ -1,4 +1,4 @@
-"""The arguments that say which engines to listen to, shared by the commands that do."""
+"""The options that name engines, shared by all commands that subscribe."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 
 from kvindex import CacheSettings, ConfigurationError, Worker
 from kvindex.subscribe.discovery import EngineSource, Source, ask_engine
+from kvindex.tools.cli.arguments import option
 
 __all__ = [
     "WORKER_FORM",
-    "add_engine_arguments",
-    "add_worker_arguments",
+    "add_engine_options",
     "asked_workers",
     "engines_of",
     "parse_worker",
@@ -21,42 +21,24 @@ __all__ = [
 
 WORKER_FORM = "NAME=ENDPOINT[,replay=ENDPOINT][,dp=N][,topic=T][,bind]"
 
-_ENGINES_SAY = (
+_WHERE = (
     "DP rank r is expected at port + r on both endpoints, where the engines put it; "
     "otherwise repeat endpoint= and replay= in --worker, once for each rank."
 )
 
 
-def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `workers_of` reads."""
-    group = parser.add_argument_group("engines", _ENGINES_SAY)
-    group.add_argument(
-        "--worker",
-        action="append",
-        default=[],
-        metavar="NAME=ENDPOINT[,...]",
-        help=f"one engine, as {WORKER_FORM}; repeatable",
-    )
-    group.add_argument("--endpoint", help="the only engine's PUB socket, e.g. tcp://host:5557")
-    group.add_argument("--replay-endpoint", metavar="ENDPOINT", help="its replay (ROUTER) socket")
-    group.add_argument("--dp-size", type=int, metavar="N", help="number of its DP ranks")
-    group.add_argument("--topic", help="receive only topics that start with this")
-    group.add_argument("--name", help="its name in what is printed (default: worker-0)")
-    group.add_argument(
-        "--bind", action="store_true", help="listen at --endpoint, for engines that connect"
-    )
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `engines_of` and `asked_workers` read."""
-    add_worker_arguments(parser)
-    parser.add_argument(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="HTTP server of an engine, which is asked where it publishes; repeatable",
-    )
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `engines_of`, `asked_workers` and `workers_of` read."""
+    group = parser.add_argument_group("engines", _WHERE)
+    option(group, "--worker NAME=ENDPOINT[,...]", f"one engine, as {WORKER_FORM}", repeat=True)
+    option(group, "--endpoint ENDPOINT", "the only engine's PUB socket, e.g. tcp://host:5557")
+    option(group, "--replay-endpoint ENDPOINT", "its replay (ROUTER) socket")
+    option(group, "--dp-size N", "number of its DP ranks", int)
+    option(group, "--topic TOPIC", "receive only topics that start with this")
+    option(group, "--name NAME", "its name in what is printed (default: worker-0)")
+    option(group, "--bind", "listen at --endpoint, for engines that connect")
+    text = "HTTP server of an engine, which is asked where it publishes"
+    option(group, "--engine URL", text, repeat=True)
 
 
 def engines_of(
@@ -78,11 +60,10 @@ def asked_workers(arguments: argparse.Namespace) -> list[Worker]:
         ConfigurationError: as `workers_of`.
         DiscoveryError: an engine does not say where it publishes.
     """
-    sources = [EngineSource(arguments.engine)] if arguments.engine else []  # refuses bad URLs
-    workers = workers_of(arguments, needed=not sources)
-    for source in sources:
-        workers += [ask_engine(target.url).worker() for target in source.targets]
-    return workers
+    urls = arguments.engine
+    targets = EngineSource(urls).targets if urls else ()  # refuses bad URLs
+    workers = workers_of(arguments, needed=not urls)
+    return workers + [ask_engine(target.url).worker() for target in targets]
 
 
 def workers_of(
@@ -91,7 +72,7 @@ def workers_of(
     """Return the engines that the arguments name.
 
     Args:
-        arguments: what `add_worker_arguments` read.
+        arguments: what the options of `add_engine_options` state.
         cache: what the events of each of them leave unsaid; nothing by default.
         needed: whether none is an error.
 
@@ -143,9 +124,9 @@ def _refuse_shared(workers: list[Worker]) -> None:
 
 
 def _refuse_strays(arguments: argparse.Namespace) -> None:
-    for option in ("replay_endpoint", "dp_size", "topic", "name", "bind"):
-        if getattr(arguments, option):
-            written = "--" + option.replace("_", "-")
+    for name in ("replay_endpoint", "dp_size", "topic", "name", "bind"):
+        if getattr(arguments, name):
+            written = "--" + name.replace("_", "-")
             raise ConfigurationError(f"{written} belongs to --endpoint, which is missing")
 
 
@@ -161,20 +142,20 @@ def parse_worker(text: str) -> Worker:
         ('vllm-0', ['tcp://10.0.0.5:5657', 'tcp://10.0.0.5:5658'])
     """
     name, equals, rest = text.partition("=")
-    first, *options = rest.split(",")
+    first, *parts = rest.split(",")
     if not equals or not name or not first:
         raise ConfigurationError(f"--worker {text!r}: expected {WORKER_FORM}")
     given: dict[str, list[str]] = {"endpoint": [first], "replay": [], "dp": [], "topic": []}
     bind = False
-    for option in options:
-        key, equals, value = option.partition("=")
+    for part in parts:
+        key, equals, value = part.partition("=")
         if key == "bind" and not equals:
             bind = True
         elif key in given and value:
             given[key].append(value)
         else:
             raise ConfigurationError(
-                f"--worker {text!r}: {option!r} is none of endpoint=, replay=, dp=, topic=, bind"
+                f"--worker {text!r}: {part!r} is none of endpoint=, replay=, dp=, topic=, bind"
             )
     for key in ("dp", "topic"):
         if len(given[key]) > 1:
@@ -182,27 +163,13 @@ def parse_worker(text: str) -> Worker:
     try:
         return Worker(
             name,
-            _one_or_each(given["endpoint"]) or "",
-            replay=_one_or_each(given["replay"]),
-            dp_size=_number(given["dp"]),
+            first if len(given["endpoint"]) == 1 else given["endpoint"],
+            replay=given["replay"][0] if len(given["replay"]) == 1 else given["replay"] or None,
+            dp_size=int(given["dp"][0]) if given["dp"] else None,
             topic=(given["topic"] or [""])[0],
             bind=bind,
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"--worker {text!r}: {error}") from None
-
-
-def _one_or_each(endpoints: list[str]) -> str | list[str] | None:
-    """Rank 0's endpoint, from which others follow, or one for each rank."""
-    if not endpoints:
-        return None
-    return endpoints[0] if len(endpoints) == 1 else endpoints
-
-
-def _number(values: list[str]) -> int | None:
-    if not values:
-        return None
-    try:
-        return int(values[0])
     except ValueError:
-        raise ConfigurationError(f"dp={values[0]} is no number") from None
+        raise ConfigurationError(f"--worker {text!r}: dp={given['dp'][0]} is no number") from None

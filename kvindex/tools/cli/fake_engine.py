@@ -1,4 +1,11 @@
-"""`kvindex fake-engine`: an engine without a model, to try kvindex and routers on."""
+"""`kvindex fake-engine`: an engine without a model, to try kvindex and routers on.
+
+Run an engine without a model: a real prefix cache that serves random requests and publishes every
+change as an engine does, with replay. DP rank r listens at port + r on both endpoints. One request
+in ten is the prompt 0, 1, ... 99 (on rank r only its first 100 / (r + 1) tokens), so that there is
+something to match. With --rate 0 it serves only what you send over HTTP. Runs until Ctrl-C, SIGTERM
+or --seconds, its normal ends (exit 0). Exit 2: an endpoint cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -6,105 +13,51 @@ import argparse
 import itertools
 import math
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from types import FrameType
-from typing import Any
 
 from kvindex.testing import FakeEngine, HttpEngine, Request, Served, Workload
-from kvindex.tools.cli.arguments import Commands, count, seconds
+from kvindex.tools.cli.arguments import count, option, port, seconds
+from kvindex.tools.cli.signals import handled
 from kvindex.wire import LATEST
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 _PROMPT = range(100)  # the prompt of README's first example
 _PROMPT_EVERY = 10  # requests: often enough to stay in a cache that evicts what is old
 _WORKLOAD = 1_000  # requests until the workload starts again
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "fake-engine",
-        help=text,
-        description=(
-            "Run an engine without a model: a real prefix cache that serves random requests and "
-            "publishes every change as an engine does, with replay. DP rank r listens at port + r "
-            "on both endpoints. One request in ten is the prompt 0, 1, ... 99 (on rank r only its "
-            "first 100 / (r + 1) tokens), so that there is something to match. With --rate 0 it "
-            "serves only what you send over HTTP. Runs until Ctrl-C, "
-            "SIGTERM or --seconds, its normal ends (exit 0). Exit 2: an endpoint cannot be used."
-        ),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
+    option(parser, "--endpoint ENDPOINT", "where rank 0 publishes", str, "tcp://127.0.0.1:5557")
+    text = "where rank 0 answers replay requests"
+    option(parser, "--replay-endpoint ENDPOINT", text, str, "tcp://127.0.0.1:5657")
+    option(parser, "--name NAME", "name in what is printed", str, "vllm-0")
+    option(parser, "--dp-size N", "number of DP ranks", count, 2)
+    option(parser, "--block-size N", "tokens per block", count, 16)
+    option(parser, "--blocks N", "blocks in each rank's cache", count, 1000)
+    option(parser, "--dialect NAME", "engine version whose events to publish", str, LATEST.name)
+    text = "requests per second, over all ranks; 0: only those that come over HTTP"
+    option(parser, "--rate N", text, _rate, 5.0)
+    option(parser, "--seed N", "seed for the requests", int, 1)
+    text = (
+        "also answer completions over HTTP at this port of 127.0.0.1, as the engine of the dialect "
+        "would; 0 has the system choose"
     )
-    parser.add_argument(
-        "--endpoint",
-        default="tcp://127.0.0.1:5557",
-        help="where rank 0 publishes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--replay-endpoint",
-        metavar="ENDPOINT",
-        default="tcp://127.0.0.1:5657",
-        help="where rank 0 answers replay requests (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--name", default="vllm-0", help="name in what is printed (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--dp-size", type=count, default=2, metavar="N", help="number of DP ranks (default: 2)"
-    )
-    parser.add_argument(
-        "--block-size", type=count, default=16, metavar="N", help="tokens per block (default: 16)"
-    )
-    parser.add_argument(
-        "--blocks",
-        type=count,
-        default=1_000,
-        metavar="N",
-        help="blocks in each rank's cache (default: 1000)",
-    )
-    parser.add_argument(
-        "--dialect",
-        default=LATEST.name,
-        metavar="NAME",
-        help="engine version whose events to publish (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rate",
-        type=_rate,
-        default=5.0,
-        metavar="N",
-        help="requests per second, over all ranks (default: 5); 0: only those that come over HTTP",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="seed for the requests (default: 1)"
-    )
-    parser.add_argument(
-        "--http",
-        type=_port,
-        metavar="PORT",
-        help="also answer completions over HTTP at this port of 127.0.0.1, as the engine of the "
-        "dialect would; 0 has the system choose",
-    )
-    parser.add_argument(
-        "--model",
-        default="fake-model",
-        metavar="NAME",
-        help="model that is served over HTTP; engines with one name serve one (default: "
-        "%(default)s)",
-    )
-    parser.add_argument(
-        "--seconds", type=seconds, metavar="S", help="end after S seconds (default: never)"
-    )
-    parser.set_defaults(run=run)
+    option(parser, "--http PORT", text, port)
+    text = "model that is served over HTTP; engines with one name serve one"
+    option(parser, "--model NAME", text, str, "fake-model")
+    option(parser, "--seconds S", "end after S seconds (default: never)", seconds)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve requests until the time is over, or Ctrl-C."""
+    ending = _Ending()
+    signals = dict.fromkeys((signal.SIGINT, signal.SIGTERM), ending.ask)
     with ExitStack() as stack:
-        ending = stack.enter_context(_Ending())
+        stack.enter_context(handled(signals))
         engines = [stack.enter_context(_engine(arguments, r)) for r in range(arguments.dp_size)]
         traffic = _Traffic(engines, arguments.seed)
         if arguments.rate:
@@ -137,13 +90,6 @@ def _rate(text: str) -> float:
     return value
 
 
-def _port(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() else -1
-    if not 0 <= number < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
-    return number
-
-
 def _engine(arguments: argparse.Namespace, dp_rank: int) -> FakeEngine:
     return FakeEngine(
         arguments.name,
@@ -158,22 +104,21 @@ def _engine(arguments: argparse.Namespace, dp_rank: int) -> FakeEngine:
 
 
 def _serve(traffic: _Traffic, ending: _Ending, arguments: argparse.Namespace) -> None:
-    """Serve at the rate asked for; say once a second what has been done."""
-    started = told = time.monotonic()
+    """Serve at the rate asked for; print once a second what has been served."""
+    started = printed_at = time.monotonic()
     until = started + (arguments.seconds or math.inf)
-    due, said = started if arguments.rate else math.inf, ""
+    due, printed = started if arguments.rate else math.inf, ""
     while not ending.asked and (now := time.monotonic()) < until:
-        if now >= told + 1.0:
-            told = now
-            summary = traffic.summary()
-            if summary != said:
+        if now >= printed_at + 1.0:
+            printed_at = now
+            if (summary := traffic.summary()) != printed:
                 print(summary, flush=True)
-            said = summary
+            printed = summary
         if now >= due:
             traffic.serve_next()
             due += 1 / arguments.rate
         else:
-            ending.wait(min(due, until, told + 1.0) - now)
+            ending.wait(min(due, until, printed_at + 1.0) - now)
 
 
 class _Traffic:
@@ -222,15 +167,14 @@ def _endless(seed: int) -> Iterator[Request]:
 
 
 class _Ending:
-    """Has Ctrl-C and SIGTERM end the command between two requests, and cut only its waiting short.
+    """Ends the command between two requests: a signal interrupts nothing but its waiting.
 
-    In the middle of a request they would leave an engine whose cache is half changed.
+    In the middle of a request it would leave an engine whose cache is half changed.
     """
 
     def __init__(self) -> None:
         self.asked = False
         self._waiting = False
-        self._before: dict[int, Any] = {}
 
     def wait(self, seconds: float) -> None:
         """Sleep; raises KeyboardInterrupt when a signal comes."""
@@ -241,17 +185,8 @@ class _Ending:
         finally:
             self._waiting = False
 
-    def _ask(self, signum: int, frame: FrameType | None) -> None:
+    def ask(self, _: int) -> None:
+        """Handle a signal."""
         self.asked = True
         if self._waiting:
             raise KeyboardInterrupt
-
-    def __enter__(self) -> _Ending:
-        if threading.current_thread() is threading.main_thread():  # only that one can
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self._before[signum] = signal.signal(signum, self._ask)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)

@@ -1,4 +1,9 @@
-"""`kvindex match`: which rank of running engines holds a prompt."""
+"""`kvindex match`: which rank of running engines holds a prompt.
+
+Connect, catch up by replay, and print how many leading tokens of a prompt each rank holds. Exit 0:
+some rank holds a block of it; 1: none does; 3: --require-live was given and a rank is not live. An
+engine always recomputes the last token: leave it out to predict its hit.
+"""
 
 from __future__ import annotations
 
@@ -7,57 +12,33 @@ import sys
 
 from kvindex import Match, NotLiveError, connect
 from kvindex.tools.cli.arguments import (
-    Commands,
-    add_cache_arguments,
-    add_prompt_arguments,
+    add_cache_options,
+    add_prompt_options,
     cache_of,
+    option,
     read_tokens,
     seconds,
 )
-from kvindex.tools.cli.endpoints import add_engine_arguments, engines_of
+from kvindex.tools.cli.endpoints import add_engine_options, engines_of
 from kvindex.tools.cli.output import counted, in_options, json_line, table
 
-__all__ = ["add_parser", "match_table"]
+__all__ = ["add_options", "match_table", "run"]
 
 _NOTHING_MATCHED = 1
 _NOT_LIVE = 3
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "match",
-        help=text,
-        description=(
-            "Connect, catch up by replay, and print how many leading tokens of a prompt each rank "
-            "holds. Exit 0: some rank holds a block of it; 1: none does; 3: --require-live was "
-            "given and a rank is not live."
-        ),
-        epilog="An engine always recomputes the last token: leave it out to predict its hit.",
-    )
-    parser.add_argument(
-        "tokens",
-        metavar="FILE",
-        help="token ids: a JSON list, or numbers separated by spaces or commas; - for stdin",
-    )
-    add_prompt_arguments(parser)
-    parser.add_argument(
-        "--wait",
-        type=seconds,
-        default=5.0,
-        metavar="S",
-        help="seconds to wait for every rank to be live (default: 5)",
-    )
-    parser.add_argument(
-        "--require-live", action="store_true", help="fail (exit 3) if a rank is not live by then"
-    )
-    parser.add_argument(
-        "--explain", action="store_true", help="say where each rank's match ends, and why"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_engine_arguments(parser)
-    add_cache_arguments(parser)
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
+    text = "token ids: a JSON list, or numbers separated by spaces or commas; - for stdin"
+    parser.add_argument("tokens", metavar="FILE", help=text)
+    add_prompt_options(parser)
+    option(parser, "--wait S", "seconds to wait for every rank to be live", seconds, 5.0)
+    option(parser, "--require-live", "fail (exit 3) if a rank is not live by then")
+    option(parser, "--explain", "say where each rank's match ends, and why")
+    option(parser, "--json", "print one JSON object")
+    add_engine_options(parser)
+    add_cache_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,14 @@
-"""`kvindex record`: what publishers send, frame by frame, to a file for each rank."""
+"""`kvindex record`: what publishers send, frame by frame, to a file for each rank.
+
+Write the frames that publishers send to files, untouched: one file for each rank, NAME.frames, or
+NAME-WORKER-DP.frames if there are several. Runs until Ctrl-C, which is its normal end (exit 0), as
+are --limit and --seconds. Exit 1: --replay was given and a replay did not reach its end. The files
+hold the prompts' tokens.
+"""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import re
 import sys
@@ -17,48 +22,30 @@ import zmq
 
 from kvindex import ConfigurationError, DecodeError, EncodeError, Rank, SocketOptions, Worker
 from kvindex.subscribe import PublisherAddress
-from kvindex.tools.cli.arguments import Commands, count, seconds
-from kvindex.tools.cli.endpoints import add_engine_arguments, asked_workers
+from kvindex.tools.cli.arguments import count, option, seconds
+from kvindex.tools.cli.endpoints import add_engine_options, asked_workers
 from kvindex.tools.cli.output import Progress, counted
 from kvindex.wire import RecordingWriter, parse_live, parse_replay, replay_request
 
-__all__ = ["add_parser", "file_names"]
+__all__ = ["add_options", "file_names", "run"]
 
 _BURST = 256  # messages taken from one socket before the others get their turn
 _SUFFIX = ".frames"
 _TELL_INTERVAL = 10.0  # seconds between two words on what a rank misses
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "record",
-        help=text,
-        description=(
-            "Write the frames that publishers send to files, untouched: one file for each rank, "
-            "NAME.frames, or NAME-WORKER-DP.frames if there are several. Runs until Ctrl-C, which "
-            "is its normal end (exit 0), as are --limit and --seconds. Exit 1: --replay was given "
-            "and a replay did not reach its end. The files hold the prompts' tokens."
-        ),
-    )
-    parser.add_argument("output", metavar="NAME", help="file to write; .frames is added if missing")
-    parser.add_argument("--limit", type=count, metavar="N", help="end after N messages in all")
-    parser.add_argument("--seconds", type=seconds, metavar="S", help="end after S seconds")
-    parser.add_argument(
-        "--replay",
-        action="store_true",
-        help="at the end, ask each replay endpoint for everything it still holds, and append it",
-    )
-    parser.add_argument(
-        "--replay-timeout",
-        type=seconds,
-        default=5.0,
-        metavar="S",
-        help="give a replay up after S seconds without a reply (default: 5)",
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite files that exist")
-    add_engine_arguments(parser)
-    parser.set_defaults(run=run, log_from=logging.WARNING)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
+    text = "file to write; .frames is added if missing"
+    parser.add_argument("output", metavar="NAME", help=text)
+    option(parser, "--limit N", "end after N messages in all", count)
+    option(parser, "--seconds S", "end after S seconds", seconds)
+    text = "at the end, ask each replay endpoint for everything it still holds, and append it"
+    option(parser, "--replay", text)
+    text = "give a replay up after S seconds without a reply"
+    option(parser, "--replay-timeout S", text, seconds, 5.0)
+    option(parser, "--force", "overwrite files that exist")
+    add_engine_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,16 +1,18 @@
-"""One recording, in order as its publisher numbered it."""
+"""Recordings: one publisher's each, in the order in which it numbered its batches."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvindex import (
     CacheSettings,
+    ConfigurationError,
     DecodeError,
     EventBatch,
     Rank,
@@ -20,9 +22,9 @@ from kvindex import (
     RankRestarted,
     StreamItem,
 )
+from kvindex.tools.cli.arguments import cache_of
 from kvindex.tools.cli.output import Progress
 from kvindex.wire import (
-    LiveFrame,
     RecordedMessage,
     decode_batch,
     parse_live,
@@ -30,21 +32,45 @@ from kvindex.wire import (
     read_recording,
 )
 
-__all__ = ["Recorded"]
+__all__ = ["Recorded", "recordings_of"]
+
+
+def recordings_of(arguments: argparse.Namespace, *, on_loss: str) -> list[Recorded]:
+    """Return the recordings that a command's arguments name.
+
+    Raises:
+        ConfigurationError: a file cannot be opened, or two would be one worker.
+    """
+    stems: dict[str, Path] = {}
+    for path in arguments.files:
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+        other = stems.setdefault(path.stem, path)
+        if other is not path:
+            raise ConfigurationError(
+                f"{other} and {path} would both be the worker {path.stem!r}: rename one"
+            )
+    cache = cache_of(arguments)
+    return [
+        Recorded(path, on_loss=on_loss, with_replayed=arguments.with_replayed, cache=cache)
+        for path in arguments.files
+    ]
 
 
 class Recorded:
-    """Reads one publisher's recording: what came twice once, gaps and restarts noticed.
+    """Reads one publisher's recording: duplicates are dropped, gaps and restarts are noted.
 
     A lower or equal number with a newer timestamp is a restart, with another one a duplicate.
 
     Args:
         path: the recording; its stem names the worker.
-        on_loss: at a gap, "reset" has what the rank held dropped, "keep" has it kept.
-        cache: what the events leave unsaid of the publisher's cache.
+        on_loss: at a gap, "reset" drops what the rank held, "keep" keeps it.
+        with_replayed: fill what the live records lack from the replay replies.
+        cache: what the events do not report of the publisher's cache.
 
     Attributes:
-        ranks: the ranks that its batches name, sorted.
         seq: number of the last applied batch.
         complete: whether every batch since the publisher's first was applied.
         counters: `live`, `replies`: records; `applied`: batches; `duplicates`, `restarts`; `gaps`
@@ -54,19 +80,16 @@ class Recorded:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        on_loss: Literal["reset", "keep"],
-        cache: CacheSettings | None = None,
+        self, path: Path, *, on_loss: str, with_replayed: bool, cache: CacheSettings
     ) -> None:
         self.path = path
         self.seq: int | None = None
         self.complete = False
         self.counters: Counter[str] = Counter()
         self.error = ""
-        self._on_loss = on_loss
-        self._cache = cache or CacheSettings()
+        self._resets = on_loss == "reset"
+        self._with_replayed = with_replayed
+        self._cache = cache
         self._ts = 0.0
         self._damaged = -1  # highest number of this epoch that could not be decoded
         self._ranks: set[Rank] = set()
@@ -74,39 +97,34 @@ class Recorded:
         self._items: list[StreamItem] = []  # not handed on yet
 
     @property
-    def records(self) -> int:
-        """How many records were read."""
-        return self.counters["live"] + self.counters["replies"]
-
-    @property
     def ranks(self) -> list[Rank]:
         """The ranks that its batches name, sorted; rank 0 if there is none."""
         return sorted(self._ranks) or [Rank(self.path.stem)]
 
-    def items(self, *, with_replayed: bool, progress: Progress) -> Iterator[StreamItem]:
+    def items(self, progress: Progress) -> Iterator[StreamItem]:
         """Yield what an event stream would have yielded of the whole file, in order.
 
+        A file that is cut off, or no recording, is read as far as it goes: see `error`.
+
         Args:
-            with_replayed: fill what the live records lack from the replay replies.
-            progress: told how far it is.
+            progress: shows how far the reading is.
 
         Raises:
-            DecodeError: the file is cut off or no recording; what came before was yielded.
-            OSError: it cannot be read.
+            ConfigurationError: the file cannot be read.
         """
-        if with_replayed:
+        if self._with_replayed:
             self._collect_replies()
-        for message in self._messages(progress):
-            self.counters["live" if message.kind == "live" else "replies"] += 1
-            if message.kind == "live":
-                try:
-                    frame = parse_live(message.frames)
-                except DecodeError:
-                    self.counters["bad_frames"] += 1
-                else:
-                    self._live(frame)
+        try:
+            for message in self._messages(progress):
+                self.counters["live" if message.kind == "live" else "replies"] += 1
+                if message.kind == "live":
+                    self._live(message.frames)
                     yield from self._taken()
-        self._finish()
+            self._finish()
+        except DecodeError as error:
+            self.error = str(error)
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {self.path}: {error}") from error
         yield from self._taken()
 
     def _taken(self) -> list[StreamItem]:
@@ -136,11 +154,16 @@ class Recorded:
                         replies[reply.seq] = decode_batch(reply.payload)
                 except DecodeError:
                     continue  # `items` counts it
-        except DecodeError:
-            pass  # `items` meets it too, and raises
+        except (DecodeError, OSError):
+            pass  # `items` meets it too
         self._replies = {seq: batch for seq, batch in replies.items() if seq not in live}
 
-    def _live(self, frame: LiveFrame) -> None:
+    def _live(self, frames: Sequence[bytes]) -> None:
+        try:
+            frame = parse_live(frames)
+        except DecodeError:
+            self.counters["bad_frames"] += 1
+            return
         try:
             batch = decode_batch(frame.payload)
         except DecodeError:
@@ -176,7 +199,8 @@ class Recorded:
         for number in sorted(n for n in self._replies if first <= n < seq):
             if self._ts <= self._replies[number].ts <= ts:  # of this epoch of the publisher
                 missing += self._lost(number)
-                self._fill(number)
+                self.counters["filled"] += 1
+                self._apply(number, self._replies.pop(number))
         missing += self._lost(seq)
         self.counters["gaps"] += bool(missing)
 
@@ -189,27 +213,19 @@ class Recorded:
         if missing:
             self.counters["lost"] += missing
             self.complete = False
-            reset = self._on_loss == "reset"
-            self.counters["resets"] += reset
-            lost = (self.counters["restarts"], "not_recorded", self.seq + 1, seq - 1, reset)
+            self.counters["resets"] += self._resets
+            lost = (self.counters["restarts"], "not_recorded", self.seq + 1, seq - 1, self._resets)
             self._items += [RankLost(rank, *lost) for rank in self._ranks]
         return missing
 
-    def _fill(self, seq: int) -> None:
-        self.counters["filled"] += 1
-        self._apply(seq, self._replies.pop(seq))
-
     def _apply(self, seq: int, batch: EventBatch) -> None:
         rank = Rank(self.path.stem, batch.data_parallel_rank or 0)
-        self._know(rank)
-        self._items.append(RankBatch(rank, self.counters["restarts"], seq, batch, False))
-        self.seq, self._ts = seq, batch.ts
-        self.counters["applied"] += 1
-
-    def _know(self, rank: Rank) -> None:
         if rank not in self._ranks:
             self._ranks.add(rank)
             self._items.append(RankAdded(rank, self._cache))
+        self._items.append(RankBatch(rank, self.counters["restarts"], seq, batch, False))
+        self.seq, self._ts = seq, batch.ts
+        self.counters["applied"] += 1
 
     def statistics(self) -> dict[str, int]:
         """Return the counters, those at zero included."""

@@ -1,4 +1,11 @@
-"""`kvindex replay`: recorded frames into an index, and what is resident then."""
+"""`kvindex replay`: recorded frames into an index, and what is resident then.
+
+Apply recorded frames in order and print what each rank holds then. A file is one publisher's; its
+name without suffix is the worker's name. What a live subscription counts is counted here too:
+batches that come twice, gaps, restarts, batches that cannot be decoded. Exit 1: a file is cut off,
+and what came before that byte is applied and printed, or it is no recording. Exit 2: a file cannot
+be opened.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from kvindex import (
-    ConfigurationError,
-    DecodeError,
     Index,
     Rank,
     RankAdded,
@@ -19,84 +24,56 @@ from kvindex import (
     StreamItem,
 )
 from kvindex.tools.cli.arguments import (
-    Commands,
-    add_cache_arguments,
-    add_prompt_arguments,
-    cache_of,
+    add_cache_options,
+    add_prompt_options,
+    option,
     read_tokens,
 )
 from kvindex.tools.cli.match import match_table
 from kvindex.tools.cli.output import Progress, counted, json_line, table
-from kvindex.tools.cli.recorded import Recorded
+from kvindex.tools.cli.recorded import Recorded, recordings_of
 
-__all__ = ["add_parser", "check_names"]
+__all__ = ["add_options", "run"]
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "replay",
-        help=text,
-        description=(
-            "Apply recorded frames in order and print what each rank holds then. A file is one "
-            "publisher's; its name without suffix is the worker's name. What a live subscription "
-            "counts is counted here too: batches that come twice, gaps, restarts, batches that "
-            "cannot be decoded. Exit 1: a file is cut off, and what came before that byte is "
-            "applied and printed, or it is no recording. Exit 2: a file cannot be opened."
-        ),
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
     parser.add_argument("files", nargs="+", metavar="FILE", type=Path, help="a recording")
-    parser.add_argument(
-        "--with-replayed",
-        action="store_true",
-        help="fill gaps, and what is missing at both ends, from the replay replies in the file",
-    )
-    parser.add_argument(
-        "--on-loss",
-        choices=("reset", "keep"),
-        default="reset",
-        help="at a gap, drop what the rank held, since removals may be lost (default), or keep it",
-    )
-    parser.add_argument(
-        "--probe", metavar="TOKENS", help="then match the prompt in this file (- for stdin)"
-    )
-    add_cache_arguments(parser)
-    add_prompt_arguments(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, with every resident block"
-    )
-    parser.set_defaults(run=run)
+    text = "fill gaps, and what is missing at both ends, from the replay replies in the file"
+    option(parser, "--with-replayed", text)
+    text = "at a gap, drop what the rank held, since removals may be lost, or keep it"
+    option(parser, "--on-loss", text, ("reset", "keep"), "reset")
+    option(parser, "--probe TOKENS", "then match the prompt in this file (- for stdin)")
+    add_cache_options(parser)
+    add_prompt_options(parser)
+    option(parser, "--json", "print one JSON object, with every resident block")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Apply each file, then print what is resident."""
-    check_names(arguments.files)
+    recordings = recordings_of(arguments, on_loss=arguments.on_loss)
     prompt = None if arguments.probe is None else read_tokens(arguments.probe)
     index = Index()
-    recordings = []
     progress = Progress()
-    for path in arguments.files:
-        recorded = Recorded(path, on_loss=arguments.on_loss, cache=cache_of(arguments))
-        recordings.append(recorded)
-        try:
-            for item in recorded.items(with_replayed=arguments.with_replayed, progress=progress):
-                _apply(index, item)
-        except DecodeError as error:
-            recorded.error = str(error)
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {path}: {error}") from error
-        finally:
-            progress.clear()
+    for recorded in recordings:
+        for item in recorded.items(progress):
+            _apply(index, item)
+        progress.clear()
         for rank in recorded.ranks:
             index.add(rank)
     for recorded in recordings:
         if recorded.error:
             print(f"kvindex replay: {recorded.path}: {recorded.error}", file=sys.stderr)
-    readable = [one for one in recordings if one.records or not one.error]
+    readable = [
+        recorded
+        for recorded in recordings
+        if not recorded.error or recorded.counters["live"] + recorded.counters["replies"]
+    ]
     if arguments.json or readable:
         _print(arguments, index, recordings if arguments.json else readable, prompt)
-    for recorded in readable:
-        _hint(recorded, with_replayed=arguments.with_replayed)
+    if not arguments.with_replayed:
+        for recorded in readable:
+            _hint(recorded)
     return 1 if any(recorded.error for recorded in recordings) else 0
 
 
@@ -109,25 +86,10 @@ def _apply(index: Index, item: StreamItem) -> None:
         index.tree(item.rank).clear()
 
 
-def check_names(paths: list[Path]) -> None:
-    """Raise ConfigurationError unless each file can be opened and names a worker of its own."""
-    stems: dict[str, Path] = {}
-    for path in paths:
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-        other = stems.setdefault(path.stem, path)
-        if other is not path:
-            raise ConfigurationError(
-                f"{other} and {path} would both be the worker {path.stem!r}: rename one"
-            )
-
-
-def _hint(recorded: Recorded, *, with_replayed: bool) -> None:
-    """Say on stderr where replies that are in the file could fill what is missing."""
+def _hint(recorded: Recorded) -> None:
+    """Print on stderr where replies that are in the file could fill what is missing."""
     replies = recorded.counters["replies"]
-    if replies and not with_replayed and not recorded.complete:
+    if replies and not recorded.complete:
         print(
             f"{recorded.path}: it has {counted(replies, 'replay reply', 'replay replies')}, too: "
             "--with-replayed fills with them what is missing",
@@ -181,8 +143,8 @@ def _rank_report(index: Index, rank: Rank, recorded: Recorded) -> dict[str, Any]
 
 def _row(index: Index, rank: Rank, recorded: Recorded) -> tuple[object, ...]:
     statistics = index.tree(rank).statistics()
-    told = ("gaps", "lost", "resets", "filled", "duplicates", "restarts", "undecodable")
-    noted = [f"{recorded.counters[name]} {name}" for name in (*told, "bad_frames")]
+    names = ("gaps", "lost", "resets", "filled", "duplicates", "restarts", "undecodable")
+    noted = [f"{recorded.counters[name]} {name}" for name in (*names, "bad_frames")]
     return (
         rank,
         statistics["blocks"],

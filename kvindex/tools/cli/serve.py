@@ -1,242 +1,170 @@
-"""`kvindex serve`: the index over HTTP, for routers in other languages and for whoever looks."""
+"""`kvindex serve`: the index over HTTP, for routers in other languages and for people.
+
+Subscribe, and answer over HTTP: /query as Dynamo's indexer, Mooncake and MindIE clients ask,
+/register, /workers, /ready, /metrics, /events, and a page at /. Workers come from options, a file,
+discovery, or POST /register. Needs the extra packages of kvindex[server]. Runs until SIGTERM or
+Ctrl-C, its normal ends (exit 0); a second one ends it at once. Exit 1: it cannot listen, or --state
+names a file that it cannot continue from, or could not write at the end.
+"""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from kvindex import CacheSettings, ConfigurationError, Worker
-from kvindex.tools.cli.arguments import Commands, add_cache_arguments, cache_of, count, seconds
-from kvindex.tools.cli.endpoints import WORKER_FORM, add_worker_arguments, parse_worker, workers_of
+from kvindex.tools.cli.arguments import (
+    Options,
+    add_cache_options,
+    cache_of,
+    count,
+    option,
+    port,
+    seconds,
+)
+from kvindex.tools.cli.endpoints import (
+    WORKER_FORM,
+    add_engine_options,
+    parse_worker,
+    workers_of,
+)
 from kvindex.tools.cli.output import counted
+from kvindex.tools.cli.signals import handled
 
-__all__ = ["add_parser", "options_of", "sources_of"]
+__all__ = ["add_options", "options_of", "run", "sources_of"]
 
 _OWN_KEYS = ("model", "routing_group", "block_size")
 _SETTINGS = (
-    "host",
-    "port",
-    "processes",
-    "model",
-    "routing_group",
-    "block_size",
-    "token_file",
-    "insecure",
-    "tls_cert",
-    "tls_key",
-    "allowed_hosts",
-    "register_networks",
-    "state",
-    "save_every",
-    "warm_from",
-    "shutdown_within",
-    "dialect",
-    "hash_queries",
-    "tokenizer",
-    "compat_metrics",
+    *("host", "port", "processes", "shutdown_within", "dialect", "hash_queries", "tokenizer"),
+    *("compat_metrics", "token_file", "insecure", "tls_cert", "tls_key", "allowed_hosts"),
+    *("register_networks", "state", "save_every", "warm_from"),
+    *("model", "routing_group", "block_size"),
 )
 _MOST_MISSING = 5  # engines that the first lines name
 _LIMITS = ("body_bytes", "tokens", "ranks", "ranks_per_instance", "streams", "connections")
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "serve",
-        help=text,
-        description=(
-            "Subscribe, and answer over HTTP: /query as Dynamo's indexer, Mooncake and MindIE "
-            "clients ask, /register, /workers, /ready, /metrics, /events, and a page at /. Workers "
-            "come from options, a file, discovery, or POST /register. Needs the extra packages of "
-            "kvindex[server]. Runs until SIGTERM or Ctrl-C, its normal ends (exit 0); a second one "
-            "ends it at once. Exit 1: it cannot listen, or --state names a file that it cannot "
-            "continue from, or could not write at the end."
-        ),
-        argument_default=argparse.SUPPRESS,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options; defaults of settings are those of `ServeSettings`."""
+    _add_listening(parser.add_argument_group("listening"))
+    _add_access(
+        parser.add_argument_group(
+            "access",
+            "Beyond loopback, a token is required: a file, or KVINDEX_TOKEN. Never argv.",
+        )
     )
-    _add_listening(parser)
-    _add_access(parser)
-    _add_state(parser)
-    _add_limits(parser)
-    workers = parser.add_argument_group(
-        "workers", f"A --worker may also have ,{'=…,'.join(_OWN_KEYS)}=… and ,label.KEY=…"
-    )
-    workers.add_argument(
-        "--config", metavar="FILE", default=None, help="settings and workers; TOML, followed"
-    )
-    workers.add_argument("--model", help="what workers serve that do not say (default: default)")
-    workers.add_argument("--routing-group", metavar="NAME", help="their group (default: default)")
-    workers.add_argument(
-        "--block-size", type=count, metavar="TOKENS", help="of their blocks; events tell it anyway"
-    )
-    parser.argument_default = None
-    _add_discovery(parser)
-    add_worker_arguments(parser)
-    add_cache_arguments(parser)
-    parser.add_argument(
-        "--max-blocks-per-rank",
-        type=count,
-        default=None,
-        metavar="N",
-        help="most blocks kept of one rank (default: 10,000,000)",
-    )
-    parser.set_defaults(run=run, log_from=logging.WARNING)
-
-
-def _add_listening(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("listening")
-    group.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
-    group.add_argument("--port", type=_port, help="its port; 0: any (default: 8090)")
-    group.add_argument("--processes", type=count, metavar="N", help="that answer HTTP (default: 1)")
-    group.add_argument(
-        "--shutdown-within", type=seconds, metavar="S", help="for open requests (default: 10)"
-    )
-    group.add_argument(
-        "--dialect",
-        choices=("auto", "dynamo", "rfc", "motor", "conductor"),
-        help="of queries (default: auto, told by each query)",
-    )
-    group.add_argument(
-        "--hash-queries", choices=("xxh3",), help="answer /query_by_hash, by a second index"
-    )
-    group.add_argument(
-        "--tokenizer", metavar="URL", help="engine that turns text into tokens, for /api/explain"
-    )
-    group.add_argument(
-        "--compat-metrics", action="store_true", help="add the metric names of Dynamo's indexer"
-    )
-
-
-def _add_access(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "who may ask", "Beyond loopback, a token is wanted: a file, or KVINDEX_TOKEN. Never argv."
-    )
-    group.add_argument("--token-file", metavar="FILE", help="tokens, each on a line of its own")
-    group.add_argument("--insecure", action="store_true", help="want no token beyond loopback")
-    group.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
-    group.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
-    group.add_argument(
-        "--allowed-host",
-        action="append",
-        dest="allowed_hosts",
-        metavar="NAME",
-        help="that a Host header may have, besides localhost and addresses; *.NAME; repeatable",
-    )
-    group.add_argument(
-        "--register-network",
-        action="append",
-        dest="register_networks",
-        metavar="CIDR",
-        help="where workers that register may be: 10.0.0.0/8, or loopback, private, any; "
-        "repeatable (default: loopback if the server is there, else none)",
-    )
-
-
-def _add_state(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("state")
-    group.add_argument(
-        "--state", metavar="FILE", help="continue from this file if it exists, and keep it current"
-    )
-    group.add_argument(
-        "--save-every", type=seconds, metavar="S", help="between two savings (default: 60)"
-    )
-    group.add_argument(
-        "--warm-from", metavar="URL", help="begin with the snapshot of another kvindex serve"
-    )
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("limits")
-    for option, name, unit, what in (
-        ("--max-body", "body_bytes", "BYTES", "of a request (default: 8 MiB)"),
-        ("--max-tokens", "tokens", "N", "of a query (default: 1,048,576)"),
-        ("--max-ranks", "ranks", "N", "that are registered (default: 4,096)"),
-        ("--max-ranks-per-instance", "ranks_per_instance", "N", "of them (default: 1,024)"),
-        ("--max-streams", "streams", "N", "open /events connections (default: 64)"),
-        ("--max-connections", "connections", "N", "for each process (default: 4,096)"),
+    _add_state(parser.add_argument_group("state"))
+    limits = parser.add_argument_group("limits")
+    for form, name, text in (
+        ("--max-body BYTES", "body_bytes", "of a request (default: 8 MiB)"),
+        ("--max-tokens N", "tokens", "of a query (default: 1,048,576)"),
+        ("--max-ranks N", "ranks", "that are registered (default: 4,096)"),
+        ("--max-ranks-per-instance N", "ranks_per_instance", "of them (default: 1,024)"),
+        ("--max-streams N", "streams", "open /events connections (default: 64)"),
+        ("--max-connections N", "connections", "for each process (default: 4,096)"),
     ):
-        group.add_argument(option, dest=name, type=count, metavar=unit, help=what)
+        option(limits, form, text, count, dest=name)
+    text = f"A --worker may also have ,{'=…,'.join(_OWN_KEYS)}=… and ,label.KEY=…"
+    workers = parser.add_argument_group("workers", text)
+    option(workers, "--config FILE", "settings and workers; TOML, followed")
+    text = "model of workers that name none (default: default)"
+    option(workers, "--model MODEL", text)
+    option(workers, "--routing-group NAME", "their group (default: default)")
+    text = "tokens of their blocks; events report it anyway"
+    option(workers, "--block-size TOKENS", text, count)
+    text = "Engines that come, go, move and grow are followed. --config has more settings."
+    _add_discovery(parser.add_argument_group("discovery", text))
+    add_engine_options(parser)
+    add_cache_options(parser)
+    text = "most blocks kept of one rank (default: 10,000,000)"
+    option(parser, "--max-blocks-per-rank N", text, count)
 
 
-def _add_discovery(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "discovery",
-        "Engines that come, go, move and grow are followed. --config has more settings.",
+def _add_listening(group: Options) -> None:
+    option(group, "--host HOST", "address to listen at (default: 127.0.0.1)")
+    option(group, "--port PORT", "its port; 0: any (default: 8090)", port)
+    option(group, "--processes N", "that answer HTTP (default: 1)", count)
+    option(group, "--shutdown-within S", "for open requests (default: 10)", seconds)
+    text = "of queries (default: auto, detected for each query)"
+    option(group, "--dialect", text, ("auto", "dynamo", "rfc", "motor", "conductor"))
+    text = "answer /query_by_hash, by a second index"
+    option(group, "--hash-queries", text, ("xxh3",))
+    text = "engine that turns text into tokens, for /api/explain"
+    option(group, "--tokenizer URL", text)
+    option(group, "--compat-metrics", "add the metric names of Dynamo's indexer")
+
+
+def _add_access(group: Options) -> None:
+    option(group, "--token-file FILE", "tokens, each on a line of its own")
+    option(group, "--insecure", "require no token beyond loopback")
+    option(group, "--tls-cert FILE", "certificate chain, PEM")
+    option(group, "--tls-key FILE", "its private key, PEM")
+    text = "that a Host header may have, besides localhost and addresses; *.NAME"
+    option(group, "--allowed-host NAME", text, repeat=True, dest="allowed_hosts")
+    text = (
+        "where workers that register may be: 10.0.0.0/8, or loopback, private, any (default: "
+        "loopback if the server is there, else none)"
     )
-    group.add_argument(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="HTTP server of an engine, which is asked where it publishes; repeatable",
-    )
-    group.add_argument(
-        "--dns",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="each address of the URL's name is an engine; repeatable",
-    )
-    group.add_argument(
-        "--workers-file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a list of workers and engines, TOML or JSON, followed; repeatable",
-    )
-    group.add_argument(
-        "--k8s-preset",
-        choices=("llm-d", "aibrix", "vllm-production-stack"),
-        help="pods with the labels and ports of this system",
-    )
-    group.add_argument("--k8s-selector", metavar="LABELS", help="pods with these labels: app=vllm")
-    group.add_argument("--k8s-pool", metavar="NAME", help="pods of this InferencePool")
-    group.add_argument("--k8s-namespace", metavar="NAME", help="of the pods (default: our own)")
-    group.add_argument(
-        "--engine-token-file", metavar="FILE", help="the engines' API key, to ask them with"
-    )
+    option(group, "--register-network CIDR", text, repeat=True, dest="register_networks")
+
+
+def _add_state(group: Options) -> None:
+    text = "continue from this file if it exists, and keep it current"
+    option(group, "--state FILE", text)
+    option(group, "--save-every S", "between two savings (default: 60)", seconds)
+    option(group, "--warm-from URL", "begin with the snapshot of another kvindex serve")
+
+
+def _add_discovery(group: Options) -> None:
+    option(group, "--dns URL", "each address of the URL's name is an engine", repeat=True)
+    text = "a list of workers and engines, TOML or JSON, followed"
+    option(group, "--workers-file FILE", text, repeat=True)
+    presets = ("llm-d", "aibrix", "vllm-production-stack")
+    option(group, "--k8s-preset", "pods with the labels and ports of this system", presets)
+    option(group, "--k8s-selector LABELS", "pods with these labels: app=vllm")
+    option(group, "--k8s-pool NAME", "pods of this InferencePool")
+    option(group, "--k8s-namespace NAME", "of the pods (default: our own)")
+    text = "the engines' API key, to ask them with"
+    option(group, "--engine-token-file FILE", text)
 
 
 def sources_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the sources that the command line names, as [[discovery]] tables have them."""
-    found: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
     if arguments.engine:
-        found.append({"kind": "engines", "urls": arguments.engine})
-    found += [{"kind": "dns", "url": url} for url in arguments.dns]
-    found += [{"kind": "file", "path": path} for path in arguments.workers_file]
-    pods = {
-        name: getattr(arguments, f"k8s_{name}")
-        for name in ("preset", "selector", "pool", "namespace")
-        if getattr(arguments, f"k8s_{name}") is not None
-    }
+        sources.append({"kind": "engines", "urls": arguments.engine})
+    sources += [{"kind": "dns", "url": url} for url in arguments.dns]
+    sources += [{"kind": "file", "path": path} for path in arguments.workers_file]
+    names = ("preset", "selector", "pool", "namespace")
+    given = {name: getattr(arguments, f"k8s_{name}") for name in names}
+    pods = {name: value for name, value in given.items() if value is not None}
     if pods.keys() - {"namespace"}:
-        found.append({"kind": "kubernetes", **pods})
+        sources.append({"kind": "kubernetes", **pods})
     elif pods:
         raise ConfigurationError(
             "--k8s-namespace says where, not which pods: give --k8s-preset, --k8s-selector or "
             "--k8s-pool"
         )
-    return found
+    return sources
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the command line names, as `ServeSettings` has them, but limits."""
-    given = vars(arguments)
-    options = {name: given[name] for name in _SETTINGS if given.get(name) is not None}
+    values = {name: getattr(arguments, name) for name in _SETTINGS}
     return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None and value is not False and value != []
     }
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until it is ended."""
+    """Serve until a signal ends the command."""
     try:
         from kvindex.service.running import Running
     except ModuleNotFoundError as error:
@@ -248,9 +176,8 @@ def run(arguments: argparse.Namespace) -> int:
     from kvindex.service.serving import Serving
     from kvindex.service.sources import token_reader
 
-    serving = Serving(
-        arguments.config, options_of(arguments), _limits_of(arguments), cache_of(arguments)
-    )
+    limits = {name: value for name in _LIMITS if (value := getattr(arguments, name)) is not None}
+    serving = Serving(arguments.config, options_of(arguments), limits, cache_of(arguments))
     settings = serving.settings
     serving.add_workers(_workers(arguments))
     serving.add_discovery(sources_of(arguments))
@@ -263,25 +190,22 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         serving.begin(running)
-        with _ended_by_signals(running, serving.look):
-            _say(running)
+        ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), _end_of(running))
+        with handled(ends, to_the_end=True), handled({signal.SIGHUP: lambda _: serving.look()}):
+            _print_beginning(running)
             running.run()
     finally:
         saved = running.close()
     return 0 if saved else 1
 
 
-def _limits_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(arguments).items() if name in _LIMITS}
-
-
 def _workers(arguments: argparse.Namespace) -> list[tuple[Worker, dict[str, Any]]]:
-    """Return the workers of the command line, each with what else is said of it."""
+    """Return the workers of the command line, each with its further settings."""
     texts, details = [], {}
     for text in arguments.worker:
-        text, said = _split(text)
+        text, further = _split(text)
         texts.append(text)
-        details[parse_worker(text).name] = said
+        details[parse_worker(text).name] = further
     plain = argparse.Namespace(**{**vars(arguments), "worker": texts})
     cache: CacheSettings = cache_of(arguments)
     workers = workers_of(plain, cache, needed=False)
@@ -289,9 +213,9 @@ def _workers(arguments: argparse.Namespace) -> list[tuple[Worker, dict[str, Any]
 
 
 def _split(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a --worker text without what only this command knows, and that."""
+    """Return a --worker text without the settings that only this command has, and those."""
     kept: list[str] = []
-    said: dict[str, Any] = {}
+    further: dict[str, Any] = {}
     labels: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
@@ -300,14 +224,14 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
         elif key in _OWN_KEYS and equals and kept:
             if not value or (key == "block_size" and not value.isdigit()):
                 raise ConfigurationError(f"--worker {text!r}: {part!r} has no usable value")
-            said[key] = int(value) if key == "block_size" else value
+            further[key] = int(value) if key == "block_size" else value
         else:
             kept.append(part)
-    return ",".join(kept), {**said, "labels": labels}
+    return ",".join(kept), {**further, "labels": labels}
 
 
-def _say(running: Any) -> None:
-    """Say in plain words what is served, where the page is, and what to try next."""
+def _print_beginning(running: Any) -> None:
+    """Print what is served, where the page is, and what to try next."""
     settings = running.settings
     ranks = len(running.service.catalog.registrations)
     print(f"kvindex serves {counted(ranks, 'rank')} at {running.url}", flush=True)
@@ -333,29 +257,15 @@ def _say(running: Any) -> None:
         print(f"  {line}", flush=True)
 
 
-@contextmanager
-def _ended_by_signals(running: Any, look: Any) -> Iterator[None]:
-    """Have the first SIGTERM or Ctrl-C end the server, the second the process; SIGHUP looks."""
-    came: list[int] = []
+def _end_of(running: Any) -> Callable[[int], None]:
+    """Return a handler of signals: the first one ends the server, the second the process."""
+    ending: list[bool] = []
 
-    def end(number: int, _: object) -> None:
-        came.append(number)
-        if len(came) > 1:
+    def end(number: int) -> None:
+        if ending:
             os._exit(128 + number)
+        ending.append(True)
         print("ending; once more ends at once", file=sys.stderr, flush=True)
         running.stop()
 
-    wanted = {signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: lambda *_: look()}
-    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-    try:
-        yield
-    finally:
-        if not came:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
-    return int(text)
+    return end

@@ -1,4 +1,4 @@
-"""How long-running commands show the state of the ranks: each change, and a table of all."""
+"""The states of the ranks at a terminal: each change, and a table of all."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PATIENCE = 3.0  # seconds for ranks to become live before those that are not ar
 
 
 class StateChanges:
-    """Says on stderr when a rank becomes live or stops being live, and why.
+    """Reports on stderr when a rank becomes live or stops being live, and why.
 
     Args:
-        statuses: gives how all ranks stand.
-        first_live: whether to say that a rank is live for the first time.
+        statuses: returns the status of each rank.
+        first_live: whether to report that a rank is live for the first time.
     """
 
     def __init__(
@@ -28,18 +28,19 @@ class StateChanges:
     ) -> None:
         self._statuses = statuses
         self._patient_until = time.monotonic() + _PATIENCE
-        self._told: dict[Rank, State | None] = {}
+        self._reported: dict[Rank, State | None] = {}
         self._unknown = None if first_live else State.LIVE
 
-    def tell(self) -> None:
-        """Say what has changed since the last call."""
+    def report(self) -> None:
+        """Report what has changed since the last call."""
         patient = time.monotonic() < self._patient_until
         for rank, status in self._statuses().items():
-            told = self._told.get(rank, self._unknown)
             is_live = status.state is State.LIVE
-            if told is status.state or (patient and not is_live and rank not in self._told):
+            if self._reported.get(rank, self._unknown) is status.state or (
+                patient and not is_live and rank not in self._reported
+            ):
                 continue
-            self._told[rank] = status.state
+            self._reported[rank] = status.state
             why = "" if is_live else f": {in_options(status.reason)}"
             print(printable(f"{rank}: {status.state}{why}"), file=sys.stderr, flush=True)
 

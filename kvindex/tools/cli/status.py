@@ -1,4 +1,9 @@
-"""`kvindex status`: how the ranks of a running `kvindex fanout` stand."""
+"""`kvindex status`: how the ranks of a running `kvindex fanout` stand.
+
+Ask the `kvindex fanout` (or kvindex.index.replicas.FanOut) that listens at PATH how its ranks
+stand. Exit 0: it answered; 1: nothing answers at PATH; 3: --require-live was given and a rank is
+not live.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +11,21 @@ import argparse
 import json
 
 from kvindex.index.replicas import ask
-from kvindex.tools.cli.arguments import Commands, seconds
+from kvindex.tools.cli.arguments import option, seconds
 from kvindex.tools.cli.output import counted
 from kvindex.tools.cli.states import state_table
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 _NOT_LIVE = 3
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "status",
-        help=text,
-        description=(
-            "Ask the `kvindex fanout` (or kvindex.index.replicas.FanOut) that listens at PATH how "
-            "its ranks stand. Exit 0: it answered; 1: nothing answers at PATH; 3: --require-live "
-            "was given and a rank is not live."
-        ),
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
     parser.add_argument("path", metavar="PATH", help="the socket it listens at")
-    parser.add_argument(
-        "--wait",
-        type=seconds,
-        default=5.0,
-        metavar="S",
-        help="seconds to wait for its answer (default: 5)",
-    )
-    parser.add_argument(
-        "--require-live", action="store_true", help="fail (exit 3) if a rank is not live"
-    )
-    parser.add_argument("--json", action="store_true", help="print every counter as JSON")
-    parser.set_defaults(run=run)
+    option(parser, "--wait S", "seconds to wait for its answer", seconds, 5.0)
+    option(parser, "--require-live", "fail (exit 3) if a rank is not live")
+    option(parser, "--json", "print every counter as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

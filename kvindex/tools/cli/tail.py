@@ -1,9 +1,13 @@
-"""`kvindex tail`: every rank's events in order, as they come."""
+"""`kvindex tail`: every rank's events in order, as they come.
+
+Print every rank's event batches in order, one line each, with losses and restarts between them;
+first what the publisher still holds for replay. Runs until Ctrl-C, which is its normal end
+(exit 0), as are --limit and --seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import sys
 import time
@@ -11,32 +15,22 @@ from collections import Counter
 
 from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventStream
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted, RanksRenamed, StreamItem
-from kvindex.tools.cli.arguments import Commands, count, seconds
-from kvindex.tools.cli.endpoints import add_engine_arguments, asked_workers
+from kvindex.tools.cli.arguments import count, option, seconds
+from kvindex.tools.cli.endpoints import add_engine_options, asked_workers
 from kvindex.tools.cli.output import counted, json_line, printable
 from kvindex.tools.cli.states import StateChanges
 
-__all__ = ["add_parser", "describe", "time_of"]
+__all__ = ["add_options", "describe", "run", "time_of"]
 
 _LOOK = 0.5  # seconds between looks at which ranks are not live
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "tail",
-        help=text,
-        description=(
-            "Print every rank's event batches in order, one line each, with losses and restarts "
-            "between them; first what the publisher still holds for replay. Runs until Ctrl-C, "
-            "which is its normal end (exit 0), as are --limit and --seconds."
-        ),
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.add_argument("--limit", type=count, metavar="N", help="end after N lines")
-    parser.add_argument("--seconds", type=seconds, metavar="S", help="end after S seconds")
-    add_engine_arguments(parser)
-    parser.set_defaults(run=run, log_from=logging.WARNING)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
+    option(parser, "--json", "print one JSON object per line")
+    option(parser, "--limit N", "end after N lines", count)
+    option(parser, "--seconds S", "end after S seconds", seconds)
+    add_engine_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,7 +59,7 @@ def _print_items(stream: EventStream, arguments: argparse.Namespace, seen: Count
     changes = StateChanges(stream.subscriber.statuses)
     while (now := time.monotonic()) < until:
         if now >= look_at:
-            changes.tell()
+            changes.report()
             look_at = now + _LOOK
         try:
             item = stream.get(min(until, look_at) - now)

@@ -17,7 +17,7 @@ from kvindex.service.running import Running, own_directory
 from kvindex.service.serving import FixedSource
 from kvindex.service.settings import ServeSettings
 from kvindex.service.workers import target_of
-from kvindex.tools.cli.serve import _say
+from kvindex.tools.cli.serve import _print_beginning
 
 pytestmark = pytest.mark.service
 
@@ -43,7 +43,7 @@ def test_it_says_where_it_listens_and_names_a_few_of_many_that_are_missing(
         url="http://127.0.0.1:8090",
         port=8090,
     )
-    _say(running)
+    _print_beginning(running)
     said = capsys.readouterr().out
     assert said.count("not found yet: vllm-") == 5
     assert "and 59 more" in said

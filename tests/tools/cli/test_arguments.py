@@ -11,14 +11,14 @@ import pytest
 from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker
 from kvindex.tools.cli import main
 from kvindex.tools.cli.arguments import (
-    add_cache_arguments,
+    add_cache_options,
     cache_of,
     count,
     parse_tokens,
     read_tokens,
     seconds,
 )
-from kvindex.tools.cli.endpoints import add_worker_arguments, parse_worker, workers_of
+from kvindex.tools.cli.endpoints import add_engine_options, parse_worker, workers_of
 from kvindex.tools.cli.record import file_names
 
 pytestmark = pytest.mark.unit
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unit
 
 def workers(*argv: str) -> list[Worker]:
     parser = argparse.ArgumentParser()
-    add_worker_arguments(parser)
+    add_engine_options(parser)
     return workers_of(parser.parse_args(argv))
 
 
@@ -188,8 +188,8 @@ def test_two_ranks_never_share_a_recording() -> None:
 
 def test_cache_settings_are_given_to_each_worker() -> None:
     parser = argparse.ArgumentParser()
-    add_worker_arguments(parser)
-    add_cache_arguments(parser)
+    add_engine_options(parser)
+    add_cache_options(parser)
     text = "--worker a=tcp://h:1 --endpoint tcp://h:2 --eagle --upper-bound"
     text += " --group 1=sliding_window:64 --report-mode full --resets-connector"
     arguments = parser.parse_args(text.split())
