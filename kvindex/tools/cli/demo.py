@@ -13,11 +13,16 @@ import argparse
 import random
 import textwrap
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+import msgspec
+
 from kvindex import (
     Client,
+    EventBatch,
+    Index,
     Rank,
     RankStatus,
     ReplayPolicy,
@@ -26,10 +31,9 @@ from kvindex import (
     Worker,
     connect,
 )
+from kvindex.routing import Booking, Router
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, Request, Workload
 from kvindex.tools.cli.arguments import option, seconds
-from kvindex.tools.cli.gain import compare_routers
-from kvindex.tools.cli.narrator import Narrator
 from kvindex.tools.cli.output import Colour, painted, table, version_text
 from kvindex.wire import BlockHash
 
@@ -41,6 +45,9 @@ _FAULTS = Faults(live=LaneFaults(drop=0.03, duplicate=0.04, reorder=0.03))
 _INTERVAL = 0.02  # seconds between requests: what paces the demo
 _CATCH_UP = 8.0  # seconds that repair may take after the last request
 _MASK_64 = 2**64 - 1
+_ROUTED_ENGINES = 4
+_ROUTED_BLOCKS = 640  # of 16 tokens: too few for every conversation to be in every cache
+_ROUTED_OPEN = 8  # requests at a time
 
 _INTRODUCTION = """
 Two fake engines with two ranks each (a rank is one copy of the model with a
@@ -81,16 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
             )
         )
         client.wait_live(timeout=5.0)
-        narrator = Narrator(client)
-        narrator.say(f"live: {', '.join(map(str, client.ranks))}", "green")
+        narrator = _Narrator(client)
+        narrator.report(f"live: {', '.join(map(str, client.ranks))}", "green")
         requests = _traffic(fleet, narrator, arguments)
         for link in fleet.links.values():
             link.quiesce()
-        narrator.say(f"{len(requests)} requests served; no more faults, catching up")
+        narrator.report(f"{len(requests)} requests served; no more faults, catching up")
         caught_up = fleet.wait_until_applied(client, narrator)
         if not caught_up:
             for rank in client.ranks:
-                narrator.say(f"{rank}: {client.status(rank).reason or 'live'}", "red")
+                narrator.report(f"{rank}: {client.status(rank).reason or 'live'}", "red")
         _print_counts(fleet, client)
         equal = _print_truth(fleet, client)
         as_engines = _print_route(fleet, client, requests)
@@ -102,6 +109,62 @@ def run(arguments: argparse.Namespace) -> int:
         print(painted("\nResult: index and caches are NOT equal, see above.", "red"))
     print(_NEXT_STEPS)
     return 0 if good else 1
+
+
+class _Narrator:
+    """Prints a line for each gap, repair, loss, restart and disconnection of a client's ranks."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._started = time.monotonic()
+        self._statuses = _ageless({rank: client.status(rank) for rank in client.ranks})
+        self._latest: Mapping[Rank, RankStatus] = self._statuses
+        self._gaps: dict[Rank, RankStatus] = {}  # ranks with an open gap, as they were before it
+
+    def report(self, text: str, colour: Colour | None = None, *, mark: str = " ") -> None:
+        """Print a line with the time since the start."""
+        passed = time.monotonic() - self._started
+        print(painted(f"{passed:6.2f} s {mark} {text}", colour), flush=True)
+
+    def watch(self, seconds: float) -> None:
+        """Print changes, as they happen, for so long."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._client.wait_for(self._changed, left):
+                self._report_changes()
+
+    def _changed(self, statuses: Mapping[Rank, RankStatus]) -> bool:
+        self._latest = _ageless(statuses)
+        return any(self._latest[rank] != status for rank, status in self._statuses.items())
+
+    def _report_changes(self) -> None:
+        for rank, before in self._statuses.items():
+            now = self._statuses[rank] = self._latest[rank]
+            self._compare(rank, before, now)
+
+    def _compare(self, rank: Rank, before: RankStatus, now: RankStatus) -> None:
+        if before.connected and not now.connected:
+            self.report(f"{rank}: disconnected; its answers are flagged {now.state!s}", "red")
+        if now.connected and not before.connected:
+            self.report(f"{rank}: connected again; replay shows what was missed", "green")
+        if now.losses > before.losses:
+            self.report(f"{rank}: batches lost for good; its blocks are dropped", "red")
+        if now.restarts > before.restarts:
+            self._gaps.pop(rank, None)
+            self.report(f"{rank}: restart noticed; its blocks are dropped", "green")
+        elif now.gaps > before.gaps:
+            self._gaps.setdefault(rank, before)
+            self.report(f"{rank}: a gap after batch {before.seq}", "red")
+        if rank in self._gaps and now.state is State.LIVE:
+            asked = now.replays_asked > self._gaps.pop(rank).replays_asked
+            how = "by replay" if asked else "by late messages"
+            self.report(f"{rank}: repaired {how}, whole through batch {now.seq}", "green")
+
+
+def _ageless(statuses: Mapping[Rank, RankStatus]) -> dict[Rank, RankStatus]:
+    """Return the statuses without the ages, which change though nothing happens."""
+    replace = msgspec.structs.replace
+    return {rank: replace(status, last_event_age=None) for rank, status in statuses.items()}
 
 
 class _Fleet:
@@ -127,14 +190,14 @@ class _Fleet:
 
     def workers(self) -> list[Worker]:
         """The workers as a subscriber reaches them: through the links."""
-        found = []
+        workers = []
         for name in _DIALECTS:
             links = [link for rank, link in self.links.items() if rank.worker == name]
             replays = [link.replay_endpoint or "" for link in links]
-            found.append(Worker(name, [link.endpoint for link in links], replay=replays))
-        return found
+            workers.append(Worker(name, [link.endpoint for link in links], replay=replays))
+        return workers
 
-    def wait_until_applied(self, client: Client, narrator: Narrator) -> bool:
+    def wait_until_applied(self, client: Client, narrator: _Narrator) -> bool:
         """Wait until every rank is live at its engine's last batch; return whether it came so."""
         until = time.monotonic() + _CATCH_UP
         while not (done := client.wait_for(self._applied, 0.0)) and time.monotonic() < until:
@@ -149,7 +212,7 @@ class _Fleet:
 
 
 def _traffic(
-    fleet: _Fleet, narrator: Narrator, arguments: argparse.Namespace
+    fleet: _Fleet, narrator: _Narrator, arguments: argparse.Namespace
 ) -> list[tuple[Rank, Request]]:
     """Serve requests for some seconds, restart one rank and cut another off meanwhile."""
     restarted, cut = Rank("sglang-0", 1), Rank("vllm-0", 1)
@@ -168,15 +231,15 @@ def _traffic(
         if passed >= duration:
             break
         if script and passed >= script[0][0] * duration:
-            _, told, do = script.pop(0)
-            narrator.say(told, "yellow", mark="!")
+            _, text, do = script.pop(0)
+            narrator.report(text, "yellow", mark="!")
             do()
         rank = choose.choice(ranks)
         fleet.engines[rank].serve(request.token_ids, new_tokens=request.new_tokens)
         served.append((rank, request))
         narrator.watch(_INTERVAL)
-    for _, told, do in script:  # a machine too slow to reach them in time
-        narrator.say(told, "yellow", mark="!")
+    for _, text, do in script:  # a machine too slow to reach them in time
+        narrator.report(text, "yellow", mark="!")
         do()
     return served
 
@@ -216,11 +279,11 @@ def _print_route(fleet: _Fleet, client: Client, requests: Sequence[tuple[Rank, R
     match, tokens = max(matches, key=lambda pair: pair[0].best.tokens if pair[0].best else 0)
     rows = []
     agree = match.best is not None
-    for found in match:
-        own = fleet.engines[found.rank].lookup(tokens).tokens
-        agree = agree and own == found.tokens
-        best = "<- send it here" if match.best and found.rank == match.best.rank else ""
-        rows.append((found.rank, found.tokens, own, found.state or "-", best))
+    for held in match:
+        own = fleet.engines[held.rank].lookup(tokens).tokens
+        agree = agree and own == held.tokens
+        best = "<- send it here" if match.best and held.rank == match.best.rank else ""
+        rows.append((held.rank, held.tokens, own, held.state or "-", best))
     print(f"\nA prompt of {len(tokens)} tokens, and how many of them each rank holds:")
     shown = table(("rank", "by the index", "by its engine", "state", ""), rows)
     print(_with_colours(shown, {"<- send it here": "bold"}))
@@ -247,16 +310,56 @@ def _print_counts(fleet: _Fleet, client: Client) -> None:
 
 def _print_gain(seed: int) -> None:
     """Show what the answers are good for: less to compute, on the same requests."""
-    asking, in_turn = outcomes = compare_routers(seed)
+    requests = Workload(
+        600,
+        seed=seed,
+        system_prompts=6,
+        system_tokens=384,
+        turn_tokens=160,
+        new_tokens=96,
+        max_tokens=2_400,
+    )
+    policies = {"by prefix and load": "kvindex", "round-robin": "round-robin"}
+    outcomes = {name: _routed(requests, policy, seed) for name, policy in policies.items()}
     rows = [
-        (one.router, f"{one.hit_rate:.1%}", f"{one.computed:,}", f"{one.busiest:,}")
-        for one in outcomes
+        (name, f"{hit_rate:.1%}", f"{computed:,}", f"{busiest:,}")
+        for name, (hit_rate, computed, busiest) in outcomes.items()
     ]
     print("\nThe same 600 requests, sent to four engines with small caches by two routers:")
     shown = table(("router", "cached", "tokens to compute", "busiest engine"), rows)
-    print(_with_colours(shown, {asking.router: "bold"}))
-    saved = 1 - asking.computed / in_turn.computed
+    print(_with_colours(shown, {"by prefix and load": "bold"}))
+    (_, by_prefix, _), (_, in_turn, _) = outcomes.values()
+    saved = 1 - by_prefix / in_turn
     print(painted(f"A router that asks kvindex leaves {saved:.0%} less to compute.", "green"))
+
+
+def _routed(requests: Workload, policy: str, seed: int) -> tuple[float, int, int]:
+    """Serve requests as a router of this policy sends them, on fresh engines.
+
+    Returns the share of prompt tokens that were cached where they were sent, how many were
+    computed, and how many of these by the busiest engine.
+    """
+    ranks = [Rank(f"vllm-{number}") for number in range(_ROUTED_ENGINES)]
+    engines = {r: FakeEngine(r.worker, num_blocks=_ROUTED_BLOCKS, publish=False) for r in ranks}
+    index = Index()
+    for rank in ranks:
+        index.add(rank)
+    router = Router(index, policy=policy, seed=seed)
+    prompt_tokens = 0
+    computed = dict.fromkeys(ranks, 0)
+    opened: deque[Booking] = deque()
+    for request in requests:
+        if len(opened) == _ROUTED_OPEN:
+            opened.popleft().finish()
+        booking = router.reserve(request.token_ids)
+        opened.append(booking)
+        engine = engines[booking.rank]
+        served = engine.serve(request.token_ids, new_tokens=request.new_tokens)
+        index.apply(booking.rank, EventBatch(0.0, list(engine.events)))
+        prompt_tokens += served.prompt_tokens
+        computed[booking.rank] += served.prompt_tokens - served.hit_tokens
+    total = sum(computed.values())
+    return 1 - total / prompt_tokens, total, max(computed.values())
 
 
 def _with_colours(text: str, colours: Mapping[str, Colour]) -> str:

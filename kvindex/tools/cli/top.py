@@ -1,129 +1,224 @@
-"""`kvindex top`: the fleet at a terminal, kept up to date; through a pipe, once."""
+"""`kvindex top`: the fleet at a terminal, kept up to date; through a pipe, once.
+
+Show totals and a table of the ranks: of a running `kvindex serve`, named by its URL, or of engines
+that this command subscribes to by itself. At a terminal it goes on until q or Ctrl-C; else it
+prints the fleet once. Keys: s state, n name, l lag, a age, b blocks, g gaps, o losses, e restarts,
+r reverses, arrows and Page Down scroll, / finds, w shows why ranks are not well, q ends.
+"""
 
 from __future__ import annotations
 
 import argparse
-import logging
+import os
+import ssl
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Final
+from typing import Final, Protocol
 
-from kvindex import ConfigurationError, State, connect
+import msgspec
+
+from kvindex import Client, ConfigurationError, KVIndexError, State, connect
 from kvindex.service.overview import Fleet, overview
-from kvindex.tools.cli.arguments import Commands, count, seconds
-from kvindex.tools.cli.endpoints import add_engine_arguments, engines_of
-from kvindex.tools.cli.fleet_table import SORTS
-from kvindex.tools.cli.service_fleet import ServiceFleet
+from kvindex.subscribe.discovery.web import Web
+from kvindex.tools.cli.arguments import count, option, seconds
+from kvindex.tools.cli.endpoints import add_engine_options, engines_of
+from kvindex.wire.errors import DiscoveryError
 
-__all__ = ["add_parser"]
+__all__ = ["SORTS", "ServiceError", "ServiceFleet", "add_options", "run"]
+
+SORTS: Final = {
+    "state": "s",
+    "name": "n",
+    "lag": "l",
+    "age": "a",
+    "blocks": "b",
+    "gaps": "g",
+    "losses": "o",
+    "restarts": "e",
+}
+"""What ranks can be sorted by, and the key for it."""
 
 _MISSING: Final = "kvindex top needs the package rich: pip install 'kvindex[server]'"
+_FLEET: Final = "/api/fleet"
+_TIMEOUT: Final = 10.0  # seconds for a whole answer
+_SILENCE: Final = 30.0  # seconds; a service sends something every 10
+_MOST_BYTES: Final = 64 << 20
+_MOST_LINE: Final = 8 << 20
+_AGAIN: Final = 2.0  # seconds between two attempts to listen
 
 
-def add_parser(commands: Commands, text: str) -> None:
-    """Add this command to the command line, with `text` in the list of commands."""
-    parser = commands.add_parser(
-        "top",
-        help=text,
-        description=(
-            "Show totals and a table of the ranks: of a running `kvindex serve`, named by its URL, "
-            "or of engines that this command subscribes to by itself. At a terminal it goes on "
-            "until q or Ctrl-C; else it prints the fleet once. Keys: "
-            + ", ".join(f"{key} {sort}" for sort, key in SORTS.items())
-            + ", r reverses, arrows and Page Down scroll, / finds, w says why ranks are not well, "
-            "q ends."
-        ),
-    )
-    parser.add_argument(
-        "url",
-        nargs="?",
-        metavar="URL",
-        help="of a service, e.g. http://127.0.0.1:8090 (its token: KVINDEX_TOKEN)",
-    )
-    parser.add_argument(
-        "--cacert",
-        metavar="FILE",
-        help="authorities to trust for https, as PEM (default: the system's, or SSL_CERT_FILE)",
-    )
-    parser.add_argument(
-        "--sort",
-        choices=tuple(SORTS),
-        default="state",
-        help="by what the table is sorted: worst, most or longest first (default: state)",
-    )
-    parser.add_argument("-n", "--ranks", type=count, metavar="N", help="show N ranks at most")
-    parser.add_argument(
-        "--every",
-        type=seconds,
-        default=1.0,
-        metavar="S",
-        help="seconds between two looks; a change of state is shown at once (default: 1)",
-    )
-    parser.add_argument(
-        "--wait",
-        type=seconds,
-        default=3.0,
-        metavar="S",
-        help="seconds to wait for engines to be live before the fleet is printed once (default: 3)",
-    )
-    add_engine_arguments(parser)
-    parser.set_defaults(run=run, log_from=logging.ERROR)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options."""
+    text = "of a service, e.g. http://127.0.0.1:8090 (its token: KVINDEX_TOKEN)"
+    parser.add_argument("url", nargs="?", metavar="URL", help=text)
+    text = "authorities to trust for https, as PEM (default: the system's, or SSL_CERT_FILE)"
+    option(parser, "--cacert FILE", text)
+    text = "by what the table is sorted: worst, most or longest first"
+    option(parser, "--sort", text, tuple(SORTS), "state")
+    option(parser, "-n --ranks N", "show N ranks at most", count)
+    text = "seconds between two looks; a change of state is shown at once"
+    option(parser, "--every S", text, seconds, 1.0)
+    text = "seconds to wait for engines to be live before the fleet is printed once"
+    option(parser, "--wait S", text, seconds, 3.0)
+    add_engine_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the fleet until it is enough."""
+    """Show the fleet until q or Ctrl-C, or print it once."""
     named = bool(arguments.worker or arguments.endpoint or arguments.engine)
     if named == bool(arguments.url):
         raise ConfigurationError(
             "name either a running service by its URL, or engines (--worker, --endpoint, --engine)"
         )
     try:
-        from kvindex.tools.cli.live_top import print_once, show
+        from kvindex.tools.cli.top_screen import print_once, show
     except ImportError as error:
         raise ConfigurationError(f"{_MISSING} ({error})") from None
     live = sys.stdout.isatty()
-    with ExitStack() as opened:
+    with ExitStack() as stack:
+        fleet: _ReadableFleet
         if arguments.url:
-            read, watch = _service(arguments.url, arguments.cacert, opened)
+            fleet = ServiceFleet(arguments.url, arguments.cacert)
         else:
-            read, watch = _engines(arguments, opened, wait=not live)
+            client = stack.enter_context(connect(engines_of(arguments)))
+            fleet = _ClientFleet(client)
+            if not live:
+                client.wait_for(
+                    lambda statuses: all(s.state is State.LIVE for s in statuses.values()),
+                    arguments.wait,
+                )
+        stack.callback(fleet.close)
         if not live:
-            print_once(read(), sort=arguments.sort, most=arguments.ranks)
+            print_once(fleet.read(), sort=arguments.sort, most=arguments.ranks)
             return 0
         changed = threading.Event()
-        watch(changed)
+        fleet.watch(changed)
         with suppress(KeyboardInterrupt):  # the normal end
-            show(read, changed, sort=arguments.sort, most=arguments.ranks, every=arguments.every)
+            show(
+                fleet.read,
+                changed,
+                sort=arguments.sort,
+                most=arguments.ranks,
+                every=arguments.every,
+            )
     return 0
 
 
-_Read = Callable[[], Fleet]
-_Watch = Callable[[threading.Event], None]
+class _ReadableFleet(Protocol):
+    def read(self) -> Fleet: ...
+    def watch(self, changed: threading.Event) -> None: ...
+    def close(self) -> None: ...
 
 
-def _service(url: str, cacert: str | None, opened: ExitStack) -> tuple[_Read, _Watch]:
-    service = ServiceFleet(url, cacert)
-    opened.callback(service.close)
-    return service.read, service.watch
+class _ClientFleet:
+    """The engines that this command subscribes to."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def read(self) -> Fleet:
+        discovery = self._client.discovery
+        return overview(self._client, missing=None if discovery is None else discovery.missing())
+
+    def watch(self, changed: threading.Event) -> None:
+        self._client.on_change(lambda _: changed.set())
+
+    def close(self) -> None:
+        """The client's own end is enough."""
 
 
-def _engines(
-    arguments: argparse.Namespace, opened: ExitStack, *, wait: bool
-) -> tuple[_Read, _Watch]:
-    client = opened.enter_context(connect(engines_of(arguments)))
-    if wait:
-        client.wait_for(
-            lambda statuses: all(status.state is State.LIVE for status in statuses.values()),
-            arguments.wait,
-        )
+class ServiceError(KVIndexError):
+    """A service could not be asked.
 
-    def watch(changed: threading.Event) -> None:
-        opened.callback(client.on_change(lambda _: changed.set()))
+    Attributes:
+        url: the service.
+        reason: what is wrong.
+    """
 
-    def read() -> Fleet:
-        found = client.discovery
-        return overview(client, missing=None if found is None else found.missing())
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.url = url
+        self.reason = reason
 
-    return read, watch
+
+class ServiceFleet:
+    """A service's report of its fleet.
+
+    Args:
+        url: where the service listens. A token is taken from the environment, KVINDEX_TOKEN.
+        cacert: file of the authorities to trust; the system's by default.
+
+    Raises:
+        ConfigurationError: the URL cannot work, or the file cannot be read.
+
+    Thread safety: `read` on one thread.
+    """
+
+    def __init__(self, url: str, cacert: str | None = None) -> None:
+        if "//" not in url:
+            url = f"http://{url}"
+        try:
+            trusted = ssl.create_default_context(cafile=cacert)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(f"--cacert {cacert}: {error}") from None
+        self._web = Web(url, token=os.environ.get("KVINDEX_TOKEN"), context=trusted)
+        self._closed = threading.Event()
+
+    def read(self) -> Fleet:
+        """Return the fleet as it is now.
+
+        Raises:
+            ServiceError: the service cannot be asked, or answers something else.
+        """
+        url = self._web.url
+        try:
+            answer = self._web.get(_FLEET, _TIMEOUT, limit=_MOST_BYTES)
+            if answer.status == 200:
+                return msgspec.json.decode(answer.body, type=Fleet)
+        except msgspec.DecodeError as error:
+            why = f"it answers something else than kvindex serve of this version ({error})"
+            raise ServiceError(url, why) from None
+        except DiscoveryError as error:
+            raise ServiceError(url, _why_unreached(error)) from None
+        why = f"it answers {answer.status}: {answer.body[:300].decode(errors='replace')}"
+        if answer.status == 401:
+            why = "it requires its token: set KVINDEX_TOKEN"
+        elif answer.status == 404:
+            why = f"it has no {_FLEET}: is it kvindex serve?"
+        raise ServiceError(url, why)
+
+    def watch(self, changed: threading.Event) -> None:
+        """Set an event whenever something happens to the fleet, until `close`."""
+        threading.Thread(
+            target=self._listen, args=(changed,), name="kvindex-top-news", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Listen no longer. Idempotent."""
+        self._closed.set()
+
+    def _listen(self, changed: threading.Event) -> None:
+        while not self._closed.is_set():
+            try:
+                with self._web.open("/events", _SILENCE) as news:
+                    while line := news.read_line(_MOST_LINE, _SILENCE):
+                        if line.startswith(b"event:"):
+                            changed.set()
+                        if self._closed.is_set():
+                            return
+            except DiscoveryError:
+                pass  # the next read reports what is wrong
+            self._closed.wait(_AGAIN)
+
+
+def _why_unreached(error: DiscoveryError) -> str:
+    """Return why a service was not reached; where TLS fails, a service does run."""
+    cause = error.__cause__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        why = f"its certificate is not trusted: {cause.verify_message}"
+        return f"{why}; name the file of its authority with --cacert"
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS fails: {cause}; does it listen for https there?"
+    why = str(error).removeprefix(f"{error.url}{_FLEET} ")
+    return f"it {why}; is kvindex serve running there?"

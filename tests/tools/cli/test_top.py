@@ -12,8 +12,8 @@ pytest.importorskip("rich", reason="needs kvindex[server]")
 from kvindex import Rank, State
 from kvindex.service.overview import Fleet, overview
 from kvindex.tools.cli import main
-from kvindex.tools.cli.fleet_table import SORTS, sorted_ranks
-from kvindex.tools.cli.live_top import print_once
+from kvindex.tools.cli.top import SORTS
+from kvindex.tools.cli.top_screen import print_once, sorted_ranks
 from tests.index.index_events import apply, stored
 from tests.service.test_fleet_overview import Source, status_of
 

@@ -25,8 +25,8 @@ from rich.console import Console
 from kvindex import ConfigurationError, Rank, State
 from kvindex.service.overview import overview
 from kvindex.testing import FakeEngine
-from kvindex.tools.cli.live_top import View, drawn
-from kvindex.tools.cli.service_fleet import ServiceError, ServiceFleet
+from kvindex.tools.cli.top import ServiceError, ServiceFleet
+from kvindex.tools.cli.top_screen import View, drawn
 from tests.live import PATIENCE, caught_up
 from tests.service.http.page_server import paged
 from tests.service.http.served import certificate_in, serving

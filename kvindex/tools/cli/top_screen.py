@@ -1,26 +1,27 @@
-"""What `kvindex top` draws: again on news, steered by keys; through a pipe once. Needs rich."""
+"""The screen of `kvindex top`: drawn on news, steered by keys; through a pipe once. Needs rich."""
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvindex import KVIndexError
-from kvindex.service.overview import Fleet, RankView
-from kvindex.tools.cli.fleet_table import HEADER, SORTS, reasons, row, sorted_ranks, totals_line
-from kvindex.tools.cli.output import printable
+from kvindex import KVIndexError, State
+from kvindex.service.overview import Fleet, RankView, Totals
+from kvindex.tools.cli.output import counted, in_options, printable
+from kvindex.tools.cli.top import SORTS
 
-__all__ = ["View", "drawn", "print_once", "show"]
+__all__ = ["View", "drawn", "print_once", "show", "sorted_ranks"]
 
 _COLOURS: Final = {
     "live": "green",
@@ -30,10 +31,25 @@ _COLOURS: Final = {
     "connecting": "red",
     "closed": "bright_black",
 }
-_NUMBERS = ("lag", "idle s", "gaps", "losses", "restarts")
+_HEADER: Final = (
+    *("rank", "model", "state", "complete", "lag", "idle s"),
+    *("blocks", "gaps", "losses", "restarts"),
+)
+_NUMBERS: Final = ("lag", "idle s", "gaps", "losses", "restarts")
+_WORST = [State.LIVE, State.SYNCING, State.STALE, State.REPAIRING, State.CONNECTING, State.CLOSED]
+_KEYS: Final[Mapping[str, Callable[[RankView], Any]]] = {
+    "state": lambda rank: (_WORST.index(State(rank.state)), not rank.complete),
+    "lag": lambda rank: rank.lag,
+    "age": lambda rank: float("inf") if rank.last_event_age is None else rank.last_event_age,
+    "blocks": lambda rank: sum(rank.blocks.values()),
+    "gaps": lambda rank: rank.gaps,
+    "losses": lambda rank: rank.losses,
+    "restarts": lambda rank: rank.restarts,
+}
 _WIDE: Final = 10_000  # columns: what a program reads is not cut
-_FRAME = 8  # lines around the ranks and their reasons
-_REASONS = 3
+_FRAME: Final = 8  # lines around the ranks and their reasons
+_REASONS: Final = 3
+_MOST_MISSING: Final = 5
 _SEQUENCES: Final = {
     "\x1b[A": "up",
     "\x1b[B": "down",
@@ -117,13 +133,13 @@ def drawn(
         parts.append(Text(printable(trouble), style="bold red"))
     if fleet is None:
         return Group(*parts)
-    parts.append(Text(totals_line(fleet.totals), style="bold"))
+    parts.append(Text(_totals_line(fleet.totals), style="bold"))
     ranks = [
         rank
         for rank in sorted_ranks(fleet.ranks, view.sort, reverse=view.reverse)
         if view.find.lower() in f"{rank.worker}/{rank.dp_rank} {rank.model} {rank.reason}".lower()
     ]
-    why = reasons(fleet, ranks)
+    why = _reasons(fleet, ranks)
     if view.why:
         parts += [Text(line) for line in why[:most]] or [Text("nothing is wrong")]
     else:
@@ -146,13 +162,82 @@ def print_once(fleet: Fleet, *, sort: str, most: int | None) -> None:
     Console(width=_WIDE).print(drawn(fleet, View(sort), most=most, once=True))
 
 
+def sorted_ranks(
+    ranks: Sequence[RankView], sort: str = "state", *, reverse: bool = False
+) -> list[RankView]:
+    """Return ranks with the worst, most or longest first; by name, from the beginning.
+
+    Args:
+        ranks: of a fleet.
+        sort: one of SORTS.
+        reverse: the other way round.
+    """
+    ordered = sorted(ranks, key=lambda rank: (rank.worker, rank.dp_rank))
+    if sort != "name":
+        ordered.sort(key=_KEYS[sort], reverse=True)
+    return ordered[::-1] if reverse else ordered
+
+
+def _totals_line(totals: Totals) -> str:
+    """Return the sums in one line."""
+    states = ", ".join(f"{number} {state}" for state, number in totals.states.items())
+    media = ", ".join(f"{number:,} {medium}" for medium, number in sorted(totals.blocks.items()))
+    return printable(
+        f"{counted(totals.ranks, 'rank')} of {counted(totals.workers, 'worker')}: "
+        f"{states or 'none live'}, {totals.complete} complete; "
+        f"{media or '0'} blocks; lag {totals.lag}; "
+        f"{counted(totals.gaps, 'gap')}, {counted(totals.losses, 'loss', 'losses')}, "
+        f"{counted(totals.restarts, 'restart')}"
+    )
+
+
+def _row(rank: RankView) -> tuple[str, ...]:
+    """Return the cells of a rank, as _HEADER names them; text that cannot steer a terminal."""
+    media = ", ".join(f"{number} {medium}" for medium, number in sorted(rank.blocks.items()))
+    cells = (
+        f"{rank.worker}/{rank.dp_rank}",
+        rank.model or "-",
+        rank.state,
+        "yes" if rank.complete else "no",
+        rank.lag,
+        "-" if rank.last_event_age is None else f"{rank.last_event_age:.0f}",
+        media or "-",
+        rank.gaps,
+        rank.losses,
+        rank.restarts,
+    )
+    return tuple(printable(str(cell)) for cell in cells)
+
+
+def _reasons(fleet: Fleet, ranks: Iterable[RankView]) -> list[str]:
+    """Return a line for each engine that was not found, and for each reason of some ranks.
+
+    Reasons that differ in numbers and in the rank's own addresses only count as the same.
+    """
+    missing = [f"not found: {name}: {why}" for name, why in fleet.missing.items()]
+    lines = missing[:_MOST_MISSING]
+    if len(missing) > len(lines):
+        lines.append(f"not found: {len(missing) - len(lines)} more")
+    groups: dict[str, list[RankView]] = {}
+    for rank in ranks:
+        if rank.reason:
+            common = rank.reason.replace(rank.endpoint, "").replace(
+                rank.replay_endpoint or "\0", ""
+            )
+            groups.setdefault(re.sub(r"\d+", "#", common), []).append(rank)
+    for first, *others in groups.values():
+        more = f" and {counted(len(others), 'more rank')}" if others else ""
+        lines.append(f"{first.worker}/{first.dp_rank}{more}: {in_options(first.reason)}")
+    return [printable(line) for line in lines]
+
+
 def _grid(ranks: list[RankView]) -> Table:
     grid = Table(box=None, header_style="bright_black", pad_edge=False)
-    for name in HEADER:
+    for name in _HEADER:
         grid.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for rank in ranks:
         # Text, never markup: names come from the network.
-        cells = [Text(cell) for cell in row(rank)]
+        cells = [Text(cell) for cell in _row(rank)]
         cells[2].stylize(_COLOURS.get(rank.state, ""))
         cells[3].stylize("" if rank.complete else "yellow")
         grid.add_row(*cells)
@@ -164,11 +249,11 @@ def _help(view: View) -> Text:
         return Text(printable(f"find: {view.find}_   Enter keeps it, Escape clears it"))
     keys = "  ".join(f"{key} {sort}" for sort, key in SORTS.items())
     order = " reversed" if view.reverse else ""
-    found = f", with {view.find!r}" if view.find else ""
-    said = (
-        f"sorted by {view.sort}{order}{found}   {keys}  r reverse  ↑↓ scroll  / find  w why  q quit"
+    only = f", with {view.find!r}" if view.find else ""
+    text = (
+        f"sorted by {view.sort}{order}{only}   {keys}  r reverse  ↑↓ scroll  / find  w why  q quit"
     )
-    return Text(printable(said), "bright_black")
+    return Text(printable(text), "bright_black")
 
 
 def show(
