@@ -1,11 +1,11 @@
 """The cost of a fleet's routing and caches, from KV-cache events alone.
 
-`Auditor` takes what an `EventStream` yields and makes a `Report`; `text_of` and `html_of` write it
-for people. Nothing is sent to the engines, and no request is needed.
+`Auditor` receives what an `EventStream` yields and makes a `Report`; `text_of` and `html_of` write
+it for people. Nothing is sent to the engines, and no request is needed.
 """
 
 from kvindex.tools.audit.auditor import Auditor
-from kvindex.tools.audit.html import html_of
+from kvindex.tools.audit.page import html_of
 from kvindex.tools.audit.report import (
     Bar,
     Bucket,

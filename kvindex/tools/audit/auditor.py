@@ -1,4 +1,4 @@
-"""Takes what happens in a fleet, and says what its routing and its caches cost."""
+"""The auditor: it receives what happens in a fleet, and reports what routing and caches cost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvindex import (
     State,
     StreamItem,
 )
-from kvindex.tools.audit.blocks import RankBlocks
-from kvindex.tools.audit.findings import Seen, report_of
+from kvindex.tools.audit.blocks import HeldBlocks
+from kvindex.tools.audit.findings import report_of
 from kvindex.tools.audit.histogram import Series
 from kvindex.tools.audit.prefixes import PrefixTree
 from kvindex.tools.audit.rank_audit import RankAudit, Window
@@ -33,10 +33,10 @@ _COUNTED = frozenset({State.LIVE, State.REPAIRING, State.STALE})
 
 
 class Auditor:
-    """Says of each token that ranks compute who held it at that moment.
+    """Counts the tokens that ranks compute by who held them at that moment.
 
     Feed it what an `EventStream` yields, in that order, and `begin` when the figures are to count;
-    what came before tells it what the ranks hold. Without any `RankStatus`, each rank counts as
+    what came before shows what the ranks hold. Without any `RankStatus`, each rank counts as
     live from its first batch on.
 
     Args:
@@ -65,8 +65,8 @@ class Auditor:
         ...     _ = engine.serve(range(9), flush=False)
         ...     batch = engine.flush()
         ...     auditor.take(RankBatch(engine.rank, 0, 0, batch, False), float(second))
-        >>> found = auditor.report(2.0).tokens
-        >>> found.computed, found.elsewhere
+        >>> tokens = auditor.report(2.0).tokens
+        >>> tokens.computed, tokens.elsewhere
         (16, 8)
     """
 
@@ -87,8 +87,8 @@ class Auditor:
         self._bounds = (max_blocks_per_rank, max_evicted)
         self._source = source
         self._tree = PrefixTree()
-        self._seen: dict[Rank, Seen] = {}
-        self._left: list[Seen] = []  # no longer subscribed to
+        self._audits: dict[Rank, RankAudit] = {}
+        self._former: list[RankAudit] = []  # of ranks that are no longer subscribed to
         self._free: list[int] = []  # numbers of those
         self._counted = 0  # the ranks whose contents count, as a set of bits
         self._workers: dict[str, int] = {}  # the ranks of each worker, likewise
@@ -103,27 +103,26 @@ class Auditor:
     @property
     def computed(self) -> int:
         """Tokens computed in the window so far."""
-        return sum(seen.audit.tokens["computed"] for seen in [*self._seen.values(), *self._left])
+        return sum(audit.tokens["computed"] for audit in [*self._audits.values(), *self._former])
 
     @property
     def elsewhere(self) -> int:
         """Of those, what another rank held."""
-        names = ("same_worker", "other_worker")
-        everybody = [*self._seen.values(), *self._left]
-        return sum(seen.audit.tokens[name] for seen in everybody for name in names)
+        audits = [*self._audits.values(), *self._former]
+        return sum(a.tokens["same_worker"] + a.tokens["other_worker"] for a in audits)
 
     def begin(self, at: float) -> None:
         """Open the window: what is taken from now on counts.
 
         A replayed batch counts only if its publisher made it after this moment: what a late rank
-        tells of its past is no cost of the window.
+        replays of its past is no cost of the window.
 
         Args:
             at: now, in seconds since 1970.
         """
         self._began = at
-        for seen in self._seen.values():
-            seen.away_since = None if seen.audit.blocks.bit & self._counted else at
+        for audit in self._audits.values():
+            audit.away_since = None if audit.blocks.bit & self._counted else at
 
     def take(self, item: StreamItem | RankStatus, at: float) -> None:
         """Receive an item of a stream, or the present status of a rank's stream.
@@ -137,13 +136,13 @@ class Auditor:
         elif isinstance(item, RankStatus):
             self._stand(item, at)
         elif isinstance(item, RankAdded):
-            self._find(item.rank).audit.groups.configure(item.cache)
+            self._find(item.rank).groups.configure(item.cache)
         elif isinstance(item, RankLost):
             self._lose(item)
         elif isinstance(item, RankRestarted):
-            seen = self._find(item.rank)
-            seen.audit.counts["restarts"] += self._began is not None
-            seen.audit.drop(forget=True)
+            audit = self._find(item.rank)
+            audit.counts["restarts"] += self._began is not None
+            audit.drop(forget=True)
         elif isinstance(item, RanksRenamed):
             self._rename(item)
         elif isinstance(item, RankRemoved):
@@ -151,7 +150,7 @@ class Auditor:
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
         """Apply the user's settings for what a rank's events do not state."""
-        self._find(rank).audit.groups.configure(settings)
+        self._find(rank).groups.configure(settings)
 
     def complete(self, rank: Rank, complete: bool) -> None:
         """Note, from the caller, whether all batches of a rank's publisher were received."""
@@ -170,11 +169,11 @@ class Auditor:
         """
         if self._began is None:
             raise ConfigurationError("there is no window yet: call begin(at) first")
-        for seen in self._seen.values():
-            seen.stop_away(at, resume=True)
-        everybody = sorted([*self._seen.values(), *self._left], key=lambda seen: seen.audit.rank)
+        for audit in self._audits.values():
+            audit.stop_away(at, resume=True)
+        audits = sorted([*self._audits.values(), *self._former], key=lambda audit: audit.rank)
         return report_of(
-            everybody,
+            audits,
             self._tree,
             self._counted,
             self._series,
@@ -184,9 +183,8 @@ class Auditor:
         )
 
     def _apply(self, rank: Rank, batch: EventBatch, at: float, *, replayed: bool) -> None:
-        seen = self._find(rank)
-        audit = seen.audit
-        seen.heard = (seen.heard[0] if seen.heard else at, at)
+        audit = self._find(rank)
+        audit.received = (audit.received[0] if audit.received else at, at)
         began = self._began
         counted = began is not None and (not replayed or batch.ts >= began)
         peers = self._counted & ~audit.blocks.bit
@@ -199,19 +197,19 @@ class Auditor:
                 self._series.add(at - began, new)
 
     def _stand(self, status: RankStatus, at: float) -> None:
-        seen = self._find(status.rank)
-        seen.state, seen.complete = str(status.state), status.complete
-        bit = seen.audit.blocks.bit
+        audit = self._find(status.rank)
+        audit.state, audit.complete = str(status.state), status.complete
+        bit = audit.blocks.bit
         if status.state in _COUNTED:
             self._counted |= bit
-            seen.stop_away(at)
+            audit.stop_away(at)
         else:
             self._counted &= ~bit
-            if self._began is not None and seen.away_since is None:
-                seen.away_since = at
+            if self._began is not None and audit.away_since is None:
+                audit.away_since = at
 
     def _lose(self, item: RankLost) -> None:
-        audit = self._find(item.rank).audit
+        audit = self._find(item.rank)
         if self._began is not None:
             audit.counts["losses"] += 1
             if item.last_seq is not None:
@@ -219,39 +217,38 @@ class Auditor:
         if item.reset:
             audit.drop(forget=False)
 
-    def _find(self, rank: Rank) -> Seen:
-        seen = self._seen.get(rank)
-        if seen is None:
-            used = len(self._seen)
+    def _find(self, rank: Rank) -> RankAudit:
+        audit = self._audits.get(rank)
+        if audit is None:
+            used = len(self._audits)
             number = self._free.pop() if self._free else used
             model = self._models.get(rank.worker, "")
-            blocks = RankBlocks(1 << number, self._tree, *self._bounds)
-            seen = self._seen[rank] = Seen(RankAudit(rank, blocks, self._tree, model), number)
-            seen.model = model
+            blocks = HeldBlocks(1 << number, self._tree, *self._bounds)
+            audit = self._audits[rank] = RankAudit(rank, number, model, blocks, self._tree)
             self._counted |= blocks.bit
             self._workers[rank.worker] = self._workers.get(rank.worker, 0) | blocks.bit
-        return seen
+        return audit
 
     def _rename(self, item: RanksRenamed) -> None:
         renamed = [(self._find(old), new) for old, new in item.names]
         for old, _ in item.names:
-            del self._seen[old]
-        for seen, new in renamed:
-            self._workers[seen.audit.rank.worker] &= ~seen.audit.blocks.bit
-            seen.audit.rank = new
-            self._seen[new] = seen
-            self._workers[new.worker] = self._workers.get(new.worker, 0) | seen.audit.blocks.bit
+            del self._audits[old]
+        for audit, new in renamed:
+            self._workers[audit.rank.worker] &= ~audit.blocks.bit
+            audit.rank = new
+            self._audits[new] = audit
+            self._workers[new.worker] = self._workers.get(new.worker, 0) | audit.blocks.bit
 
     def _remove(self, rank: Rank, at: float) -> None:
-        seen = self._seen.pop(rank, None)
-        if seen is None:
+        audit = self._audits.pop(rank, None)
+        if audit is None:
             return
-        bit = seen.audit.blocks.bit
-        seen.audit.drop(forget=True)
-        seen.state = "removed"
-        seen.stop_away(at)
+        bit = audit.blocks.bit
+        audit.drop(forget=True)
+        audit.state = "removed"
+        audit.stop_away(at)
         self._counted &= ~bit
         self._workers[rank.worker] &= ~bit
-        seen.audit.blocks.bit = 0  # another rank may get it
-        self._free.append(seen.number)
-        self._left.append(seen)
+        audit.blocks.bit = 0  # another rank may get it
+        self._free.append(audit.number)
+        self._former.append(audit)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
+
+from sortedcontainers import SortedDict
 
 from kvindex import BlockHash
-from kvindex.tools.audit.evicted import Evicted, Returned
 from kvindex.tools.audit.histogram import Histogram
 from kvindex.tools.audit.prefixes import Prefix, PrefixTree
 
-__all__ = ["Block", "RankBlocks"]
+__all__ = ["Evicted", "HeldBlocks"]
 
 _MAX_MEDIA = 64  # on which one block may lie
 
@@ -18,7 +20,7 @@ class Block:
     """A block that a rank holds.
 
     Attributes:
-        prefix: the block and all before it; None if events do not tell what is before it.
+        prefix: the block and all before it; None if events do not report what is before it.
         since: when it was stored, by the rank's clock.
         device: its copies on the device.
         tiers: its copies on each other medium; None for none.
@@ -33,7 +35,70 @@ class Block:
         self.tiers: dict[str, int] | None = None
 
 
-class RankBlocks:
+class Returned(NamedTuple):
+    """An evicted block that is computed again.
+
+    Attributes:
+        at: when it was evicted, by the rank's clock, in seconds.
+        distance: how many more blocks the cache would have needed to hold it still, if it evicts
+            what was used least recently: the blocks evicted since that are still missing, and
+            itself.
+    """
+
+    at: float
+    distance: int
+
+
+class Evicted:
+    """The keys of evicted blocks, at most `limit` of them: the oldest are forgotten first.
+
+    Complexity: O(log limit) a call.
+
+    Attributes:
+        forgotten: how many keys had to go for newer ones.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.forgotten = 0
+        self._limit = limit
+        self._evictions: dict[bytes, tuple[int, float]] = {}  # number and time, by key
+        self._keys: SortedDict = SortedDict()  # by number
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def clear(self) -> None:
+        """Forget all keys; they do not count as forgotten for newer ones."""
+        self._evictions.clear()
+        self._keys.clear()
+
+    def add(self, key: bytes, at: float) -> None:
+        """Note that a block was evicted."""
+        self.discard(key)
+        if len(self._keys) >= self._limit:
+            self.discard(self._keys.peekitem(0)[1])
+            self.forgotten += 1
+        self._evictions[key] = (self._next, at)
+        self._keys[self._next] = key
+        self._next += 1
+
+    def find(self, key: bytes) -> Returned | None:
+        """Return when a block was evicted, and its distance; None if that is not known."""
+        eviction = self._evictions.get(key)
+        if eviction is None:
+            return None
+        number, at = eviction
+        return Returned(at, len(self._keys) - self._keys.bisect_left(number))
+
+    def discard(self, key: bytes) -> None:
+        """Remember a block no longer: the rank holds it again."""
+        eviction = self._evictions.pop(key, None)
+        if eviction is not None:
+            del self._keys[eviction[0]]
+
+
+class HeldBlocks:
     """Holds and releases blocks in the fleet's tree, copy by copy.
 
     Args:
@@ -65,9 +130,9 @@ class RankBlocks:
         self._doubtful: list[tuple[BlockHash, Block]] = []  # one label for two blocks
 
     def put(self, label: BlockHash, prefix: Prefix | None, now: float, tier: str | None) -> str:
-        """Hold one more copy of a block, on the device or on another tier; say why not, else "".
+        """Hold one more copy of a block, on the device or on another tier; return why not, else "".
 
-        Whoever made the prefix must `PrefixTree.prune` it afterwards.
+        The caller that made the prefix must `PrefixTree.prune` it afterwards.
         """
         block = self.labels.get(label)
         if block is None:
@@ -117,7 +182,7 @@ class RankBlocks:
         """End a batch: what it evicted can come back from now on."""
         for label, block in self._doubtful:
             if self.labels.get(label) is block and block.prefix is not None:
-                self._release(block.prefix)  # which of its blocks is removed will not be said
+                self._release(block.prefix)  # events will not say which of its blocks is removed
                 block.prefix = None
         self._doubtful.clear()
         for key in self._returning:

@@ -24,7 +24,7 @@ from kvindex.tools.audit.report import (
 )
 from kvindex.tools.audit.trust import trust_lines
 
-__all__ = ["FACTORS", "Seen", "report_of"]
+__all__ = ["FACTORS", "report_of"]
 
 FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
 """Sizes of caches whose savings are reported, in times of the cache as it was seen."""
@@ -34,38 +34,8 @@ _CANDIDATES = 200  # for them
 _NAMES = 64  # of ranks that hold one
 
 
-class Seen:
-    """One rank, and how its stream stood.
-
-    Attributes:
-        audit: what its events told.
-        number: which bit stands for it.
-        model: what it serves.
-        state, complete: of its stream, as last told; "" and None if nobody told.
-        away: seconds of the window in which its contents did not count, until `away_since`.
-        away_since: when they last stopped to count; None while they do.
-        heard: when its first and its last batch came.
-    """
-
-    def __init__(self, audit: RankAudit, number: int) -> None:
-        self.audit = audit
-        self.number = number
-        self.model = ""
-        self.state = ""
-        self.complete: bool | None = None
-        self.away = 0.0
-        self.away_since: float | None = None
-        self.heard: tuple[float, float] | None = None
-
-    def stop_away(self, at: float, *, resume: bool = False) -> None:
-        """Sum up the time until now in which the contents did not count."""
-        if self.away_since is not None:
-            self.away += max(0.0, at - self.away_since)
-            self.away_since = at if resume else None
-
-
 def report_of(
-    everybody: Sequence[Seen],
+    audits: Sequence[RankAudit],
     tree: PrefixTree,
     counted: int,
     series: Series,
@@ -75,11 +45,11 @@ def report_of(
     source: str,
 ) -> Report:
     """Return the report of all ranks; those in `counted` (a set of bits) hold what is shared."""
-    ranks = [_rank_report(seen, counted) for seen in everybody]
+    ranks = [_rank_report(audit, counted) for audit in audits]
     ages, lifetimes = Histogram(), Histogram()
-    for seen in everybody:
-        ages.merge(seen.audit.ages)
-        lifetimes.merge(seen.audit.blocks.lifetimes)
+    for audit in audits:
+        ages.merge(audit.ages)
+        lifetimes.merge(audit.blocks.lifetimes)
     report = Report(
         format=1,
         version=__version__,
@@ -88,40 +58,39 @@ def report_of(
         seconds=max(0.0, ended - began),
         tokens=_sum(rank.tokens for rank in ranks),
         ranks=ranks,
-        savings=_savings(everybody),
+        savings=_savings(audits),
         ages=_bars(ages),
         lifetimes=_bars(lifetimes),
-        duplication=_duplication(tree, counted, everybody),
-        shared=_shared(tree, counted, everybody),
+        duplication=_duplication(tree, counted, audits),
+        shared=_shared(tree, counted, audits),
         bucket_seconds=series.width,
         series=[Bucket(*row) for row in series.rows()],
         trust=[],
     )
-    untold = [str(seen.audit.rank) for seen in everybody if seen.audit.groups.kinds_untold]
-    placeless = [str(seen.audit.rank) for seen in everybody if seen.audit.places_unknown]
-    hybrid = [str(seen.audit.rank) for seen in everybody if seen.audit.groups.others_limit_hits]
-    lines = trust_lines(report, hybrid, untold, placeless)
-    if _recorded_apart(everybody):
+    unknown_kinds = [str(audit.rank) for audit in audits if audit.groups.kinds_unknown]
+    placeless = [str(audit.rank) for audit in audits if audit.places_unknown]
+    hybrid = [str(audit.rank) for audit in audits if audit.groups.others_limit_hits]
+    lines = trust_lines(report, hybrid, unknown_kinds, placeless)
+    if _recorded_apart(audits):
         lines.insert(
             0, "Some recordings end before others begin: the audit takes what ended for still held."
         )
     return msgspec.structs.replace(report, trust=lines)
 
 
-def _recorded_apart(everybody: Sequence[Seen]) -> bool:
-    spans = [seen.heard for seen in everybody if seen.heard is not None and not seen.state]
+def _recorded_apart(audits: Sequence[RankAudit]) -> bool:
+    spans = [audit.received for audit in audits if audit.received is not None and not audit.state]
     return bool(spans) and max(first for first, _ in spans) > min(last for _, last in spans)
 
 
-def _rank_report(seen: Seen, counted: int) -> RankReport:
-    audit = seen.audit
+def _rank_report(audit: RankAudit, counted: int) -> RankReport:
     size = audit.groups.size
     unplaced = sum(block.prefix is None for block in audit.blocks.labels.values())
     tokens = dict(audit.tokens)
     elsewhere = tokens.get("same_worker", 0) + tokens.get("other_worker", 0)
     return RankReport(
         rank=str(audit.rank),
-        model=seen.model,
+        model=audit.model,
         tokens=Tokens(**tokens, elsewhere=elsewhere),
         block_size=size,
         resident=len(audit.blocks.labels) * size,
@@ -129,10 +98,10 @@ def _rank_report(seen: Seen, counted: int) -> RankReport:
         peak=audit.peak * size,
         evicted_known=len(audit.blocks.evicted),
         evicted_forgotten=audit.blocks.evicted.forgotten,
-        state=seen.state,
-        complete=seen.complete,
+        state=audit.state,
+        complete=audit.complete,
         counted=bool(audit.blocks.bit & counted),
-        away=round(seen.away, 3),
+        away=round(audit.away, 3),
         counts={name: count for name, count in sorted(audit.counts.items()) if count},
     )
 
@@ -148,26 +117,25 @@ def _bars(histogram: Histogram) -> list[Bar]:
     return [Bar(end, weight) for end, weight in histogram.bars()]
 
 
-def _savings(everybody: Sequence[Seen]) -> list[Saving]:
+def _savings(audits: Sequence[RankAudit]) -> list[Saving]:
     return [
         Saving(
             factor,
-            sum(seen.audit.distances.up_to((factor - 1) * seen.audit.peak) for seen in everybody),
+            sum(audit.distances.up_to((factor - 1) * audit.peak) for audit in audits),
         )
         for factor in FACTORS
     ]
 
 
-def _duplication(tree: PrefixTree, counted: int, everybody: Sequence[Seen]) -> Duplication:
+def _duplication(tree: PrefixTree, counted: int, audits: Sequence[RankAudit]) -> Duplication:
     by_ranks: Counter[int] = Counter()
     for prefix in tree:
         by_ranks[(prefix.held & counted).bit_count()] += prefix.size
     del by_ranks[0]
     unplaced = sum(
-        sum(block.prefix is None for block in seen.audit.blocks.labels.values())
-        * seen.audit.groups.size
-        for seen in everybody
-        if seen.audit.blocks.bit & counted
+        sum(block.prefix is None for block in audit.blocks.labels.values()) * audit.groups.size
+        for audit in audits
+        if audit.blocks.bit & counted
     )
     return Duplication(
         resident=sum(ranks * tokens for ranks, tokens in by_ranks.items()),
@@ -177,7 +145,7 @@ def _duplication(tree: PrefixTree, counted: int, everybody: Sequence[Seen]) -> D
     )
 
 
-def _shared(tree: PrefixTree, counted: int, everybody: Sequence[Seen]) -> list[SharedPrefix]:
+def _shared(tree: PrefixTree, counted: int, audits: Sequence[RankAudit]) -> list[SharedPrefix]:
     """The prefixes after which fewer ranks hold on, by tokens × ranks."""
 
     def holders(prefix: Prefix) -> int:
@@ -190,7 +158,7 @@ def _shared(tree: PrefixTree, counted: int, everybody: Sequence[Seen]) -> list[S
         and all(holders(child) < ranks for child in prefix.children())
     )
     largest = heapq.nlargest(_CANDIDATES, ends, key=lambda p: (p.end * holders(p), p.end))
-    names = {seen.audit.blocks.bit: str(seen.audit.rank) for seen in everybody}
+    names = {audit.blocks.bit: str(audit.rank) for audit in audits}
     return [
         SharedPrefix(
             tokens=prefix.end,

@@ -5,93 +5,86 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from itertools import count
 
-__all__ = ["Plots"]
+__all__ = ["draw_bars", "draw_shares"]
 
 _WIDE, _NARROW, _HEIGHT = 1000, 480, 220  # in pixels of the page, about: text keeps its size
 _CHARACTER = 7
 _LEFT, _BOTTOM, _TOP = 64, 40, 12
 
 
-class Plots:
-    """Makes plots for one page: each has ids of its own."""
+def draw_shares(title: str, parts: Sequence[tuple[str, int, str]]) -> str:
+    """Return one bar that is divided into (class, amount, name)."""
+    total = sum(amount for _, amount, _ in parts)
+    at, body = 0.0, []
+    for css, amount, name in parts:
+        width = _WIDE * amount / total if total else 0.0
+        if width:
+            tip = f"<title>{escape(name)}: {amount:,} ({amount / total:.1%})</title>"
+            body.append(
+                f'<rect class="{css}" x="{at:.1f}" y="0" width="{width:.1f}" height="36">'
+                f"{tip}</rect>"
+            )
+        at += width
+    description = "; ".join(f"{name} {amount:,}" for _, amount, name in parts if amount)
+    return _svg(title, description, (_WIDE, 36), body)
 
-    def __init__(self) -> None:
-        self._ids = count(1)
 
-    def shares(self, title: str, parts: Sequence[tuple[str, int, str]]) -> str:
-        """Return one bar that is divided into (class, amount, name)."""
-        total = sum(amount for _, amount, _ in parts)
-        at, body = 0.0, []
-        for css, amount, name in parts:
-            width = _WIDE * amount / total if total else 0.0
-            if width:
-                tip = f"<title>{escape(name)}: {amount:,} ({amount / total:.1%})</title>"
-                body.append(
-                    f'<rect class="{css}" x="{at:.1f}" y="0" width="{width:.1f}" height="36">'
-                    f"{tip}</rect>"
-                )
-            at += width
-        told = "; ".join(f"{name} {amount:,}" for _, amount, name in parts if amount)
-        return self._svg(title, told, (_WIDE, 36), body)
+def draw_bars(
+    title: str,
+    bars: Sequence[tuple[str, Sequence[int]]],
+    classes: Sequence[str],
+    *,
+    unit: str,
+    across: str,
+    wide: bool = False,
+) -> str:
+    """Return columns, each of stacked amounts.
 
-    def bars(
-        self,
-        title: str,
-        bars: Sequence[tuple[str, Sequence[int]]],
-        classes: Sequence[str],
-        *,
-        unit: str,
-        across: str,
-        wide: bool = False,
-    ) -> str:
-        """Return columns, each of stacked amounts.
+    Args:
+        title: what it shows.
+        bars: the label of each column, and its amounts from the bottom up.
+        classes: the colour of each amount.
+        unit: what the amounts are.
+        across: what the labels are.
+        wide: whether it has the page's whole width.
+    """
+    full = _WIDE if wide else _NARROW
+    top = max((sum(amounts) for _, amounts in bars), default=0) or 1
+    step = (full - _LEFT) / max(1, len(bars))
+    room = _HEIGHT - _BOTTOM - _TOP
+    body = _scale(top, unit, full)
+    longest = max((len(label) for label, _ in bars), default=1)
+    every = math.ceil((longest + 2) * _CHARACTER / step)
+    for number, (label, amounts) in enumerate(bars):
+        x, y = _LEFT + number * step, float(_HEIGHT - _BOTTOM)
+        tip = f"<title>{escape(label)}: {', '.join(f'{a:,}' for a in amounts)}</title>"
+        body.append(f"<g>{tip}")
+        for css, amount in zip(classes, amounts, strict=True):
+            height = room * amount / top
+            y -= height
+            width = max(0.5, step * 0.86)
+            body.append(
+                f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
+                f'height="{height:.1f}"/>'
+            )
+        body.append("</g>")
+        if number % every == 0:
+            half = len(label) * _CHARACTER / 2
+            middle = max(half, min(x + step * 0.43, full - half))
+            body.append(_text(middle, _HEIGHT - _BOTTOM + 16, label))
+    body.append(_text((_LEFT + full) / 2, _HEIGHT - 4, across))
+    description = "; ".join(f"{label}: {sum(amounts):,}" for label, amounts in bars[:24])
+    return _svg(title, description, (full, _HEIGHT), body)
 
-        Args:
-            title: what it shows.
-            bars: the label of each column, and its amounts from the bottom up.
-            classes: the colour of each amount.
-            unit: what the amounts are.
-            across: what the labels are.
-            wide: whether it has the page's whole width.
-        """
-        full = _WIDE if wide else _NARROW
-        top = max((sum(amounts) for _, amounts in bars), default=0) or 1
-        step = (full - _LEFT) / max(1, len(bars))
-        room = _HEIGHT - _BOTTOM - _TOP
-        body = _scale(top, unit, full)
-        longest = max((len(label) for label, _ in bars), default=1)
-        every = math.ceil((longest + 2) * _CHARACTER / step)
-        for number, (label, amounts) in enumerate(bars):
-            x, y = _LEFT + number * step, float(_HEIGHT - _BOTTOM)
-            tip = f"<title>{escape(label)}: {', '.join(f'{a:,}' for a in amounts)}</title>"
-            body.append(f"<g>{tip}")
-            for css, amount in zip(classes, amounts, strict=True):
-                height = room * amount / top
-                y -= height
-                width = max(0.5, step * 0.86)
-                body.append(
-                    f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-                    f'height="{height:.1f}"/>'
-                )
-            body.append("</g>")
-            if number % every == 0:
-                half = len(label) * _CHARACTER / 2
-                middle = max(half, min(x + step * 0.43, full - half))
-                body.append(_text(middle, _HEIGHT - _BOTTOM + 16, label))
-        body.append(_text((_LEFT + full) / 2, _HEIGHT - 4, across))
-        told = "; ".join(f"{label}: {sum(amounts):,}" for label, amounts in bars[:24])
-        return self._svg(title, told, (full, _HEIGHT), body)
 
-    def _svg(self, title: str, told: str, size: tuple[int, int], body: Sequence[str]) -> str:
-        name = f"plot{next(self._ids)}"
-        return (
-            f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-labelledby="{name}t {name}d">'
-            f'<title id="{name}t">{escape(title)}</title><desc id="{name}d">{escape(told)}</desc>'
-            + "".join(body)
-            + "</svg>"
-        )
+def _svg(title: str, description: str, size: tuple[int, int], body: Sequence[str]) -> str:
+    name = "plot-" + title.lower().replace(" ", "-")
+    return (
+        f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-labelledby="{name}t {name}d">'
+        f'<title id="{name}t">{escape(title)}</title>'
+        f'<desc id="{name}d">{escape(description)}</desc>' + "".join(body) + "</svg>"
+    )
 
 
 def _scale(top: int, unit: str, full: int) -> list[str]:

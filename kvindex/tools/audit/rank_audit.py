@@ -9,7 +9,7 @@ another medium is a copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvindex import (
@@ -21,18 +21,18 @@ from kvindex import (
     EventBatch,
     Rank,
 )
-from kvindex.tools.audit.blocks import RankBlocks
-from kvindex.tools.audit.contents import block_contents
-from kvindex.tools.audit.groups import MainGroup
+from kvindex.tools.audit.blocks import HeldBlocks
 from kvindex.tools.audit.histogram import Histogram
 from kvindex.tools.audit.prefixes import Prefix, PrefixTree
-from kvindex.wire.quirks import (
-    fold_hash,
-    fold_medium,
-    is_content_hash,
-    is_root_parent,
-    medium_tier,
+from kvindex.tools.audit.stores import (
+    MainGroup,
+    block_contents,
+    is_sparse,
+    is_whole,
+    runs_of,
+    tier_of,
 )
+from kvindex.wire.quirks import fold_hash, is_content_hash, is_root_parent
 
 __all__ = ["RankAudit", "Window"]
 
@@ -52,31 +52,55 @@ class Window(NamedTuple):
 
 
 class RankAudit:
-    """Takes one rank's batches in order.
+    """Processes one rank's batches in order, and notes how its stream stood.
+
+    Args:
+        rank: which rank.
+        number: the bit that stands for it, among the ranks that are subscribed to.
+        model: what it serves.
+        blocks: what it holds.
+        tree: the fleet's prefixes.
 
     Attributes:
-        rank: which rank.
-        blocks: what it holds.
         groups: which group of its model counts.
         tokens: what the window has, in tokens, by the names of `Tokens`.
         counts: blocks left out by reason, and what happened to the stream.
         ages: tokens computed again, by the seconds since they were evicted.
         distances: the same, by the blocks by which the cache was too small.
         peak: the most blocks in use on the device after a batch, copies included.
+        state, complete: of its stream, as last reported; "" and None before that.
+        away: seconds of the window in which its contents did not count, until `away_since`.
+        away_since: when they last stopped to count; None while they do.
+        received: when its first and its last batch came.
     """
 
-    def __init__(self, rank: Rank, blocks: RankBlocks, tree: PrefixTree, model: str) -> None:
+    def __init__(
+        self, rank: Rank, number: int, model: str, blocks: HeldBlocks, tree: PrefixTree
+    ) -> None:
         self.rank = rank
+        self.number = number
+        self.model = model
         self.blocks = blocks
         self.groups = MainGroup()
         self.tokens: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.ages, self.distances = Histogram(), Histogram()
         self.peak = 0
+        self.state = ""
+        self.complete: bool | None = None
+        self.away = 0.0
+        self.away_since: float | None = None
+        self.received: tuple[float, float] | None = None
         self._tree = tree
         self._start = tree.start(model.encode("utf-8", "surrogatepass"))
         self._content_hashes: bool | None = None
         self._removed: set[BlockHash] = set()  # in the batch at hand
+
+    def stop_away(self, at: float, *, resume: bool = False) -> None:
+        """Sum up the time until now in which the contents did not count."""
+        if self.away_since is not None:
+            self.away += max(0.0, at - self.away_since)
+            self.away_since = at if resume else None
 
     @property
     def places_unknown(self) -> bool:
@@ -103,7 +127,7 @@ class RankAudit:
         if self.groups.learn(batch) and self.blocks.labels:
             self.counts["main_group_changed"] += 1
             self.drop(forget=False)
-        for event in _runs(filter(self._is_main, batch.events)):
+        for event in runs_of(filter(self._is_main, batch.events)):
             if isinstance(event, list):
                 self._store(event, batch.ts, window)
             elif isinstance(event, BlockRemoved):
@@ -121,7 +145,7 @@ class RankAudit:
         return False
 
     def _remove(self, event: BlockRemoved, now: float, window: Window) -> None:
-        tier = _tier(event.medium)
+        tier = tier_of(event.medium)
         for label in map(fold_hash, event.block_hashes):
             if not self.blocks.remove(label, tier, now, counted=window.counted):
                 self.counts["removed_unknown"] += 1
@@ -132,8 +156,8 @@ class RankAudit:
 
     def _store(self, run: list[BlockStored], now: float, window: Window) -> None:
         """Process stores that follow one another in a chain, on one medium."""
-        first, tier = run[0], _tier(run[0].medium)
-        if self._content_hashes is None and tier is None and _is_whole(first):
+        first, tier = run[0], tier_of(run[0].medium)
+        if self._content_hashes is None and tier is None and is_whole(first):
             tokens = first.token_ids[: first.block_size]
             self._content_hashes = is_content_hash(first.block_hashes[0], tokens)
         fault = self._fault(first)
@@ -154,14 +178,14 @@ class RankAudit:
             self._tree.prune(prefixes[-1])
 
     def _fault(self, event: BlockStored) -> str:
-        """Say why a store cannot count, if it cannot."""
+        """Return why a store cannot count, or "" if it can."""
         if not event.token_ids or self._content_hashes:
             return ""
         if event.block_size <= 0:
             return "malformed"
-        if _tier(event.medium) is None and event.block_size < self.groups.size:
+        if tier_of(event.medium) is None and event.block_size < self.groups.size:
             return "partial_block"
-        return "" if _is_whole(event) or _is_sparse(event) else "malformed"
+        return "" if is_whole(event) or is_sparse(event) else "malformed"
 
     def _is_announced_again(self, event: BlockStored) -> bool:
         """Whether vLLM's report mode "full" reports blocks that a request found in the cache."""
@@ -175,7 +199,7 @@ class RankAudit:
     ) -> list[Prefix | None]:
         """Return each block with its prefix, or None where events do not show it."""
         known = self.blocks.labels
-        if not run or self._content_hashes or not self._tells_contents(run[0], tier):
+        if not run or self._content_hashes or not self._states_contents(run[0], tier):
             return [block.prefix if (block := known.get(label)) else None for label in labels]
         prefix = self._before(run[0])
         prefixes: list[Prefix | None] = []
@@ -191,12 +215,12 @@ class RankAudit:
             self._tree.note_beginning(prefixes[0], run[0].token_ids)
         return prefixes
 
-    def _tells_contents(self, event: BlockStored, tier: str | None) -> bool:
+    def _states_contents(self, event: BlockStored, tier: str | None) -> bool:
         """Whether a store names its blocks' tokens, and all else that their identity covers.
 
         vLLM's connectors leave out the extra keys of what they offload, and may join blocks.
         """
-        if not _is_whole(event):
+        if not is_whole(event):
             return False
         if tier is None:
             return True
@@ -249,7 +273,7 @@ class RankAudit:
         now: float,
         size: int,
     ) -> None:
-        """Say of one stored block whether it was computed, and who held it."""
+        """Count one stored block: whether it was computed, and who held it."""
         bit = self.blocks.bit
         if prefix is None:
             moved = label in self._removed
@@ -269,63 +293,11 @@ class RankAudit:
         if others:
             near = others & window.siblings
             blocks["same_worker" if near else "other_worker"] += 1
-        came = self.blocks.came_back(prefix)
-        if came is not None:
+        returned = self.blocks.came_back(prefix)
+        if returned is not None:
             blocks["evicted"] += 1
             blocks["evicted_elsewhere"] += bool(others)
-            self.ages.add(max(0.0, now - came.at), size)
-            self.distances.add(came.distance, size)
+            self.ages.add(max(0.0, now - returned.at), size)
+            self.distances.add(returned.distance, size)
         elif not others:
             blocks["unreachable" if prefix.held & bit else "first"] += 1
-
-
-def _tier(medium: str | None) -> str | None:
-    """The folded name of a medium that is not the device; None for the device."""
-    folded = fold_medium(medium)
-    return folded if medium_tier(folded) else None
-
-
-def _is_whole(event: BlockStored) -> bool:
-    """Whether a store has the tokens of each of its blocks, and fitting extras."""
-    count = len(event.block_hashes)
-    if not count or event.block_size <= 0 or len(event.token_ids) != count * event.block_size:
-        return False
-    if event.extra_keys is not None and len(event.extra_keys) != count:
-        return False
-    ahead = event.lookahead_token_ids
-    return ahead is None or (len(ahead) == count and len(set(map(len, ahead))) == 1)
-
-
-def _is_sparse(event: BlockStored) -> bool:
-    """Whether a store leaves out some blocks of its tokens, as vLLM's windows and Mamba do."""
-    blocks, rest = divmod(len(event.token_ids), event.block_size)
-    return not rest and blocks > len(event.block_hashes)
-
-
-def _runs(
-    events: Iterable[Event],
-) -> Iterator[list[BlockStored] | BlockRemoved | AllBlocksCleared]:
-    """Yield events, with stores joined that continue one another: some engines split them."""
-    run: list[BlockStored] = []
-    for event in events:
-        if run and not (isinstance(event, BlockStored) and _continues(run[-1], event)):
-            yield run
-            run = []
-        if isinstance(event, BlockStored):
-            run.append(event)
-        else:
-            yield event
-    if run:
-        yield run
-
-
-def _continues(before: BlockStored, after: BlockStored) -> bool:
-    return (
-        after.parent_block_hash is not None
-        and bool(before.block_hashes)
-        and after.parent_block_hash == before.block_hashes[-1]
-        and after.medium == before.medium
-        and after.block_size == before.block_size
-        and _is_whole(before)
-        and _is_whole(after)
-    )

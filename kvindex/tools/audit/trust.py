@@ -23,14 +23,14 @@ _LEFT_OUT = {
 
 
 def trust_lines(
-    report: Report, hybrid: Sequence[str], untold: Sequence[str], placeless: Sequence[str]
+    report: Report, hybrid: Sequence[str], unknown_kinds: Sequence[str], placeless: Sequence[str]
 ) -> list[str]:
     """Return what limits the figures, the most important first.
 
     Args:
         report: the figures.
         hybrid: ranks whose model has several KV cache groups.
-        untold: those of which the groups' kinds are not known.
+        unknown_kinds: those of which the groups' kinds are not known.
         placeless: ranks whose engine's labels do not tell what is before a block.
     """
     lines = [*_of_streams(report.ranks), *_of_unknown(report, placeless)]
@@ -39,8 +39,8 @@ def trust_lines(
             f"{_named(hybrid)}: the model has several KV cache groups. The figures follow the one "
             "that needs all blocks; windows or states may have shortened the hits."
         )
-    if untold:
-        lines.append(f"{_named(untold)}: the kinds of the groups are not told; use --group.")
+    if unknown_kinds:
+        lines.append(f"{_named(unknown_kinds)}: the kinds of the groups are not told; use --group.")
     forgotten = sum(rank.evicted_forgotten for rank in report.ranks)
     if forgotten:
         kept = sum(rank.evicted_known for rank in report.ranks)

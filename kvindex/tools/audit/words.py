@@ -1,23 +1,14 @@
-"""The audit's findings in words: numbers, shares, and the three sentences that come first."""
+"""Figures in words: numbers, shares, times, and histograms in few bars."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
-from kvindex.tools.audit.report import Bar, Report, Tokens
+from kvindex.tools.audit.report import Bar
 
-__all__ = ["NAMES", "doublings", "duration", "headlines", "number", "origins", "quantile", "share"]
-
-NAMES = {
-    "elsewhere": "held by another rank",
-    "evicted": "evicted here before, held by nobody",
-    "here": "held here, computed again",
-    "unreachable": "held here, behind an evicted block",
-    "first": "held by nobody, as far as seen",
-    "unknown": "of an unknown prompt",
-}
-"""Where computed tokens could have come from, in the order in which they are shown."""
+__all__ = ["doublings", "duration", "number", "quantile", "share"]
 
 
 def number(value: float) -> str:
@@ -41,7 +32,7 @@ def share(part: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it.
+    """Return a time as people write it.
 
     Examples:
         >>> duration(0.25), duration(42), duration(200), duration(7500), duration(200_000)
@@ -61,7 +52,7 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def quantile(bars: list[Bar], part: float) -> float | None:
+def quantile(bars: Sequence[Bar], part: float) -> float | None:
     """Return the end of the bar in which so much of the weight is reached; None if empty."""
     total = sum(bar.weight for bar in bars)
     reached = 0
@@ -72,7 +63,7 @@ def quantile(bars: list[Bar], part: float) -> float | None:
     return None
 
 
-def doublings(bars: list[Bar]) -> list[Bar]:
+def doublings(bars: Sequence[Bar]) -> list[Bar]:
     """Return the same weights in bars that each reach twice as far as the one before.
 
     Examples:
@@ -83,66 +74,3 @@ def doublings(bars: list[Bar]) -> list[Bar]:
     for bar in bars:
         weights[math.ceil(math.log2(bar.up_to) - 1e-9)] += bar.weight
     return [Bar(2.0**n, weights[n]) for n in range(min(weights), max(weights) + 1)] if bars else []
-
-
-def origins(tokens: Tokens) -> dict[str, int]:
-    """Return where computed tokens could have come from: each in one place, by `NAMES`."""
-    return {
-        "elsewhere": tokens.elsewhere,
-        "evicted": tokens.evicted - tokens.evicted_elsewhere,
-        "here": tokens.here,
-        "unreachable": tokens.unreachable,
-        "first": tokens.first,
-        "unknown": tokens.unknown,
-    }
-
-
-def headlines(report: Report) -> list[tuple[str, str, str]]:
-    """Return (what, how much of it, a sentence) for routing, the caches and duplication."""
-    return [_routing(report), _caches(report), _copies(report)]
-
-
-def _routing(report: Report) -> tuple[str, str, str]:
-    tokens = report.tokens
-    where = (
-        f" Of these, {number(tokens.other_worker)} were on another worker and "
-        f"{number(tokens.same_worker)} on another dp_rank of the same worker."
-        if tokens.elsewhere
-        else ""
-    )
-    return (
-        "What routing costs",
-        share(tokens.elsewhere, tokens.computed),
-        f"Engines computed {number(tokens.computed)} tokens. At that moment another rank held "
-        f"{number(tokens.elsewhere)} of them: a KV-aware router would have saved that at most."
-        + where,
-    )
-
-
-def _caches(report: Report) -> tuple[str, str, str]:
-    tokens = report.tokens
-    text = f"{number(tokens.evicted)} of the computed tokens had been in the same rank's cache."
-    half = quantile(report.ages, 0.5)
-    if half is not None:
-        text += f" Half of these were evicted no more than {duration(half)} before."
-    twice = next((saving for saving in report.savings if saving.factor == 2.0), None)
-    if twice is not None and tokens.evicted:
-        text += (
-            f" Caches twice as large would still have held {number(twice.tokens)} "
-            f"({share(twice.tokens, tokens.computed)} of what was computed)."
-        )
-    if tokens.evicted_elsewhere:
-        text += f" Another rank held {number(tokens.evicted_elsewhere)} of them, too."
-    return "What small caches cost", share(tokens.evicted, tokens.computed), text
-
-
-def _copies(report: Report) -> tuple[str, str, str]:
-    held = report.duplication
-    copies = held.resident - held.unique
-    return (
-        "What duplication costs",
-        share(copies, held.resident),
-        f"At the end the caches hold {number(held.resident)} tokens, of which "
-        f"{number(held.unique)} are different. {number(copies)} are copies of what another rank "
-        "holds, too.",
-    )

@@ -25,7 +25,7 @@ from kvindex import (
     State,
 )
 from kvindex.tools.audit import Auditor, RankReport, Report
-from kvindex.tools.audit.evicted import Evicted
+from kvindex.tools.audit.blocks import Evicted
 from kvindex.tools.audit.histogram import Histogram, Series
 from kvindex.wire.quirks import content_hash
 
