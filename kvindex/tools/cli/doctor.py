@@ -27,7 +27,7 @@ from kvindex.tools.cli.arguments import (
 )
 from kvindex.tools.cli.endpoints import WORKER_FORM, parse_worker
 from kvindex.tools.cli.output import Colour, counted, in_options, painted, plain, printable
-from kvindex.tools.doctor import CAUSES, Finding, Limits, Prompt, Report, Target, examine
+from kvindex.tools.doctor import CAUSES, Finding, Limits, Report, Target, UserPrompt, examine
 
 __all__ = ["add_options", "run"]
 
@@ -113,7 +113,7 @@ def _api_key(arguments: argparse.Namespace) -> str:
         raise ConfigurationError(f"--api-key-file {name}: {error}") from error
 
 
-def _prompt(arguments: argparse.Namespace) -> Prompt | None:
+def _prompt(arguments: argparse.Namespace) -> UserPrompt | None:
     if arguments.prompt is None and arguments.tokens is None:
         return None
     tokens = None if arguments.tokens is None else read_tokens(arguments.tokens)
@@ -121,7 +121,7 @@ def _prompt(arguments: argparse.Namespace) -> Prompt | None:
     if text.startswith("@"):
         text, body, in_file = _from_file(text[1:])
         tokens = tokens if in_file is None else in_file
-    return Prompt(text=text, body=body, tokens=tokens, lora=arguments.lora, salt=arguments.salt)
+    return UserPrompt(text=text, body=body, tokens=tokens, lora=arguments.lora, salt=arguments.salt)
 
 
 def _from_file(name: str) -> tuple[str, dict[str, Any] | None, list[int] | None]:

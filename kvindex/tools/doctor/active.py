@@ -1,7 +1,7 @@
-"""The active test: it sends one new prompt twice.
+"""The active test: one new prompt, sent twice.
 
-Whether the engine tells of its blocks, whether the index finds it then, and whether the engine
-hits it when it comes again: the eight outcomes separate the engine, the stream and the index.
+Whether the engine reports its blocks, whether the index then finds the prompt, and whether the
+engine hits it the second time: the eight outcomes separate the engine, the stream and the index.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvindex import Client, Rank, RankStatus
+from kvindex import Client
 from kvindex.subscribe.discovery import DiscoveryError
-from kvindex.tools.doctor.case import Case
-from kvindex.tools.doctor.engine_http import EngineHttp, Usage
-from kvindex.tools.doctor.limits import Limits
+from kvindex.tools.doctor.case import Case, Limits
+from kvindex.tools.doctor.engine import EngineHttp, Usage
 
 __all__ = ["OUTCOMES", "probe_engine"]
 
 _BLOCKS: Final = 4
 _MAX_PROMPT: Final = 1 << 18  # tokens
-_USUAL_BLOCK: Final = 16  # tokens, where nobody tells
+_USUAL_BLOCK: Final = 16  # tokens, where nothing states it
 _COMMON_IDS: Final = range(300, 1000)  # in any tokenizer's vocabulary
 _HITS: Final = ("vllm:prefix_cache_hits", "sglang:cached_tokens")
 
@@ -34,7 +33,7 @@ OUTCOMES: Final = {
     (False, False, True): "caches-unpublished",
     (False, False, False): "nothing-cached",
 }
-"""By whether stores were heard, the index found the prompt, and the engine hit it: the finding."""
+"""The finding, by whether stores were received, the index found the prompt, the engine hit it."""
 
 
 def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed: int) -> None:
@@ -52,7 +51,7 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
     block = _block_size(case, client)
     tokens = _prompt(case.http, model or case.report.model, block, case.max_model_len, seed)
     if tokens is None:
-        return  # a block does not fit into a request: `claims` has said so
+        return  # a block does not fit into a request: `claims` has noted that
     body = {
         "model": model or case.report.model,
         "prompt": tokens,
@@ -62,8 +61,8 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
     pinned = _rank_to_ask(case)
     if pinned is not None and case.engine == "sglang":
         body["data_parallel_rank"] = pinned
-    if case.ear is not None:
-        case.ear.want(tokens)
+    if case.listener is not None:
+        case.listener.want(tokens)
     try:
         case.http.complete(body, pinned)
         stored = _stored(case, limits)
@@ -73,8 +72,8 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
     except DiscoveryError as error:
         case.add("completion-failed", error=str(error)[:400])
         return
-    if case.ear is not None:
-        case.ear.listen(case.ear.agrees, limits.listen)
+    if case.listener is not None:
+        case.listener.listen(case.listener.agrees, limits.listen)
     if usage.cached_tokens is None:
         case.add("cached-tokens-unreported")
     cached = _cached(usage, before, case.http)
@@ -82,7 +81,7 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
         case.add("rank-not-kept", asked_for=pinned, ranks=len(case.addresses))
         return
     if stored is None:
-        stored = predicted  # bound or encrypted: only the client hears it
+        stored = predicted  # bound or encrypted: only the client receives events
     _judge(case, tokens, block, usage, (stored, predicted, cached))
 
 
@@ -142,11 +141,11 @@ def _prompt(
 
 def _block_size(case: Case, client: Client) -> int:
     """Tokens of a block: the largest size reported, so that the prompt has whole blocks."""
-    told = [case.block_size or 0, *heard_block_sizes(case, client.statistics())]
-    return max(told) or _USUAL_BLOCK
+    stated = [case.block_size or 0, *event_block_sizes(case, client.statistics())]
+    return max(stated) or _USUAL_BLOCK
 
 
-def heard_block_sizes(case: Case, statistics: Mapping[str, Any]) -> list[int]:
+def event_block_sizes(case: Case, statistics: Mapping[str, Any]) -> list[int]:
     """Return the block sizes in a worker's events, as its index knows them."""
     return [
         group["block_size"]
@@ -159,42 +158,29 @@ def heard_block_sizes(case: Case, statistics: Mapping[str, Any]) -> list[int]:
 
 def _stored(case: Case, limits: Limits) -> int | None:
     """How many of the prompt's tokens events reported as stored; None if no events are received."""
-    ear = case.ear
-    if ear is None:
+    listener = case.listener
+    if listener is None:
         return None
-    every = [heard for ranks in ear.heard.values() for heard in ranks]
-
-    def one_rank_has_all() -> bool:
-        return any(all(heard.tested for heard in ranks) for ranks in ear.heard.values())
-
-    ear.listen(one_rank_has_all, limits.listen)
-    return max((heard.tested for heard in every), default=0)
+    listener.listen(lambda: listener.ranks_tested() > 0, limits.listen)
+    return max((r.tested for pair in listener.received.values() for r in pair), default=0)
 
 
 def _other_rank_stored(case: Case, limits: Limits) -> bool:
     """Whether the prompt, asked of one rank twice, was computed by two."""
-    ear = case.ear
-    if ear is None or len(ear.heard) < 2:
+    listener = case.listener
+    if listener is None or len(listener.received) < 2:
         return False
-
-    def two_have_it() -> bool:
-        return sum(all(heard.tested for heard in ranks) for ranks in ear.heard.values()) > 1
-
-    return ear.listen(two_have_it, limits.listen)
+    return listener.listen(lambda: listener.ranks_tested() > 1, limits.listen)
 
 
 def _predicted(case: Case, client: Client, tokens: Sequence[int], limits: Limits) -> int:
     """How many tokens the index says that the engine will hit, as soon as it says any."""
-    asked = list(tokens)
 
     def best() -> int:
-        match = client.match(asked, recomputed=1)
-        return max((one.tokens for one in match if one.rank.worker == case.name), default=0)
+        match = client.match(list(tokens), recomputed=1)
+        return max((held.tokens for held in match if held.rank.worker == case.name), default=0)
 
-    def found(_: Mapping[Rank, RankStatus]) -> bool:
-        return best() > 0
-
-    client.wait_for(found, limits.listen)
+    client.wait_for(lambda _: best() > 0, limits.listen)
     return best()
 
 

@@ -1,4 +1,4 @@
-"""One target while it is examined: what is known of it so far, and what was found."""
+"""One target while it is examined: what is known so far, and its findings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 from kvindex import PublisherAddress, Worker
 from kvindex.subscribe.discovery import EngineReport
-from kvindex.tools.doctor.ear import Ear
-from kvindex.tools.doctor.engine_http import EngineHttp
-from kvindex.tools.doctor.finding import Finding, found
-from kvindex.tools.doctor.metrics_text import EngineMetrics
+from kvindex.tools.doctor.engine import EngineHttp, EngineMetrics
+from kvindex.tools.doctor.listener import Listener
+from kvindex.tools.doctor.report import Finding, finding_of
+from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Case", "Target"]
+__all__ = ["Case", "Limits", "Target"]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +29,35 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     worker: Worker | None = None
 
 
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that an examination waits at most.
+
+    Attributes:
+        http: for the answers of one engine to what it is and how it stands.
+        handshake: for a connection and for each greeting at a port.
+        live: until every stream is live, or a replay brings more.
+        replay: until every stream is live, as long as replays bring more.
+        listen: for events: without a test prompt for all of it, with one until its events come.
+        completion: for the answer to one prompt.
+
+    Raises:
+        ConfigurationError: one is not above 0.
+    """
+
+    http: float = 5.0
+    handshake: float = 2.0
+    live: float = 5.0
+    replay: float = 60.0
+    listen: float = 3.0
+    completion: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            seconds = getattr(self, name)
+            if not 0 < seconds <= 3600:
+                raise ConfigurationError(f"{name} must be above 0 and up to 3600 s, not {seconds}")
+
+
 class Case:
     """A target under examination. Owned by one thread at a time."""
 
@@ -39,7 +68,7 @@ class Case:
         self.report: EngineReport | None = None
         self.worker: Worker | None = target.worker
         self.metrics = EngineMetrics()
-        self.ear: Ear | None = None
+        self.listener: Listener | None = None
         self.findings: list[Finding] = []
         self.broken: set[int] = set()  # ranks whose port was found to be wrong
         self.test: dict[str, Any] | None = None
@@ -62,16 +91,16 @@ class Case:
         models = self.report.answers.get("/v1/models") if self.report else None
         data = models.get("data") if isinstance(models, Mapping) else None
         first = data[0] if isinstance(data, list) and data else {}
-        told = (first.get("max_model_len"), self.info.get("max_req_input_len"))
-        return next((x for x in told if isinstance(x, int) and x > 0), None)
+        stated = (first.get("max_model_len"), self.info.get("max_req_input_len"))
+        return next((x for x in stated if isinstance(x, int) and x > 0), None)
 
     @property
     def block_size(self) -> int | None:
         """Tokens of a block, as the engine says."""
         if self.report and self.report.block_size:
             return self.report.block_size
-        said = self.metrics.labels("vllm:cache_config_info").get("block_size", "")
-        return int(said) if said.isdigit() and 0 < len(said) < 10 and int(said) else None
+        stated = self.metrics.labels("vllm:cache_config_info").get("block_size", "")
+        return int(stated) if stated.isdigit() and 0 < len(stated) < 10 and int(stated) else None
 
     @property
     def addresses(self) -> list[PublisherAddress]:
@@ -81,4 +110,4 @@ class Case:
     def add(self, kind: str, dp_rank: int | None = None, /, **evidence: Any) -> None:
         """Note a finding, of the whole engine or of a rank."""
         subject = self.name if dp_rank is None else f"{self.name}/{dp_rank}"
-        self.findings.append(found(kind, subject, engine=self.engine, **evidence))
+        self.findings.append(finding_of(kind, subject, engine=self.engine, **evidence))

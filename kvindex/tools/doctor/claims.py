@@ -9,16 +9,15 @@ from typing import Any, Final
 from kvindex import PublisherAddress
 from kvindex.subscribe.discovery import DiscoveryError, ask_engine
 from kvindex.subscribe.discovery.web import Web
-from kvindex.tools.doctor.case import Case
-from kvindex.tools.doctor.engine_http import EngineHttp
-from kvindex.tools.doctor.finding import found
-from kvindex.tools.doctor.limits import Limits
+from kvindex.tools.doctor.case import Case, Limits
+from kvindex.tools.doctor.engine import EngineHttp
+from kvindex.tools.doctor.report import finding_of
 
 __all__ = ["accept_mapped", "ask_and_check", "version_of"]
 
 _DENIED: Final = re.compile("answers 40[13]")
 _LARGE_BLOCK: Final = 256  # tokens
-_MAX_RANKS: Final = 64  # of a service that are told one by one
+_MAX_RANKS: Final = 64  # of a service that are reported one by one
 
 # Engine, first version with it, first version without it, what it is.
 _BUGS: Final = (
@@ -64,7 +63,7 @@ def ask_and_check(case: Case, token: str, limits: Limits) -> None:
     refusal = next((why for why in case.report.failures.values() if _DENIED.match(why)), "")
     if refusal:  # vLLM guards only what is under /v1
         case.add("engine-denied", url=url, error=refusal)
-    case.http = EngineHttp(url, token, limits)
+    case.http = EngineHttp(url, token, timeout=limits.http, completion=limits.completion)
     case.metrics = case.http.metrics()
     _check_events(case)
     _check_cache(case)
@@ -73,7 +72,7 @@ def ask_and_check(case: Case, token: str, limits: Limits) -> None:
 
 
 def _check_service(case: Case, token: str, limits: Limits) -> bool:
-    """Note what a `kvindex serve` says of its ranks; return whether it is one."""
+    """Note what a `kvindex serve` reports of its ranks; return whether the target is one."""
     web = Web(case.target.url, token=token or None)
     try:
         ready = web.get("/ready", limits.http).json()
@@ -128,46 +127,46 @@ def _check_events(case: Case) -> None:
 
 
 def _compare_endpoints(
-    case: Case, given: Sequence[PublisherAddress], said: Sequence[PublisherAddress]
+    case: Case, given: Sequence[PublisherAddress], stated: Sequence[PublisherAddress]
 ) -> None:
-    """Note what the user gave and the engine says otherwise, by ports: hosts may be mapped."""
-    if not given or not said:
+    """Note where the user and the engine state different ports; hosts may be mapped."""
+    if not given or not stated:
         return
-    by_rank = {address.dp_rank: address for address in said}
-    if len(said) == len(given) == 1:  # the only one, whatever its number
-        pairs = [(given[0], said[0])]
+    by_rank = {address.dp_rank: address for address in stated}
+    if len(stated) == len(given) == 1:  # the only one, whatever its number
+        pairs = [(given[0], stated[0])]
     else:
-        pairs = [(one, by_rank[one.dp_rank]) for one in given if one.dp_rank in by_rank]
+        pairs = [(a, by_rank[a.dp_rank]) for a in given if a.dp_rank in by_rank]
         ranks = [address.dp_rank for address in given]
         if ranks != list(by_rank):
             case.add("ranks-differ", said=list(by_rank), given=ranks)
             case.broken.update(set(ranks) - set(by_rank))
-    for one, other in pairs:
-        ports = _ports(one), _ports(other)
-        if one.replay is None and other.replay is not None:
-            case.add("replay-not-given", one.dp_rank, port=ports[1]["replay"])
-            ports[0]["replay"] = ports[1]["replay"]
-        if ports[0] != ports[1]:
-            case.add("endpoints-differ", one.dp_rank, said=ports[1], given=ports[0])
+    for address, stated_address in pairs:
+        ports, stated_ports = _ports(address), _ports(stated_address)
+        if address.replay is None and stated_address.replay is not None:
+            case.add("replay-not-given", address.dp_rank, port=stated_ports["replay"])
+            ports["replay"] = stated_ports["replay"]
+        if ports != stated_ports:
+            case.add("endpoints-differ", address.dp_rank, said=stated_ports, given=ports)
 
 
 def accept_mapped(case: Case) -> None:
-    """Take ports that differ for mapped ones, if the test prompt came through one of them."""
-    differing = {one.subject for one in case.findings if one.id == "endpoints-differ"}
-    foreign = any(one.id == "replay-of-another" for one in case.findings)
+    """Accept ports that differ as mapped ones, if the test prompt came through one of them."""
+    differing = {f.subject for f in case.findings if f.id == "endpoints-differ"}
+    foreign = any(finding.id == "replay-of-another" for finding in case.findings)
     if not differing or foreign or not case.test or case.test["outcome"] != "all-well":
         return
-    ear = case.ear
-    proven = (
-        differing if ear is None else {f"{case.name}/{r}" for r in ear.heard if ear.first(r).tested}
-    )
-    if proven & differing:
-        case.findings = [
-            found("endpoints-mapped", one.subject, engine=case.engine, **one.evidence)
-            if one.id == "endpoints-differ"
-            else one
-            for one in case.findings
-        ]
+    listener = case.listener
+    if listener is not None:
+        tested = {f"{case.name}/{r}" for r in listener.received if listener.first(r).tested}
+        if not tested & differing:
+            return
+    case.findings = [
+        finding_of("endpoints-mapped", finding.subject, engine=case.engine, **finding.evidence)
+        if finding.id == "endpoints-differ"
+        else finding
+        for finding in case.findings
+    ]
 
 
 def _ports(address: PublisherAddress) -> dict[str, int | str | None]:
@@ -203,8 +202,8 @@ def _check_cache(case: Case) -> None:
     blocks = config.get("num_gpu_blocks", "")
     tokens = int(blocks) * size if blocks.isdigit() and len(blocks) < 12 and size else None
     if not config:
-        told = case.info.get("max_total_num_tokens")
-        tokens = told if isinstance(told, int) else None
+        stated = case.info.get("max_total_num_tokens")
+        tokens = stated if isinstance(stated, int) else None
     if tokens and longest and tokens < 2 * longest:
         case.add("cache-small", cache_tokens=tokens, max_model_len=longest)
 

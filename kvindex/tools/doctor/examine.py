@@ -14,18 +14,16 @@ import zmq
 
 from kvindex import Client, Rank, RankStatus, ReplayPolicy, State, connect
 from kvindex.tools.doctor.active import probe_engine
-from kvindex.tools.doctor.case import Case, Target
+from kvindex.tools.doctor.case import Case, Limits, Target
 from kvindex.tools.doctor.claims import accept_mapped, ask_and_check
-from kvindex.tools.doctor.ear import Ear
-from kvindex.tools.doctor.finding import Finding
-from kvindex.tools.doctor.limits import MAX_TARGETS, Limits
+from kvindex.tools.doctor.listener import Listener
 from kvindex.tools.doctor.ports import check_rank, check_replayed, check_shape
-from kvindex.tools.doctor.prompts import Prompt, check_prompt
-from kvindex.tools.doctor.report import Examined, Report, ordered, rank_of
+from kvindex.tools.doctor.prompts import UserPrompt, check_prompt
+from kvindex.tools.doctor.report import Examined, Finding, Report, ordered, rank_of
 from kvindex.tools.doctor.streams import (
     check_hashes,
-    check_heard,
     check_prefixes,
+    check_received,
     check_serving,
     check_streams,
 )
@@ -34,13 +32,14 @@ from kvindex.wire.errors import ConfigurationError
 __all__ = ["examine"]
 
 _AT_ONCE: Final = 64  # questions under way
+_MAX_TARGETS: Final = 1024
 
 
 def examine(
     targets: Iterable[Target],
     *,
     passive: bool = False,
-    prompt: Prompt | None = None,
+    prompt: UserPrompt | None = None,
     token: str = "",
     model: str = "",
     block_size: int | None = None,
@@ -84,7 +83,7 @@ def examine(
         _look_at_ports(pool, cases, context, limits)
         for case in cases:
             stack.callback(_hang_up, case)
-            _open_ear(case, context)
+            _listen_to(case, context)
         client = _subscribed(cases, stack, limits)
         before = {} if client is None else _wait_live(cases, client, limits)
         seed = random.SystemRandom().getrandbits(64)
@@ -93,18 +92,18 @@ def examine(
         for case in cases:
             if client is not None and case.worker is not None:
                 check_streams(case, client, block_size, before)
-            check_heard(case)
+            check_received(case)
             accept_mapped(case)
         check_hashes(cases)
-        found, notes = ([], []) if prompt is None else check_prompt(prompt, cases, client, model)
-        found += [] if client is None else check_prefixes(client)
-    return _report(cases, found, notes, time.monotonic() - started)
+        others, notes = ([], []) if prompt is None else check_prompt(prompt, cases, client, model)
+        others += [] if client is None else check_prefixes(client)
+    return _report(cases, others, notes, time.monotonic() - started)
 
 
 def _cases(targets: Iterable[Target]) -> list[Case]:
     cases = [Case(target) for target in targets]
-    if not 1 <= len(cases) <= MAX_TARGETS:
-        raise ConfigurationError(f"targets: 1 to {MAX_TARGETS} can be examined, not {len(cases)}")
+    if not 1 <= len(cases) <= _MAX_TARGETS:
+        raise ConfigurationError(f"targets: 1 to {_MAX_TARGETS} can be examined, not {len(cases)}")
     for case in cases:
         if not case.target.url and case.target.worker is None:
             raise ConfigurationError("a target needs a URL or endpoints")
@@ -156,7 +155,7 @@ def _look_at_ports(
         look.result()
 
 
-def _open_ear(case: Case, context: zmq.Context[Any]) -> None:
+def _listen_to(case: Case, context: zmq.Context[Any]) -> None:
     """Listen without a filter, where a plain connection can."""
     worker = case.worker
     if worker is None or worker.bind or worker.curve is not None:
@@ -167,12 +166,12 @@ def _open_ear(case: Case, context: zmq.Context[Any]) -> None:
         if address.dp_rank not in case.broken and not address.endpoint.startswith("inproc:")
     ]
     if addresses:
-        case.ear = Ear(context, addresses)
+        case.listener = Listener(context, addresses)
 
 
 def _hang_up(case: Case) -> None:
-    if case.ear is not None:
-        case.ear.close()
+    if case.listener is not None:
+        case.listener.close()
 
 
 def _subscribed(cases: Sequence[Case], stack: ExitStack, limits: Limits) -> Client | None:
@@ -220,21 +219,21 @@ def _watch(
 ) -> None:
     """Test an engine, or only listen to it."""
     if case.worker is None or client is None:
-        return  # nobody would hear what a test prompt brings about
+        return  # nothing receives the events of a test prompt
     denied = any(finding.id == "engine-denied" for finding in case.findings)
     if case.http is not None and not passive and not denied:
         probe_engine(case, client, limits, model=model, seed=seed)
         return
     before = case.metrics.total("vllm:prompt_tokens", "sglang:prompt_tokens")
-    if case.ear is not None:
-        case.ear.listen(lambda: False, limits.listen)
+    if case.listener is not None:
+        case.listener.listen(lambda: False, limits.listen)
     check_serving(case, before)
 
 
 def _report(
-    cases: Sequence[Case], found: list[Finding], notes: list[str], seconds: float
+    cases: Sequence[Case], others: list[Finding], notes: list[str], seconds: float
 ) -> Report:
-    findings = [one for case in cases for one in ordered(case.findings)] + found
+    findings = [finding for case in cases for finding in ordered(case.findings)] + others
     return Report(
         targets=tuple(_examined(case) for case in cases),
         findings=tuple(sorted(findings, key=rank_of)),

@@ -11,8 +11,7 @@ from typing import Final
 import zmq
 
 from kvindex import PublisherAddress
-from kvindex.tools.doctor.case import Case
-from kvindex.tools.doctor.limits import Limits
+from kvindex.tools.doctor.case import Case, Limits
 from kvindex.tools.doctor.zmtp import Peer, greet, look
 from kvindex.wire import END_SEQ, ReplayReply, parse_replay, replay_request
 from kvindex.wire.errors import DecodeError
@@ -36,8 +35,8 @@ def check_shape(case: Case) -> None:
         replays = [a.dp_rank for a in case.addresses if a.replay == endpoint]
         case.add("ports-collide", endpoint=endpoint, publishes=publishes, replays=replays)
         case.broken.update(publishes, replays)
-    said = case.report.ranks if case.report else ()
-    if all(address.replay is None for address in (*case.addresses, *said)):
+    stated = case.report.ranks if case.report else ()
+    if all(address.replay is None for address in (*case.addresses, *stated)):
         case.add("replay-missing")
 
 
@@ -55,7 +54,7 @@ def check_rank(case: Case, address: PublisherAddress, context: Context, limits: 
 def check_replayed(case: Case, context: Context, limits: Limits) -> None:
     """Note replay endpoints that lack the batch received last."""
     for address in case.addresses:
-        marks = case.ear.first(address.dp_rank).marks if case.ear else {}
+        marks = case.listener.first(address.dp_rank).marks if case.listener else {}
         if address.replay is not None and marks:
             _check_replayed(case, address.dp_rank, address.replay, marks, context, limits)
 
@@ -105,7 +104,7 @@ def _check_publisher(case: Case, address: PublisherAddress, peer: Peer, limits: 
 
 
 def _check_stranger(case: Case, rank: int, endpoint: str, peer: Peer) -> bool:
-    """Note who answers instead; return whether nothing can be said against it."""
+    """Note which peer answers instead; return whether that is no fault."""
     if peer.kind in _PROTOCOL:
         protocol = _PROTOCOL[peer.kind]
         case.add("port-not-zmq", rank, endpoint=endpoint, protocol=protocol, detail=peer.detail)
@@ -157,7 +156,7 @@ def _replay(endpoint: str, start: int, context: Context, timeout: float) -> Iter
 def _who_dials(endpoint: str, timeout: float) -> str:
     """Listen where nobody does, if the address is ours, and return the kind of socket that dials.
 
-    A publisher that was told a concrete host connects to it, and tries again ten times a second.
+    A publisher that was given a concrete host connects to it, and tries again ten times a second.
     So do subscribers: a publisher counts first.
     """
     kind, until = "", time.monotonic() + timeout

@@ -9,15 +9,15 @@ import msgspec
 
 from kvindex import Client, Ending, Explanation, RankExplanation
 from kvindex.tools.doctor.case import Case
-from kvindex.tools.doctor.finding import Finding, found
+from kvindex.tools.doctor.report import Finding, finding_of
 from kvindex.wire.requests import field_against_cache
 
-__all__ = ["Prompt", "check_prompt", "first_difference"]
+__all__ = ["UserPrompt", "check_prompt", "first_difference"]
 
 _SUBJECT = "prompt"
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+class UserPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt to ask about; at least one of the first three.
 
     Attributes:
@@ -35,7 +35,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     salt: str | None = None
 
 
-class _Seen(msgspec.Struct, frozen=True):
+class _Rendering(msgspec.Struct, frozen=True):
     """One way in which the engine sees the prompt."""
 
     form: str
@@ -44,22 +44,24 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 def check_prompt(
-    prompt: Prompt, cases: Sequence[Case], client: Client | None, model: str
+    prompt: UserPrompt, cases: Sequence[Case], client: Client | None, model: str
 ) -> tuple[list[Finding], list[str]]:
     """Return what is wrong with a prompt, and per rank how far it is held, as sentences."""
     case = next((case for case in cases if case.http is not None), None)
     findings: list[Finding] = []
-    seen = _as_seen(prompt, case, model) if case is not None else []
+    renderings = _renderings(prompt, case, model) if case is not None else []
     field = "" if prompt.body is None else field_against_cache(prompt.body)
     if field:
-        findings.append(found("prompt-logprobs", _SUBJECT, field=field))
+        findings.append(finding_of("prompt-logprobs", _SUBJECT, field=field))
     if prompt.tokens is not None:
-        findings += _compare(prompt.tokens, seen)
+        findings += _compare(prompt.tokens, renderings)
     if client is None:
         return findings, []
-    explained = [(one, _explain(prompt, one.tokens, client)) for one in seen]
+    explained = [(r, _explain(prompt, r.tokens, client)) for r in renderings]
     if prompt.tokens is not None:
-        own = _Seen("your tokens", prompt.tokens, seen[0].media if len(seen) == 1 else [])
+        own = _Rendering(
+            "your tokens", prompt.tokens, renderings[0].media if len(renderings) == 1 else []
+        )
         explained.insert(0, (own, _explain(prompt, own.tokens, client)))
     if not explained:
         return findings, []
@@ -67,23 +69,23 @@ def check_prompt(
     best = max(explained, key=lambda pair: _longest(pair[1]))
     asked = explained[0] if prompt.tokens is not None else best
     findings += _endings(*asked)
-    return findings, [f"{asked[0].form}: {one}" for one in list(asked[1])[:8]]
+    return findings, [f"{asked[0].form}: {rank}" for rank in list(asked[1])[:8]]
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """Return the first place at which two lists differ; None if they are equal.
 
     Examples:
         >>> first_difference([1, 2, 3], [1, 2]), first_difference([1], [1])
         (2, None)
     """
-    if list(one) == list(other):
+    if list(ours) == list(theirs):
         return None
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
-def _as_seen(prompt: Prompt, case: Case, model: str) -> list[_Seen]:
+def _renderings(prompt: UserPrompt, case: Case, model: str) -> list[_Rendering]:
     assert case.http is not None
     name = {"model": model or (case.report.model if case.report else "")}
     if prompt.body is not None:
@@ -97,42 +99,37 @@ def _as_seen(prompt: Prompt, case: Case, model: str) -> list[_Seen]:
     else:
         bodies = {}
     rendered = {form: case.http.render(body) for form, body in bodies.items()}
-    return [_Seen(form, tokens, media) for form, (tokens, media) in rendered.items() if tokens]
+    return [_Rendering(form, tokens, media) for form, (tokens, media) in rendered.items() if tokens]
 
 
-def _compare(tokens: list[int], seen: Sequence[_Seen]) -> list[Finding]:
+def _compare(tokens: list[int], renderings: Sequence[_Rendering]) -> list[Finding]:
     """Whether the router's tokens are none of those that the engine sees."""
-    if not seen or any(one.tokens == tokens for one in seen):
+    if not renderings or any(rendering.tokens == tokens for rendering in renderings):
         return []
-    places = {one.form: first_difference(tokens, one.tokens) or 0 for one in seen}
-    form = max(places, key=lambda name: places[name])
-    theirs = next(one.tokens for one in seen if one.form == form)
-    at = places[form]
-    return [
-        found(
-            "tokens-differ",
-            _SUBJECT,
-            position=at,
-            compared_with=form,
-            yours=tokens[at : at + 8],
-            engines=theirs[at : at + 8],
-        )
-    ]
+    places = [(first_difference(tokens, r.tokens) or 0, r) for r in renderings]
+    at, nearest = max(places, key=lambda pair: pair[0])
+    evidence = {
+        "position": at,
+        "compared_with": nearest.form,
+        "yours": tokens[at : at + 8],
+        "engines": nearest.tokens[at : at + 8],
+    }
+    return [finding_of("tokens-differ", _SUBJECT, **evidence)]
 
 
-def _explain(prompt: Prompt, tokens: list[int], client: Client) -> Explanation:
+def _explain(prompt: UserPrompt, tokens: list[int], client: Client) -> Explanation:
     body: Mapping[str, Any] = prompt.body or {}
     salt = prompt.salt or body.get("cache_salt")
     return client.explain(tokens, lora=prompt.lora, salt=salt)
 
 
 def _longest(explanation: Explanation) -> int:
-    return max((one.match.tokens for one in explanation), default=0)
+    return max((rank.match.tokens for rank in explanation), default=0)
 
 
-def _template(explained: Sequence[tuple[_Seen, Explanation]]) -> list[Finding]:
+def _template(explained: Sequence[tuple[_Rendering, Explanation]]) -> list[Finding]:
     """Whether the prompt is held as a chat and not as plain text."""
-    forms = {seen.form: (seen.tokens, _longest(why)) for seen, why in explained}
+    forms = {r.form: (r.tokens, _longest(why)) for r, why in explained}
     if "plain text" not in forms or "a chat" not in forms:
         return []
     (plain, as_plain), (chat, as_chat) = forms["plain text"], forms["a chat"]
@@ -140,35 +137,39 @@ def _template(explained: Sequence[tuple[_Seen, Explanation]]) -> list[Finding]:
         return []
     at = first_difference(plain, chat)
     return [
-        found("chat-template", _SUBJECT, position=at, plain_tokens=as_plain, chat_tokens=as_chat)
+        finding_of(
+            "chat-template", _SUBJECT, position=at, plain_tokens=as_plain, chat_tokens=as_chat
+        )
     ]
 
 
-def _endings(seen: _Seen, explanation: Explanation) -> list[Finding]:
+def _endings(rendering: _Rendering, explanation: Explanation) -> list[Finding]:
     """The findings from the ends of the matches."""
     findings: list[Finding] = []
-    ends = {one.ending: one for one in explanation}
+    ends = {rank.ending: rank for rank in explanation}
     if Ending.SHORT in ends:
         size = ends[Ending.SHORT].match.block_size
-        findings.append(found("prompt-short", _SUBJECT, tokens=len(seen.tokens), block_size=size))
+        findings.append(
+            finding_of("prompt-short", _SUBJECT, tokens=len(rendering.tokens), block_size=size)
+        )
     other = ends[Ending.PROMPTS].other if Ending.PROMPTS in ends else None
     if other is not None:
         under = f"LoRA {other.lora!r}" if other.lora is not None else "no LoRA"
         under += " and a salt" if other.salted else ""
-        findings.append(found("namespace-differs", _SUBJECT, other=under, tokens=other.tokens))
+        findings.append(finding_of("namespace-differs", _SUBJECT, other=under, tokens=other.tokens))
     longest = _longest(explanation)
-    if seen.media and explanation and _ends_at(seen.media[0], explanation):
+    if rendering.media and explanation and _ends_at(rendering.media[0], explanation):
         findings.append(
-            found("image-placeholders", _SUBJECT, position=seen.media[0], matched=longest)
+            finding_of("image-placeholders", _SUBJECT, position=rendering.media[0], matched=longest)
         )
     if not longest and not findings:
-        why = next((one.text for one in explanation), "no rank is known")
-        findings.append(found("prompt-not-held", _SUBJECT, why=why, form=seen.form))
+        why = next((rank.text for rank in explanation), "no rank is known")
+        findings.append(finding_of("prompt-not-held", _SUBJECT, why=why, form=rendering.form))
     return findings
 
 
 def _ends_at(position: int, explanation: Explanation) -> bool:
     """Whether the longest match ends in the block of this position, at its start."""
-    best: RankExplanation = max(explanation, key=lambda one: one.match.tokens)
+    best: RankExplanation = max(explanation, key=lambda rank: rank.match.tokens)
     size = best.match.block_size or 1
     return best.match.tokens <= position < best.match.tokens + size

@@ -1,4 +1,4 @@
-"""An examination's results, as a value and as text."""
+"""Findings, and an examination's results, as values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.tools.doctor.causes import CAUSES, SECTIONS
-from kvindex.tools.doctor.finding import Finding
+from kvindex.tools.doctor.causes import CAUSES, SECTIONS, Severity, words_for
 
-__all__ = ["Examined", "Report", "ordered"]
+__all__ = ["Examined", "Finding", "Report", "finding_of", "ordered", "rank_of"]
 
 _SEVERITIES: Final = ("error", "warning", "info")
 _ORDER: Final = {kind: place for place, kind in enumerate(CAUSES)}
@@ -47,6 +46,54 @@ _EXPLAINS: Final[dict[str, frozenset[str]]] = {
 }
 
 
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong, or good to know.
+
+    Attributes:
+        id: which kind of finding; `docs/doctor.md` lists them.
+        severity: "error", "warning" or "info".
+        subject: whose: an engine's name, one of its ranks, or a URL.
+        what: the finding, as a sentence.
+        evidence: what was seen, as plain values.
+        remedy: what to do.
+        docs: where more stands.
+    """
+
+    id: str
+    severity: Severity
+    subject: str
+    what: str
+    evidence: dict[str, Any]
+    remedy: str
+    docs: str
+
+
+def finding_of(kind: str, subject: str, /, *, engine: str = "", **evidence: Any) -> Finding:
+    """Return a finding of this kind.
+
+    Args:
+        kind: its id.
+        subject: whose.
+        engine: "vllm" or "sglang", for flags in the remedy; both are named if it is not known.
+        evidence: what was seen; it also fills the sentences.
+
+    Examples:
+        >>> finding_of("publisher-refused", "a/0", engine="vllm", endpoint="tcp://h:1").what
+        'nothing listens at tcp://h:1'
+    """
+    cause = CAUSES[kind]
+    filled = words_for(engine) | evidence
+    return Finding(
+        id=kind,
+        severity=cause.severity,
+        subject=subject,
+        what=cause.what.format_map(filled),
+        evidence=evidence,
+        remedy=cause.remedy.format_map(filled),
+        docs=f"docs/doctor.md#{SECTIONS[kind]}",
+    )
+
+
 class Examined(msgspec.Struct, frozen=True, kw_only=True):
     """One target that was examined.
 
@@ -56,7 +103,7 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True):
         engine: "vllm", "sglang" or "".
         version: as it says.
         ranks: by dp_rank, where it publishes.
-        test: of the active test: `outcome`, and in tokens what was `sent`, told to be `stored`,
+        test: of the active test: `outcome`, and in tokens what was `sent`, reported as `stored`,
             `predicted` by the index and `cached` by the engine; None if there was none.
     """
 
@@ -85,9 +132,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 if nothing is wrong, 1 if something is, 2 if that could not be looked at."""
-        problems = [one for one in self.findings if one.severity != "info"]
-        if any(not CAUSES[one.id].blind for one in problems):
+        """0 if nothing is wrong, 1 if something is, 2 if a target could not be examined."""
+        problems = [finding for finding in self.findings if finding.severity != "info"]
+        if any(not CAUSES[finding.id].blind for finding in problems):
             return 1
         return 2 if problems else 0
 
@@ -98,23 +145,23 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
     A rank's findings explain others of this rank or of the whole engine.
     """
     known = list(findings)
-    kept = [one for one in known if not any(_explains(cause, one) for cause in known)]
-    if any(one.severity != "info" for one in kept):
-        kept = [one for one in kept if one.id != "all-well"]
+    kept = [finding for finding in known if not any(_explains(cause, finding) for cause in known)]
+    if any(finding.severity != "info" for finding in kept):
+        kept = [finding for finding in kept if finding.id != "all-well"]
     return sorted(kept, key=rank_of)
 
 
-def _explains(cause: Finding, one: Finding) -> bool:
-    if not (_covers(cause.subject, one.subject) or _covers(one.subject, cause.subject)):
+def _explains(cause: Finding, finding: Finding) -> bool:
+    if not (_covers(cause.subject, finding.subject) or _covers(finding.subject, cause.subject)):
         return False
     explained = _EXPLAINS.get(cause.id, frozenset())
     if cause.severity == "error" and cause.id not in _TEST | {"stream-not-live"}:
         explained = explained | _TEST | {"stream-not-live", "replay-running"}
-    return one.id in explained
+    return finding.id in explained
 
 
 def _covers(subject: str, other: str) -> bool:
-    """Whether it is the other, or the engine whose rank the other is."""
+    """Whether a subject is the other, or the engine whose rank the other is."""
     return subject == other or subject == other.rpartition("/")[0]
 
 

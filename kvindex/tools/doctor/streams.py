@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvindex import BlockHash, Client, Rank, RankStatus, State
-from kvindex.tools.doctor.active import heard_block_sizes
+from kvindex.tools.doctor.active import event_block_sizes
 from kvindex.tools.doctor.case import Case
-from kvindex.tools.doctor.finding import Finding, found
+from kvindex.tools.doctor.report import Finding, finding_of
 
-__all__ = ["check_hashes", "check_heard", "check_prefixes", "check_serving", "check_streams"]
+__all__ = ["check_hashes", "check_prefixes", "check_received", "check_serving", "check_streams"]
 
 _MANY: Final = 20  # blocks, or prompts, from which a share of them means something
 _MAX_NODES: Final = 2_000
@@ -36,32 +36,32 @@ def check_streams(
         if rank.worker == case.name:
             _check_status(case, status, running=status.seq != before.get(rank, status.seq))
             _check_index(case, status.rank.dp_rank, statistics["ranks"][str(rank)]["index"])
-    heard = set(heard_block_sizes(case, statistics))
-    said = case.block_size
-    if heard and said and said not in heard:
-        case.add("block-size-differs", said=said, heard=_listed(heard))
-    if heard and assumed and assumed not in heard:
-        case.add("block-size-assumed", assumed=assumed, heard=_listed(heard))
+    sizes = set(event_block_sizes(case, statistics))
+    stated = case.block_size
+    if sizes and stated and stated not in sizes:
+        case.add("block-size-differs", said=stated, heard=_listed(sizes))
+    if sizes and assumed and assumed not in sizes:
+        case.add("block-size-assumed", assumed=assumed, heard=_listed(sizes))
     _check_offload(case, statistics)
 
 
-def check_heard(case: Case) -> None:
-    """Note what came over the wire that no client shows."""
-    if case.ear is None or case.worker is None:
+def check_received(case: Case) -> None:
+    """Note what the messages show and no client does."""
+    if case.listener is None or case.worker is None:
         return
-    for rank in case.ear.differing():
+    for rank in case.listener.differing():
         endpoint = next(a.endpoint for a in case.addresses if a.dp_rank == rank)
         case.add("several-publishers", rank, endpoint=endpoint)
-    for rank in case.ear.heard:
-        heard = case.ear.first(rank)
-        topics = sorted(heard.topics)
+    for rank in case.listener.received:
+        first = case.listener.first(rank)
+        topics = sorted(first.topics)
         if topics and not any(topic.startswith(case.worker.topic) for topic in topics):
             case.add("topic-filtered", rank, filter=case.worker.topic, topics=topics)
         _check_names(case, rank, topics)
-        if heard.missing:
-            case.add("numbers-jump", rank, missing=heard.missing, messages=heard.messages)
-        if heard.stored >= _MANY and heard.stored_again * 10 >= heard.stored:
-            again, stored = heard.stored_again, heard.stored
+        if first.missing:
+            case.add("numbers-jump", rank, missing=first.missing, messages=first.messages)
+        if first.stored >= _MANY and first.stored_again * 10 >= first.stored:
+            again, stored = first.stored_again, first.stored
             case.add("evicted-before-reuse", rank, again=again, stored=stored)
 
 
@@ -72,10 +72,10 @@ def check_serving(case: Case, before: float | None) -> None:
         case: of an engine that is asked over HTTP.
         before: its prompt tokens when the listening began.
     """
-    if case.http is None or case.ear is None or before is None:
+    if case.http is None or case.listener is None or before is None:
         return
     after = case.http.metrics().total("vllm:prompt_tokens", "sglang:prompt_tokens")
-    if any(heard.messages for ranks in case.ear.heard.values() for heard in ranks):
+    if any(reception.messages for ranks in case.listener.received.values() for reception in ranks):
         return
     served = int((after or 0.0) - before)
     if served >= 2 * (case.block_size or 16):
@@ -85,33 +85,33 @@ def check_serving(case: Case, before: float | None) -> None:
 def check_hashes(cases: Iterable[Case]) -> None:
     """Note the same tokens under different hashes: what consumers of hashes trip over."""
     hashes: dict[int, dict[BlockHash, list[str]]] = defaultdict(lambda: defaultdict(list))
-    known = [case for case in cases if case.ear is not None]
+    known = [case for case in cases if case.listener is not None]
     for case in known:
-        assert case.ear is not None
-        for rank in case.ear.heard:
-            for tokens, block_hash in case.ear.first(rank).first_hashes.items():
+        assert case.listener is not None
+        for rank in case.listener.received:
+            for tokens, block_hash in case.listener.first(rank).first_hashes.items():
                 hashes[tokens][block_hash].append(f"{case.name}/{rank}")
     for by_hash in hashes.values():
         if len(by_hash) > 1:
             ranks = sorted(names[0] for names in by_hash.values())
             case = next(case for case in known if ranks[0].startswith(f"{case.name}/"))
             case.add("hash-seeds-differ", ranks=", ".join(ranks[:8]))
-            return  # once says it all
+            return  # one finding is enough
 
 
 def check_prefixes(client: Client) -> list[Finding]:
     """Return where prompts part, if most of them part at one place."""
-    found_there = client.index.prefixes(max_nodes=_MAX_NODES)
-    leaves = sum(node.children == 0 for node in found_there.nodes) + found_there.left_out
-    leaves += sum(node.left_out for node in found_there.nodes)
-    parting, tokens = found_there.children, 0
-    for node in found_there.nodes:
+    prefixes = client.index.prefixes(max_nodes=_MAX_NODES)
+    leaves = sum(node.children == 0 for node in prefixes.nodes) + prefixes.left_out
+    leaves += sum(node.left_out for node in prefixes.nodes)
+    parting, tokens = prefixes.children, 0
+    for node in prefixes.nodes:
         if node.children > parting:
             parting, tokens = node.children, (node.depth + node.blocks) * node.block_size
     if parting < _MANY or parting * 5 < leaves * 4:
         return []
     evidence: dict[str, Any] = {"prompts": parting, "all": leaves, "tokens": tokens}
-    return [found("prompts-diverge", "prompts", **evidence)]
+    return [finding_of("prompts-diverge", "prompts", **evidence)]
 
 
 def _check_status(case: Case, status: RankStatus, *, running: bool) -> None:

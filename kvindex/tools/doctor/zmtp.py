@@ -1,7 +1,7 @@
 """Which peer answers at a ZeroMQ endpoint: its greeting, byte by byte, without joining its traffic.
 
 A peer of ZMTP 3 greets with its security mechanism, and with NULL sends READY, which names its
-kind of socket. So a publisher, a replay socket and another server are told apart in a round trip.
+kind of socket: one round trip distinguishes a publisher, a replay socket and another server.
 Format: https://rfc.zeromq.org/spec/37/
 """
 
@@ -19,7 +19,7 @@ from kvindex import Worker
 __all__ = ["Peer", "greet", "look"]
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-_VERSIONED: Final = 11  # bytes up to the version: then the peer tells the rest of its greeting
+_VERSIONED: Final = 11  # bytes up to the version: then the peer sends the rest of its greeting
 _COMMAND: Final = 4
 _LONG: Final = 2
 _MAX_COMMAND: Final = 4096
@@ -34,9 +34,9 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: "zmq"; "http", "tls" or "other" for another protocol; "reset" if it hangs up before
-            any greeting, "silent" if it takes the connection and says nothing; "refused",
+            any greeting, "silent" if it accepts the connection and sends nothing; "refused",
             "unreachable"; "unseen" for endpoints that have no socket to look at (inproc).
-        socket_type: of a ZeroMQ peer: "PUB", "XPUB", "ROUTER", ...; "" if it does not say.
+        socket_type: of a ZeroMQ peer: "PUB", "XPUB", "ROUTER", ...; "" if unknown.
         mechanism: of a ZeroMQ peer: "NULL", "PLAIN" or "CURVE".
         detail: what else is known, for people.
     """
@@ -48,7 +48,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def look(endpoint: str, timeout: float) -> Peer:
-    """Return who answers at a tcp or ipc endpoint, within about three times `timeout` seconds.
+    """Return which peer answers at an endpoint, within about three times `timeout` seconds.
 
     At most three connections are made, one after another, and some kB are read.
 
@@ -62,24 +62,18 @@ def look(endpoint: str, timeout: float) -> Peer:
         'unseen'
     """
     Worker("of this endpoint", endpoint)  # which checks it
+    if not endpoint.startswith(("tcp:", "ipc:")):
+        return Peer(kind="unseen")
     try:
         with _dialled(endpoint, timeout) as connection:
             peer = greet(connection, timeout)
-    except _UnseenError:
-        return Peer(kind="unseen")
-    except ConnectionRefusedError as error:
-        return Peer(kind="refused", detail=str(error))
-    except FileNotFoundError as error:  # an ipc path
+    except (ConnectionRefusedError, FileNotFoundError) as error:  # the latter for an ipc path
         return Peer(kind="refused", detail=str(error))
     except OSError as error:
         return Peer(kind="unreachable", detail=str(error) or "no answer in time")
     if peer.kind in ("reset", "silent"):
         return _other_protocol(endpoint, timeout) or peer
     return peer
-
-
-class _UnseenError(Exception):
-    """The endpoint has no address of its own."""
 
 
 def _dialled(endpoint: str, timeout: float) -> socket.socket:
@@ -93,20 +87,18 @@ def _dialled(endpoint: str, timeout: float) -> socket.socket:
             connection.close()
             raise
         return connection
-    if scheme != "tcp":
-        raise _UnseenError
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout)
     if connection.getsockname() == connection.getpeername():
-        connection.close()  # TCP does this on one machine, where nobody listens
+        connection.close()  # TCP does this on one machine, where nothing listens
         raise ConnectionRefusedError("nobody listens: it connected to itself")
     return connection
 
 
 def greet(connection: socket.socket, timeout: float) -> Peer:
-    """Exchange greetings and read READY, whoever dialled; whatever comes first decides.
+    """Exchange greetings and read READY, whichever side dialled; what comes first decides.
 
-    Our mechanism is told only after the peer's has come: one that has another hangs up at once.
+    Our mechanism is sent only after the peer's has come: one that has another hangs up at once.
     """
     until, began = time.monotonic() + timeout, b""
     try:
@@ -146,9 +138,9 @@ def _ready(connection: socket.socket, greeting: bytes, until: float) -> Peer:
     if greeting[10] < 3:
         return Peer(kind="zmq", detail=f"ZMTP version {greeting[10]}: too old to say more")
     mechanism = greeting[12:32].rstrip(b"\0").decode("ascii", "replace")
-    if mechanism != "NULL":
-        return Peer(kind="zmq", mechanism=mechanism)
     peer = Peer(kind="zmq", mechanism=mechanism)
+    if mechanism != "NULL":
+        return peer
     try:
         connection.sendall(_GREETING[_VERSIONED:])
         flags, size = _exactly(connection, 2, until)
@@ -156,26 +148,25 @@ def _ready(connection: socket.socket, greeting: bytes, until: float) -> Peer:
             size = int.from_bytes(bytes([size]) + _exactly(connection, 7, until), "big")
         if not flags & _COMMAND or size > _MAX_COMMAND:
             return peer
-        socket_type = _metadata(_exactly(connection, size, until)).get(b"socket-type", b"")
+        socket_type = _socket_type(_exactly(connection, size, until))
     except OSError:
         return peer
-    return Peer(kind="zmq", mechanism=mechanism, socket_type=socket_type.decode("ascii", "replace"))
+    return Peer(kind="zmq", mechanism=mechanism, socket_type=socket_type)
 
 
-def _metadata(command: bytes) -> dict[bytes, bytes]:
-    """The properties that a READY command names; nothing of what is malformed."""
-    found: dict[bytes, bytes] = {}
+def _socket_type(command: bytes) -> str:
+    """The kind of socket that a READY command names; "" for what is malformed."""
     name_size = command[0] if command else 0
-    if command[1 : 1 + name_size] != b"READY":
-        return found
     at = 1 + name_size
+    if command[1:at] != b"READY":
+        return ""
     while at < len(command):
         value_at = at + 1 + command[at]
         size = int.from_bytes(command[value_at : value_at + 4], "big")
-        name = command[at + 1 : value_at].lower()
-        found[name] = command[value_at + 4 : value_at + 4 + size][:64]
+        if command[at + 1 : value_at].lower() == b"socket-type":
+            return command[value_at + 4 : value_at + 4 + size][:64].decode("ascii", "replace")
         at = value_at + 4 + size
-    return found
+    return ""
 
 
 def _other_protocol(endpoint: str, timeout: float) -> Peer | None:

@@ -12,8 +12,7 @@ import pytest
 
 from kvindex.tools.doctor import CAUSES, Finding, Report
 from kvindex.tools.doctor.causes import SECTIONS
-from kvindex.tools.doctor.finding import found
-from kvindex.tools.doctor.report import ordered
+from kvindex.tools.doctor.report import finding_of, ordered
 
 pytestmark = pytest.mark.unit
 
@@ -37,7 +36,7 @@ def any_of(kind: str) -> Finding:
         if name
     }
     evidence: dict[str, Any] = {name.split("[")[0]: defaultdict(lambda: "x") for name in names}
-    return found(kind, "a/0", **evidence)
+    return finding_of(kind, "a/0", **evidence)
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -85,8 +84,10 @@ def test_what_follows_from_a_finding_is_not_listed_beside_it(
 
 
 def test_what_is_wrong_with_one_rank_explains_nothing_of_another() -> None:
-    refused = found("replay-refused", "a/0", endpoint="tcp://h:1", error="")
-    not_live = [found("stream-not-live", f"a/{rank}", state="x", reason="y") for rank in (0, 1)]
+    refused = finding_of("replay-refused", "a/0", endpoint="tcp://h:1", error="")
+    not_live = [
+        finding_of("stream-not-live", f"a/{rank}", state="x", reason="y") for rank in (0, 1)
+    ]
     assert [one.subject for one in ordered([refused, *not_live])] == ["a/1", "a/0"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvindex.subscribe.discovery.web import Web
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
-from kvindex.tools.doctor import Prompt, Report
+from kvindex.tools.doctor import Report, UserPrompt
 from tests.tools.doctor.doctored import LIVE, ids, look_at, the
 
 pytestmark = pytest.mark.e2e
@@ -38,7 +38,7 @@ def post(server: HttpEngine, path: str, body: dict[str, Any]) -> Any:
 
 
 def asked(server: HttpEngine, **prompt: Any) -> Report:
-    return look_at(server.url, passive=True, limits=LIVE, prompt=Prompt(**prompt))
+    return look_at(server.url, passive=True, limits=LIVE, prompt=UserPrompt(**prompt))
 
 
 def test_a_prompt_that_is_held_as_a_chat_differs_as_plain_text(server: HttpEngine) -> None:
