@@ -108,7 +108,7 @@ def _compare(tokens: list[int], renderings: Sequence[_Rendering]) -> list[Findin
         return []
     places = [(first_difference(tokens, r.tokens) or 0, r) for r in renderings]
     at, nearest = max(places, key=lambda pair: pair[0])
-    evidence = {
+    evidence: dict[str, Any] = {
         "position": at,
         "compared_with": nearest.form,
         "yours": tokens[at : at + 8],

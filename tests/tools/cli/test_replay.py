@@ -45,17 +45,17 @@ class Recording:
         self._file = path.open("wb")
         self._writer = RecordingWriter(self._file)
 
-    def live(self, seq: int, payload: bytes | None = None) -> Recording:
-        self._writer.write(
-            "live", live_frames(b"", seq, stored(seq) if payload is None else payload)
-        )
-        return self
-
-    def replies(self, *seqs: int) -> Recording:
-        for seq in seqs:
-            frames = replay_frames(b"", b"", seq, stored(seq), with_topic=True)
-            self._writer.write("replay", frames[1:])
-        self._writer.write("replay", replay_end(b"", with_topic=True)[1:])
+    def add(self, *records: Any) -> Recording:
+        """Add live batches by their numbers, or (number, payload); replies by a list of numbers."""
+        for record in records:
+            if isinstance(record, list):
+                for seq in record:
+                    frames = replay_frames(b"", b"", seq, stored(seq), with_topic=True)
+                    self._writer.write("replay", frames[1:])
+                self._writer.write("replay", replay_end(b"", with_topic=True)[1:])
+            else:
+                seq, payload = record if isinstance(record, tuple) else (record, stored(record))
+                self._writer.write("live", live_frames(b"", seq, payload))
         return self
 
     def raw(self, frames: list[bytes]) -> Recording:
@@ -91,7 +91,7 @@ def blocks(report: Any) -> list[int]:
 
 
 def test_batches_in_order_are_all_applied(recording: Recording, report: Any) -> None:
-    read = report(recording.live(0).live(1).live(2).saved())
+    read = report(recording.add(0, 1, 2).saved())
     assert blocks(read) == [0, 1, 2]
     assert list(read["ranks"]) == ["vllm-0/0"]
     rank = rank_of(read)
@@ -107,146 +107,112 @@ def test_batches_in_order_are_all_applied(recording: Recording, report: Any) -> 
     }
 
 
-def test_a_batch_that_comes_twice_is_applied_once(recording: Recording, report: Any) -> None:
-    read = report(recording.live(0).live(1).live(1).live(0).live(2).saved())
-    assert rank_of(read)["counters"]["duplicates"] == 2
-    assert [block["copies"] for block in rank_of(read)["resident"]] == [1, 1, 1]
+BAD = b"\xc1"  # no batch
+FILL = ["--with-replayed"]
+LOST: dict[str, Any] = {"complete": False}
+RECORDINGS: dict[str, tuple[list[Any], list[str], list[int], dict[str, Any]]] = {
+    "a batch that comes twice is applied once": ([0, 1, 1, 0, 2], [], [0, 1, 2], {"duplicates": 2}),
+    "a gap drops what the rank held": (
+        [0, 1, (4, stored(0, ts=4.0))],
+        [],
+        [0],
+        {"gaps": 1, "lost": 2, "resets": 1, **LOST},
+    ),
+    "a gap keeps what the rank held if asked": (
+        [0, 1, (4, stored(2))],
+        ["--on-loss", "keep"],
+        [0, 1, 2],
+        {"resets": 0, **LOST},
+    ),
+    "joining late is partial but no loss": (
+        [(5, stored(0)), (6, stored(1))],
+        [],
+        [0, 1],
+        {"lost": 0, **LOST},
+    ),
+    "replies are left alone unless asked for": (
+        [1, [0, 1, 2]],
+        [],
+        [],
+        {"filled": 0, "replies": 4},
+    ),
+    "replies fill gaps and both ends": (
+        [1, 3, [0, 1, 2, 3, 4, 5]],
+        FILL,
+        [0, 1, 2, 3, 4, 5],
+        {"filled": 4, "gaps": 0, "duplicates": 0, "seq": 5, "complete": True},
+    ),
+    "replies alone can be applied": ([[0, 1, 2]], FILL, [0, 1, 2], {"complete": True}),
+    "a hole in the replies is a loss too": ([0, [1, 3]], FILL, [], {"lost": 1, **LOST}),
+    "an undecodable batch is counted and the file goes on": (
+        [0, (1, BAD), (2, stored(0, ts=2.0))],
+        [],
+        [0],
+        {"undecodable": 1, "lost": 1},
+    ),
+    "an undecodable batch is taken from the replies": (
+        [0, (1, BAD), 2, [0, 1, 2]],
+        FILL,
+        [0, 1, 2],
+        {},
+    ),
+    "an undecodable last batch is a loss": ([0, (1, BAD)], [], [], {"lost": 1, **LOST}),
+    "a restart leaves only what came after it": (
+        [0, 1, 2, (0, stored(0, ts=9.0)), (1, stored(1, ts=10.0))],
+        [],
+        [0, 1],
+        {"epoch": 1, "seq": 1, "complete": True, "duplicates": 0},
+    ),
+    "replies of the old process do not fill the gaps of the new one": (
+        [0, 1, [0, 1, 2], (0, stored(0, ts=20.0)), (3, stored(0, ts=23.0))],
+        FILL,
+        [0],
+        {"filled": 0, "lost": 2},
+    ),
+    "an empty recording holds nothing": ([], FILL, [], {"seq": None, **LOST}),
+    "clear events empty the rank": (
+        [0, (1, encode_batch(EventBatch(1.0, [AllBlocksCleared()], 0)))],
+        [],
+        [],
+        {},
+    ),
+}
 
 
-def test_a_gap_drops_what_the_rank_held(recording: Recording, report: Any) -> None:
-    recording.live(0).live(1).live(4, stored(0, ts=4.0))
-    read = report(recording.saved())
-    assert blocks(read) == [0]
-    rank = rank_of(read)
-    told = {name: rank["counters"][name] for name in ("gaps", "lost", "resets")}
-    assert told == {"gaps": 1, "lost": 2, "resets": 1}
-    assert rank["complete"] is False
-
-
-def test_a_gap_keeps_what_the_rank_held_if_asked(recording: Recording, report: Any) -> None:
-    read = report("--on-loss", "keep", recording.live(0).live(1).live(4, stored(2)).saved())
-    assert blocks(read) == [0, 1, 2]
-    assert rank_of(read)["complete"] is False
-    assert rank_of(read)["counters"]["resets"] == 0
-
-
-def test_joining_late_is_partial_but_no_loss(recording: Recording, report: Any) -> None:
-    read = report(recording.live(5, stored(0)).live(6, stored(1)).saved())
-    assert blocks(read) == [0, 1]
-    assert rank_of(read)["complete"] is False
-    assert rank_of(read)["counters"]["lost"] == 0
-
-
-def test_replies_are_left_alone_unless_asked_for(recording: Recording, report: Any) -> None:
-    path = recording.live(1).replies(0, 1, 2).saved()
-    assert rank_of(report(path))["counters"]["filled"] == 0
-    assert rank_of(report(path))["counters"]["replies"] == 4
-
-
-def test_replies_fill_gaps_and_both_ends(recording: Recording, report: Any) -> None:
-    path = recording.live(1).live(3).replies(0, 1, 2, 3, 4, 5).saved()
-    read = report("--with-replayed", path)
-    assert blocks(read) == [0, 1, 2, 3, 4, 5]
-    rank = rank_of(read)
-    assert (rank["seq"], rank["complete"], rank["counters"]["filled"]) == (5, True, 4)
-    assert rank["counters"]["gaps"] == rank["counters"]["duplicates"] == 0
-
-
-def test_a_recording_of_replies_alone_can_be_applied(recording: Recording, report: Any) -> None:
-    read = report("--with-replayed", recording.replies(0, 1, 2).saved())
-    assert blocks(read) == [0, 1, 2]
-    assert rank_of(read)["complete"] is True
-
-
-def test_a_hole_in_the_replies_is_a_loss_too(recording: Recording, report: Any) -> None:
-    read = report("--with-replayed", recording.live(0).replies(1, 3).saved())
-    assert rank_of(read)["counters"]["lost"] == 1
-    assert rank_of(read)["complete"] is False
-
-
-def test_an_undecodable_batch_is_counted_and_the_file_goes_on(
-    recording: Recording, report: Any
-) -> None:
-    path = recording.live(0).live(1, b"\xc1").live(2, stored(0, ts=2.0)).saved()
-    read = report(path)
-    assert blocks(read) == [0]
-    assert rank_of(read)["counters"]["undecodable"] == 1
-    assert rank_of(read)["counters"]["lost"] == 1
-
-
-def test_an_undecodable_batch_is_taken_from_the_replies(recording: Recording, report: Any) -> None:
-    path = recording.live(0).live(1, b"\xc1").live(2).replies(0, 1, 2).saved()
-    assert blocks(report("--with-replayed", path)) == [0, 1, 2]
-
-
-def test_an_undecodable_last_batch_is_a_loss(recording: Recording, report: Any) -> None:
-    read = report(recording.live(0).live(1, b"\xc1").saved())
-    assert blocks(read) == []
-    assert rank_of(read)["counters"]["lost"] == 1
-    assert rank_of(read)["complete"] is False
+@pytest.mark.parametrize("promise", RECORDINGS)
+def test_what_a_recording_leaves(promise: str, recording: Recording, report: Any) -> None:
+    records, argv, resident, expected = RECORDINGS[promise]
+    read = report(*argv, recording.add(*records).saved())
+    assert blocks(read) == resident
+    assert all(block["copies"] == 1 for block in rank_of(read)["resident"])
+    rank = {**rank_of(read), **rank_of(read)["counters"]}
+    assert {name: rank[name] for name in expected} == expected
 
 
 def test_messages_of_another_shape_are_counted(recording: Recording, report: Any) -> None:
-    read = report(recording.live(0).raw([b"", b"short", b"x"]).raw([b"one"]).live(1).saved())
+    read = report(recording.add(0).raw([b"", b"short", b"x"]).raw([b"one"]).add(1).saved())
     assert rank_of(read)["counters"]["bad_frames"] == 2
     assert blocks(read) == [0, 1]
 
 
-def test_a_restart_leaves_only_what_came_after_it(recording: Recording, report: Any) -> None:
-    recording.live(0).live(1).live(2).live(0, stored(0, ts=9.0))
-    read = report(recording.live(1, stored(1, ts=10.0)).saved())
-    assert blocks(read) == [0, 1]
-    rank = rank_of(read)
-    assert (rank["epoch"], rank["seq"], rank["complete"]) == (1, 1, True)
-    assert rank["counters"]["duplicates"] == 0
-
-
-def test_replies_of_the_old_process_do_not_fill_the_new_ones_gaps(
-    recording: Recording, report: Any
-) -> None:
-    recording.live(0).live(1).replies(0, 1, 2)
-    recording.live(0, stored(0, ts=20.0)).live(3, stored(0, ts=23.0))
-    read = report("--with-replayed", recording.saved())
-    assert rank_of(read)["counters"]["filled"] == 0
-    assert rank_of(read)["counters"]["lost"] == 2
-
-
 def test_the_dp_rank_comes_from_the_batches(recording: Recording, report: Any) -> None:
-    read = report(recording.live(0, stored(0, dp_rank=3)).saved())
+    read = report(recording.add((0, stored(0, dp_rank=3))).saved())
     assert list(read["ranks"]) == ["vllm-0/3"]
     assert read["files"][0]["ranks"] == ["vllm-0/3"]
 
 
 def test_several_files_are_several_ranks(tmp_path: Path, report: Any) -> None:
-    paths = [Recording(tmp_path / f"{name}.frames").live(0).saved() for name in "ab"]
+    paths = [Recording(tmp_path / f"{name}.frames").add(0).saved() for name in "ab"]
     assert list(report(*paths)["ranks"]) == ["a/0", "b/0"]
-
-
-def test_an_empty_recording_holds_nothing(recording: Recording, report: Any) -> None:
-    rank = rank_of(report("--with-replayed", recording.saved()))
-    assert (rank["blocks"], rank["seq"], rank["complete"]) == (0, None, False)
-
-
-def test_clear_events_empty_the_rank(recording: Recording, report: Any) -> None:
-    cleared = encode_batch(EventBatch(1.0, [AllBlocksCleared()], 0))
-    assert blocks(report(recording.live(0).live(1, cleared).saved())) == []
 
 
 def test_the_table_tells_what_was_noted(
     recording: Recording, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["replay", recording.live(0).live(0).live(3).saved()]) == 0
+    assert main(["replay", recording.add(0, 0, 3).saved()]) == 0
     header, line = capsys.readouterr().out.splitlines()
-    assert header.split() == [
-        "rank",
-        "blocks",
-        "orphans",
-        "last",
-        "seq",
-        "applied",
-        "complete",
-        "noted",
-    ]
+    assert header.split()[:5] == ["rank", "blocks", "orphans", "last", "seq"]
+    assert header.split()[5:] == ["applied", "complete", "noted"]
     assert line.split("  ", 1)[0] == "vllm-0/0"
     assert "1 gaps, 2 lost, 1 resets, 1 duplicates" in line
     assert " 1 " in line, "the batch after the gap waits for its parent: an orphan"
@@ -255,7 +221,7 @@ def test_the_table_tells_what_was_noted(
 def test_a_prompt_can_be_matched_against_the_recording(
     recording: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str], report: Any
 ) -> None:
-    path = recording.live(0).live(1).saved()
+    path = recording.add(0, 1).saved()
     prompt = tmp_path / "prompt"
     prompt.write_text(" ".join(map(str, range(11))))
     assert main(["replay", path, "--probe", str(prompt)]) == 0
@@ -267,7 +233,7 @@ def test_a_prompt_can_be_matched_against_the_recording(
     told = "upper bounds, the engine's own hit may be shorter: vllm-0/0\n"
     assert told in capsys.readouterr().out
     assert report(path, "--probe", str(prompt))["probe"]["vllm-0/0"]["tokens"] == 8
-    later = Recording(tmp_path / "late.frames").live(2).saved()  # its parent was never stored
+    later = Recording(tmp_path / "late.frames").add(2).saved()  # its parent was never stored
     assert main(["replay", later, "--probe", str(prompt)]) == 0
     told = "lower bounds, the engine's own hit may be longer: late/0\n"
     assert told in capsys.readouterr().out
@@ -276,7 +242,7 @@ def test_a_prompt_can_be_matched_against_the_recording(
 def test_a_cut_off_file_exits_1_with_the_byte_and_shows_the_rest(
     recording: Recording, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = Path(recording.live(0).live(1).saved())
+    path = Path(recording.add(0, 1).saved())
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
     assert main(["replay", "--json", str(path)]) == 1
@@ -305,7 +271,7 @@ def test_a_path_that_is_no_file_exits_2(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_two_files_of_one_name_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
-    paths = [Recording(p / "a.frames").live(0).saved() for p in (tmp_path, tmp_path / "other")]
+    paths = [Recording(p / "a.frames").add(0).saved() for p in (tmp_path, tmp_path / "other")]
     assert main(["replay", *paths]) == 2
     assert "both be the worker 'a'" in capsys.readouterr().err
 
@@ -357,12 +323,12 @@ def test_replies_that_are_not_used_are_hinted_at_where_something_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.frames"
-    Recording(path).live(2).replies(0, 1).saved()
+    Recording(path).add(2, [0, 1]).saved()
     assert main(["replay", str(path)]) == 0
     hint = f"{path}: it has 3 replay replies, too: --with-replayed fills"
     assert hint in capsys.readouterr().err
     assert main(["replay", "--with-replayed", str(path)]) == 0
     assert capsys.readouterr().err == ""
-    Recording(path).live(0).live(1).replies(0, 1).saved()
+    Recording(path).add(0, 1, [0, 1]).saved()
     assert main(["replay", str(path)]) == 0
     assert capsys.readouterr().err == ""

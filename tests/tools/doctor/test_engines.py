@@ -27,12 +27,6 @@ from tests.tools.doctor.doctored import (
 pytestmark = pytest.mark.e2e
 
 
-def found_in(engine: FakeEngine, passive: bool = True, **options: Any) -> list[str]:
-    """What is found of one engine with these options."""
-    with engine, HttpEngine(engine, options=HttpOptions(**options)) as server:
-        return ids(look_at(server.url, passive=passive))
-
-
 def test_an_engine_that_does_not_answer_could_not_be_looked_at() -> None:
     report = look_at("http://127.0.0.1:1")
     assert ids(report) == ["engine-unreachable"]
@@ -70,41 +64,48 @@ def test_an_engine_that_does_not_say_where_it_publishes() -> None:
             assert ids(look_at(told, limits=PATIENT)) == ["all-well"]
 
 
-def test_a_publisher_that_is_not_zmq_is_named() -> None:
-    assert found_in(FakeEngine(), announce={"publisher": "nats"}) == ["publisher-not-zmq"]
+SGLANG = {"dialect": "sglang-0.5.22"}
+STATED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "a publisher that is not zmq": ({}, {"announce": {"publisher": "nats"}}, ["publisher-not-zmq"]),
+    "no prompt fills two blocks": ({"block_size": 1500}, {}, ["block-exceeds-prompts"]),
+    "few prompts fill a block": ({"block_size": 528}, {}, ["block-large"]),
+    "a cache of less than two requests": ({"num_blocks": 200}, {}, ["cache-small"]),
+    "the same of SGLang": ({"num_blocks": 200, **SGLANG}, {}, ["cache-small"]),
+    "only decodes": (SGLANG, {"role": "decode"}, ["decode-only"]),
+    "bigrams": ({"dialect": "sglang-0.5.20-eagle"}, {}, ["speculates-bigrams"]),
+    "hits in a cache without events": ({}, {"external_hits": 320}, ["offload-unseen"]),
+}
+VERSIONS = [
+    ("sglang-0.4.8", "0.5.0rc1", True),
+    ("sglang-0.4.8", "0.5.4.post2", True),
+    ("sglang-0.4.8", "0.5.6", True),
+    ("sglang-0.4.8", "0.5.7", False),
+    ("vllm-0.9.1", "0.10.1.1", True),
+    ("vllm-0.17.0", "0.19.2", True),
+    ("vllm-0.33.0", "dev", False),
+]
+STATED |= {
+    f"version {version} of {dialect}": (
+        {"dialect": dialect},
+        {"version": version},
+        ["version-known-bug"] * bug,
+    )
+    for dialect, version, bug in VERSIONS
+}
+
+
+@pytest.mark.parametrize("case", STATED)
+def test_what_an_engine_states_is_judged_without_a_prompt(case: str) -> None:
+    engine, options, expected = STATED[case]
+    with FakeEngine(**engine) as fake, HttpEngine(fake, options=HttpOptions(**options)) as server:
+        assert ids(look_at(server.url, passive=True)) == expected
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.22"])
 def test_prefix_caching_that_is_off_is_found(dialect: str) -> None:
-    found = found_in(FakeEngine(dialect=dialect), passive=False, prefix_caching=False)
-    assert found == ["prefix-caching-off"]
-
-
-def test_blocks_that_no_prompt_fills_are_found() -> None:
-    assert found_in(FakeEngine(block_size=1500)) == ["block-exceeds-prompts"]
-    assert found_in(FakeEngine(block_size=528)) == ["block-large"]
-
-
-def test_a_cache_of_less_than_two_requests_is_small() -> None:
-    assert found_in(FakeEngine(num_blocks=200)) == ["cache-small"]
-    assert found_in(FakeEngine(num_blocks=200, dialect="sglang-0.5.22")) == ["cache-small"]
-
-
-@pytest.mark.parametrize(
-    ("dialect", "version", "bug"),
-    [
-        ("sglang-0.4.8", "0.5.0rc1", True),
-        ("sglang-0.4.8", "0.5.4.post2", True),
-        ("sglang-0.4.8", "0.5.6", True),
-        ("sglang-0.4.8", "0.5.7", False),
-        ("vllm-0.9.1", "0.10.1.1", True),
-        ("vllm-0.17.0", "0.19.2", True),
-        ("vllm-0.33.0", "dev", False),
-    ],
-)
-def test_versions_with_known_bugs_are_named(dialect: str, version: str, bug: bool) -> None:
-    found = found_in(FakeEngine(dialect=dialect), version=version)
-    assert found == ["version-known-bug"] * bug
+    off = HttpOptions(prefix_caching=False)
+    with FakeEngine(dialect=dialect) as engine, HttpEngine(engine, options=off) as server:
+        assert ids(look_at(server.url)) == ["prefix-caching-off"]
 
 
 def test_ranks_behind_one_port_are_pointed_out() -> None:
@@ -114,18 +115,6 @@ def test_ranks_behind_one_port_are_pointed_out() -> None:
             assert ids(report) == ["dp-behind-one-port", "all-well"]
             assert report.exit_code == 0
             assert report.targets[0].ranks == {0: zero.endpoint, 1: one.endpoint}
-
-
-def test_an_engine_that_only_decodes_is_pointed_out() -> None:
-    assert found_in(FakeEngine(dialect="sglang-0.5.22"), role="decode") == ["decode-only"]
-
-
-def test_bigrams_are_pointed_out() -> None:
-    assert found_in(FakeEngine(dialect="sglang-0.5.20-eagle")) == ["speculates-bigrams"]
-
-
-def test_hits_in_a_cache_that_publishes_nothing_are_pointed_out() -> None:
-    assert found_in(FakeEngine(), external_hits=320) == ["offload-unseen"]
 
 
 def test_block_sizes_that_differ_are_pointed_out() -> None:
