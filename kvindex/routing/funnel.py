@@ -35,12 +35,12 @@ _ELSEWHERE = (
     "was chosen (header X-data-parallel-rank)"
 )
 _GONE = (
-    "its engine finds less than its events told: blocks are evicted between the choice and the "
+    "its engine finds less than its events reported: blocks are evicted between the choice and the "
     "prefill, or the router's tokens differ from the engine's"
 )
 _UNREPORTED = (
-    "its engine finds more than its events told: some were lost (see its status), they come late, "
-    "or another cache feeds it"
+    "its engine finds more than its events reported: some were lost (see its status), they come "
+    "late, or another cache feeds it"
 )
 
 _FIRST_GUESS: Final = 16_000.0  # tokens/s, until something is measured

@@ -117,10 +117,10 @@ def test_both_choose_the_same_row_at_the_same_cost(asked: Question) -> None:
 @given(st.integers(0, 2**32), st.booleans())
 def test_both_round_alike(seed: int, product: bool) -> None:
     """Numbers with all their digits, so that another order of the operations would show."""
-    some = random.Random(seed)
+    rng = random.Random(seed)
     held = [(7 * row, 9 * row, 11 * row) for row in range(32)]
-    has_to_do = [(some.random(), some.random(), some.random(), 0.0) for _ in held]
-    reals = [some.random() for _ in range(11)]
+    has_to_do = [(rng.random(), rng.random(), rng.random(), 0.0) for _ in held]
+    reals = [rng.random() for _ in range(11)]
     weights = Weights._make([*reals[:7], product, *reals[7:]])
     answers(question(held, has_to_do, b"\1" * 32, weights, prompt_tokens=313))
 
