@@ -28,7 +28,7 @@ from kvindex.tools.audit.report import Report
 
 __all__ = ["Auditor"]
 
-# As docs/guarantees.md says which ranks' tokens a router should count.
+# The ranks whose tokens a router should count by docs/guarantees.md.
 _COUNTED = frozenset({State.LIVE, State.REPAIRING, State.STALE})
 
 
@@ -36,7 +36,7 @@ class Auditor:
     """Counts the tokens that ranks compute by who held them at that moment.
 
     Feed it what an `EventStream` yields, in that order, and `begin` when the figures are to count;
-    what came before shows what the ranks hold. Without any `RankStatus`, each rank counts as
+    items before that show what the ranks hold. Without any `RankStatus`, each rank counts as
     live from its first batch on.
 
     Args:
@@ -64,7 +64,7 @@ class Auditor:
         >>> for second, engine in enumerate(engines):
         ...     _ = engine.serve(range(9), flush=False)
         ...     batch = engine.flush()
-        ...     auditor.take(RankBatch(engine.rank, 0, 0, batch, False), float(second))
+        ...     auditor.receive(RankBatch(engine.rank, 0, 0, batch, False), float(second))
         >>> tokens = auditor.report(2.0).tokens
         >>> tokens.computed, tokens.elsewhere
         (16, 8)
@@ -112,7 +112,7 @@ class Auditor:
         return sum(a.tokens["same_worker"] + a.tokens["other_worker"] for a in audits)
 
     def begin(self, at: float) -> None:
-        """Open the window: what is taken from now on counts.
+        """Open the window: items received from now on count.
 
         A replayed batch counts only if its publisher made it after this moment: what a late rank
         replays of its past is no cost of the window.
@@ -124,12 +124,12 @@ class Auditor:
         for audit in self._audits.values():
             audit.away_since = None if audit.blocks.bit & self._counted else at
 
-    def take(self, item: StreamItem | RankStatus, at: float) -> None:
+    def receive(self, item: StreamItem | RankStatus, at: float) -> None:
         """Receive an item of a stream, or the present status of a rank's stream.
 
         Args:
             item: a batch, or what happened between batches.
-            at: when it came, in seconds since 1970; not before the last one.
+            at: when it arrived, in seconds since 1970; not before the last one.
         """
         if isinstance(item, RankBatch):
             self._apply(item.rank, item.batch, at, replayed=item.replayed)

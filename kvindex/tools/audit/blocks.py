@@ -169,7 +169,7 @@ class HeldBlocks:
                 self.lifetimes.add(max(0.0, now - block.since), 1)
         return True
 
-    def came_back(self, prefix: Prefix) -> Returned | None:
+    def find_evicted(self, prefix: Prefix) -> Returned | None:
         """Return when the rank evicted a prefix; its distance is as of the batch's beginning."""
         if prefix.held & self.bit:
             return None
@@ -179,10 +179,12 @@ class HeldBlocks:
         return self.evicted.find(prefix.key)
 
     def settle(self) -> None:
-        """End a batch: what it evicted can come back from now on."""
+        """End a batch: its evicted blocks can return from now on."""
         for label, block in self._doubtful:
             if self.labels.get(label) is block and block.prefix is not None:
-                self._release(block.prefix)  # events will not say which of its blocks is removed
+                self._release(
+                    block.prefix
+                )  # events will not distinguish which of its blocks is removed
                 block.prefix = None
         self._doubtful.clear()
         for key in self._returning:

@@ -110,7 +110,7 @@ class PrefixTree:
 
         Args:
             parent: the prefix before the block.
-            content: all that tells the block from others at its place.
+            content: all that distinguishes the block from others at its place.
             size: its tokens.
         """
         key = self._name(parent.key + content)
@@ -121,7 +121,7 @@ class PrefixTree:
         return prefix
 
     def note_beginning(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
-        """Remember how a prefix of one block begins, so that people can tell what it is."""
+        """Remember how a prefix of one block begins, so that people can recognize it."""
         if prefix.key not in self._beginnings and len(self._beginnings) < _MAX_BEGINNINGS:
             self._beginnings[prefix.key] = tuple(token_ids[:_BEGINNING])
 
@@ -175,7 +175,7 @@ def _spread(prefix: Prefix, rank: int) -> None:
 
 
 def _cut(prefix: Prefix, rank: int) -> None:
-    """A hole came to be: what the rank holds behind it cannot be reached."""
+    """There is a hole now: what the rank holds behind it cannot be reached."""
     waiting = [prefix]
     while waiting:
         for child in waiting.pop().children():

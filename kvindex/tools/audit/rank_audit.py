@@ -71,7 +71,7 @@ class RankAudit:
         state, complete: of its stream, as last reported; "" and None before that.
         away: seconds of the window in which its contents did not count, until `away_since`.
         away_since: when they last stopped to count; None while they do.
-        received: when its first and its last batch came.
+        received: when its first and its last batch arrived.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class RankAudit:
         if others:
             near = others & window.siblings
             blocks["same_worker" if near else "other_worker"] += 1
-        returned = self.blocks.came_back(prefix)
+        returned = self.blocks.find_evicted(prefix)
         if returned is not None:
             blocks["evicted"] += 1
             blocks["evicted_elsewhere"] += bool(others)

@@ -35,7 +35,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         unknown: events do not tell which prompt they belong to.
         alone: of `computed`, those in blocks that were stored one at a time, as generation does.
         returned: not computed: the rank held them off its device; they were loaded, or computed
-            again, which events do not tell apart.
+            again, which events do not distinguish.
         offloaded: not computed: copied to the host or to storage.
         reannounced: not computed: announced again in report mode "full".
         moved: not computed: stored anew as SGLang before 0.5.6 split a node.
@@ -98,7 +98,7 @@ class Duplication(msgspec.Struct, frozen=True, kw_only=True):
         resident: the sum over the ranks.
         unique: each prefix once.
         by_ranks: the i-th number is what exactly i + 1 ranks hold.
-        unplaced: held by some rank, but events do not tell which prompt it belongs to; in neither
+        unplaced: held by some rank, but events leave out which prompt it belongs to; in neither
             of the others.
     """
 
@@ -129,16 +129,16 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank: its name.
-        model: what the caller said it serves; "" if nothing.
+        model: by the caller, what it serves; "" if nothing.
         tokens: what it computed.
         block_size: tokens per block; 0 if it stored none.
         resident: tokens that it holds at the end, on any medium.
-        unplaced: of `resident`, those of which events do not tell what is before them.
+        unplaced: of `resident`, those of which events leave out what is before them.
         peak: the most tokens in use on its device, copies included: how large its cache was seen.
         evicted_known: evicted blocks that are remembered.
         evicted_forgotten: evicted blocks that were forgotten for newer ones.
         state: of its stream, at the end; "" for a recording.
-        complete: whether every batch since its publisher's first was applied; None if not told.
+        complete: whether every batch since its publisher's first was applied; None if unknown.
         counted: whether its contents count at the end: it is live, repairing or stale, or a
             recording's.
         away: seconds of the window in which they did not count.

@@ -97,7 +97,7 @@ def _origins(tokens: Tokens) -> Section:
         note=(
             f"Not computed: {number(tokens.returned)} tokens that were stored on a device while "
             f"the rank held them elsewhere, and {number(tokens.offloaded)} that were copied off "
-            f"the device. {number(tokens.alone)} of the computed tokens came in blocks that were "
+            f"the device. {number(tokens.alone)} of the computed tokens are in blocks that were "
             "stored one at a time, as generation does."
         ),
         plot=partial(draw_shares, title, parts),
@@ -120,7 +120,7 @@ def _over_time(report: Report) -> Section:
             (start, *map(number, (b.computed, b.elsewhere, b.evicted, b.unknown)))
             for start, b in zip(starts, report.series, strict=True)
         ],
-        note="Coloured as above: held by another rank, below all others.",
+        note="Colours as above: at the bottom what another rank held, above it all others.",
         summary=None,
         plot=partial(
             draw_bars,
@@ -204,7 +204,7 @@ def _histogram(
 
 
 def _origins_of(tokens: Tokens) -> dict[str, int]:
-    """Where computed tokens could have come from: each in one place, by `_NAMES`."""
+    """The holders of computed tokens: each token has one, by `_NAMES`."""
     return {
         "elsewhere": tokens.elsewhere,
         "evicted": tokens.evicted - tokens.evicted_elsewhere,

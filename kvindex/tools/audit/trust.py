@@ -31,7 +31,7 @@ def trust_lines(
         report: the figures.
         hybrid: ranks whose model has several KV cache groups.
         unknown_kinds: those of which the groups' kinds are not known.
-        placeless: ranks whose engine's labels do not tell what is before a block.
+        placeless: ranks whose engine's labels leave out what is before a block.
     """
     lines = [*_of_streams(report.ranks), *_of_unknown(report, placeless)]
     if hybrid:
@@ -40,7 +40,7 @@ def trust_lines(
             "that needs all blocks; windows or states may have shortened the hits."
         )
     if unknown_kinds:
-        lines.append(f"{_named(unknown_kinds)}: the kinds of the groups are not told; use --group.")
+        lines.append(f"{_named(unknown_kinds)}: the kinds of the groups are unknown; use --group.")
     forgotten = sum(rank.evicted_forgotten for rank in report.ranks)
     if forgotten:
         kept = sum(rank.evicted_known for rank in report.ranks)
@@ -50,8 +50,8 @@ def trust_lines(
         )
     lines += _of_left_out(report.ranks)
     lines.append(
-        "Events do not tell prompts from generated tokens: both are computed tokens. A request's "
-        "last tokens that fill no block are never told."
+        "Events do not distinguish prompts from generated tokens: both are computed. A request's "
+        "last tokens that fill no block are never reported."
     )
     return lines
 
@@ -61,7 +61,7 @@ def _of_streams(ranks: Sequence[RankReport]) -> list[str]:
     for name, what in (
         (
             "losses",
-            "lost batches that nobody could send again. What was held until then is unknown",
+            "lost batches that no replay returned. What was held until then is unknown",
         ),
         ("restarts", "restarted: its cache was empty then"),
         ("clears", "cleared its cache"),
@@ -80,8 +80,8 @@ def _of_streams(ranks: Sequence[RankReport]) -> list[str]:
     if away:
         seconds = max(rank.away for rank in away)
         lines.append(
-            f"{_named([rank.rank for rank in away])} could not be heard for up to {seconds:,.0f} s"
-            ": meanwhile nothing counts as held there."
+            f"{_named([rank.rank for rank in away])} could not be received from for up to "
+            f"{seconds:,.0f} s: meanwhile nothing counts as held there."
         )
     return lines
 
@@ -90,7 +90,7 @@ def _of_unknown(report: Report, placeless: Sequence[str]) -> list[str]:
     lines = []
     if placeless:
         lines.append(
-            f"{_named(placeless)}: the engine's labels do not tell what is before a block (SGLang "
+            f"{_named(placeless)}: the engine's labels leave out what is before a block (SGLang "
             "before 0.5.6): all its tokens are of unknown prompts."
         )
     tokens = report.tokens
@@ -98,7 +98,7 @@ def _of_unknown(report: Report, placeless: Sequence[str]) -> list[str]:
         lines.append(
             f"{tokens.unknown:,} of {tokens.computed:,} computed tokens "
             f"({tokens.unknown / tokens.computed:.1%}) follow a block that the audit never saw: "
-            "nobody can tell who held them."
+            "their holders are unknown."
         )
     if tokens.here > _MANY * tokens.computed:
         lines.append(

@@ -3,7 +3,7 @@
 A command is a module: its docstring is its help, `add_options` declares its options, and `run`
 runs it and returns its exit code. Only the module of the command that was named is loaded.
 
-Exit codes of every command: 0 it did what was asked; 1 it did not (each `--help` says when);
+Exit codes of every command: 0 it did what was asked; 1 it did not (each `--help` lists when);
 2 the arguments cannot work; 130 interrupted by Ctrl-C (where that is not the normal end); 141 the
 reader of the output went away.
 """
@@ -28,16 +28,16 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _COMMANDS = {
     "demo": "see it work: faults, live repair, and what a router gains",
     "fake-engine": "publish the events of an engine without a model or a GPU",
-    "tail": "print every rank's events in order, as they come",
+    "tail": "print every rank's events in order, as they arrive",
     "match": "ask running engines which rank holds a prompt",
     "record": "write the frames that publishers send to files",
     "replay": "apply recorded frames and print what is resident",
-    "audit": "say what routing costs a fleet today, from its events alone",
+    "audit": "report what routing costs a fleet today, from its events alone",
     "fanout": "subscribe once, for many router processes",
     "serve": "answer routers over HTTP, and show a page",
     "status": "show how the ranks of a running fanout stand",
     "top": "show how a fleet stands, and keep that up to date",
-    "doctor": "say why the hit rate is zero: look at engines, their ports and their streams",
+    "doctor": "report why the hit rate is zero: look at engines, their ports and their streams",
 }
 _LONG_RUNNING = {"tail", "record", "audit", "fanout", "serve"}  # they show warnings unasked
 

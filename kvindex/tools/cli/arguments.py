@@ -46,7 +46,7 @@ def option(
 
     Args:
         options: the parser, or a group of its options.
-        form: as the help shows it: "--wait S" takes a value, "--json" is a flag.
+        form: as the help shows it: "--wait S" has a value, "--json" is a flag.
         text: its help; the default is added.
         kind: the type of its value, or all values that it may have; text by default.
         default: its value if it is not given.
@@ -176,7 +176,7 @@ def parse_tokens(text: str) -> list[int]:
     """Return token ids written as a JSON list, or separated by white space or commas.
 
     Raises:
-        ConfigurationError: it holds something else; says which item.
+        ConfigurationError: it holds something else; names the item.
 
     Examples:
         >>> parse_tokens("[1, 2, 3]") == parse_tokens("1 2, 3") == [1, 2, 3]

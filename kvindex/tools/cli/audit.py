@@ -4,7 +4,7 @@ Listen to engines for a while, or read recordings (one publisher's each), and re
 computed tokens another rank held at that moment, how many larger caches would have kept, and how
 much is held twice. Nothing is sent to the engines but replay requests. All engines must serve one
 model, except that --engine tells models apart. Ctrl-C ends the window early and reports (exit 0).
-Exit 1: a recording is cut off (what came before is reported), or no engine could be heard at the
+Exit 1: a recording is cut off (the part before is reported), or no engine could be reached at the
 end. Exit 2: the arguments cannot work. Exit 130: Ctrl-C before the window opened.
 """
 
@@ -107,7 +107,7 @@ def _audit_files(arguments: argparse.Namespace) -> tuple[Report, bool]:
     ):
         if auditor.began is None:
             auditor.begin(at)
-        auditor.take(item, at)
+        auditor.receive(item, at)
         last = at
     progress.clear()
     for recorded in recordings:
@@ -221,7 +221,7 @@ class Listening:
         for rank, status in statuses.items():
             if self._states.get(rank) != (status.state, status.complete):
                 self._states[rank] = (status.state, status.complete)
-                self._auditor.take(status, time.time())
+                self._auditor.receive(status, time.time())
         return [status.state for status in statuses.values()]
 
     def _take(self, until: float) -> bool:
@@ -234,5 +234,5 @@ class Listening:
             except TimeoutError:
                 all_taken = True
                 continue
-            self._auditor.take(item, time.time())
+            self._auditor.receive(item, time.time())
         return all_taken

@@ -198,7 +198,7 @@ class _Fleet:
         return workers
 
     def wait_until_applied(self, client: Client, narrator: _Narrator) -> bool:
-        """Wait until every rank is live at its engine's last batch; return whether it came so."""
+        """Wait until every rank is live at its engine's last batch; return whether they are."""
         until = time.monotonic() + _CATCH_UP
         while not (done := client.wait_for(self._applied, 0.0)) and time.monotonic() < until:
             narrator.watch(0.05)
@@ -257,7 +257,7 @@ def _print_truth(fleet: _Fleet, client: Client) -> bool:
         agree = agree and held == truth
         verdict = "equal" if held == truth else "DIFFERENT"
         rows.append((rank, engine.dialect.name, len(truth), len(held), verdict))
-    print("What each engine's cache really holds, and what the index says, in blocks:")
+    print("What each engine's cache really holds, and what the index reports, in blocks:")
     shown = table(("rank", "engine version", "cache", "index", "verdict"), rows)
     print(_with_colours(shown, {"equal": "green", "DIFFERENT": "red"}))
     return agree

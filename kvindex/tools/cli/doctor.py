@@ -85,7 +85,7 @@ def _targets(arguments: argparse.Namespace) -> list[Target]:
     if not targets:
         return [Target(url=arguments.engine)]
     if len(targets) > 1 or targets[0].url:
-        raise ConfigurationError("--engine belongs to one TARGET that says where it publishes")
+        raise ConfigurationError("--engine belongs to one TARGET that reports where it publishes")
     return [Target(url=arguments.engine, worker=targets[0].worker)]
 
 
@@ -148,10 +148,10 @@ def _print(report: Report) -> None:
         print(printable(note))
     targets = counted(len(report.targets), "target")
     counts = Counter(finding.severity for finding in report.findings)
-    found = ", ".join(
+    summary = ", ".join(
         counted(counts[severity], severity) for severity in ("error", "warning") if counts[severity]
     )
-    print(f"{targets} examined in {report.seconds:.1f} s: {found or 'nothing is wrong'}")
+    print(f"{targets} examined in {report.seconds:.1f} s: {summary or 'nothing is wrong'}")
 
 
 def _print_finding(finding: Finding) -> None:
@@ -159,12 +159,12 @@ def _print_finding(finding: Finding) -> None:
     print(head, printable(f"{finding.subject}: {finding.what} [{finding.id}]"))
     if finding.id == "all-well":
         return
-    said = {name for _, name, _, _ in Formatter().parse(CAUSES[finding.id].what) if name}
-    said = {name.partition("[")[0] for name in said}
+    shown = {name for _, name, _, _ in Formatter().parse(CAUSES[finding.id].what) if name}
+    shown = {name.partition("[")[0] for name in shown}
     rest = {
         name: str(value)
         for name, value in finding.evidence.items()
-        if name not in said
+        if name not in shown
         and str(value)
         and not (len(str(value)) > 8 and str(value) in finding.what)
     }

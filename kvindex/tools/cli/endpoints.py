@@ -58,7 +58,7 @@ def asked_workers(arguments: argparse.Namespace) -> list[Worker]:
 
     Raises:
         ConfigurationError: as `workers_of`.
-        DiscoveryError: an engine does not say where it publishes.
+        DiscoveryError: an engine does not report where it publishes.
     """
     urls = arguments.engine
     targets = EngineSource(urls).targets if urls else ()  # refuses bad URLs
@@ -111,7 +111,7 @@ def workers_of(
 
 
 def _refuse_shared(workers: list[Worker]) -> None:
-    """Refuse an engine that is named twice; topics can tell engines behind one endpoint apart."""
+    """Refuse an engine that is named twice; topics can distinguish engines behind one endpoint."""
     owners: dict[tuple[str, str], Worker] = {}
     for worker in workers:
         for address in worker.publishers():

@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--block-size N", "tokens per block", count, 16)
     option(parser, "--blocks N", "blocks in each rank's cache", count, 1000)
     option(parser, "--dialect NAME", "engine version whose events to publish", str, LATEST.name)
-    text = "requests per second, over all ranks; 0: only those that come over HTTP"
+    text = "requests per second, over all ranks; 0: only those that arrive over HTTP"
     option(parser, "--rate N", text, _rate, 5.0)
     option(parser, "--seed N", "seed for the requests", int, 1)
     text = (
@@ -177,7 +177,7 @@ class _Ending:
         self._waiting = False
 
     def wait(self, seconds: float) -> None:
-        """Sleep; raises KeyboardInterrupt when a signal comes."""
+        """Sleep; raises KeyboardInterrupt at a signal."""
         self._waiting = True
         try:
             if not self.asked:

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     ended: list[bool] = []
 
     def end(_: int) -> None:
-        """End as Ctrl-C does; what comes later interrupts no saving. Ctrl-C can."""
+        """End as Ctrl-C does; later signals interrupt no saving. Ctrl-C can."""
         if not ended:
             ended.append(True)
             raise KeyboardInterrupt
@@ -120,7 +120,7 @@ def _check_writable(path: Path) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.TemporaryFile(dir=path.parent):  # a new file is what takes its place
+        with tempfile.TemporaryFile(dir=path.parent):  # a new file replaces it
             pass
     except OSError as error:
         raise ConfigurationError(

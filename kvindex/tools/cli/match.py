@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_prompt_options(parser)
     option(parser, "--wait S", "seconds to wait for every rank to be live", seconds, 5.0)
     option(parser, "--require-live", "fail (exit 3) if a rank is not live by then")
-    option(parser, "--explain", "say where each rank's match ends, and why")
+    option(parser, "--explain", "show where each rank's match ends, and why")
     option(parser, "--json", "print one JSON object")
     add_engine_options(parser)
     add_cache_options(parser)
@@ -73,27 +73,27 @@ def match_table(match: Match, prompt_tokens: int) -> str:
     """Return a table of what each rank holds, longest first, and below it what to make of it."""
     rows = [
         (
-            found.rank,
-            found.tokens,
-            found.blocks,
-            ", ".join(f"{n} {medium}" for medium, n in sorted(found.by_medium.items())) or "-",
-            found.state or "-",
-            {None: "-", True: "yes", False: "no"}[found.complete],
+            held.rank,
+            held.tokens,
+            held.blocks,
+            ", ".join(f"{n} {medium}" for medium, n in sorted(held.by_medium.items())) or "-",
+            held.state or "-",
+            {None: "-", True: "yes", False: "no"}[held.complete],
         )
-        for found in match
+        for held in match
     ]
     header = ("rank", "tokens", "blocks", "on", "state", "complete")
     best = match.best
     if best is None:
-        some = any(found.tokens for found in match)
-        live = "live " if some else ""
+        any_tokens = any(held.tokens for held in match)
+        live = "live " if any_tokens else ""
         verdict = f"no {live}rank holds a block of {counted(prompt_tokens, 'token')}"
     else:
         verdict = f"best: {best.rank} holds {best.tokens} of {counted(prompt_tokens, 'token')}"
-    most = [str(found.rank) for found in match if found.tokens and found.upper_bound]
+    most = [str(held.rank) for held in match if held.tokens and held.upper_bound]
     if most:
         verdict += f"\nupper bounds, the engine's own hit may be shorter: {', '.join(most)}"
-    least = [str(found.rank) for found in match if found.lower_bound]
+    least = [str(held.rank) for held in match if held.lower_bound]
     if least:
         verdict += f"\nlower bounds, the engine's own hit may be longer: {', '.join(least)}"
     return f"{table(header, rows)}\n{verdict}"

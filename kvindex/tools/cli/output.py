@@ -87,7 +87,7 @@ def _escaped(character: str) -> str:
 
 
 def in_options(text: str) -> str:
-    """Return what the library says with this program's options instead of its own arguments.
+    """Return the library's text with this program's options instead of its own arguments.
 
     Examples:
         >>> in_options("give its host, or bind=True")

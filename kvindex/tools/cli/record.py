@@ -29,9 +29,9 @@ from kvindex.wire import RecordingWriter, parse_live, parse_replay, replay_reque
 
 __all__ = ["add_options", "file_names", "run"]
 
-_BURST = 256  # messages taken from one socket before the others get their turn
+_BURST = 256  # messages received from one socket before the others get their turn
 _SUFFIX = ".frames"
-_TELL_INTERVAL = 10.0  # seconds between two words on what a rank misses
+_WARNING_INTERVAL = 10.0  # seconds between two lines on what a rank misses
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,21 +57,23 @@ def run(arguments: argparse.Namespace) -> int:
     complete = True
     with ExitStack() as stack:
         context = stack.enter_context(_context())
-        takes = [
-            _Take(context, worker, address, stack.enter_context(_new(path, arguments.force)))
+        recorders = [
+            _RankRecorder(
+                context, worker, address, stack.enter_context(_new(path, arguments.force))
+            )
             for worker, address, path in names
         ]
         try:
-            for take, (_, _, path) in zip(takes, names, strict=True):
-                print(f"recording {take.rank} to {path}", file=sys.stderr, flush=True)
-            _record(takes, arguments)
+            for recorder, (_, _, path) in zip(recorders, names, strict=True):
+                print(f"recording {recorder.rank} to {path}", file=sys.stderr, flush=True)
+            _record(recorders, arguments)
         except KeyboardInterrupt:
             pass  # the normal end of a recording
         if arguments.replay:
-            for take in takes:
-                complete = take.add_replay(arguments.replay_timeout) and complete
-    for take, (_, _, path) in zip(takes, names, strict=True):
-        print(f"{path}: {take.summary()}")
+            for recorder in recorders:
+                complete = recorder.add_replay(arguments.replay_timeout) and complete
+    for recorder, (_, _, path) in zip(recorders, names, strict=True):
+        print(f"{path}: {recorder.summary()}")
     return 0 if complete else 1
 
 
@@ -117,7 +119,7 @@ def _new(path: Path, force: bool) -> Iterator[BinaryIO]:
         yield file
 
 
-class _Take:
+class _RankRecorder:
     """One publisher being recorded."""
 
     def __init__(
@@ -139,7 +141,7 @@ class _Take:
         self._refused = 0
         self._seq: int | None = None
         self._missed = 0
-        self._tell_again_at = -math.inf
+        self._warn_again_at = -math.inf
         self._ended = address.replay is None
         self.socket = self._open(zmq.SUB)
         self.socket.subscribe(worker.topic.encode())
@@ -152,17 +154,17 @@ class _Take:
 
     def receive(self, limit: int) -> int:
         """Write the messages that are ready, at most `limit`; return how many."""
-        taken = 0
-        while taken < limit:
+        received = 0
+        while received < limit:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            taken += 1
+            received += 1
             self._note_seq(frames)
             self.live += self._write("live", frames)
         self._file.flush()
-        return taken
+        return received
 
     def add_replay(self, timeout: float) -> bool:
         """Append what the publisher still holds; return whether the replay reached its end."""
@@ -197,17 +199,17 @@ class _Take:
         try:
             seq = parse_live(frames).seq
         except DecodeError:
-            return  # recorded all the same: a recording shows what came
+            return  # recorded all the same: a recording shows what arrived
         if self._seq is not None and seq > self._seq:
             self._note_missed(seq - self._seq - 1)
         self._seq = seq
 
     def _note_missed(self, count: int) -> None:
-        """Count messages that did not come, and say so, but not all the time."""
+        """Count messages that did not arrive, and print it, but not all the time."""
         self._missed += count
         now = time.monotonic()
-        if count and now >= self._tell_again_at:
-            self._tell_again_at = now + _TELL_INTERVAL
+        if count and now >= self._warn_again_at:
+            self._warn_again_at = now + _WARNING_INTERVAL
             missed = counted(self._missed, "message")
             print(f"{self.rank}: {missed} missed by seq so far", file=sys.stderr, flush=True)
 
@@ -239,13 +241,13 @@ def _is_end(frames: list[bytes]) -> bool:
         return False
 
 
-def _record(takes: list[_Take], arguments: argparse.Namespace) -> None:
-    """Write what comes until there were enough messages or the time is over."""
+def _record(recorders: list[_RankRecorder], arguments: argparse.Namespace) -> None:
+    """Write what arrives until there are enough messages or the time is over."""
     started = time.monotonic()
     poller = zmq.Poller()
-    for take in takes:
-        poller.register(take.socket, zmq.POLLIN)
-    by_socket = {take.socket: take for take in takes}
+    for recorder in recorders:
+        poller.register(recorder.socket, zmq.POLLIN)
+    by_socket = {recorder.socket: recorder for recorder in recorders}
     progress = Progress()
     left = arguments.limit or float("inf")
     try:
@@ -257,7 +259,7 @@ def _record(takes: list[_Take], arguments: argparse.Namespace) -> None:
                 return
             for socket, _ in poller.poll(int(wait * 1000) + 1):
                 left -= by_socket[socket].receive(int(min(left, _BURST)))
-            messages, size = sum(t.live for t in takes), sum(t.bytes for t in takes)
+            messages, size = sum(t.live for t in recorders), sum(t.bytes for t in recorders)
             progress.show(f"{counted(messages, 'message')}, {size / 1e6:.1f} MB; Ctrl-C ends")
     finally:
         progress.clear()

@@ -74,7 +74,7 @@ class Recorded:
         seq: number of the last applied batch.
         complete: whether every batch since the publisher's first was applied.
         counters: `live`, `replies`: records; `applied`: batches; `duplicates`, `restarts`; `gaps`
-            and the batches `lost` in them; `filled`: batches taken from the replies; `undecodable`;
+            and the batches `lost` in them; `filled`: batches from the replies; `undecodable`;
             `bad_frames`: records of another shape; `resets`: how often a loss dropped the blocks.
         error: why the file could not be read to its end, or "".
     """
@@ -119,15 +119,15 @@ class Recorded:
                 self.counters["live" if message.kind == "live" else "replies"] += 1
                 if message.kind == "live":
                     self._live(message.frames)
-                    yield from self._taken()
+                    yield from self._drained()
             self._finish()
         except DecodeError as error:
             self.error = str(error)
         except OSError as error:
             raise ConfigurationError(f"cannot read {self.path}: {error}") from error
-        yield from self._taken()
+        yield from self._drained()
 
-    def _taken(self) -> list[StreamItem]:
+    def _drained(self) -> list[StreamItem]:
         items, self._items = self._items, []
         return items
 

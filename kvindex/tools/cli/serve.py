@@ -1,7 +1,7 @@
 """`kvindex serve`: the index over HTTP, for routers in other languages and for people.
 
 Subscribe, and answer over HTTP: /query as Dynamo's indexer, Mooncake and MindIE clients ask,
-/register, /workers, /ready, /metrics, /events, and a page at /. Workers come from options, a file,
+/register, /workers, /ready, /metrics, /events, and a page at /. Workers are from options, a file,
 discovery, or POST /register. Needs the extra packages of kvindex[server]. Runs until SIGTERM or
 Ctrl-C, its normal ends (exit 0); a second one ends it at once. Exit 1: it cannot listen, or --state
 names a file that it cannot continue from, or could not write at the end.
@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(workers, "--routing-group NAME", "their group (default: default)")
     text = "tokens of their blocks; events report it anyway"
     option(workers, "--block-size TOKENS", text, count)
-    text = "Engines that come, go, move and grow are followed. --config has more settings."
+    text = "Engines that appear, leave, move and grow are followed. --config has more settings."
     _add_discovery(parser.add_argument_group("discovery", text))
     add_engine_options(parser)
     add_cache_options(parser)
@@ -147,7 +147,7 @@ def sources_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         sources.append({"kind": "kubernetes", **pods})
     elif pods:
         raise ConfigurationError(
-            "--k8s-namespace says where, not which pods: give --k8s-preset, --k8s-selector or "
+            "--k8s-namespace names the place, not the pods: give --k8s-preset, --k8s-selector or "
             "--k8s-pool"
         )
     return sources
@@ -247,7 +247,7 @@ def _print_beginning(running: Any) -> None:
         lines.append(f"it listens at all addresses of this machine, port {running.port}")
     if not ranks and not running.missing:
         lines.append(
-            f"workers come by: --worker {WORKER_FORM}, --engine URL, --config FILE, POST /register"
+            f"add workers by --worker {WORKER_FORM}, --engine URL, --config FILE, POST /register"
         )
     if settings.insecure and not settings.tokens():
         lines.append("warning: anybody who reaches this address may ask and register (--insecure)")

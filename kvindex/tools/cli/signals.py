@@ -18,7 +18,7 @@ def handled(
 
     Args:
         handlers: what to call with the number of a signal, by the signal.
-        to_the_end: after one of the signals came, its handler stays after the block: the process
+        to_the_end: after one of the signals arrived, its handler stays after the block: the process
             is to end with its own exit code, whatever else a shell or systemd sends.
     """
     if threading.current_thread() is not threading.main_thread():  # only that one can

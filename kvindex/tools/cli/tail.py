@@ -1,4 +1,4 @@
-"""`kvindex tail`: every rank's events in order, as they come.
+"""`kvindex tail`: every rank's events in order, as they arrive.
 
 Print every rank's event batches in order, one line each, with losses and restarts between them;
 first what the publisher still holds for replay. Runs until Ctrl-C, which is its normal end
@@ -82,7 +82,7 @@ def time_of(item: StreamItem) -> str:
     try:
         return time.strftime("%H:%M:%S", time.localtime(ts)) + f".{int(ts % 1 * 1000):03}"
     except (ValueError, OverflowError, OSError):
-        return "--:--:--.---"  # what a publisher says may be no time at all
+        return "--:--:--.---"  # a publisher's timestamp may be no time at all
 
 
 def describe(item: StreamItem) -> str:

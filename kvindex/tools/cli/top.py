@@ -146,7 +146,7 @@ class ServiceFleet:
     """A service's report of its fleet.
 
     Args:
-        url: where the service listens. A token is taken from the environment, KVINDEX_TOKEN.
+        url: where the service listens. Its token is in the environment, KVINDEX_TOKEN.
         cacert: file of the authorities to trust; the system's by default.
 
     Raises:

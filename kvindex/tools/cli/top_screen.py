@@ -236,7 +236,7 @@ def _grid(ranks: list[RankView]) -> Table:
     for name in _HEADER:
         grid.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for rank in ranks:
-        # Text, never markup: names come from the network.
+        # Text, never markup: names are from the network.
         cells = [Text(cell) for cell in _row(rank)]
         cells[2].stylize(_COLOURS.get(rank.state, ""))
         cells[3].stylize("" if rank.complete else "yellow")

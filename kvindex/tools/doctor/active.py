@@ -37,7 +37,7 @@ OUTCOMES: Final = {
 
 
 def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed: int) -> None:
-    """Send the engine a prompt twice and note what came of it.
+    """Send the engine a prompt twice and note the outcome.
 
     Args:
         case: of an engine that is asked over HTTP.
@@ -125,7 +125,7 @@ def _judge(
 def _prompt(
     http: EngineHttp, model: str, block: int, longest: int | None, seed: int
 ) -> list[int] | None:
-    """A prompt of some blocks and one token, of ids that the engine knows; None if none fits."""
+    """A prompt of some blocks and one token, of ids that the engine has; None if none fits."""
     longest = _MAX_PROMPT if longest is None else min(longest, _MAX_PROMPT)
     blocks = min(_BLOCKS, (longest - 2) // block)
     if blocks < 1:
@@ -146,7 +146,7 @@ def _block_size(case: Case, client: Client) -> int:
 
 
 def event_block_sizes(case: Case, statistics: Mapping[str, Any]) -> list[int]:
-    """Return the block sizes in a worker's events, as its index knows them."""
+    """Return the block sizes in a worker's events, as its index has them."""
     return [
         group["block_size"]
         for rank in statistics["ranks"].values()
@@ -174,7 +174,7 @@ def _other_rank_stored(case: Case, limits: Limits) -> bool:
 
 
 def _predicted(case: Case, client: Client, tokens: Sequence[int], limits: Limits) -> int:
-    """How many tokens the index says that the engine will hit, as soon as it says any."""
+    """How many tokens the engine will hit by the index, as soon as the index has any."""
 
     def best() -> int:
         match = client.match(list(tokens), recomputed=1)
@@ -185,7 +185,7 @@ def _predicted(case: Case, client: Client, tokens: Sequence[int], limits: Limits
 
 
 def _cached(usage: Usage, before: float | None, http: EngineHttp) -> int | None:
-    """How many tokens the engine says that it hit: in its answer, else by its metrics."""
+    """How many tokens the engine reports as hit: in its answer, else by its metrics."""
     if usage.cached_tokens is not None:
         return usage.cached_tokens
     after = http.metrics().total(*_HITS)

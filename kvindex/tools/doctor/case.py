@@ -37,7 +37,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         handshake: for a connection and for each greeting at a port.
         live: until every stream is live, or a replay brings more.
         replay: until every stream is live, as long as replays bring more.
-        listen: for events: without a test prompt for all of it, with one until its events come.
+        listen: for events: without a test prompt for all of it, with one until its events arrive.
         completion: for the answer to one prompt.
 
     Raises:
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of the longest request, if the engine says it."""
+        """Tokens of the longest request, if the engine reports them."""
         models = self.report.answers.get("/v1/models") if self.report else None
         data = models.get("data") if isinstance(models, Mapping) else None
         first = data[0] if isinstance(data, list) and data else {}
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens of a block, as the engine says."""
+        """Tokens of a block, as the engine reports."""
         if self.report and self.report.block_size:
             return self.report.block_size
         stated = self.metrics.labels("vllm:cache_config_info").get("block_size", "")

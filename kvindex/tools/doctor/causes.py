@@ -10,7 +10,7 @@ import msgspec
 __all__ = ["CAUSES", "SECTIONS", "Cause", "Severity", "words_for"]
 
 Severity = Literal["error", "warning", "info"]
-"""error: hits are (almost) none for this. warning: hits are lost for it. info: good to know."""
+"""error: hits are (almost) none for this. warning: hits are lost for it. info: a hint."""
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ _COULD_NOT_LOOK: Final = {
         blind=True,
     ),
     "sources-unknown": _warning(
-        "the engine does not say where it publishes",
+        "the engine does not report where it publishes",
         "name its endpoints: kvindex doctor NAME=tcp://HOST:5557,replay=tcp://HOST:5657 --engine "
         "{url}",
         blind=True,
@@ -81,7 +81,7 @@ _A_KVINDEX_SERVICE: Final = {
         "examine that engine itself: kvindex doctor http://ENGINE:8000",
     ),
 }
-_WHAT_THE_ENGINE_SAYS_OF_ITSELF: Final = {
+_WHAT_THE_ENGINE_REPORTS: Final = {
     "events-off": _error("the engine publishes no KV events", "start it with {flag}"),
     "ranks-differ": _error(
         "the engine has the ranks {said}, you gave {given}",
@@ -116,11 +116,11 @@ _WHAT_THE_ENGINE_SAYS_OF_ITSELF: Final = {
     ),
     "block-size-differs": _warning(
         "the engine states blocks of {said} tokens, its events have {heard}",
-        "have routers take the size from the events, as kvindex does",
+        "have routers read the size from the events, as kvindex does",
     ),
     "block-size-assumed": _error(
         "your router assumes {assumed} tokens a block, the engine's events have {heard}",
-        "have the router take the size from the events, or set {heard}",
+        "have the router read the size from the events, or set {heard}",
     ),
     "cache-small": _warning(
         "the cache holds {cache_tokens} tokens, less than two of the longest requests "
@@ -249,7 +249,7 @@ _STREAMS: Final = {
         "look at the engine's log and what stands between; docs/guarantees.md explains the states",
     ),
     "stream-incomplete": _warning(
-        "batches are missing that replay did not bring ({losses} losses): the index knows only a "
+        "batches are missing that replay did not return ({losses} losses): the index has only a "
         "part of the cache",
         "set replay_endpoint, raise buffer_steps, or restart warm (docs/how-to/warm-restart.md)",
     ),
@@ -290,18 +290,18 @@ _STREAMS: Final = {
 }
 _THE_TEST_PROMPT: Final = {
     "all-well": _info(
-        "a test prompt was stored, predicted, and hit when it came again ({cached} of {sent} "
+        "a test prompt was stored, predicted, and hit when it was sent again ({cached} of {sent} "
         "tokens)",
         "nothing",
     ),
     "engine-never-hits": _error(
-        "the engine stored the prompt and did not hit it when it came again",
+        "the engine stored the prompt and did not hit it when it was sent again",
         "hybrid or Mamba models: --mamba-cache-mode, or another version; otherwise do not route "
         "this model by prefix",
     ),
     "rank-not-kept": _error(
-        "the prompt came again and another of {ranks} ranks computed it, though rank {asked_for} "
-        "was asked for",
+        "the prompt was sent again and another of {ranks} ranks computed it, though rank "
+        "{asked_for} was asked for",
         "give each rank an HTTP port of its own (vLLM: --data-parallel-external-lb), or a "
         "version that honours X-data-parallel-rank",
     ),
@@ -314,19 +314,19 @@ _THE_TEST_PROMPT: Final = {
         "the cache evicts at once, or its events have no place: see the other findings",
     ),
     "live-stream-mute": _warning(
-        "the prompt arrived by replay only: live messages do not come through",
+        "the prompt arrived by replay only: live messages do not arrive",
         "look at what stands between: a proxy that drops, a full queue (hwm), a filter",
     ),
     "live-stream-mute-no-hit": _error(
-        "the prompt arrived by replay only, and the engine did not hit it when it came again",
+        "the prompt arrived by replay only, and the engine did not hit it when it was sent again",
         "both: look at what drops live messages, and at the model (--mamba-cache-mode)",
     ),
     "caches-unpublished": _error(
-        "the engine hit the prompt when it came again, but published nothing of it",
+        "the engine hit the prompt when it was sent again, but published nothing of it",
         "check publisher and ports; some versions publish nothing for hybrid models",
     ),
     "nothing-cached": _error(
-        "the engine neither published nor hit the prompt when it came again",
+        "the engine neither published nor hit the prompt when it was sent again",
         "{caching}; check that blocks are smaller than prompts",
     ),
     "hit-one-block-less": _info(
@@ -378,7 +378,7 @@ _YOUR_PROMPT: Final = {
 _BY_SECTION: Final[dict[str, dict[str, Cause]]] = {
     "could-not-look": _COULD_NOT_LOOK,
     "a-kvindex-service": _A_KVINDEX_SERVICE,
-    "what-the-engine-says-of-itself": _WHAT_THE_ENGINE_SAYS_OF_ITSELF,
+    "what-the-engine-reports": _WHAT_THE_ENGINE_REPORTS,
     "ports": _PORTS,
     "streams": _STREAMS,
     "the-test-prompt": _THE_TEST_PROMPT,

@@ -27,7 +27,7 @@ _BUGS: Final = (
         "0.5.1",
         "pages are hashed by their own tokens only: the same page at two places is one",
     ),
-    ("sglang", "0.5.1", "0.5.6", "events do not say where pages belong: answers are 0 or too low"),
+    ("sglang", "0.5.1", "0.5.6", "events leave out where pages belong: answers are 0 or too low"),
     (
         "sglang",
         "0.5.6",
@@ -151,7 +151,7 @@ def _compare_endpoints(
 
 
 def accept_mapped(case: Case) -> None:
-    """Accept ports that differ as mapped ones, if the test prompt came through one of them."""
+    """Accept ports that differ as mapped ones, if the test prompt arrived through one of them."""
     differing = {f.subject for f in case.findings if f.id == "endpoints-differ"}
     foreign = any(finding.id == "replay-of-another" for finding in case.findings)
     if not differing or foreign or not case.test or case.test["outcome"] != "all-well":

@@ -69,7 +69,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     Attributes:
         prompt_tokens: tokens of the prompt, or None.
-        cached_tokens: how many of them were cached, or None if it does not say.
+        cached_tokens: how many of them were cached, or None if the engine does not report it.
     """
 
     prompt_tokens: int | None
@@ -174,7 +174,7 @@ def _has_media(body: Mapping[str, Any]) -> bool:
 
 
 def _media(rendered: Any) -> list[int]:
-    """Where vLLM says that placeholders of media begin, sorted."""
+    """Where placeholders of media begin by vLLM's report, sorted."""
     features = rendered.get("features") if isinstance(rendered, Mapping) else None
     placed = features.get("mm_placeholders") if isinstance(features, Mapping) else None
     ranges = placed.values() if isinstance(placed, Mapping) else ()

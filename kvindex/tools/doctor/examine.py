@@ -132,13 +132,13 @@ def _ask(case: Case, token: str, limits: Limits) -> None:
 
 def _name_apart(cases: Sequence[Case]) -> None:
     """Give each case a name of its own, which is its worker's too."""
-    taken: set[str] = set()
+    used: set[str] = set()
     for case in cases:
         name, number = case.name, 1
-        while case.name in taken:
+        while case.name in used:
             number += 1
             case.name = f"{name}#{number}"
-        taken.add(case.name)
+        used.add(case.name)
         if case.worker is not None and case.worker.name != case.name:
             case.worker = msgspec.structs.replace(case.worker, name=case.name)
 
@@ -186,7 +186,7 @@ def _subscribed(cases: Sequence[Case], stack: ExitStack, limits: Limits) -> Clie
 
 
 def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping[Rank, int | None]:
-    """Wait until all ranks are live, nothing comes any more, or the time is over.
+    """Wait until all ranks are live, no batch arrives any more, or the time is over.
 
     Returns each rank's last batch before the last wait: one that has another now gets on.
     """

@@ -1,7 +1,7 @@
 """Publishers' messages, received without a filter: topics, numbers, and stored blocks by rank.
 
-A client orders and repairs; a listener receives messages as they come. It opens two connections to
-each endpoint, since behind an address that balances they reach different publishers.
+A client orders and repairs; a listener receives messages as they arrive. A listener opens two
+connections to each endpoint: behind an address that balances they reach different publishers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reception:
         self._removed: OrderedDict[BlockHash, None] = OrderedDict()
         self._last: int | None = None
 
-    def take(self, frames: Sequence[bytes], wanted: bytes) -> None:
+    def receive(self, frames: Sequence[bytes], wanted: bytes) -> None:
         """Receive one message, and check whether it stores blocks of the wanted tokens."""
         self.messages += 1
         try:
@@ -133,7 +133,7 @@ class Listener:
             if left <= 0:
                 return False
             for sock, _ in self._poller.poll(int(left * 1000) + 1):
-                self._take(sock)
+                self._receive(sock)
         return True
 
     def first(self, dp_rank: int) -> Reception:
@@ -173,9 +173,9 @@ class Listener:
         sock.connect(endpoint)
         self._poller.register(sock, zmq.POLLIN)
 
-    def _take(self, sock: zmq.Socket[Any]) -> None:
+    def _receive(self, sock: zmq.Socket[Any]) -> None:
         reception = self._sockets[sock]
-        reception.take(sock.recv_multipart(zmq.NOBLOCK), self._wanted)
+        reception.receive(sock.recv_multipart(zmq.NOBLOCK), self._wanted)
         if reception.messages >= _MAX_MESSAGES:
             self._poller.unregister(sock)
 

@@ -130,12 +130,12 @@ def _check_replay(case: Case, rank: int, endpoint: str, context: Context, limits
 
 
 def _replays(endpoint: str, context: Context, timeout: float) -> bool:
-    """Whether the end of a replay comes, requested from a number that no publisher has reached."""
+    """Whether a replay ends that is requested from a number that no publisher has reached."""
     return any(reply.end for reply in _replay(endpoint, END_SEQ, context, timeout))
 
 
 def _replay(endpoint: str, start: int, context: Context, timeout: float) -> Iterator[ReplayReply]:
-    """Ask for a replay from a number, and yield what comes up to its end, within the time."""
+    """Ask for a replay from a number, and yield the replies up to its end, within the time."""
     until = time.monotonic() + timeout
     with context.socket(zmq.DEALER) as sock:
         sock.setsockopt(zmq.LINGER, 0)

@@ -47,7 +47,7 @@ _EXPLAINS: Final[dict[str, frozenset[str]]] = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong, or good to know.
+    """A fault, or a hint.
 
     Attributes:
         id: which kind of finding; `docs/doctor.md` lists them.
@@ -101,7 +101,7 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True):
         name: what it is called in findings.
         url: its HTTP server, or "".
         engine: "vllm", "sglang" or "".
-        version: as it says.
+        version: as the engine reports it.
         ranks: by dp_rank, where it publishes.
         test: of the active test: `outcome`, and in tokens what was `sent`, reported as `stored`,
             `predicted` by the index and `cached` by the engine; None if there was none.

@@ -23,7 +23,7 @@ _LIMITED: Final = {
 def check_streams(
     case: Case, client: Client, assumed: int | None, before: Mapping[Rank, int | None]
 ) -> None:
-    """Note what the client knows of the engine's ranks.
+    """Note what the client reports of the engine's ranks.
 
     Args:
         case: of the engine.

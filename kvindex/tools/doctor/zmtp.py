@@ -96,9 +96,9 @@ def _dialled(endpoint: str, timeout: float) -> socket.socket:
 
 
 def greet(connection: socket.socket, timeout: float) -> Peer:
-    """Exchange greetings and read READY, whichever side dialled; what comes first decides.
+    """Exchange greetings and read READY, whichever side dialled; the first bytes decide.
 
-    Our mechanism is sent only after the peer's has come: one that has another hangs up at once.
+    Our mechanism is sent only after the peer's has arrived: one that has another hangs up at once.
     """
     until, began = time.monotonic() + timeout, b""
     try:
@@ -136,7 +136,7 @@ def _not_zmtp(began: bytes, nothing: PeerKind) -> Peer:
 
 def _ready(connection: socket.socket, greeting: bytes, until: float) -> Peer:
     if greeting[10] < 3:
-        return Peer(kind="zmq", detail=f"ZMTP version {greeting[10]}: too old to say more")
+        return Peer(kind="zmq", detail=f"ZMTP version {greeting[10]}: too old to report more")
     mechanism = greeting[12:32].rstrip(b"\0").decode("ascii", "replace")
     peer = Peer(kind="zmq", mechanism=mechanism)
     if mechanism != "NULL":

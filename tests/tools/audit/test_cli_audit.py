@@ -95,7 +95,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(
 
 def test_tokens_can_be_left_out(recordings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     _, out = audited("--json", "--no-tokens", *recordings, capsys=capsys)
-    assert {tuple(one["first_tokens"]) for one in json.loads(out)["shared"]} == {()}
+    assert {tuple(prefix["first_tokens"]) for prefix in json.loads(out)["shared"]} == {()}
 
 
 def test_a_recording_that_is_cut_off_is_reported_as_far_as_it_goes(

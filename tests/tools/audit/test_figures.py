@@ -40,44 +40,46 @@ class Fleet:
         self.now = 0.0
         for rank, engine in self.engines.items():
             self.model.add(rank)
-            self.tell(rank, engine.events)
+            self.report_events(rank, engine.events)
 
-    def serve(self, rank: Rank, request: Request, *, told_only: bool = False) -> int:
+    def serve(self, rank: Rank, request: Request, *, reported_only: bool = False) -> int:
         """Serve a request; return the tokens in whole blocks that were computed for it.
 
-        What others hold is asked of their caches, or (`told_only`) only what their events told.
+        What others hold is read from their caches, or (`reported_only`) from their events alone.
         """
         engine = self.engines[rank]
         served = engine.serve(
             request.token_ids, lora=request.lora, salt=request.salt, new_tokens=request.new_tokens
         )
-        self.tell(rank, engine.events, told_only=told_only)
+        self.report_events(rank, engine.events, reported_only=reported_only)
         fed = len(request.token_ids) + max(0, len(request.new_tokens) - 1)
         return fed // SIZE * SIZE - served.hit_tokens
 
-    def tell(self, rank: Rank, events: Sequence[object], *, told_only: bool = False) -> None:
+    def report_events(
+        self, rank: Rank, events: Sequence[object], *, reported_only: bool = False
+    ) -> None:
         self.now += 1.0
         elsewhere = {
-            r: self.model.ranks[r].held() if told_only else contents(engine)
+            r: self.model.ranks[r].held() if reported_only else contents(engine)
             for r, engine in self.engines.items()
             if r != rank
         }
         batch = EventBatch(self.now, list(events), rank.dp_rank)  # type: ignore[arg-type]
         self.model.apply(rank, batch.events, elsewhere)
-        self.auditor.take(RankBatch(rank, 0, int(self.now), batch, False), self.now)
+        self.auditor.receive(RankBatch(rank, 0, int(self.now), batch, False), self.now)
 
     def restart(self, rank: Rank) -> None:
         self.engines[rank].restart()
         self.model.ranks[rank].forget()
-        self.auditor.take(RankRestarted(rank, 1, "test"), self.now)
-        self.tell(rank, self.engines[rank].events)
+        self.auditor.receive(RankRestarted(rank, 1, "test"), self.now)
+        self.report_events(rank, self.engines[rank].events)
 
     def check(self) -> Tokens:
         report = self.auditor.report(self.now + 1)
-        for found in report.ranks:
-            worker, _, dp_rank = found.rank.rpartition("/")
+        for rank_report in report.ranks:
+            worker, _, dp_rank = rank_report.rank.rpartition("/")
             expected = self.model.tokens[Rank(worker, int(dp_rank))]
-            got = {name: getattr(found.tokens, name) for name in NAMES}
+            got = {name: getattr(rank_report.tokens, name) for name in NAMES}
             assert got == {name: expected[name] for name in NAMES}
         assert sum(bar.weight for bar in report.ages) == report.tokens.evicted
         for saving in report.savings:
@@ -140,10 +142,10 @@ def test_every_token_is_counted_as_brute_force_and_the_engines_say(
     computed: Counter[Rank] = Counter()
     for number, request in enumerate(workload(seed, loras=["x"], salts=["s"])):
         rank = choose.choice(RANKS)
-        computed[rank] += fleet.serve(rank, request, told_only=sglang)
-        told, held = fleet.model.ranks[rank].held(), contents(fleet.engines[rank])
+        computed[rank] += fleet.serve(rank, request, reported_only=sglang)
+        reported, held = fleet.model.ranks[rank].held(), contents(fleet.engines[rank])
         # SGLang keeps one copy: a block may be stored after the one before it was removed.
-        assert told <= held if sglang else told == held
+        assert reported <= held if sglang else reported == held
         if number % 13 == 12:
             fleet.restart(rank)
     tokens = fleet.check()
@@ -153,11 +155,13 @@ def test_every_token_is_counted_as_brute_force_and_the_engines_say(
 
 
 @settings(max_examples=6)
-@given(seed=st.integers(0, 2**32), offload=st.sampled_from(["store", "evict"]), told=st.booleans())
+@given(
+    seed=st.integers(0, 2**32), offload=st.sampled_from(["store", "evict"]), reported=st.booleans()
+)
 def test_copies_to_the_host_and_back_are_no_computation(
-    seed: int, offload: str, told: bool
+    seed: int, offload: str, reported: bool
 ) -> None:
-    options = CacheOptions(offload=offload, placeholders=not told)  # type: ignore[arg-type]
+    options = CacheOptions(offload=offload, placeholders=not reported)  # type: ignore[arg-type]
     fleet = Fleet(engines(24, cpu_blocks=30, options=options))
     choose = random.Random(seed)
     computed: Counter[Rank] = Counter()
@@ -184,7 +188,7 @@ def test_a_token_of_a_hybrid_model_counts_once(seed: int) -> None:
         rank = choose.choice(RANKS)
         computed[rank] += fleet.serve(rank, request)
     report = fleet.auditor.report(fleet.now)
-    assert {one.rank: one.tokens.computed for one in report.ranks} == {
+    assert {rank.rank: rank.tokens.computed for rank in report.ranks} == {
         str(rank): tokens for rank, tokens in computed.items()
     }
     assert sums_up(report.tokens)
@@ -200,10 +204,10 @@ def test_after_losses_nothing_is_taken_for_held_that_may_be_gone(seed: int) -> N
         lost = choose.random() < 0.15
         if lost:  # the engine serves, and nobody hears of it
             fleet.engines[rank].serve(request.token_ids, new_tokens=request.new_tokens)
-            fleet.auditor.take(RankLost(rank, 0, "test", 0, 0, True), fleet.now)
+            fleet.auditor.receive(RankLost(rank, 0, "test", 0, 0, True), fleet.now)
             fleet.model.ranks[rank].forget()
         else:
-            fleet.serve(rank, request, told_only=True)
+            fleet.serve(rank, request, reported_only=True)
             held = fleet.model.ranks[rank].held()
             assert held <= contents(fleet.engines[rank])
     assert sums_up(fleet.check())
@@ -263,7 +267,7 @@ def test_what_larger_caches_would_have_held_is_what_larger_caches_save() -> None
             engine.serve(request.token_ids, new_tokens=request.new_tokens, flush=False)
             batch = engine.flush()
             if batch is not None:
-                auditor.take(RankBatch(engine.rank, 0, second, batch, False), float(second))
+                auditor.receive(RankBatch(engine.rank, 0, second, batch, False), float(second))
         return auditor.report(1000.0)
 
     small = audited(160)
@@ -288,7 +292,7 @@ def routed(policy: str) -> Tokens:
         batch = engine.flush()
         if batch is not None:
             index.apply(booking.rank, batch)
-            auditor.take(RankBatch(booking.rank, 0, second, batch, False), float(second))
+            auditor.receive(RankBatch(booking.rank, 0, second, batch, False), float(second))
     return auditor.report(1000.0).tokens
 
 

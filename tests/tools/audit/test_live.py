@@ -42,10 +42,10 @@ def test_what_live_engines_computed_and_held_is_what_the_audit_says() -> None:
             interrupted.set()
             listener.join()
     report = auditor.report(time.time())
-    tokens = {one.rank: one.tokens for one in report.ranks}
+    tokens = {rank.rank: rank.tokens for rank in report.ranks}
     assert (tokens["b/0"].computed, tokens["b/0"].other_worker) == (160, 160)
     assert (tokens["a/0"].computed, tokens["a/0"].first) == (32, 32)
-    assert all(one.state == "live" and one.complete for one in report.ranks)
+    assert all(rank.state == "live" and rank.complete for rank in report.ranks)
 
 
 class BusyStream:
@@ -96,4 +96,4 @@ def test_engines_that_nobody_hears_are_no_success(capsys: pytest.CaptureFixture[
         argv = ["--endpoint", f"tcp://127.0.0.1:{port}", "--settle", "0.1", "--minutes", "0.001"]
         assert main(["audit", *argv]) == 1
     out = capsys.readouterr().out
-    assert "worker-0/0 could not be heard" in out
+    assert "worker-0/0 could not be received from" in out

@@ -43,10 +43,10 @@ class Scene:
         self.now = 1000.0
         self.auditor.begin(self.now)
 
-    def take(self, rank: Rank, *events: Event, replayed: bool = False, ago: float = 0.0) -> None:
+    def receive(self, rank: Rank, *events: Event, replayed: bool = False, ago: float = 0.0) -> None:
         self.now += 1.0
         batch = EventBatch(self.now - ago, list(events))
-        self.auditor.take(RankBatch(rank, 0, 0, batch, replayed), self.now)
+        self.auditor.receive(RankBatch(rank, 0, 0, batch, replayed), self.now)
 
     def state(self, rank: Rank, state: State) -> None:
         status = RankStatus(
@@ -62,13 +62,13 @@ class Scene:
             replay_endpoint=None,
             last_event_age=None,
         )
-        self.auditor.take(status, self.now)
+        self.auditor.receive(status, self.now)
 
     def report(self) -> Report:
         return self.auditor.report(self.now)
 
     def of(self, rank: Rank) -> RankReport:
-        return next(one for one in self.report().ranks if one.rank == str(rank))
+        return next(report for report in self.report().ranks if report.rank == str(rank))
 
 
 def stored(first: int, last: int, *, prompt: int = 0, **fields: object) -> BlockStored:
@@ -92,8 +92,8 @@ def removed(*blocks: int, prompt: int = 0, medium: str | None = None) -> BlockRe
 
 def test_what_another_rank_holds_from_the_start_on_is_elsewhere() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3))
-    scene.take(B, stored(0, 5))
+    scene.receive(A, stored(0, 3))
+    scene.receive(B, stored(0, 5))
     tokens = scene.of(B).tokens
     assert (tokens.computed, tokens.elsewhere, tokens.other_worker) == (24, 16, 16)
     assert tokens.first == 8
@@ -101,51 +101,51 @@ def test_what_another_rank_holds_from_the_start_on_is_elsewhere() -> None:
 
 def test_a_dp_rank_of_the_same_worker_is_told_apart_from_another_worker() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 1))
-    scene.take(B, stored(0, 1))
-    scene.take(C, stored(0, 1))
+    scene.receive(A, stored(0, 1))
+    scene.receive(B, stored(0, 1))
+    scene.receive(C, stored(0, 1))
     assert (scene.of(B).tokens.other_worker, scene.of(C).tokens.same_worker) == (8, 8)
 
 
 def test_blocks_behind_a_hole_are_held_by_nobody_until_it_is_filled() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3), removed(1))
-    scene.take(B, stored(0, 3))
+    scene.receive(A, stored(0, 3), removed(1))
+    scene.receive(B, stored(0, 3))
     assert scene.of(B).tokens.elsewhere == 4
-    scene.take(A, stored(1, 1))
-    scene.take(C, stored(0, 3))
+    scene.receive(A, stored(1, 1))
+    scene.receive(C, stored(0, 3))
     assert scene.of(C).tokens.elsewhere == 16
 
 
 def test_a_rank_that_cannot_be_heard_holds_nothing_meanwhile() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3))
+    scene.receive(A, stored(0, 3))
     scene.state(A, State.CONNECTING)
-    scene.take(B, stored(0, 3))
+    scene.receive(B, stored(0, 3))
     scene.state(A, State.LIVE)
-    scene.take(C, stored(0, 3))
+    scene.receive(C, stored(0, 3))
     assert scene.of(B).tokens.elsewhere == 0
     assert scene.of(C).tokens.elsewhere == 16
     assert scene.of(A).away == 1.0
-    assert any("could not be heard for up to 1 s" in line for line in scene.report().trust)
+    assert any("could not be received from for up to 1 s" in line for line in scene.report().trust)
 
 
 def test_an_unknown_parent_makes_unknown_tokens_not_guesses() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3))
-    scene.take(B, stored(2, 3))
+    scene.receive(A, stored(0, 3))
+    scene.receive(B, stored(2, 3))
     tokens = scene.of(B).tokens
     assert (tokens.computed, tokens.unknown, tokens.elsewhere) == (8, 8, 0)
-    scene.take(B, removed(2, 3))
+    scene.receive(B, removed(2, 3))
     assert scene.of(B).resident == 0
 
 
 def test_a_loss_drops_what_is_held_and_what_was_evicted() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3), removed(3))
-    scene.auditor.take(RankLost(A, 0, "evicted", 5, 7, True), scene.now)
-    scene.take(B, stored(0, 3))
-    scene.take(A, stored(4, 4), stored(0, 0, prompt=1))
+    scene.receive(A, stored(0, 3), removed(3))
+    scene.auditor.receive(RankLost(A, 0, "evicted", 5, 7, True), scene.now)
+    scene.receive(B, stored(0, 3))
+    scene.receive(A, stored(4, 4), stored(0, 0, prompt=1))
     assert scene.of(B).tokens.elsewhere == 0
     assert scene.of(A).tokens.unknown == 4
     assert scene.of(A).counts["losses"] == 1
@@ -155,24 +155,24 @@ def test_a_loss_drops_what_is_held_and_what_was_evicted() -> None:
 
 def test_a_loss_that_is_kept_drops_nothing() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3))
-    scene.auditor.take(RankLost(A, 0, "evicted", 5, None, False), scene.now)
-    scene.take(B, stored(0, 3))
+    scene.receive(A, stored(0, 3))
+    scene.auditor.receive(RankLost(A, 0, "evicted", 5, None, False), scene.now)
+    scene.receive(B, stored(0, 3))
     assert scene.of(B).tokens.elsewhere == 16
 
 
 @pytest.mark.parametrize("how", ["restart", "clear", "removal"])
 def test_what_is_gone_with_the_whole_cache_was_not_evicted(how: str) -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3))
+    scene.receive(A, stored(0, 3))
     if how == "restart":
-        scene.auditor.take(RankRestarted(A, 1, "test"), scene.now)
+        scene.auditor.receive(RankRestarted(A, 1, "test"), scene.now)
     elif how == "clear":
-        scene.take(A, AllBlocksCleared())
+        scene.receive(A, AllBlocksCleared())
     else:
-        scene.auditor.take(RankRemoved(A), scene.now)
-    scene.take(A, stored(0, 3))
-    scene.take(B, stored(0, 3))
+        scene.auditor.receive(RankRemoved(A), scene.now)
+    scene.receive(A, stored(0, 3))
+    scene.receive(B, stored(0, 3))
     report = scene.report()
     assert report.tokens.evicted == 0
     assert report.tokens.first == 32
@@ -182,11 +182,11 @@ def test_what_is_gone_with_the_whole_cache_was_not_evicted(how: str) -> None:
 
 def test_what_comes_back_tells_how_long_and_by_how_much_the_cache_was_too_small() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 1))
-    scene.take(A, removed(1), stored(0, 2, prompt=1))
-    scene.take(A, removed(0, prompt=1))
+    scene.receive(A, stored(0, 1))
+    scene.receive(A, removed(1), stored(0, 2, prompt=1))
+    scene.receive(A, removed(0, prompt=1))
     scene.now += 5
-    scene.take(A, stored(1, 1))
+    scene.receive(A, stored(1, 1))
     report = scene.report()
     assert report.tokens.evicted == 4
     # Two blocks more were needed: block 1 itself, and the block that was evicted after it.
@@ -196,10 +196,10 @@ def test_what_comes_back_tells_how_long_and_by_how_much_the_cache_was_too_small(
 
 def test_a_second_copy_is_computed_and_one_removal_leaves_the_other() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 1))
-    scene.take(A, stored(1, 1))
-    scene.take(A, removed(1))
-    scene.take(B, stored(0, 1))
+    scene.receive(A, stored(0, 1))
+    scene.receive(A, stored(1, 1))
+    scene.receive(A, removed(1))
+    scene.receive(B, stored(0, 1))
     assert scene.of(A).tokens.here == 4
     assert scene.of(B).tokens.elsewhere == 8
     assert scene.of(A).tokens.evicted == 0
@@ -208,9 +208,9 @@ def test_a_second_copy_is_computed_and_one_removal_leaves_the_other() -> None:
 def test_copies_on_the_host_are_no_computation_and_neither_is_their_return() -> None:
     scene = Scene()
     moved = BlockStored(block_hashes=[1000, 1001], token_ids=[], block_size=0, medium="CPU")
-    scene.take(A, stored(0, 1), moved, removed(0, 1))
-    scene.take(B, stored(0, 1))
-    scene.take(A, stored(0, 1))
+    scene.receive(A, stored(0, 1), moved, removed(0, 1))
+    scene.receive(B, stored(0, 1))
+    scene.receive(A, stored(0, 1))
     tokens = scene.of(A).tokens
     assert (tokens.computed, tokens.offloaded, tokens.returned) == (8, 8, 8)
     assert scene.of(B).tokens.elsewhere == 8  # a router could have sent it there
@@ -219,17 +219,17 @@ def test_copies_on_the_host_are_no_computation_and_neither_is_their_return() -> 
 def test_report_mode_full_announces_and_computes_nothing() -> None:
     scene = Scene()
     settings = CacheSettings(report_mode="full")
-    scene.auditor.take(RankAdded(A, settings), scene.now)
-    scene.take(A, stored(0, 3))
-    scene.take(A, stored(0, 3), stored(4, 4))
+    scene.auditor.receive(RankAdded(A, settings), scene.now)
+    scene.receive(A, stored(0, 3))
+    scene.receive(A, stored(0, 3), stored(4, 4))
     tokens = scene.of(A).tokens
     assert (tokens.computed, tokens.reannounced, tokens.here) == (20, 16, 0)
 
 
 def test_without_the_setting_announcements_are_pointed_out() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3))
-    scene.take(A, stored(0, 3))
+    scene.receive(A, stored(0, 3))
+    scene.receive(A, stored(0, 3))
     assert any("--report-mode full" in line for line in scene.report().trust)
 
 
@@ -243,19 +243,19 @@ def test_lora_salt_images_and_models_are_prompts_of_their_own() -> None:
         {"lookahead_token_ids": [[7]]},
     ]
     for fields in kinds:
-        scene.take(A, stored(0, 0, **fields))
-        scene.take(A, removed(0))
-    scene.take(A, stored(0, 0))
-    scene.take(Rank("c"), stored(0, 0))
+        scene.receive(A, stored(0, 0, **fields))
+        scene.receive(A, removed(0))
+    scene.receive(A, stored(0, 0))
+    scene.receive(Rank("c"), stored(0, 0))
     assert scene.report().tokens.elsewhere == 0
     assert scene.of(A).tokens.evicted == 4  # the one without anything, again
 
 
 def test_engines_that_say_the_same_in_other_words_share_a_prefix() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 0, lora_name="sql", extra_keys=[("sql", "salt")]))
+    scene.receive(A, stored(0, 0, lora_name="sql", extra_keys=[("sql", "salt")]))
     other = stored(0, 0, lora_name="sql", cache_salt="salt", block_hashes=[-5], medium="GPU")
-    scene.take(B, other)
+    scene.receive(B, other)
     assert scene.of(B).tokens.elsewhere == 4
 
 
@@ -265,7 +265,7 @@ def test_the_group_that_needs_all_blocks_counts_and_no_other() -> None:
         0, 3, group_idx=0, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=8
     )
     full = stored(0, 3, group_idx=1, kv_cache_spec_kind="full_attention")
-    scene.take(A, window, full)
+    scene.receive(A, window, full)
     assert scene.of(A).tokens.computed == 16
     assert scene.of(A).counts["other_groups"] == 4
     assert any("several KV cache groups" in line for line in scene.report().trust)
@@ -273,12 +273,12 @@ def test_the_group_that_needs_all_blocks_counts_and_no_other() -> None:
 
 def test_a_block_that_was_not_full_counts_when_it_is() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 0))
+    scene.receive(A, stored(0, 0))
     part = BlockStored(
         block_hashes=[77], parent_block_hash=1000, token_ids=[4, 5], block_size=2, medium=None
     )
-    scene.take(A, part)
-    scene.take(A, BlockRemoved(block_hashes=[77]), stored(1, 1))
+    scene.receive(A, part)
+    scene.receive(A, BlockRemoved(block_hashes=[77]), stored(1, 1))
     assert scene.of(A).tokens.computed == 8
     assert scene.of(A).counts["partial_block"] == 1
 
@@ -288,8 +288,8 @@ def test_labels_that_leave_out_the_prefix_place_nothing_and_splits_compute_nothi
     page = [1, 2, 3, 4]
     label = content_hash(page)
     event = BlockStored(block_hashes=[label], token_ids=page, block_size=4)
-    scene.take(A, event)
-    scene.take(A, BlockRemoved(block_hashes=[label]), event)
+    scene.receive(A, event)
+    scene.receive(A, BlockRemoved(block_hashes=[label]), event)
     tokens = scene.of(A).tokens
     assert (tokens.computed, tokens.unknown, tokens.moved) == (4, 4, 4)
     assert any("SGLang before 0.5.6" in line for line in scene.report().trust)
@@ -297,17 +297,17 @@ def test_labels_that_leave_out_the_prefix_place_nothing_and_splits_compute_nothi
 
 def test_malformed_stores_are_counted_and_hold_nothing() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 1, block_size=0), stored(0, 1, token_ids=[1, 2, 3]))
-    scene.take(A, stored(0, 1, extra_keys=[None]), stored(0, 1, lookahead_token_ids=[[1], []]))
+    scene.receive(A, stored(0, 1, block_size=0), stored(0, 1, token_ids=[1, 2, 3]))
+    scene.receive(A, stored(0, 1, extra_keys=[None]), stored(0, 1, lookahead_token_ids=[[1], []]))
     assert scene.of(A).counts["malformed"] == 8
     assert scene.of(A).resident == scene.of(A).tokens.computed == 0
 
 
 def test_one_label_for_two_blocks_is_held_as_neither() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 0))
-    scene.take(A, stored(0, 0, prompt=1, block_hashes=[1000]))
-    scene.take(B, stored(0, 0), stored(0, 0, prompt=1))
+    scene.receive(A, stored(0, 0))
+    scene.receive(A, stored(0, 0, prompt=1, block_hashes=[1000]))
+    scene.receive(B, stored(0, 0), stored(0, 0, prompt=1))
     assert scene.of(B).tokens.elsewhere == 0
     assert scene.of(A).counts["label_ambiguous"] == 1
     assert scene.of(A).unplaced == 4
@@ -315,54 +315,54 @@ def test_one_label_for_two_blocks_is_held_as_neither() -> None:
 
 def test_blocks_beyond_the_bound_are_computed_and_held_by_nobody() -> None:
     scene = Scene(max_blocks_per_rank=2)
-    scene.take(A, stored(0, 3))
-    scene.take(B, stored(0, 1))
+    scene.receive(A, stored(0, 3))
+    scene.receive(B, stored(0, 1))
     assert scene.of(A).counts["max_blocks_per_rank"] == 2
     assert (scene.of(A).tokens.computed, scene.of(B).tokens.elsewhere) == (16, 8)
 
 
 def test_a_bounded_memory_of_evicted_blocks_says_what_it_forgot() -> None:
     scene = Scene(max_evicted=1)
-    scene.take(A, stored(0, 2))
-    scene.take(A, removed(2, 1))
-    scene.take(A, stored(1, 2))
-    found = scene.of(A)
-    assert found.tokens.evicted == 4
-    assert found.evicted_forgotten == 1
+    scene.receive(A, stored(0, 2))
+    scene.receive(A, removed(2, 1))
+    scene.receive(A, stored(1, 2))
+    report = scene.of(A)
+    assert report.tokens.evicted == 4
+    assert report.evicted_forgotten == 1
     assert any("1 evicted blocks were forgotten" in line for line in scene.report().trust)
 
 
 def test_the_past_of_a_late_rank_is_known_but_not_counted() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3), replayed=True, ago=500.0)
-    scene.take(B, stored(0, 3))
-    scene.take(A, stored(4, 4), replayed=True)
+    scene.receive(A, stored(0, 3), replayed=True, ago=500.0)
+    scene.receive(B, stored(0, 3))
+    scene.receive(A, stored(4, 4), replayed=True)
     assert scene.of(A).tokens.computed == 4
     assert scene.of(B).tokens.elsewhere == 16
 
 
 def test_renamed_ranks_keep_what_they_hold_and_change_their_worker() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3))
-    scene.take(B, stored(0, 0, prompt=1))
-    scene.auditor.take(RanksRenamed(((A, B), (B, A))), scene.now)
-    scene.take(Rank("b", 1), stored(0, 3))
+    scene.receive(A, stored(0, 3))
+    scene.receive(B, stored(0, 0, prompt=1))
+    scene.auditor.receive(RanksRenamed(((A, B), (B, A))), scene.now)
+    scene.receive(Rank("b", 1), stored(0, 3))
     assert scene.of(Rank("b", 1)).tokens.same_worker == 16
 
 
 def test_recordings_of_different_times_are_pointed_out() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3))
-    scene.take(A, stored(4, 4))
+    scene.receive(A, stored(0, 3))
+    scene.receive(A, stored(4, 4))
     assert not any("recordings" in line for line in scene.report().trust)
-    scene.take(B, stored(0, 3))
+    scene.receive(B, stored(0, 3))
     assert scene.report().trust[0].startswith("Some recordings end before others begin")
 
 
 def test_duplication_counts_each_prefix_by_its_ranks() -> None:
     scene = Scene()
-    scene.take(A, stored(0, 3))
-    scene.take(B, stored(0, 1))
+    scene.receive(A, stored(0, 3))
+    scene.receive(B, stored(0, 1))
     report = scene.report()
     assert report.duplication.by_ranks == [8, 8]
     assert (report.duplication.resident, report.duplication.unique) == (24, 16)
@@ -377,8 +377,8 @@ def test_of_shared_prefixes_that_begin_alike_the_largest_is_shown() -> None:
     branch = stored(4, 4, block_hashes=[7], token_ids=[1, 2, 3, 4])
     other = stored(1, 3, prompt=1, parent_block_hash=1000)
     for rank in (A, B):
-        scene.take(rank, stored(0, 4), branch, other)
-    assert [one.tokens for one in scene.report().shared] == [20, 16]
+        scene.receive(rank, stored(0, 4), branch, other)
+    assert [prefix.tokens for prefix in scene.report().shared] == [20, 16]
 
 
 def test_a_report_needs_a_window_and_bounds_make_sense() -> None:

@@ -260,9 +260,9 @@ def test_any_process_can_ask_how_it_stands(
             assert header.split()[-2:] == ["idle", "s"]
             assert rank.split()[:8] == ["a/0", "live", "yes", "0", "0", "0", "0", "4"]
             assert joined == "1 process has joined"
-            told = ask(path)
-            assert told["ranks"]["a/0"]["index"] == fanout.report()["ranks"]["a/0"]["index"]
-            assert (told["replicas"], told["joining"], told["turned_away"]) == (1, 0, {})
+            report = ask(path)
+            assert report["ranks"]["a/0"]["index"] == fanout.report()["ranks"]["a/0"]["index"]
+            assert (report["replicas"], report["joining"], report["turned_away"]) == (1, 0, {})
         fanout.client.add(Worker("b", "tcp://127.0.0.1:1"))
         assert main(["status", path, "--require-live"]) == 3
         assert "b/0: " in capsys.readouterr().out

@@ -230,13 +230,13 @@ def test_a_prompt_can_be_matched_against_the_recording(
     assert "upper bound" not in printed
     assert "lower bound" not in printed
     assert main(["replay", path, "--probe", str(prompt), "--upper-bound"]) == 0
-    told = "upper bounds, the engine's own hit may be shorter: vllm-0/0\n"
-    assert told in capsys.readouterr().out
+    line = "upper bounds, the engine's own hit may be shorter: vllm-0/0\n"
+    assert line in capsys.readouterr().out
     assert report(path, "--probe", str(prompt))["probe"]["vllm-0/0"]["tokens"] == 8
     later = Recording(tmp_path / "late.frames").add(2).saved()  # its parent was never stored
     assert main(["replay", later, "--probe", str(prompt)]) == 0
-    told = "lower bounds, the engine's own hit may be longer: late/0\n"
-    assert told in capsys.readouterr().out
+    line = "lower bounds, the engine's own hit may be longer: late/0\n"
+    assert line in capsys.readouterr().out
 
 
 def test_a_cut_off_file_exits_1_with_the_byte_and_shows_the_rest(

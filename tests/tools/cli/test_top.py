@@ -89,7 +89,7 @@ def test_either_a_service_or_engines_are_named(
 def test_a_reason_that_many_ranks_have_is_one_line_and_engines_that_were_not_found_are_named() -> (
     None
 ):
-    told = [
+    views = [
         status_of(
             Rank("gone", n),
             State.CONNECTING,
@@ -98,7 +98,7 @@ def test_a_reason_that_many_ranks_have_is_one_line_and_engines_that_were_not_fou
         )
         for n in range(8)
     ]
-    text = fleet_text(overview(Source(*told), missing={"http://e:1": "refused"}))
+    text = fleet_text(overview(Source(*views), missing={"http://e:1": "refused"}))
     assert text.count("nothing listens") == 1
     assert "gone/0 and 7 more ranks: nothing listens at tcp://h:0" in text
     assert "not found: http://e:1: refused" in text

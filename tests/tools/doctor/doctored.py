@@ -59,9 +59,9 @@ def ids(report: Report) -> list[str]:
 
 def the(report: Report, kind: str) -> Finding:
     """Return the one finding of this kind."""
-    found = [finding for finding in report.findings if finding.id == kind]
-    assert len(found) == 1, ids(report)
-    return found[0]
+    findings = [finding for finding in report.findings if finding.id == kind]
+    assert len(findings) == 1, ids(report)
+    return findings[0]
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def test_targets_are_engines_in_every_form(
 
     code, report = examined(capsys, engine.endpoint)
     assert code == 1
-    assert [one["id"] for one in report["findings"]] == ["replay-missing"]
+    assert [finding["id"] for finding in report["findings"]] == ["replay-missing"]
     assert report["targets"][0]["name"] == engine.endpoint.removeprefix("tcp://")
 
     code, report = examined(capsys, worker, "--engine", server.url, "--seconds", "10")

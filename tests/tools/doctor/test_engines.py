@@ -60,8 +60,8 @@ def test_an_engine_that_does_not_say_where_it_publishes() -> None:
             report = look_at(server.url)
             assert ids(report) == ["sources-unknown"]
             assert report.exit_code == 2
-            told = Target(url=server.url, worker=worker_of(engine))
-            assert ids(look_at(told, limits=PATIENT)) == ["all-well"]
+            target = Target(url=server.url, worker=worker_of(engine))
+            assert ids(look_at(target, limits=PATIENT)) == ["all-well"]
 
 
 SGLANG = {"dialect": "sglang-0.5.22"}
@@ -220,8 +220,11 @@ def test_another_engines_endpoints_are_named_as_such() -> None:
         report = given(server, worker_of(other))
         assert ids(report) == ["endpoints-differ"]
         said = {"port": port_of(engine.endpoint), "replay": port_of(str(engine.replay_endpoint))}
-        told = {"port": port_of(other.endpoint), "replay": port_of(str(other.replay_endpoint))}
-        assert the(report, "endpoints-differ").evidence == {"said": said, "given": told}
+        other_ports = {
+            "port": port_of(other.endpoint),
+            "replay": port_of(str(other.replay_endpoint)),
+        }
+        assert the(report, "endpoints-differ").evidence == {"said": said, "given": other_ports}
 
 
 @pytest.mark.parametrize("busy", [False, True])

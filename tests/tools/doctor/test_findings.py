@@ -58,7 +58,7 @@ def test_the_page_documents_no_other_findings() -> None:
 
 
 def kept(*kinds: str) -> list[str]:
-    return [one.id for one in ordered(map(any_of, kinds))]
+    return [finding.id for finding in ordered(map(any_of, kinds))]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_is_wrong_with_one_rank_explains_nothing_of_another() -> None:
     not_live = [
         finding_of("stream-not-live", f"a/{rank}", state="x", reason="y") for rank in (0, 1)
     ]
-    assert [one.subject for one in ordered([refused, *not_live])] == ["a/1", "a/0"]
+    assert [finding.subject for finding in ordered([refused, *not_live])] == ["a/1", "a/0"]
 
 
 @pytest.mark.parametrize(

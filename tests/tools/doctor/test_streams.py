@@ -125,10 +125,10 @@ def test_an_index_and_an_engine_that_both_miss_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reads_cache", "found"), [(True, "live-stream-mute"), (False, "live-stream-mute-no-hit")]
+    ("reads_cache", "finding_id"), [(True, "live-stream-mute"), (False, "live-stream-mute-no-hit")]
 )
 def test_live_messages_that_never_come_are_found_though_replay_brings_them(
-    reads_cache: bool, found: str
+    reads_cache: bool, finding_id: str
 ) -> None:
     with FakeEngine() as engine:
         faults = Faults(live=LaneFaults(drop=1.0))
@@ -137,7 +137,7 @@ def test_live_messages_that_never_come_are_found_though_replay_brings_them(
             report = outcome_of(
                 engine, via=link, limits=PROBED, reads_cache=reads_cache, announce=said
             )
-            assert ids(report) == [found]
+            assert ids(report) == [finding_id]
 
 
 def test_an_engine_that_hits_and_publishes_nothing_is_found() -> None:
@@ -171,8 +171,8 @@ def test_an_engine_that_gives_the_prompt_to_another_rank_is_found(
     with two_ranks(dialect) as ranks:
         with HttpEngine(ranks, options=HttpOptions(keeps_rank=keeps)) as server:
             report = look_at(server.url, limits=PATIENT)
-    found = "all-well" if keeps else "rank-not-kept"
-    assert sorted(ids(report)) == sorted([found, "dp-behind-one-port"])
+    finding_id = "all-well" if keeps else "rank-not-kept"
+    assert sorted(ids(report)) == sorted([finding_id, "dp-behind-one-port"])
 
 
 def test_a_model_that_is_not_served_is_told() -> None:
@@ -313,7 +313,7 @@ def test_an_address_that_balances_over_engines_is_found() -> None:
             )
             # Both connections that compare may get the same engine, if the client's comes between.
             looks = (ids(look_at(target, limits=HEARING)) for _ in range(20))
-            assert any("several-publishers" in found for found in looks)
+            assert any("several-publishers" in finding_ids for finding_ids in looks)
 
 
 @contextmanager
