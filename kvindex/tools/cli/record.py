@@ -13,8 +13,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--replay: no engine has a replay endpoint")
     complete = True
     with ExitStack() as stack:
-        context = stack.enter_context(_context())
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.destroy, linger=0)
         recorders = [
             _RankRecorder(
                 context, worker, address, stack.enter_context(_new(path, arguments.force))
@@ -98,25 +99,13 @@ def file_names(
     return named
 
 
-@contextmanager
-def _context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+def _new(path: Path, force: bool) -> BinaryIO:
     try:
-        yield context
-    finally:
-        context.destroy(linger=0)
-
-
-@contextmanager
-def _new(path: Path, force: bool) -> Iterator[BinaryIO]:
-    try:
-        file = path.open("wb" if force else "xb")
+        return path.open("wb" if force else "xb")
     except FileExistsError:
         raise ConfigurationError(f"{path} exists: choose another name, or --force") from None
     except OSError as error:
         raise ConfigurationError(f"cannot write {path}: {error}") from error
-    with file:
-        yield file
 
 
 class _RankRecorder:

@@ -13,8 +13,10 @@ import os
 import ssl
 import sys
 import threading
-from contextlib import ExitStack, suppress
-from typing import Final, Protocol
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from typing import Final
 
 import msgspec
 
@@ -76,56 +78,35 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigurationError(f"{_MISSING} ({error})") from None
     live = sys.stdout.isatty()
+    changed = threading.Event()
+    read: Callable[[], Fleet]
     with ExitStack() as stack:
-        fleet: _ReadableFleet
         if arguments.url:
-            fleet = ServiceFleet(arguments.url, arguments.cacert)
+            service = stack.enter_context(closing(ServiceFleet(arguments.url, arguments.cacert)))
+            read = service.read
+            if live:
+                service.watch(changed)
         else:
             client = stack.enter_context(connect(engines_of(arguments)))
-            fleet = _ClientFleet(client)
-            if not live:
+            read = partial(_overview, client)
+            if live:
+                client.on_change(lambda _: changed.set())
+            else:
                 client.wait_for(
                     lambda statuses: all(s.state is State.LIVE for s in statuses.values()),
                     arguments.wait,
                 )
-        stack.callback(fleet.close)
         if not live:
-            print_once(fleet.read(), sort=arguments.sort, most=arguments.ranks)
+            print_once(read(), sort=arguments.sort, most=arguments.ranks)
             return 0
-        changed = threading.Event()
-        fleet.watch(changed)
         with suppress(KeyboardInterrupt):  # the normal end
-            show(
-                fleet.read,
-                changed,
-                sort=arguments.sort,
-                most=arguments.ranks,
-                every=arguments.every,
-            )
+            show(read, changed, sort=arguments.sort, most=arguments.ranks, every=arguments.every)
     return 0
 
 
-class _ReadableFleet(Protocol):
-    def read(self) -> Fleet: ...
-    def watch(self, changed: threading.Event) -> None: ...
-    def close(self) -> None: ...
-
-
-class _ClientFleet:
-    """The engines that this command subscribes to."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    def read(self) -> Fleet:
-        discovery = self._client.discovery
-        return overview(self._client, missing=None if discovery is None else discovery.missing())
-
-    def watch(self, changed: threading.Event) -> None:
-        self._client.on_change(lambda _: changed.set())
-
-    def close(self) -> None:
-        """The client's own end is enough."""
+def _overview(client: Client) -> Fleet:
+    discovery = client.discovery
+    return overview(client, missing=None if discovery is None else discovery.missing())
 
 
 class ServiceError(KVIndexError):

@@ -1,4 +1,8 @@
-"""Why is the hit rate zero? An examination of engines, their ports, their streams, from outside."""
+"""Why is the hit rate zero? An examination of engines, their ports, their streams, from outside.
+
+`examine` asks and tests all targets and returns a `Report` of `Finding`s. `causes.py` lists every
+kind of finding with its sentence and its remedy. Read first: `examine.py`, then `case.py`.
+"""
 
 from kvindex.tools.doctor.case import Limits, Target
 from kvindex.tools.doctor.causes import CAUSES, Cause

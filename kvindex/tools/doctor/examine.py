@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, Final
 
 import msgspec
@@ -75,15 +75,15 @@ def examine(
     cases = _cases(targets)
     limits = limits or Limits()
     with ExitStack() as stack:
-        pool = stack.enter_context(_pool())
+        pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvindex-doctor")
+        stack.callback(pool.shutdown, cancel_futures=True)
         context: zmq.Context[Any] = zmq.Context()
         stack.callback(context.term)
         _each(pool, cases, lambda case: _ask(case, token, limits))
         _name_apart(cases)
         _look_at_ports(pool, cases, context, limits)
         for case in cases:
-            stack.callback(_hang_up, case)
-            _listen_to(case, context)
+            _listen_to(case, context, stack)
         client = _subscribed(cases, stack, limits)
         before = {} if client is None else _wait_live(cases, client, limits)
         seed = random.SystemRandom().getrandbits(64)
@@ -108,15 +108,6 @@ def _cases(targets: Iterable[Target]) -> list[Case]:
         if not case.target.url and case.target.worker is None:
             raise ConfigurationError("a target needs a URL or endpoints")
     return cases
-
-
-@contextmanager
-def _pool() -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvindex-doctor")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _each(pool: ThreadPoolExecutor, cases: Sequence[Case], do: Callable[[Case], None]) -> None:
@@ -155,7 +146,7 @@ def _look_at_ports(
         look.result()
 
 
-def _listen_to(case: Case, context: zmq.Context[Any]) -> None:
+def _listen_to(case: Case, context: zmq.Context[Any], stack: ExitStack) -> None:
     """Listen without a filter, where a plain connection can."""
     worker = case.worker
     if worker is None or worker.bind or worker.curve is not None:
@@ -167,11 +158,7 @@ def _listen_to(case: Case, context: zmq.Context[Any]) -> None:
     ]
     if addresses:
         case.listener = Listener(context, addresses)
-
-
-def _hang_up(case: Case) -> None:
-    if case.listener is not None:
-        case.listener.close()
+        stack.callback(case.listener.close)
 
 
 def _subscribed(cases: Sequence[Case], stack: ExitStack, limits: Limits) -> Client | None:

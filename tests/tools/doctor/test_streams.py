@@ -109,19 +109,25 @@ def test_a_prompt_that_is_stored_predicted_and_hit_is_well(dialect: str, reports
     }
 
 
-def test_an_engine_that_stores_and_never_hits_is_found() -> None:
-    report = outcome_of(FakeEngine(), limits=PATIENT, reads_cache=False)
-    assert ids(report) == ["engine-never-hits"]
-    assert the(report, "engine-never-hits").evidence["predicted"] == 64
-
-
-def test_an_index_that_misses_what_the_engine_hits_is_found() -> None:
-    assert ids(outcome_of(FakeEngine(), salt="gateway")) == ["index-misses"]
-
-
-def test_an_index_and_an_engine_that_both_miss_are_found() -> None:
-    report = outcome_of(FakeEngine(), salt="gateway", reads_cache=False)
-    assert ids(report) == ["index-and-engine-miss"]
+@pytest.mark.parametrize(
+    ("options", "limits", "expected", "evidence"),
+    [
+        ({"reads_cache": False}, PATIENT, ["engine-never-hits"], {"predicted": 64}),
+        ({"salt": "gateway"}, HEARING, ["index-misses"], {}),
+        ({"salt": "gateway", "reads_cache": False}, HEARING, ["index-and-engine-miss"], {}),
+        ({"silent": True}, LIVE, ["caches-unpublished"], {}),
+        ({"prefix_caching": False, "metrics": False}, LIVE, ["nothing-cached"], {}),
+        ({"drops_blocks": 1}, PATIENT, ["all-well", "hit-one-block-less"], {}),
+        ({"drops_blocks": 2}, PATIENT, ["hit-differs"], {}),
+        ({"prepends": True}, LIVE, ["token-count-differs"], {"counted": 66, "sent": 65}),
+    ],
+)
+def test_stream_index_and_engine_that_disagree_are_found(
+    options: dict[str, Any], limits: Limits, expected: list[str], evidence: dict[str, int]
+) -> None:
+    report = outcome_of(FakeEngine(), limits=limits, **options)
+    assert ids(report) == expected
+    assert report.findings[-1].evidence.items() >= evidence.items()
 
 
 @pytest.mark.parametrize(
@@ -138,29 +144,6 @@ def test_live_messages_that_never_come_are_found_though_replay_brings_them(
                 engine, via=link, limits=PROBED, reads_cache=reads_cache, announce=said
             )
             assert ids(report) == [finding_id]
-
-
-def test_an_engine_that_hits_and_publishes_nothing_is_found() -> None:
-    assert ids(outcome_of(FakeEngine(), limits=LIVE, silent=True)) == ["caches-unpublished"]
-
-
-def test_an_engine_that_caches_nothing_is_found_without_its_metrics() -> None:
-    report = outcome_of(FakeEngine(), limits=LIVE, prefix_caching=False, metrics=False)
-    assert ids(report) == ["nothing-cached"]
-
-
-def test_a_hit_that_is_a_block_short_is_no_fault_but_more_is() -> None:
-    assert ids(outcome_of(FakeEngine(), limits=PATIENT, drops_blocks=1)) == [
-        "all-well",
-        "hit-one-block-less",
-    ]
-    assert ids(outcome_of(FakeEngine(), limits=PATIENT, drops_blocks=2)) == ["hit-differs"]
-
-
-def test_an_engine_that_sees_more_tokens_than_were_sent_is_found() -> None:
-    report = outcome_of(FakeEngine(), limits=LIVE, prepends=True)
-    assert ids(report) == ["token-count-differs"]
-    assert the(report, "token-count-differs").evidence == {"counted": 66, "sent": 65}
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.23"])
