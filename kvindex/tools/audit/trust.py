@@ -80,8 +80,8 @@ def _of_streams(ranks: Sequence[RankReport]) -> list[str]:
     if away:
         seconds = max(rank.away for rank in away)
         lines.append(
-            f"{_named([rank.rank for rank in away])} could not be received from for up to "
-            f"{seconds:,.0f} s: meanwhile nothing counts as held there."
+            f"{_named([rank.rank for rank in away])}: unreachable for up to {seconds:,.0f} s. "
+            "Meanwhile nothing counts as held there."
         )
     return lines
 

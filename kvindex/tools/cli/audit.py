@@ -189,7 +189,7 @@ class Listening:
             states = self._look()
             live = sum(state is State.LIVE for state in states)
             progress.show(f"{live} of {counted(len(states), 'rank')} live")
-            if self._take(until) and live == len(states):
+            if self._process(until) and live == len(states):
                 break
         progress.clear()
 
@@ -212,7 +212,7 @@ class Listening:
                 f"{left:,.0f} s left: {computed:,} tokens computed, {part:.1%} of them held "
                 "elsewhere; Ctrl-C reports"
             )
-            self._take(until)
+            self._process(until)
         progress.clear()
 
     def _look(self) -> list[State]:
@@ -224,15 +224,15 @@ class Listening:
                 self._auditor.receive(status, time.time())
         return [status.state for status in statuses.values()]
 
-    def _take(self, until: float) -> bool:
+    def _process(self, until: float) -> bool:
         """Process items until it is time to look again; return whether none is left waiting."""
         look_at = min(until, time.monotonic() + _LOOK)
-        all_taken = False
+        drained = False
         while (left := look_at - time.monotonic()) > 0:
             try:
-                item = self._stream.get(left if all_taken else 0.0)
+                item = self._stream.get(left if drained else 0.0)
             except TimeoutError:
-                all_taken = True
+                drained = True
                 continue
             self._auditor.receive(item, time.time())
-        return all_taken
+        return drained

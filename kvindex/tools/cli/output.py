@@ -98,14 +98,14 @@ def in_options(text: str) -> str:
     return text
 
 
-def counted(number: int, one: str, many: str = "") -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun.
 
     Examples:
         >>> counted(1, "rank"), counted(2, "rank"), counted(2, "reply", "replies")
         ('1 rank', '2 ranks', '2 replies')
     """
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def plain(value: Any) -> Any:

@@ -84,17 +84,17 @@ _A_KVINDEX_SERVICE: Final = {
 _WHAT_THE_ENGINE_REPORTS: Final = {
     "events-off": _error("the engine publishes no KV events", "start it with {flag}"),
     "ranks-differ": _error(
-        "the engine has the ranks {said}, you gave {given}",
+        "the engine has the ranks {stated}, you gave {given}",
         "give every rank that the engine has, and no other: other engines own the other ports",
     ),
     "endpoints-differ": _error(
-        "the engine publishes at port {said[port]} and replays at {said[replay]}; you gave "
+        "the engine publishes at port {stated[port]} and replays at {stated[replay]}; you gave "
         "{given[port]} and {given[replay]}",
         "give the ports that the engine states; where a proxy maps ports, check what it maps "
         "them to",
     ),
     "endpoints-mapped": _info(
-        "the engine publishes at port {said[port]} and replays at {said[replay]}; you gave "
+        "the engine publishes at port {stated[port]} and replays at {stated[replay]}; you gave "
         "{given[port]} and {given[replay]}, which lead there",
         "nothing",
     ),
@@ -115,12 +115,12 @@ _WHAT_THE_ENGINE_REPORTS: Final = {
         "send longer shared prefixes, or use a smaller block where the model allows it",
     ),
     "block-size-differs": _warning(
-        "the engine states blocks of {said} tokens, its events have {heard}",
+        "the engine states blocks of {stated} tokens, its events have {received}",
         "have routers read the size from the events, as kvindex does",
     ),
     "block-size-assumed": _error(
-        "your router assumes {assumed} tokens a block, the engine's events have {heard}",
-        "have the router read the size from the events, or set {heard}",
+        "your router assumes {assumed} tokens a block, the engine's events have {received}",
+        "have the router read the size from the events, or set {received}",
     ),
     "cache-small": _warning(
         "the cache holds {cache_tokens} tokens, less than two of the longest requests "

@@ -139,7 +139,7 @@ def _compare_endpoints(
         pairs = [(a, by_rank[a.dp_rank]) for a in given if a.dp_rank in by_rank]
         ranks = [address.dp_rank for address in given]
         if ranks != list(by_rank):
-            case.add("ranks-differ", said=list(by_rank), given=ranks)
+            case.add("ranks-differ", stated=list(by_rank), given=ranks)
             case.broken.update(set(ranks) - set(by_rank))
     for address, stated_address in pairs:
         ports, stated_ports = _ports(address), _ports(stated_address)
@@ -147,7 +147,7 @@ def _compare_endpoints(
             case.add("replay-not-given", address.dp_rank, port=stated_ports["replay"])
             ports["replay"] = stated_ports["replay"]
         if ports != stated_ports:
-            case.add("endpoints-differ", address.dp_rank, said=stated_ports, given=ports)
+            case.add("endpoints-differ", address.dp_rank, stated=stated_ports, given=ports)
 
 
 def accept_mapped(case: Case) -> None:

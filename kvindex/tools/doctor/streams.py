@@ -39,9 +39,9 @@ def check_streams(
     sizes = set(event_block_sizes(case, statistics))
     stated = case.block_size
     if sizes and stated and stated not in sizes:
-        case.add("block-size-differs", said=stated, heard=_listed(sizes))
+        case.add("block-size-differs", stated=stated, received=_listed(sizes))
     if sizes and assumed and assumed not in sizes:
-        case.add("block-size-assumed", assumed=assumed, heard=_listed(sizes))
+        case.add("block-size-assumed", assumed=assumed, received=_listed(sizes))
     _check_offload(case, statistics)
 
 

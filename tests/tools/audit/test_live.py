@@ -90,10 +90,10 @@ def test_ctrl_c_ends_the_window_of_engines_asked_over_http_and_still_reports() -
     assert report["ranks"][0]["model"]
 
 
-def test_engines_that_nobody_hears_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_engines_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
     holder, port = reserve_port("127.0.0.1")
     with holder:
         argv = ["--endpoint", f"tcp://127.0.0.1:{port}", "--settle", "0.1", "--minutes", "0.001"]
         assert main(["audit", *argv]) == 1
     out = capsys.readouterr().out
-    assert "worker-0/0 could not be received from" in out
+    assert "worker-0/0: unreachable" in out

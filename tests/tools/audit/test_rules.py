@@ -117,7 +117,7 @@ def test_blocks_behind_a_hole_are_held_by_nobody_until_it_is_filled() -> None:
     assert scene.of(C).tokens.elsewhere == 16
 
 
-def test_a_rank_that_cannot_be_heard_holds_nothing_meanwhile() -> None:
+def test_an_unreachable_rank_holds_nothing_meanwhile() -> None:
     scene = Scene()
     scene.receive(A, stored(0, 3))
     scene.state(A, State.CONNECTING)
@@ -127,7 +127,7 @@ def test_a_rank_that_cannot_be_heard_holds_nothing_meanwhile() -> None:
     assert scene.of(B).tokens.elsewhere == 0
     assert scene.of(C).tokens.elsewhere == 16
     assert scene.of(A).away == 1.0
-    assert any("could not be received from for up to 1 s" in line for line in scene.report().trust)
+    assert any("unreachable for up to 1 s" in line for line in scene.report().trust)
 
 
 def test_an_unknown_parent_makes_unknown_tokens_not_guesses() -> None:

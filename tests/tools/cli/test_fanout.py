@@ -111,15 +111,15 @@ def test_a_command_that_no_signal_ended_leaves_the_handlers_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = [signal.getsignal(one) for one in signals]
+    before = [signal.getsignal(number) for number in signals]
 
     def wait(*_: object) -> bool:
-        assert [signal.getsignal(one) for one in signals] != before
+        assert [signal.getsignal(number) for number in signals] != before
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FanOut, "wait", wait)
     assert main(["fanout", str(tmp_path / "kvindex.sock"), *WORKER]) == 0
-    assert [signal.getsignal(one) for one in signals] == before
+    assert [signal.getsignal(number) for number in signals] == before
 
 
 # --state, before anything is served --------------------------------------------------------------

@@ -62,9 +62,9 @@ def redirecting(to: socket.socket) -> Iterator[str]:
 
 
 def test_a_service_is_shown_once_through_a_pipe() -> None:
-    with FakeEngine("a") as one, paged(one) as (_, client, url):
-        one.serve(list(range(64)))
-        caught_up(client, one)
+    with FakeEngine("a") as engine, paged(engine) as (_, client, url):
+        engine.serve(list(range(64)))
+        caught_up(client, engine)
         ended = subprocess.run(
             [sys.executable, "-m", "kvindex", "top", url],
             capture_output=True,
@@ -78,14 +78,14 @@ def test_a_service_is_shown_once_through_a_pipe() -> None:
 
 
 def test_news_of_a_service_are_heard_at_once() -> None:
-    with FakeEngine("a") as one, paged(one) as (_, client, url):
-        caught_up(client, one)
+    with FakeEngine("a") as engine, paged(engine) as (_, client, url):
+        caught_up(client, engine)
         service = ServiceFleet(url)
         changed = threading.Event()
         service.watch(changed)
         assert changed.wait(PATIENCE)  # the first event: the states as they are
         changed.clear()
-        one.close()
+        engine.close()
         assert changed.wait(PATIENCE)
         service.close()
 
@@ -195,8 +195,8 @@ def test_what_is_drawn_has_no_markup_of_the_network_and_says_what_is_wrong() -> 
 
 def test_at_a_terminal_it_is_drawn_until_q() -> None:
     master, terminal = pty.openpty()
-    with FakeEngine("a") as one, paged(one) as (_, client, url):
-        caught_up(client, one)
+    with FakeEngine("a") as engine, paged(engine) as (_, client, url):
+        caught_up(client, engine)
         process = subprocess.Popen(
             [sys.executable, "-m", "kvindex", "top", url],
             stdin=terminal,

@@ -122,7 +122,7 @@ def test_block_sizes_that_differ_are_pointed_out() -> None:
         engine.serve(range(100))
         with HttpEngine(engine, options=HttpOptions(announce={"block_size": 8})) as server:
             report = look_at(server.url, passive=True, limits=LIVE)
-            assert the(report, "block-size-differs").evidence == {"said": 8, "heard": "32"}
+            assert the(report, "block-size-differs").evidence == {"stated": 8, "received": "32"}
 
 
 def test_a_block_size_that_the_router_assumes_wrongly_is_an_error() -> None:
@@ -131,7 +131,7 @@ def test_a_block_size_that_the_router_assumes_wrongly_is_an_error() -> None:
         worker = worker_of(engine)
         assert ids(look_at(worker, block_size=32, limits=LIVE)) == []
         report = look_at(worker, block_size=16, limits=LIVE)
-        assert the(report, "block-size-assumed").evidence == {"assumed": 16, "heard": "32"}
+        assert the(report, "block-size-assumed").evidence == {"assumed": 16, "received": "32"}
 
 
 def test_a_topic_that_names_another_model_is_pointed_out() -> None:
@@ -188,7 +188,7 @@ def test_a_rank_that_the_engine_does_not_have_is_an_error_though_somebody_publis
         replays = {0: str(engine.replay_endpoint), 1: str(neighbour.replay_endpoint)}
         report = given(server, Worker("a", endpoints, replay=replays), PATIENT)
         assert ids(report) == ["ranks-differ"]
-        assert the(report, "ranks-differ").evidence == {"said": [0], "given": [0, 1]}
+        assert the(report, "ranks-differ").evidence == {"stated": [0], "given": [0, 1]}
         assert report.exit_code == 1
 
 
@@ -209,7 +209,7 @@ def test_one_rank_of_two_that_is_given_gets_the_test_prompt_every_time(dialect: 
         for _ in range(2):  # ranks take turns: unpinned, one prompt goes to each
             report = given(server, worker_of(ranks[0]), PATIENT)
             assert ids(report) == ["ranks-differ"]
-            assert the(report, "ranks-differ").evidence == {"said": [0, 1], "given": [0]}
+            assert the(report, "ranks-differ").evidence == {"stated": [0, 1], "given": [0]}
             test = report.targets[0].test
             assert test is not None
             assert test["outcome"] == "all-well"
@@ -219,12 +219,12 @@ def test_another_engines_endpoints_are_named_as_such() -> None:
     with FakeEngine() as engine, FakeEngine("b") as other, HttpEngine(engine) as server:
         report = given(server, worker_of(other))
         assert ids(report) == ["endpoints-differ"]
-        said = {"port": port_of(engine.endpoint), "replay": port_of(str(engine.replay_endpoint))}
+        stated = {"port": port_of(engine.endpoint), "replay": port_of(str(engine.replay_endpoint))}
         other_ports = {
             "port": port_of(other.endpoint),
             "replay": port_of(str(other.replay_endpoint)),
         }
-        assert the(report, "endpoints-differ").evidence == {"said": said, "given": other_ports}
+        assert the(report, "endpoints-differ").evidence == {"stated": stated, "given": other_ports}
 
 
 @pytest.mark.parametrize("busy", [False, True])

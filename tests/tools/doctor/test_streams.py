@@ -172,8 +172,8 @@ def test_a_passive_examination_sends_no_prompt() -> None:
 
 
 def test_two_engines_with_their_own_hash_seeds_are_pointed_out() -> None:
-    with FakeEngine(seed=1) as one, FakeEngine(seed=2) as other:
-        with HttpEngine(one) as first, HttpEngine(other) as second:
+    with FakeEngine(seed=1) as engine, FakeEngine(seed=2) as other:
+        with HttpEngine(engine) as first, HttpEngine(other) as second:
             report = look_at(first.url, second.url, limits=PATIENT)
             assert ids(report) == ["hash-seeds-differ", "all-well", "all-well"]
             assert report.exit_code == 0
@@ -289,10 +289,10 @@ def balanced(*endpoints: str) -> Iterator[str]:
 
 
 def test_an_address_that_balances_over_engines_is_found() -> None:
-    with FakeEngine(seed=1) as one, FakeEngine(seed=2) as other:
-        with balanced(one.endpoint, other.endpoint) as endpoint, HttpEngine(one) as server:
+    with FakeEngine(seed=1) as engine, FakeEngine(seed=2) as other:
+        with balanced(engine.endpoint, other.endpoint) as endpoint, HttpEngine(engine) as server:
             target = Target(
-                url=server.url, worker=Worker("a", endpoint, replay=one.replay_endpoint)
+                url=server.url, worker=Worker("a", endpoint, replay=engine.replay_endpoint)
             )
             # Both connections that compare may get the same engine, if the client's comes between.
             looks = (ids(look_at(target, limits=HEARING)) for _ in range(20))
