@@ -71,6 +71,11 @@ class Scene:
         return next(report for report in self.report().ranks if report.rank == str(rank))
 
 
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
 def stored(first: int, last: int, *, prompt: int = 0, **fields: object) -> BlockStored:
     """Blocks `first` … `last` of a prompt, labelled by their numbers."""
     label = 1000 * (prompt + 1)
@@ -90,8 +95,7 @@ def removed(*blocks: int, prompt: int = 0, medium: str | None = None) -> BlockRe
     return BlockRemoved(block_hashes=labels, medium=medium)
 
 
-def test_what_another_rank_holds_from_the_start_on_is_elsewhere() -> None:
-    scene = Scene()
+def test_what_another_rank_holds_from_the_start_on_is_elsewhere(scene: Scene) -> None:
     scene.receive(A, stored(0, 3))
     scene.receive(B, stored(0, 5))
     tokens = scene.of(B).tokens
@@ -99,16 +103,14 @@ def test_what_another_rank_holds_from_the_start_on_is_elsewhere() -> None:
     assert tokens.first == 8
 
 
-def test_a_dp_rank_of_the_same_worker_is_told_apart_from_another_worker() -> None:
-    scene = Scene()
+def test_a_dp_rank_of_the_same_worker_is_told_apart_from_another_worker(scene: Scene) -> None:
     scene.receive(A, stored(0, 1))
     scene.receive(B, stored(0, 1))
     scene.receive(C, stored(0, 1))
     assert (scene.of(B).tokens.other_worker, scene.of(C).tokens.same_worker) == (8, 8)
 
 
-def test_blocks_behind_a_hole_are_held_by_nobody_until_it_is_filled() -> None:
-    scene = Scene()
+def test_blocks_behind_a_hole_are_held_by_nobody_until_it_is_filled(scene: Scene) -> None:
     scene.receive(A, stored(0, 3), removed(1))
     scene.receive(B, stored(0, 3))
     assert scene.of(B).tokens.elsewhere == 4
@@ -117,8 +119,7 @@ def test_blocks_behind_a_hole_are_held_by_nobody_until_it_is_filled() -> None:
     assert scene.of(C).tokens.elsewhere == 16
 
 
-def test_an_unreachable_rank_holds_nothing_meanwhile() -> None:
-    scene = Scene()
+def test_an_unreachable_rank_holds_nothing_meanwhile(scene: Scene) -> None:
     scene.receive(A, stored(0, 3))
     scene.state(A, State.CONNECTING)
     scene.receive(B, stored(0, 3))
@@ -130,8 +131,7 @@ def test_an_unreachable_rank_holds_nothing_meanwhile() -> None:
     assert any("unreachable for up to 1 s" in line for line in scene.report().trust)
 
 
-def test_an_unknown_parent_makes_unknown_tokens_not_guesses() -> None:
-    scene = Scene()
+def test_an_unknown_parent_makes_unknown_tokens_not_guesses(scene: Scene) -> None:
     scene.receive(A, stored(0, 3))
     scene.receive(B, stored(2, 3))
     tokens = scene.of(B).tokens
@@ -140,8 +140,7 @@ def test_an_unknown_parent_makes_unknown_tokens_not_guesses() -> None:
     assert scene.of(B).resident == 0
 
 
-def test_a_loss_drops_what_is_held_and_what_was_evicted() -> None:
-    scene = Scene()
+def test_a_loss_drops_what_is_held_and_what_was_evicted(scene: Scene) -> None:
     scene.receive(A, stored(0, 3), removed(3))
     scene.auditor.receive(RankLost(A, 0, "evicted", 5, 7, True), scene.now)
     scene.receive(B, stored(0, 3))
@@ -153,8 +152,7 @@ def test_a_loss_drops_what_is_held_and_what_was_evicted() -> None:
     assert any(line.startswith("a/0 lost batches") for line in scene.report().trust)
 
 
-def test_a_loss_that_is_kept_drops_nothing() -> None:
-    scene = Scene()
+def test_a_loss_that_is_kept_drops_nothing(scene: Scene) -> None:
     scene.receive(A, stored(0, 3))
     scene.auditor.receive(RankLost(A, 0, "evicted", 5, None, False), scene.now)
     scene.receive(B, stored(0, 3))
@@ -162,8 +160,7 @@ def test_a_loss_that_is_kept_drops_nothing() -> None:
 
 
 @pytest.mark.parametrize("how", ["restart", "clear", "removal"])
-def test_what_is_gone_with_the_whole_cache_was_not_evicted(how: str) -> None:
-    scene = Scene()
+def test_what_is_gone_with_the_whole_cache_was_not_evicted(scene: Scene, how: str) -> None:
     scene.receive(A, stored(0, 3))
     if how == "restart":
         scene.auditor.receive(RankRestarted(A, 1, "test"), scene.now)
@@ -180,8 +177,9 @@ def test_what_is_gone_with_the_whole_cache_was_not_evicted(how: str) -> None:
     assert report.tokens.computed == 48
 
 
-def test_what_comes_back_tells_how_long_and_by_how_much_the_cache_was_too_small() -> None:
-    scene = Scene()
+def test_what_returns_shows_how_long_and_by_how_much_the_cache_was_too_small(
+    scene: Scene,
+) -> None:
     scene.receive(A, stored(0, 1))
     scene.receive(A, removed(1), stored(0, 2, prompt=1))
     scene.receive(A, removed(0, prompt=1))
@@ -194,8 +192,7 @@ def test_what_comes_back_tells_how_long_and_by_how_much_the_cache_was_too_small(
     assert [(round(bar.up_to, 3), bar.weight) for bar in report.ages] == [(7.336, 4)]
 
 
-def test_a_second_copy_is_computed_and_one_removal_leaves_the_other() -> None:
-    scene = Scene()
+def test_a_second_copy_is_computed_and_one_removal_leaves_the_other(scene: Scene) -> None:
     scene.receive(A, stored(0, 1))
     scene.receive(A, stored(1, 1))
     scene.receive(A, removed(1))
@@ -205,8 +202,7 @@ def test_a_second_copy_is_computed_and_one_removal_leaves_the_other() -> None:
     assert scene.of(A).tokens.evicted == 0
 
 
-def test_copies_on_the_host_are_no_computation_and_neither_is_their_return() -> None:
-    scene = Scene()
+def test_copies_on_the_host_are_no_computation_and_neither_is_their_return(scene: Scene) -> None:
     moved = BlockStored(block_hashes=[1000, 1001], token_ids=[], block_size=0, medium="CPU")
     scene.receive(A, stored(0, 1), moved, removed(0, 1))
     scene.receive(B, stored(0, 1))
@@ -216,8 +212,7 @@ def test_copies_on_the_host_are_no_computation_and_neither_is_their_return() -> 
     assert scene.of(B).tokens.elsewhere == 8  # a router could have sent it there
 
 
-def test_report_mode_full_announces_and_computes_nothing() -> None:
-    scene = Scene()
+def test_report_mode_full_announces_and_computes_nothing(scene: Scene) -> None:
     settings = CacheSettings(report_mode="full")
     scene.auditor.receive(RankAdded(A, settings), scene.now)
     scene.receive(A, stored(0, 3))
@@ -226,8 +221,7 @@ def test_report_mode_full_announces_and_computes_nothing() -> None:
     assert (tokens.computed, tokens.reannounced, tokens.here) == (20, 16, 0)
 
 
-def test_without_the_setting_announcements_are_pointed_out() -> None:
-    scene = Scene()
+def test_without_the_setting_announcements_are_pointed_out(scene: Scene) -> None:
     scene.receive(A, stored(0, 3))
     scene.receive(A, stored(0, 3))
     assert any("--report-mode full" in line for line in scene.report().trust)
@@ -251,16 +245,14 @@ def test_lora_salt_images_and_models_are_prompts_of_their_own() -> None:
     assert scene.of(A).tokens.evicted == 4  # the one without anything, again
 
 
-def test_engines_that_say_the_same_in_other_words_share_a_prefix() -> None:
-    scene = Scene()
+def test_engines_that_say_the_same_in_other_words_share_a_prefix(scene: Scene) -> None:
     scene.receive(A, stored(0, 0, lora_name="sql", extra_keys=[("sql", "salt")]))
     other = stored(0, 0, lora_name="sql", cache_salt="salt", block_hashes=[-5], medium="GPU")
     scene.receive(B, other)
     assert scene.of(B).tokens.elsewhere == 4
 
 
-def test_the_group_that_needs_all_blocks_counts_and_no_other() -> None:
-    scene = Scene()
+def test_the_group_that_needs_all_blocks_counts_and_no_other(scene: Scene) -> None:
     window = stored(
         0, 3, group_idx=0, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=8
     )
@@ -271,8 +263,7 @@ def test_the_group_that_needs_all_blocks_counts_and_no_other() -> None:
     assert any("several KV cache groups" in line for line in scene.report().trust)
 
 
-def test_a_block_that_was_not_full_counts_when_it_is() -> None:
-    scene = Scene()
+def test_a_block_that_was_not_full_counts_when_it_is(scene: Scene) -> None:
     scene.receive(A, stored(0, 0))
     part = BlockStored(
         block_hashes=[77], parent_block_hash=1000, token_ids=[4, 5], block_size=2, medium=None
@@ -283,8 +274,9 @@ def test_a_block_that_was_not_full_counts_when_it_is() -> None:
     assert scene.of(A).counts["partial_block"] == 1
 
 
-def test_labels_that_leave_out_the_prefix_place_nothing_and_splits_compute_nothing() -> None:
-    scene = Scene()
+def test_labels_without_their_prefix_place_nothing_and_splits_compute_nothing(
+    scene: Scene,
+) -> None:
     page = [1, 2, 3, 4]
     label = content_hash(page)
     event = BlockStored(block_hashes=[label], token_ids=page, block_size=4)
@@ -295,16 +287,14 @@ def test_labels_that_leave_out_the_prefix_place_nothing_and_splits_compute_nothi
     assert any("SGLang before 0.5.6" in line for line in scene.report().trust)
 
 
-def test_malformed_stores_are_counted_and_hold_nothing() -> None:
-    scene = Scene()
+def test_malformed_stores_are_counted_and_hold_nothing(scene: Scene) -> None:
     scene.receive(A, stored(0, 1, block_size=0), stored(0, 1, token_ids=[1, 2, 3]))
     scene.receive(A, stored(0, 1, extra_keys=[None]), stored(0, 1, lookahead_token_ids=[[1], []]))
     assert scene.of(A).counts["malformed"] == 8
     assert scene.of(A).resident == scene.of(A).tokens.computed == 0
 
 
-def test_one_label_for_two_blocks_is_held_as_neither() -> None:
-    scene = Scene()
+def test_one_label_for_two_blocks_is_held_as_neither(scene: Scene) -> None:
     scene.receive(A, stored(0, 0))
     scene.receive(A, stored(0, 0, prompt=1, block_hashes=[1000]))
     scene.receive(B, stored(0, 0), stored(0, 0, prompt=1))
@@ -332,8 +322,7 @@ def test_a_bounded_memory_of_evicted_blocks_says_what_it_forgot() -> None:
     assert any("1 evicted blocks were forgotten" in line for line in scene.report().trust)
 
 
-def test_the_past_of_a_late_rank_is_known_but_not_counted() -> None:
-    scene = Scene()
+def test_the_past_of_a_late_rank_is_known_but_not_counted(scene: Scene) -> None:
     scene.receive(A, stored(0, 3), replayed=True, ago=500.0)
     scene.receive(B, stored(0, 3))
     scene.receive(A, stored(4, 4), replayed=True)
@@ -341,8 +330,7 @@ def test_the_past_of_a_late_rank_is_known_but_not_counted() -> None:
     assert scene.of(B).tokens.elsewhere == 16
 
 
-def test_renamed_ranks_keep_what_they_hold_and_change_their_worker() -> None:
-    scene = Scene()
+def test_renamed_ranks_keep_what_they_hold_and_change_their_worker(scene: Scene) -> None:
     scene.receive(A, stored(0, 3))
     scene.receive(B, stored(0, 0, prompt=1))
     scene.auditor.receive(RanksRenamed(((A, B), (B, A))), scene.now)
@@ -350,8 +338,7 @@ def test_renamed_ranks_keep_what_they_hold_and_change_their_worker() -> None:
     assert scene.of(Rank("b", 1)).tokens.same_worker == 16
 
 
-def test_recordings_of_different_times_are_pointed_out() -> None:
-    scene = Scene()
+def test_recordings_of_different_times_are_pointed_out(scene: Scene) -> None:
     scene.receive(A, stored(0, 3))
     scene.receive(A, stored(4, 4))
     assert not any("recordings" in line for line in scene.report().trust)
@@ -359,8 +346,7 @@ def test_recordings_of_different_times_are_pointed_out() -> None:
     assert scene.report().trust[0].startswith("Some recordings end before others begin")
 
 
-def test_duplication_counts_each_prefix_by_its_ranks() -> None:
-    scene = Scene()
+def test_duplication_counts_each_prefix_by_its_ranks(scene: Scene) -> None:
     scene.receive(A, stored(0, 3))
     scene.receive(B, stored(0, 1))
     report = scene.report()
@@ -372,8 +358,7 @@ def test_duplication_counts_each_prefix_by_its_ranks() -> None:
     assert report.without_tokens().shared[0].first_tokens == []
 
 
-def test_of_shared_prefixes_that_begin_alike_the_largest_is_shown() -> None:
-    scene = Scene()
+def test_of_shared_prefixes_that_begin_alike_the_largest_is_shown(scene: Scene) -> None:
     branch = stored(4, 4, block_hashes=[7], token_ids=[1, 2, 3, 4])
     other = stored(1, 3, prompt=1, parent_block_hash=1000)
     for rank in (A, B):

@@ -28,18 +28,10 @@ from kvindex.wire import AllBlocksCleared, Event
 
 pytestmark = pytest.mark.unit
 
-COMMANDS = [
-    "demo",
-    "fake-engine",
-    "tail",
-    "match",
-    "record",
-    "replay",
-    "fanout",
-    "serve",
-    "status",
-    "doctor",
-]
+COMMANDS = (
+    *("demo", "fake-engine", "tail", "match", "record", "replay"),
+    *("audit", "fanout", "serve", "status", "top", "doctor"),
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -26,7 +26,7 @@ from kvindex.testing import (
     HttpOptions,
     LaneFaults,
 )
-from kvindex.tools.doctor import Limits, Target
+from kvindex.tools.doctor import Limits, Report, Target
 from kvindex.wire import (
     END_SEQ,
     encode_batch,
@@ -43,7 +43,7 @@ from tests.tools.doctor.doctored import HEARING, LIVE, PATIENT, ids, look_at, th
 
 pytestmark = pytest.mark.e2e
 
-PROBED = msgspec.structs.replace(PATIENT, listen=1.0)  # replay brings what is not heard
+PROBED = msgspec.structs.replace(PATIENT, listen=1.0)  # replay brings what is not received
 
 
 @contextmanager
@@ -139,9 +139,9 @@ def test_live_messages_that_never_come_are_found_though_replay_brings_them(
     with FakeEngine() as engine:
         faults = Faults(live=LaneFaults(drop=1.0))
         with FaultyLink(engine.endpoint, engine.replay_endpoint, faults=faults) as link:
-            said = {"endpoint": link.endpoint, "replay_endpoint": link.replay_endpoint}
+            stated = {"endpoint": link.endpoint, "replay_endpoint": link.replay_endpoint}
             report = outcome_of(
-                engine, via=link, limits=PROBED, reads_cache=reads_cache, announce=said
+                engine, via=link, limits=PROBED, reads_cache=reads_cache, announce=stated
             )
             assert ids(report) == [finding_id]
 
@@ -179,10 +179,10 @@ def test_two_engines_with_their_own_hash_seeds_are_pointed_out() -> None:
             assert report.exit_code == 0
 
 
-# What is heard ---------------------------------------------------------------------------------
+# What is received ------------------------------------------------------------------------------
 
 
-def test_a_topic_filter_that_lets_nothing_through_names_what_was_heard() -> None:
+def test_a_topic_filter_that_lets_nothing_through_names_what_was_received() -> None:
     with FakeEngine(topic="kv@pod@m", replay=False) as engine:
         with meanwhile(lambda number: engine.serve([number, *range(20)])):
             worker = worker_of(engine, topic="kv-events")
@@ -351,8 +351,8 @@ def test_a_replay_that_still_runs_when_the_time_is_over_is_no_fault() -> None:
 def test_an_index_that_lags_behind_its_replay_misses_nothing_yet() -> None:
     limits = msgspec.structs.replace(HEARING, replay=0.1)
     with endless_replay() as worker, FakeEngine(block_size=4, num_blocks=2_000) as engine:
-        said = {"endpoint": worker.endpoint, "replay_endpoint": worker.replay}
-        with HttpEngine(engine, options=HttpOptions(announce=said)) as server:
+        stated = {"endpoint": worker.endpoint, "replay_endpoint": worker.replay}
+        with HttpEngine(engine, options=HttpOptions(announce=stated)) as server:
             report = look_at(server.url, limits=limits)
     assert (ids(report), report.exit_code) == (["replay-running"], 0)
 
@@ -367,13 +367,18 @@ def test_a_history_that_reaches_back_too_little_is_found() -> None:
         assert ids(look_at(worker_of(engine), limits=LIVE)) == ["stream-incomplete"]
 
 
-def test_blocks_without_a_place_are_found() -> None:
+def report_on(*events: BlockStored) -> Report:
+    """The report of a publisher of one batch."""
     with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0") as publisher:
-        publisher.publish(EventBatch(0.0, [stored(1, parent=77)], 0))
+        publisher.publish(EventBatch(0.0, list(events), 0))
         worker = Worker("a", publisher.endpoint, replay=publisher.replay_endpoint)
-        report = look_at(worker, limits=LIVE)
-        assert ids(report) == ["blocks-left-out"]
-        assert the(report, "blocks-left-out").evidence["reasons"] == "1 orphans"
+        return look_at(worker, limits=LIVE)
+
+
+def test_blocks_without_a_place_are_found() -> None:
+    report = report_on(stored(1, parent=77))
+    assert ids(report) == ["blocks-left-out"]
+    assert the(report, "blocks-left-out").evidence["reasons"] == "1 orphans"
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
@@ -389,18 +394,12 @@ def test_blocks_of_windows_whose_place_no_event_tells_are_no_loss(hybrid: bool) 
         kv_cache_spec_kind="sliding_window",
         kv_cache_spec_sliding_window=8,
     )
-    with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0") as publisher:
-        publisher.publish(EventBatch(0.0, [whole, window] if hybrid else [window], 0))
-        worker = Worker("a", publisher.endpoint, replay=publisher.replay_endpoint)
-        report = look_at(worker, limits=LIVE)
+    report = report_on(whole, window) if hybrid else report_on(window)
     assert ids(report) == ([] if hybrid else ["windows-only"])
 
 
 def test_blocks_of_windows_whose_place_their_hashes_prove_are_no_finding() -> None:
-    with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0") as publisher:
-        publisher.publish(EventBatch(0.0, [sparse(prompt(6), 4, 5)], 0))
-        worker = Worker("a", publisher.endpoint, replay=publisher.replay_endpoint)
-        assert ids(look_at(worker, limits=LIVE)) == []
+    assert ids(report_on(sparse(prompt(6), 4, 5))) == []
 
 
 def test_a_setting_that_events_leave_out_is_asked_for() -> None:
