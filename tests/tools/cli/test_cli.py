@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,10 @@ def prompt_file(tmp_path: Path, tokens: list[int] = PROMPT) -> str:
 
 
 @contextlib.contextmanager
-def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
+def started(*argv: str, code: Sequence[str] = ("-m", "kvindex")) -> Iterator[subprocess.Popen[str]]:
     """The command as a process of its own, ended by the test's end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvindex", *argv],
+        [sys.executable, *code, *argv],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

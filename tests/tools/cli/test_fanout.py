@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,28 +15,13 @@ from kvindex import State, Worker
 from kvindex.index.replicas import FanOut, ask, join
 from kvindex.testing import FakeEngine, FaultyLink, Workload
 from kvindex.tools.cli import main
-from tests.children import ended_after
 from tests.live import PATIENCE, caught_up, worker_of
 from tests.native_ring import needs_ring
+from tests.tools.cli.test_cli import started
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
-ROOT = Path(__file__).parents[3]
 WORKER = ["--worker", "a=tcp://127.0.0.1:1"]
-
-
-@contextmanager
-def sidecar(*argv: str, code: Sequence[str] = ("-m", "kvindex")) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, *code, "fanout", *argv],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    with ended_after(process):
-        yield process
 
 
 def ended(process: subprocess.Popen[str], number: signal.Signals) -> dict[str, Any]:
@@ -60,7 +41,7 @@ def test_processes_join_until_it_is_ended_and_it_goes_on_from_its_state(
         engine.run(Workload(20, seed=1))
         worker = f"a={engine.endpoint},replay={engine.replay_endpoint}"
         argv = [path, "--worker", worker, "--state", str(state)]
-        with sidecar(*argv) as process, join(path, PATIENCE) as replica:
+        with started("fanout", *argv) as process, join(path, PATIENCE) as replica:
             caught_up(replica, engine)  # type: ignore[arg-type]  # it has what that asks
             counters = ended(process, number)
             assert (counters["joined"], counters["died"]) == (1, 0)
@@ -70,7 +51,7 @@ def test_processes_join_until_it_is_ended_and_it_goes_on_from_its_state(
             assert state.exists()
             assert not Path(path).exists()
             engine.run(Workload(20, seed=2))
-            with sidecar(*argv) as process:
+            with started("fanout", *argv) as process:
                 caught_up(replica, engine)  # type: ignore[arg-type]
                 assert replica.status(engine.rank).counters["resumed"] == 1
                 ended(process, number)
@@ -100,7 +81,7 @@ def test_further_signals_break_off_neither_the_saving_nor_the_end(
 ) -> None:
     state = tmp_path / "state"
     argv = [str(tmp_path / "kvindex.sock"), *WORKER, "--state", str(state)]
-    with sidecar(*argv, code=["-c", SIGNALLED]) as process:
+    with started("fanout", *argv, code=["-c", SIGNALLED]) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("listening at")
         assert ended(process, number)["replicas"] == 0
@@ -204,7 +185,7 @@ def test_it_says_which_ranks_live_die_and_come_back_and_its_end_has_them(tmp_pat
     path = str(tmp_path / "kvindex.sock")
     with FakeEngine("a") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
         worker = f"a={link.endpoint},replay={link.replay_endpoint}"
-        with sidecar(path, "--worker", worker) as process:
+        with started("fanout", path, "--worker", worker) as process:
             assert process.stderr is not None
             assert process.stderr.readline() == f"listening at {path}, 1 rank\n"
             assert line_with(process.stderr, "a/0: ") == "a/0: live\n"
@@ -226,7 +207,7 @@ def test_it_says_which_ranks_live_die_and_come_back_and_its_end_has_them(tmp_pat
 def test_a_rank_that_never_lives_is_told_with_what_to_do_in_this_programs_words(
     tmp_path: Path,
 ) -> None:
-    with sidecar(str(tmp_path / "kvindex.sock"), *WORKER) as process:
+    with started("fanout", str(tmp_path / "kvindex.sock"), *WORKER) as process:
         assert process.stderr is not None
         line = line_with(process.stderr, "a/0: connecting: nothing listens at tcp://127.0.0.1:1")
         assert "--bind" in line
@@ -236,7 +217,7 @@ def test_a_rank_that_never_lives_is_told_with_what_to_do_in_this_programs_words(
 
 def test_the_counters_come_every_so_often_as_lines_of_json(tmp_path: Path) -> None:
     argv = [str(tmp_path / "kvindex.sock"), *WORKER, "--stats-every", "0.2"]
-    with sidecar(*argv) as process:
+    with started("fanout", *argv) as process:
         assert process.stdout is not None
         for _ in range(2):
             report = json.loads(process.stdout.readline())
