@@ -65,6 +65,10 @@ def test_the_text_begins_with_the_three_figures(
     figures = re.findall(r"^What (\w+ ?\w*) costs?: [\d.]+ %$", out, re.MULTILINE)
     assert figures == ["routing", "small caches", "duplication"]
     assert "What the figures do not cover" in out
+    tables = ["Who held the computed tokens", "Ranks", "Most shared prefixes"]
+    lines = out.splitlines()
+    assert [line for line in lines if line in (*tables, "Computed tokens over time")] == tables
+    assert "Blocks that left were held for up to" in out
 
 
 def test_the_page_is_well_formed_and_needs_nothing_else(
