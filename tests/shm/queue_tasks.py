@@ -5,8 +5,7 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvindex.shm import Handle, MessageQueue
-from kvindex.shm.groups.process_group import ProcessGroup
+from kvindex.shm import Handle, MessageQueue, ProcessGroup
 
 MESSAGES = [[number, "x" * (number * 7 % 200)] for number in range(60)]
 CHUNKS = (64, 4)
@@ -14,7 +13,7 @@ LONG = 20.0
 
 
 class Apart:
-    """A group of which some ranks are said to be on another machine."""
+    """A group of which some ranks seem to be on another machine: they see no memory of others."""
 
     def __init__(self, group: ProcessGroup, elsewhere: set[int]) -> None:
         self._group = group
@@ -22,22 +21,17 @@ class Apart:
         self.rank = group.rank
         self.world_size = group.world_size
 
-    def same_node(self, source: int) -> list[bool]:
-        here = source in self._elsewhere
-        return [(rank in self._elsewhere) == here for rank in range(self.world_size)]
-
     def broadcast_object(self, obj: Any, source: int) -> Any:
-        return self._group.broadcast_object(obj, source)
-
-    def gather_object(self, obj: Any, destination: int) -> list[Any] | None:
-        return self._group.gather_object(obj, destination)
+        value = self._group.broadcast_object(obj, source)
+        is_near = (source in self._elsewhere) == (self.rank in self._elsewhere)
+        return value if is_near or not isinstance(value, str) else value[:-1]  # a segment's name
 
     def barrier(self) -> None:
         self._group.barrier()
 
 
 def pass_on(queue: MessageQueue, group: ProcessGroup, writer_rank: int) -> Any:
-    """Send all messages, or receive them; what this end has of memory and of TCP."""
+    """Send all messages, or receive them; return the local readers, and the number of all."""
     with queue:
         if group.rank == writer_rank:
             for message in MESSAGES:

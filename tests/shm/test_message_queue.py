@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -23,83 +21,12 @@ from kvindex.wire.errors import (
 )
 from tests.live import PATIENCE
 from tests.native_ring import needs_ring
-from tests.shm.queue_peers import End, Nursery, Peer, ThreadPeer, ended, is_left
+from tests.shm.conftest import CHUNK, WINDOW, Party
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
-WAYS = ["threads", "processes", "remote"]
 
-CHUNK = 64
-WINDOW = 4
-
-Message = Any
-
-
-class Party:
-    """A writer here, and readers of the kind that the test is run with."""
-
-    def __init__(self, way: str, nursery: Nursery, peers: list[Peer], stack: ExitStack) -> None:
-        self.is_remote = way == "remote"
-        self.handles: list[Handle] = []
-        self._in_threads = way.startswith("threads")
-        self._nursery = nursery
-        self._peers = peers
-        self._stack = stack
-
-    def writer(self, n_reader: int = 1, **knobs: Any) -> MessageQueue:
-        """A queue with a ring (or window) of 4 messages, and chunks of 64 bytes."""
-        n_local = knobs.pop("n_local", 0 if self.is_remote else n_reader)
-        knobs.setdefault("max_chunk_bytes", CHUNK)
-        knobs.setdefault("max_chunks", WINDOW)
-        if n_local < n_reader:
-            knobs.setdefault("connect_ip", "127.0.0.1")
-            knobs.setdefault("remote_window", WINDOW)
-        queue = MessageQueue(n_reader, n_local, **knobs)
-        self.handles.append(queue.export_handle())
-        self._stack.callback(queue.close)
-        return queue
-
-    def peer(self) -> Peer:
-        peer = ThreadPeer(End()) if self._in_threads else self._nursery.fork()
-        self._peers.append(peer)
-        return peer
-
-    def reader(self, writer: MessageQueue, rank: int = 0, **knobs: Any) -> Peer:
-        peer = self.peer()
-        peer.call("attach", writer.export_handle().to_bytes(), rank, **knobs)
-        return peer
-
-    def ready(self, n_reader: int = 1, **knobs: Any) -> tuple[MessageQueue, list[Peer]]:
-        """A writer and its readers, attached."""
-        writer = self.writer(n_reader, **knobs)
-        known = {name: knobs[name] for name in ("codec", "waiting") if name in knobs}
-        readers = [self.reader(writer, rank, **known) for rank in range(n_reader)]
-        for reader in readers:
-            reader.start("ready")
-        writer.wait_until_ready(PATIENCE)
-        for reader in readers:
-            reader.result()
-        return writer, readers
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
-@pytest.fixture(params=WAYS)
-def party(
-    request: pytest.FixtureRequest, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Party]:
-    with ExitStack() as stack, ended([]) as peers:
-        party = Party(request.param, nursery, peers, stack)
-        yield party
-    assert not any(map(is_left, party.handles))
-
-
-def sent_in_background(writer: MessageQueue, messages: list[Message]) -> threading.Thread:
+def sent_in_background(writer: MessageQueue, messages: list[Any]) -> threading.Thread:
     def send() -> None:
         for message in messages:
             writer.enqueue(message, PATIENCE)
@@ -535,7 +462,7 @@ def test_handles_travel_as_bytes_and_by_pickle(party: Party) -> None:
     assert Handle.from_bytes(handle.to_bytes()) == handle
     assert {handle: 1}[Handle.from_bytes(handle.to_bytes())] == 1
     assert pickle.loads(pickle.dumps(handle)) == handle
-    for secret in (handle.remote_token, handle.buffer_handle and handle.buffer_handle[3]):
+    for secret in (handle.remote_curve_key, handle.buffer_handle and handle.buffer_handle[3]):
         assert secret is None or str(secret) not in repr(handle)
 
 
@@ -545,102 +472,3 @@ def test_handles_travel_as_bytes_and_by_pickle(party: Party) -> None:
 def test_bytes_that_are_no_handle_are_refused(data: bytes) -> None:
     with pytest.raises(DecodeError):
         Handle.from_bytes(data)
-
-
-# Local and remote readers of one queue --------------------------------------------------------
-
-
-@pytest.fixture
-def mixed(nursery: Nursery) -> Iterator[Callable[..., tuple[MessageQueue, list[Peer]]]]:
-    """Make a queue with two local readers, a thread and a process, and two remote ones."""
-    with ExitStack() as stack, ended([]) as peers:
-
-        def make(**knobs: Any) -> tuple[MessageQueue, list[Peer]]:
-            writer = MessageQueue(
-                4, 2, [1, 3], CHUNK, WINDOW, "127.0.0.1", remote_window=WINDOW, **knobs
-            )
-            stack.callback(writer.close)
-            for rank in range(4):
-                peers.append(ThreadPeer(End()) if rank < 2 else nursery.fork())
-                peers[-1].call("attach", writer.export_handle().to_bytes(), rank)
-                peers[-1].start("ready")
-            writer.wait_until_ready(PATIENCE)
-            for peer in peers:
-                peer.result()
-            return writer, peers
-
-        yield make
-
-
-def test_local_and_remote_readers_get_the_same(
-    mixed: Callable[..., tuple[MessageQueue, list[Peer]]],
-) -> None:
-    writer, readers = mixed()
-    messages: list[Any] = [[number, b"x" * (number * 7 % 300)] for number in range(100)]
-    for reader in readers:
-        reader.start("take", len(messages) + 2)
-    for message in messages:
-        writer.enqueue(message, PATIENCE)
-    writer.enqueue([pickle.PickleBuffer(b"b" * 100)], PATIENCE)
-    with writer.acquire_write(PATIENCE, length=5) as view:
-        view[:] = b"bytes"
-    for reader in readers:
-        assert reader.result() == [*messages, [b"b" * 100], b"bytes"]
-
-
-@pytest.mark.parametrize("slow", [1, 2])
-def test_a_message_for_which_one_reader_has_no_room_reaches_none(
-    mixed: Callable[..., tuple[MessageQueue, list[Peer]]], slow: int
-) -> None:
-    writer, readers = mixed()
-    quick = [reader for rank, reader in enumerate(readers) if rank != slow]
-    for number in range(WINDOW):
-        writer.enqueue(number, PATIENCE)
-    for reader in quick:
-        assert reader.call("take", WINDOW) == list(range(WINDOW))
-    for late in ("lost", "lost too"):
-        with pytest.raises(QueueTimeoutError):
-            writer.enqueue(late, timeout=0.05)
-    with pytest.raises(QueueTimeoutError):
-        with writer.acquire_write(0.05, length=4) as view:
-            view[:] = b"lost"
-    assert readers[slow].call("take", WINDOW) == list(range(WINDOW))
-    writer.enqueue("after", PATIENCE)
-    for reader in readers:
-        assert reader.call("take", 1) == ["after"]
-
-
-@pytest.mark.parametrize("slow", [1, 2])
-def test_a_long_message_for_which_one_reader_has_room_for_the_beginning_only_reaches_none(
-    mixed: Callable[..., tuple[MessageQueue, list[Peer]]], slow: int
-) -> None:
-    writer, readers = mixed()
-    filled = WINDOW - (slow == 1)  # of a remote reader's room a message takes one, however long
-    for number in range(filled):
-        writer.enqueue(number, PATIENCE)
-    for rank, reader in enumerate(readers):
-        if rank != slow:
-            assert reader.call("take", filled) == list(range(filled))
-    for size in (2 * CHUNK, 10 * CHUNK):
-        with pytest.raises(QueueTimeoutError):
-            writer.enqueue(b"x" * size, timeout=0.05)
-    assert readers[slow].call("take", filled) == list(range(filled))
-    for reader in readers:
-        reader.start("take", 2)
-    for message in (b"y" * 10 * CHUNK, "after"):
-        writer.enqueue(message, PATIENCE)
-    for reader in readers:
-        assert reader.result() == [b"y" * 10 * CHUNK, "after"]
-    assert writer.statistics()["messages"] == filled + 2
-
-
-def test_all_kinds_of_readers_are_told_of_the_end(
-    mixed: Callable[..., tuple[MessageQueue, list[Peer]]],
-) -> None:
-    writer, readers = mixed()
-    writer.enqueue("last", PATIENCE)
-    for reader in readers:
-        reader.start("drain")
-    writer.close()
-    for reader in readers:
-        assert reader.result() == (["last"], "QueueClosedError")

@@ -17,7 +17,6 @@ from kvindex.wire.errors import (
     InUseError,
     KVIndexError,
     QueueTimeoutError,
-    ReaderEvictedError,
 )
 from tests.native_ring import needs_ring
 
@@ -78,15 +77,6 @@ def test_a_reader_that_never_came_can_be_given_up() -> None:
             with MessageQueue.create_from_handle(handle, 1) as late:
                 writer.enqueue(3, timeout=1.0)
                 assert (reader.dequeue(1.0), late.dequeue(1.0)) == (3, 3)
-
-
-def test_a_reader_that_was_removed_is_told() -> None:
-    writer, reader = pair()
-    with writer, reader:
-        writer.enqueue(1)
-        assert writer.remove_reader(0)
-        with pytest.raises(ReaderEvictedError):
-            reader.dequeue(1.0)
 
 
 def test_vllms_word_for_close_closes() -> None:
@@ -213,15 +203,6 @@ def test_another_thread_is_refused_from_the_first_moment_of_a_call_on() -> None:
         assert reader.dequeue(1.0) == b"mine"
         with pytest.raises(QueueTimeoutError):
             reader.dequeue(0.0)
-
-
-def test_what_a_signals_handler_sends_before_a_call_has_begun_comes_before_it() -> None:
-    writer, reader = pair()
-    with writer, reader:
-        writer._user = Watched(writer._user, lambda: writer.enqueue(b"handler"))  # type: ignore[assignment]
-        writer.enqueue(b"mine")
-        writer.enqueue(b"next")
-        assert [reader.dequeue(1.0) for _ in range(3)] == [b"handler", b"mine", b"next"]
 
 
 def test_a_message_in_place_gives_one_up_that_has_no_end() -> None:

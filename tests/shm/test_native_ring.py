@@ -18,7 +18,7 @@ from kvindex.wire.errors import SegmentError
 from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
 handle = Handle(
     n_reader=1, local_reader_ranks=[0], buffer_handle=(1, 64, 4, "kvindex-ring"),
-    remote_address=None, remote_token=None, remote_curve_key=None, codec="msgpack",
+    remote_address=None, remote_curve_key=None, codec="msgpack",
     max_message_bytes=64,
 )
 try:

@@ -12,10 +12,10 @@ import pytest
 
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
 from kvindex.shm.codec import decoder_of
-from kvindex.shm.ends import WritingEnd
 from kvindex.shm.ring.messages import RAW
 from kvindex.shm.ring.receiver import RingReceiver
 from kvindex.shm.ring.sender import RingSender
+from kvindex.shm.writing import WritingEnd
 from kvindex.wire.errors import (
     ConfigurationError,
     DecodeError,
@@ -342,7 +342,7 @@ def test_local_readers_are_ready_even_if_remote_ones_died_meanwhile(
     class Elsewhere:
         """As much of a `RemoteSender` as is asked here."""
 
-        def wait_connected(self, timeout: float | None, cancel: threading.Event) -> set[int]:
+        def wait_connected(self, timeout: float | None) -> set[int]:
             return {4}
 
         def send_ready(self) -> None: ...
