@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.publish.batch_queue import BatchQueue
+from kvindex.publish.loop import BatchQueue
 from kvindex.wire import EventBatch
 from kvindex.wire.errors import ClosedError
 from tests.live import PATIENCE
