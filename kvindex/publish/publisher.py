@@ -80,16 +80,16 @@ def one_rank(data_parallel_rank: int | None, attn_dp_rank: int | None) -> int:
     Raises:
         ConfigurationError: a rank that is no int from 0, or two ranks that differ.
     """
-    given = [rank for rank in (data_parallel_rank, attn_dp_rank) if rank is not None]
-    for rank in given:
+    ranks = [rank for rank in (data_parallel_rank, attn_dp_rank) if rank is not None]
+    for rank in ranks:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise ConfigurationError(f"data_parallel_rank is {rank!r}; it must be an int from 0")
-    if len(set(given)) > 1:
+    if len(set(ranks)) > 1:
         raise ConfigurationError(
             f"data_parallel_rank is {data_parallel_rank} and attn_dp_rank is {attn_dp_rank}: "
             "two names of one rank; give one"
         )
-    return given[0] if given else 0
+    return ranks[0] if ranks else 0
 
 
 _TYPES: Final[dict[str, tuple[type, ...]]] = {

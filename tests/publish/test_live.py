@@ -19,7 +19,6 @@ from tests.publish.publish_peers import (
     Context,
     Live,
     batch,
-    publish_many,
     seqs,
     wait_until,
 )
@@ -123,19 +122,6 @@ def test_big_batches_pass_unharmed(context: Context, make: Make) -> None:
     assert len(received.payload) > 64 * 1024
     assert decode_batch(received.payload).events == big.events
     assert Asker(context, publisher.replay_endpoint).replay(first)[0].payload == received.payload
-
-
-def test_threads_may_publish_at_once(context: Context, make: Make) -> None:
-    publisher = make(max_queue_size=8)
-    live = Live(context, publisher.endpoint)
-    first = live.join(publisher)
-    threads = [threading.Thread(target=publish_many, args=(publisher, 250)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    assert [live.receive().seq for _ in range(1000)] == list(range(first, first + 1000))
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert publisher.statistics()["dropped_queue_full"] == 0
 
 
 def test_a_full_queue_that_drops_shows_a_gap_of_the_counted_size(

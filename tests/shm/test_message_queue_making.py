@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvindex.shm import Handle, MessageQueue, MsgpackCodec, ShmRingBuffer, Waiting
+from kvindex.shm import Handle, MessageQueue, MsgpackCodec, Waiting
 from kvindex.shm.remote import RemoteSender
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError, KVIndexError, SegmentError
@@ -22,12 +22,6 @@ from tests.publish.raw_peers import RawPeer
 from tests.shm.queue_peers import Running, is_left
 
 pytestmark = [pytest.mark.e2e, needs_ring]
-
-
-def test_only_the_maker_writes() -> None:
-    with ShmRingBuffer(1, 64, 2) as ring, ShmRingBuffer(*ring.handle()) as attached:
-        with pytest.raises(SegmentError, match="only the maker"):
-            attached.writer()
 
 
 @pytest.mark.parametrize(

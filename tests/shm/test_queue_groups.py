@@ -16,14 +16,19 @@ from kvindex.shm import MessageQueue
 from kvindex.shm.ring import Segment
 from kvindex.wire.errors import ConfigurationError, SegmentError
 from tests.native_ring import needs_ring
-from tests.shm.group_ranks import PATIENCE, Ranks, Task, pipe_groups, pipe_ranks, torch_ranks
-from tests.shm.queue_tasks import (
+from tests.shm.group_ranks import (
     MESSAGES,
+    PATIENCE,
+    Ranks,
+    Task,
     across_machines,
     across_machines_without_an_address,
     from_each_rank_in_turn,
     from_outside,
+    pipe_groups,
+    pipe_ranks,
     to_a_single_reader,
+    torch_ranks,
     with_pickle,
     without_waiting,
 )

@@ -41,6 +41,24 @@ def queue() -> Iterator[Queue]:
     queue.close()
 
 
+def test_a_killed_reader_is_removed_and_the_others_get_all(queue: Queue) -> None:
+    sender = queue.sender(2, window=16)
+    collector = queue.collect(queue.reader(sender, 0))
+    process = queue.process(sender, 1)
+    sender.wait_connected(PATIENCE)
+    sender.send_ready()
+    assert process.line() == "ready"
+    dead: set[int] = set()
+    for number in range(500):
+        if number == 200:
+            process.kill()
+        dead |= sender.send([b"%d" % number], PATIENCE)
+    wait_until(lambda: len(collector.messages) == 500, "the other reader has all")
+    assert dead == {1}
+    assert sender.connected == {0}
+    assert sender.statistics()["died"] == 1
+
+
 def test_a_reader_killed_while_the_writer_waits_for_it_frees_the_writer(queue: Queue) -> None:
     sender = queue.sender(1, window=32)
     process = queue.process(sender, 0, "stuck")
@@ -199,6 +217,18 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> Non
     assert reader.frames(PATIENCE) == [b"unharmed"]
     statistics = sender.statistics()
     assert (statistics["connected"], statistics["died"]) == (1, 0)
+
+
+def test_who_does_not_speak_zeromq_is_counted_and_harms_nobody(queue: Queue) -> None:
+    sender, reader = queue.pair()
+    host, port = sender.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
+
+        # ZeroMQ takes it for a peer of its first protocol, and its words for frames.
+        wait_until(lambda: not sender.serve() and sender.statistics()["refused"] > 0, "refused")
+    sender.send([b"unharmed"], PATIENCE)
+    assert reader.frames(PATIENCE) == [b"unharmed"]
 
 
 def test_a_reader_that_acknowledges_what_it_was_not_sent_is_counted(queue: Queue) -> None:

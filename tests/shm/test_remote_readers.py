@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +20,11 @@ from kvindex.wire.errors import (
     ConfigurationError,
     QueueClosedError,
     QueueTimeoutError,
-    ReaderEvictedError,
-    WaitCancelledError,
     WriterDiedError,
 )
 from tests.live import PATIENCE
 from tests.publish.publish_peers import wait_until
-from tests.shm.remote_peers import MAX_BYTES, Queue, drain, small
+from tests.shm.remote_peers import Queue, small
 
 pytestmark = pytest.mark.e2e
 
@@ -118,13 +116,6 @@ def test_one_slow_reader_bounds_what_all_are_sent(queue: Queue) -> None:
     wait_until(lambda: len(fast.messages) == 5, "the fast reader goes on")
 
 
-def test_an_idle_reader_tells_what_it_read(queue: Queue) -> None:
-    sender, reader = queue.pair(window=1000)
-    sender.send([b"one"], PATIENCE)
-    queue.collect(reader)
-    wait_until(lambda: not sender.serve() and sender.statistics()["unread"] == 0, "acknowledged")
-
-
 def test_nothing_is_sent_before_all_have_joined(queue: Queue) -> None:
     sender = queue.sender(2)
     first = queue.reader(sender, 0)
@@ -158,18 +149,6 @@ def test_a_message_makes_ready_and_is_not_lost(queue: Queue) -> None:
     assert bytes(reader.frames(0.0)[0]) == b"first"
 
 
-def test_a_timeout_of_nothing_returns_what_is_there(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    with pytest.raises(QueueTimeoutError, match="waited 0 s for the writer at"):
-        reader.frames(0.0)
-    sender.send([b"there"], PATIENCE)
-    assert reader.frames(PATIENCE) == [b"there"]
-    began = time.monotonic()
-    with pytest.raises(QueueTimeoutError):
-        reader.frames(0.15)
-    assert time.monotonic() - began >= 0.14
-
-
 @pytest.mark.parametrize(
     ("timeout", "error"), [(-1.0, QueueTimeoutError), (float("nan"), ConfigurationError)]
 )
@@ -183,37 +162,6 @@ def test_a_negative_timeout_is_over_at_once_and_one_that_is_no_number_is_refused
     assert reader.frames(PATIENCE)
     with pytest.raises(error):
         reader.frames(timeout)
-
-
-def test_cancel_ends_every_wait(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    alone = queue.reader(queue.sender())
-    sender.send([b"there"], PATIENCE)
-    waits: list[Callable[[threading.Event], object]] = [
-        lambda cancel: alone.wait_ready(None, cancel),
-        lambda cancel: alone.frames(None, cancel),
-    ]
-    for wait in waits:
-        cancel = threading.Event()
-        threading.Timer(0.02, cancel.set).start()
-        with pytest.raises(WaitCancelledError):
-            wait(cancel)
-    assert reader.frames(PATIENCE, cancel) == [b"there"]  # no need to wait
-
-
-def test_a_closed_queue_is_read_to_its_end(queue: Queue) -> None:
-    sender, reader = queue.pair(window=4096, linger=PATIENT)
-    for number in range(1000):
-        sender.send([b"%d" % number, bytes(3000)], PATIENCE)
-    closing = threading.Thread(target=sender.close)
-    closing.start()
-    messages: list[bytes] = []
-    with pytest.raises(QueueClosedError, match="at message 1000"):
-        messages.extend(message[0] for message in drain(reader))
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
-    with pytest.raises(QueueClosedError):  # and again
-        reader.frames(PATIENCE)
 
 
 def test_a_reader_that_waits_to_be_ready_is_told_that_the_queue_closed(queue: Queue) -> None:
@@ -352,31 +300,6 @@ def test_who_was_not_let_in_yet_is_told_that_the_queue_closed(queue: Queue) -> N
         reader.frames(PATIENCE)
 
 
-def test_who_is_closed_takes_no_calls(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    for party in (reader, sender):
-        party.close()
-        party.close()
-    for call in (lambda: sender.send([b""]), sender.serve, sender.send_ready, reader.frames):
-        with pytest.raises(ClosedError):
-            call()
-    with pytest.raises(ClosedError):
-        reader.wait_ready(0.0)
-
-
-def test_a_reader_that_leaves_is_waited_for_no_more(queue: Queue) -> None:
-    sender = queue.sender(2, window=2)
-    staying, leaving = queue.reader(sender, 0), queue.reader(sender, 1)
-    sender.wait_connected(PATIENCE)
-    collector = queue.collect(staying)
-    leaving.close()
-    for number in range(20):
-        assert sender.send([b"%d" % number], PATIENCE) == frozenset()
-    wait_until(lambda: len(collector.messages) == 20, "the other reader has all")
-    statistics = sender.statistics()
-    assert (statistics["left"], statistics["died"], statistics["connected"]) == (1, 0, 1)
-
-
 def test_a_reader_in_place_of_one_who_left_begins_with_the_next_message(queue: Queue) -> None:
     sender, first = queue.pair()
     sender.send_ready()
@@ -401,18 +324,6 @@ def _wait_obstacle(reader: RemoteReader, obstacle: str) -> None:
         return obstacle in str(raised.value)
 
     wait_until(said, obstacle)
-
-
-def test_an_evicted_reader_is_told(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    sender.send([b"before"], PATIENCE)
-    assert sender.evict(0)
-    assert not sender.evict(0)
-    sender.send([b"after"], PATIENCE)
-    assert reader.frames(PATIENCE) == [b"before"]
-    with pytest.raises(ReaderEvictedError, match="reader 0"):
-        reader.frames(PATIENCE)
-    assert sender.statistics()["evicted"] == 1
 
 
 def test_an_interrupted_send_is_never_silent(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,18 +384,6 @@ def test_an_address_that_is_not_ours_cannot_be_bound_to() -> None:
 def test_a_reader_of_nonsense_is_refused(queue: Queue, address: str, rank: int) -> None:
     with pytest.raises(ConfigurationError):
         queue.reader_at(address, rank)
-
-
-def test_curve_encrypts_both_ways(queue: Queue) -> None:
-    keys = Curve.generate()
-    sender = queue.sender(curve=keys)
-    reader = queue.reader(sender, curve=Curve.generate(keys.public_key))
-    sender.wait_connected(PATIENCE)
-    messages = [various(number) for number in range(100)] + [[bytes(MAX_BYTES)]]
-    for message in messages:
-        sender.send(message, PATIENCE)
-    received = drain(reader)
-    assert [next(received) for _ in messages] == messages
 
 
 SERVER, OTHER = Curve.generate(), Curve.generate()
