@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -115,14 +115,14 @@ class PagedCache:
 
         Complexity: O(tokens).
         """
-        return self._hit_blocks(self._chain(token_ids, keys)) * self.block_size
+        return self._hit_blocks(self._chain(token_ids, **keys)) * self.block_size
 
     def lookup(self, token_ids: Sequence[int], **keys: Unpack[PromptKeys]) -> Lookup:
         """Return how much of the prompt is resident, the whole of it included.
 
         Complexity: O(tokens).
         """
-        links = self._chain(token_ids, keys).links
+        links = self._chain(token_ids, **keys).links
         blocks = self._leading(links)
         places = {
             self._announcer.gpu: sum(self._pool.find(0, x) is not None for x in links[:blocks]),
@@ -184,7 +184,7 @@ class PagedCache:
             ConfigurationError: it needs more blocks than are free; nothing was changed.
         """
         fed = list(new_tokens[:-1])
-        chain = self._chain(token_ids, keys)
+        chain = self._chain(token_ids, **keys)
         self._check_room(chain, len(chain.token_ids) + len(fed))
         running = self._begin(chain)
         for token in fed:
@@ -199,7 +199,7 @@ class PagedCache:
             TokenError: there are no tokens.
             ConfigurationError: it needs more blocks than are free; nothing was changed.
         """
-        chain = self._chain(token_ids, keys)
+        chain = self._chain(token_ids, **keys)
         self._check_room(chain, len(chain.token_ids))
         return self._begin(chain)
 
@@ -254,12 +254,18 @@ class PagedCache:
 
     # -- finding -----------------------------------------------------------------------------
 
-    def _chain(self, token_ids: Sequence[int], keys: PromptKeys) -> Chain:
+    def _chain(
+        self,
+        token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        extra_keys: Sequence[Sequence[Any] | None] | None = None,
+    ) -> Chain:
         if not len(token_ids):
             raise TokenError("token_ids is empty")
-        extra_keys = tuple(tuple(key) if key else None for key in keys.get("extra_keys") or ())
-        namespace = Namespace(keys.get("lora"), keys.get("salt"), extra_keys)
-        return Chain(self._hasher, token_ids, namespace)
+        keys = tuple(tuple(key) if key else None for key in extra_keys or ())
+        return Chain(self._hasher, token_ids, Namespace(lora, salt, keys))
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -43,7 +43,7 @@ class Outlet:
         self.publisher: ZmqEventPublisher | None = None
         self._dialect = dialect
         self._dp_rank = dp_rank
-        self._asked = endpoints
+        self._endpoints = endpoints
         self._knobs = knobs
         self._kept: tuple[str, str | None] | None = None
         self._holders: list[socket.socket] = []
@@ -52,7 +52,7 @@ class Outlet:
     def start(self) -> None:
         """Start a publisher, at the ports of the one before if they were not forgotten."""
         if self._kept is None:
-            live, replay = self._asked
+            live, replay = self._endpoints
             self._kept = (self._keep(live), None if replay is None else self._keep(replay))
         self._context = zmq.Context()  # of its own: once it is terminated, the ports are free
         try:

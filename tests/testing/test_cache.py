@@ -272,3 +272,10 @@ def test_hash_forms() -> None:
             assert {isinstance(value, int) and value < 0 for value in hashes} == {True, False}
         if form == "bytes":
             assert {len(value) for value in hashes if isinstance(value, bytes)} == {32}
+
+
+@pytest.mark.parametrize("call", ["serve", "hit", "lookup"])
+def test_a_misspelt_key_is_refused(call: str) -> None:
+    engine = FakeEngine(publish=False)
+    with pytest.raises(TypeError, match="cache_salt"):
+        getattr(engine, call)([1, 2], cache_salt="x")
