@@ -156,7 +156,7 @@ def test_blocks_loaded_around_one_that_stayed_are_two_chains() -> None:
     prompt = [1, 1, 2, 2, 3, 3, 4]
     cache = PagedCache(num_blocks=8, block_size=2, cpu_blocks=16)
     cache.serve(prompt)
-    middle = cache._pool.find(0, cache._chain(prompt, {}).links[1])
+    middle = cache._pool.find(0, cache._chain(prompt).links[1])
     assert middle is not None
     cache._pool.touch(middle)
     cache.serve(range(100, 114))  # takes every block but that one

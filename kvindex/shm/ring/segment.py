@@ -208,7 +208,7 @@ def sweep() -> int:
         except OSError:
             continue  # gone meanwhile
         try:
-            if _asked(descriptor, _GET, fcntl.F_WRLCK, 0, _PARTIES) == fcntl.F_UNLCK:
+            if _lock_command(descriptor, _GET, fcntl.F_WRLCK, 0, _PARTIES) == fcntl.F_UNLCK:
                 os.unlink(path)
                 swept += 1
         except OSError:
@@ -249,7 +249,7 @@ class _Locks:
         with self._using:
             if self._descriptor is None:
                 raise ClosedError("this end of the queue is closed")
-            return _asked(self._descriptor, command, kind, party)
+            return _lock_command(self._descriptor, command, kind, party)
 
     def close(self) -> None:
         """Close the descriptor, which releases every lock of this mapping."""
@@ -263,7 +263,7 @@ class _Locks:
             os.close(descriptor)
 
 
-def _asked(descriptor: int, command: int, kind: int, party: int, count: int = 1) -> int:
+def _lock_command(descriptor: int, command: int, kind: int, party: int, count: int = 1) -> int:
     """Ask the kernel about parties' locks; return the kind of lock that it answers with."""
     request = _FLOCK.pack(kind, os.SEEK_SET, _PARTIES_AT + party, count, 0)
     return int(_FLOCK.unpack(fcntl.fcntl(descriptor, command, request))[0])
