@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from kvindex.shm import Handle, MessageQueue, MsgpackCodec, Waiting
 from kvindex.shm.remote import RemoteSender
 from kvindex.wire.curve import Curve
-from kvindex.wire.errors import ConfigurationError, KVIndexError, SegmentError
+from kvindex.wire.errors import ConfigurationError, DecodeError, KVIndexError, SegmentError
 from tests.live import PATIENCE
 from tests.native_ring import needs_ring
 from tests.publish.raw_peers import RawPeer
@@ -93,6 +94,25 @@ def test_a_reader_is_told_at_once_what_it_gave_wrongly(given: dict[str, Any], sa
         arguments: dict[str, Any] = {"handle": writer.export_handle(), "rank": 0} | given
         with pytest.raises(ConfigurationError, match=said):
             MessageQueue.create_from_handle(**arguments)
+
+
+@pytest.mark.parametrize("n_local", [0, 1])
+def test_handles_travel_as_bytes_and_by_pickle(n_local: int) -> None:
+    with MessageQueue(1, n_local, connect_ip="127.0.0.1") as writer:
+        handle = writer.export_handle()
+    assert Handle.from_bytes(handle.to_bytes()) == handle
+    assert {handle: 1}[Handle.from_bytes(handle.to_bytes())] == 1
+    assert pickle.loads(pickle.dumps(handle)) == handle
+    for secret in (handle.remote_curve_key, handle.buffer_handle and handle.buffer_handle[3]):
+        assert secret is None or str(secret) not in repr(handle)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00", b"\xc1", b"\x80", b"x" * (2 << 20), MsgpackCodec().encode([1])[0]]
+)
+def test_bytes_that_are_no_handle_are_refused(data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        Handle.from_bytes(data)
 
 
 def test_a_reader_attaches_to_nothing_when_the_queue_is_closed() -> None:
