@@ -99,7 +99,7 @@ def test_a_wrong_value_is_named(given: dict[str, Any]) -> None:
         KVEventsConfig(**given)
 
 
-def test_from_cli_takes_text_only() -> None:
+def test_from_cli_accepts_text_only() -> None:
     with pytest.raises(ConfigurationError, match="dict"):
         KVEventsConfig.from_cli({"publisher": "zmq"})  # type: ignore[arg-type]
 

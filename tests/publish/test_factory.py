@@ -108,7 +108,7 @@ def test_a_name_is_registered_once(builtin: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize(("name", "ctor"), [("", Recorder), (3, Recorder), ("mine", "Recorder")])
-def test_what_is_registered_is_checked(name: Any, ctor: Any) -> None:
+def test_a_registered_constructor_is_checked(name: Any, ctor: Any) -> None:
     with pytest.raises(ConfigurationError):
         EventPublisherFactory.register_publisher(name, ctor)
 

@@ -173,7 +173,7 @@ def test_a_message_of_the_greatest_length_is_carried_and_a_longer_one_refused(
     assert reader.result() == [b"x" * 1000, b"y"]
 
 
-def test_what_the_codec_cannot_read_counts_as_read(party: Party) -> None:
+def test_a_message_that_the_codec_cannot_read_counts_as_read(party: Party) -> None:
     writer = party.writer()
     reader = party.reader(writer, 0, decode_to=list[int])
     reader.start("ready")
@@ -289,7 +289,7 @@ def test_a_full_queue_times_out_and_loses_nothing(party: Party) -> None:
         assert reader.call("take", 1) == ["after"]
 
 
-def test_a_read_that_times_out_takes_nothing(party: Party) -> None:
+def test_a_read_that_times_out_consumes_nothing(party: Party) -> None:
     writer, (reader,) = party.ready()
     for timeout in (0.0, 0.01):
         with pytest.raises(QueueTimeoutError):
@@ -329,7 +329,7 @@ def test_readers_read_what_was_sent_before_the_writer_closed(party: Party) -> No
             reader.call("take", 1)
 
 
-def test_readers_that_wait_are_told_that_the_writer_closed(party: Party) -> None:
+def test_readers_that_wait_get_an_error_when_the_writer_closes(party: Party) -> None:
     writer, readers = party.ready(2)
     for reader in readers:
         reader.start("drain")
@@ -394,7 +394,7 @@ def test_a_wrong_rank_is_refused(party: Party) -> None:
             party.reader(writer, rank)
 
 
-def test_a_closed_end_takes_no_calls(party: Party) -> None:
+def test_a_closed_end_accepts_no_calls(party: Party) -> None:
     writer, (reader,) = party.ready()
     writer.enqueue(1, PATIENCE)
     reader.call("close")

@@ -106,7 +106,7 @@ def slept_since(queue: MessageQueue, before: int) -> bool:
 # Ending a wait -------------------------------------------------------------------------------
 
 
-def test_a_wait_ends_at_its_first_look_after_its_cancel_is_set_and_takes_nothing(
+def test_a_wait_ends_at_its_first_look_after_its_cancel_is_set_and_consumes_nothing(
     pair: Pair,
 ) -> None:
     writer, reader = pair(waiting=Waiting(look=0.05))
@@ -136,7 +136,7 @@ def test_a_cancel_that_is_set_does_not_hide_a_message_that_is_there(pair: Pair) 
             pass
 
 
-def test_what_ends_a_wait_and_is_known_is_told_before_any_sleep(pair: Pair) -> None:
+def test_a_known_end_of_a_wait_is_raised_before_any_sleep(pair: Pair) -> None:
     writer, reader = pair(waiting=ASLEEP)
     cancel = threading.Event()
     cancel.set()
@@ -152,14 +152,14 @@ def test_what_ends_a_wait_and_is_known_is_told_before_any_sleep(pair: Pair) -> N
         assert isinstance(Running(read.__enter__).finish(), QueueClosedError)
 
 
-def test_a_reader_that_was_taken_off_is_told_before_any_sleep(pair: Pair) -> None:
+def test_a_removed_reader_gets_its_error_before_any_sleep(pair: Pair) -> None:
     writer, reader = pair(waiting=ASLEEP)
     assert writer.remove_reader(0)
     for timeout in (None, 3600.0):
         assert isinstance(Running(partial(reader.dequeue, timeout)).finish(), ReaderEvictedError)
 
 
-def test_a_reader_that_waits_is_told_when_another_thread_closes_its_end(pair: Pair) -> None:
+def test_a_reader_that_waits_gets_an_error_when_another_thread_closes_its_end(pair: Pair) -> None:
     _, reader = pair(waiting=Waiting(look=0.05))
     cancel = Noticed()
     waiting = Running(lambda: reader.dequeue(cancel=cancel))
@@ -168,7 +168,7 @@ def test_a_reader_that_waits_is_told_when_another_thread_closes_its_end(pair: Pa
     assert isinstance(waiting.finish(), ClosedError)
 
 
-def test_a_writer_that_waits_is_told_when_another_thread_closes_its_end(pair: Pair) -> None:
+def test_a_writer_that_waits_gets_an_error_when_another_thread_closes_its_end(pair: Pair) -> None:
     writer, reader = pair(waiting=Waiting(look=0.05))
     fill(writer)
     waiting = Running(lambda: writer.enqueue("never"))
@@ -184,7 +184,7 @@ def test_a_writer_that_waits_is_told_when_another_thread_closes_its_end(pair: Pa
     assert closing.finish() is None
 
 
-def test_who_sleeps_is_woken_and_does_not_wait_for_its_next_look(pair: Pair) -> None:
+def test_a_sleeping_end_is_woken_and_does_not_wait_for_its_next_look(pair: Pair) -> None:
     writer, reader = pair(waiting=ASLEEP)
     in_memory = writer.export_handle().buffer_handle is not None
     for number in range(3):
@@ -346,7 +346,7 @@ def interrupt(call: Callable[[], object], name: str, step: int) -> bool:
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_what_a_signals_handler_raises_leaves_no_end_taken(pair: Pair, name: str) -> None:
+def test_an_exception_of_a_signal_handler_leaves_no_end_in_use(pair: Pair, name: str) -> None:
     writer, reader = pair()
     for step in itertools.count():
         writer.enqueue("first", PATIENCE)

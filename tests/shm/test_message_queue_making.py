@@ -89,7 +89,7 @@ def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[
         ({"curve": b"key"}, "curve must name the writer's public key"),
     ],
 )
-def test_a_reader_is_told_at_once_what_it_gave_wrongly(given: dict[str, Any], said: str) -> None:
+def test_a_wrong_argument_of_a_reader_is_refused_at_once(given: dict[str, Any], said: str) -> None:
     with MessageQueue(1, 1) as writer:
         arguments: dict[str, Any] = {"handle": writer.export_handle(), "rank": 0} | given
         with pytest.raises(ConfigurationError, match=said):
@@ -132,7 +132,7 @@ def test_pickle_is_refused_unless_both_sides_ask_for_it() -> None:
             MessageQueue.create_from_handle(writer.export_handle(), 0, codec="pickle")
 
 
-def test_without_its_key_an_encrypted_queue_hears_nobody_out() -> None:
+def test_an_encrypted_queue_hangs_up_on_peers_without_its_key() -> None:
     with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=Curve.generate()) as writer:
         address = writer.export_handle().remote_address
         assert address is not None
@@ -197,7 +197,7 @@ def test_a_queue_without_remote_readers_listens_nowhere() -> None:
     "frames",
     [[b""], [b"\x02"], [b"\x01"], [b"\x63", b"x"], [b"\x01", b"\xc1"], [b"\x01\x01", b"\xc0"]],
 )
-def test_what_a_foreign_writer_sends_is_an_error_of_ours(frames: list[bytes]) -> None:
+def test_nonsense_of_a_foreign_writer_is_an_error_of_ours(frames: list[bytes]) -> None:
     keys = Curve.generate()
     with closing(RemoteSender(1, "127.0.0.1", curve=keys, waiting=Waiting())) as foreign:
         handle = Handle(

@@ -98,14 +98,14 @@ def test_nonsense_is_refused_at_the_call() -> None:
 
 
 @pytest.mark.parametrize("message", [b"bytes", object()])
-def test_a_reader_that_writes_is_told_that_it_reads_whatever_it_writes(message: object) -> None:
+def test_a_reader_that_writes_gets_the_reason_whatever_it_writes(message: object) -> None:
     writer, reader = pair()
     with writer, reader:
         with pytest.raises(ConfigurationError, match="this end reads"):
             reader.enqueue(message)
 
 
-def test_what_is_no_event_does_not_cancel_and_takes_no_message() -> None:
+def test_a_cancel_that_is_no_event_is_refused_and_consumes_no_message() -> None:
     writer, reader = pair()
     with writer, reader:
         writer.enqueue("kept")
@@ -119,13 +119,13 @@ def test_what_is_no_event_does_not_cancel_and_takes_no_message() -> None:
 
 
 @pytest.mark.parametrize("data", [None, "text", 5, ["list"]])
-def test_what_is_not_bytes_is_no_handle(data: object) -> None:
+def test_a_handle_is_made_of_bytes_only(data: object) -> None:
     with pytest.raises(ConfigurationError, match="data must be the bytes"):
         Handle.from_bytes(data)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [123, b"name", 1.5])
-def test_what_is_no_name_names_no_ring(name: object) -> None:
+def test_a_ring_has_a_name_of_text(name: object) -> None:
     with pytest.raises(ConfigurationError, match="name must be"):
         ShmRingBuffer(1, 10, 10, name)  # type: ignore[arg-type]
 

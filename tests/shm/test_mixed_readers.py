@@ -103,7 +103,7 @@ def test_a_long_message_for_which_one_reader_has_room_for_the_beginning_only_rea
     assert writer.statistics()["messages"] == filled + 2
 
 
-def test_all_kinds_of_readers_are_told_of_the_end(
+def test_all_kinds_of_readers_are_notified_of_the_end(
     mixed: Callable[..., tuple[MessageQueue, list[Peer]]],
 ) -> None:
     writer, readers = mixed()

@@ -49,7 +49,7 @@ def run_without(use: str, path: Path) -> str:
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_what_needs_a_ring_says_that_the_native_module_is_missing(use: str, tmp_path: Path) -> None:
+def test_an_error_says_that_the_native_module_is_missing(use: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     said = run_without(use, tmp_path / "socket")
     assert "native module" in said

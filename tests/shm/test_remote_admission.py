@@ -115,7 +115,7 @@ def test_a_rank_that_stays_taken_is_refused(desks: Any, monkeypatch: pytest.Monk
     assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Refused")]
 
 
-def test_who_comes_before_the_farewell_of_its_predecessor_is_read_takes_its_place(
+def test_a_reader_that_joins_before_the_farewell_of_its_predecessor_is_read_replaces_it(
     desks: Any,
 ) -> None:
     desk = desks()
@@ -127,7 +127,7 @@ def test_who_comes_before_the_farewell_of_its_predecessor_is_read_takes_its_plac
     assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Welcome")]
 
 
-def test_a_reader_that_leaves_before_it_is_let_in_never_was_there(desks: Any) -> None:
+def test_a_reader_that_leaves_before_admission_counts_as_no_reader(desks: Any) -> None:
     desk = desks()
     desk.receives(b"first", Hello(VERSION, 4))
     desk.receives(b"first", Bye())
@@ -135,7 +135,7 @@ def test_a_reader_that_leaves_before_it_is_let_in_never_was_there(desks: Any) ->
     assert (desk.router.sent, desk.counted) == ([], {})
 
 
-def test_whose_connection_ends_is_dead_and_its_place_is_free(desks: Any) -> None:
+def test_a_reader_whose_connection_ends_is_dead_and_its_place_is_free(desks: Any) -> None:
     desk = desks()
     desk.receives(b"first", Hello(VERSION, 4))
     desk.serve()
@@ -147,7 +147,7 @@ def test_whose_connection_ends_is_dead_and_its_place_is_free(desks: Any) -> None
     assert desk.counted == {"joined": 2, "died": 1, "connected": 1}
 
 
-def test_whose_last_word_was_a_farewell_has_left_and_did_not_die(desks: Any) -> None:
+def test_a_reader_whose_last_packet_was_a_farewell_has_left_and_did_not_die(desks: Any) -> None:
     desk = desks()
     desk.receives(b"first", Hello(VERSION, 4))
     desk.serve()
@@ -157,7 +157,7 @@ def test_whose_last_word_was_a_farewell_has_left_and_did_not_die(desks: Any) -> 
     assert desk.counted["left"] == 1
 
 
-def test_whose_connection_ended_before_it_was_let_in_never_was_there(desks: Any) -> None:
+def test_a_connection_that_ends_before_admission_counts_as_no_reader(desks: Any) -> None:
     desk = desks()
     desk.receives(b"first", Hello(VERSION, 4))
     desk.router.ended = {b"first"}

@@ -104,7 +104,7 @@ def _serve_until(ended: threading.Event, sender: RemoteSender, dead: set[int]) -
         dead |= sender.serve()
 
 
-def test_readers_of_a_killed_writer_read_what_was_sent_and_are_told(queue: Queue) -> None:
+def test_readers_of_a_killed_writer_read_what_was_sent_and_get_an_error(queue: Queue) -> None:
     process = queue.writer_process(200)
     address = process.line()
     reader = queue.reader_at(address)
@@ -180,7 +180,9 @@ def test_a_writer_that_nobody_is_at_is_dead_at_once(queue: Queue) -> None:
             reader.frames(PATIENCE)
 
 
-def test_who_dies_with_all_read_is_no_loss(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reader_that_dies_with_all_read_is_no_loss(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
     sender = queue.sender(1)
     process = queue.process(sender, 0)
     sender.wait_connected(PATIENCE)
@@ -219,7 +221,7 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> Non
     assert (statistics["connected"], statistics["died"]) == (1, 0)
 
 
-def test_who_does_not_speak_zeromq_is_counted_and_harms_nobody(queue: Queue) -> None:
+def test_a_stranger_who_does_not_speak_zeromq_is_counted_and_harms_nobody(queue: Queue) -> None:
     sender, reader = queue.pair()
     host, port = sender.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), PATIENCE) as stranger:

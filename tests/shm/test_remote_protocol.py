@@ -51,7 +51,7 @@ def test_a_packet_comes_out_as_it_went_in(packet: Packet) -> None:
     assert len(encode(packet)) <= MAX_READER_BYTES
 
 
-def test_a_hello_of_another_version_tells_the_version() -> None:
+def test_a_hello_of_another_version_has_the_version() -> None:
     assert decode(msgspec.msgpack.encode(["Hello", 7])) == Hello(7)
     said = decode(msgspec.msgpack.encode(["Hello", 7, 1, b"token", "new"]))
     assert isinstance(said, Hello)
@@ -78,7 +78,7 @@ def test_a_hello_of_another_version_tells_the_version() -> None:
         b"HTTP/1.1 400 Bad Request",
     ],
 )
-def test_what_is_no_packet_is_malformed(part: bytes) -> None:
+def test_other_bytes_are_no_packet(part: bytes) -> None:
     with pytest.raises(Malformed):
         decode(part)
 

@@ -105,7 +105,7 @@ def test_a_writer_that_waits_long_for_remote_readers_warns(
     until(warned)
 
 
-def test_a_warning_tells_a_short_wait_as_it_is(
+def test_a_warning_has_the_length_of_a_short_wait(
     parties: Parties, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, (reader,) = parties.ready(0)
@@ -119,7 +119,7 @@ def test_a_warning_tells_a_short_wait_as_it_is(
     assert all(seconds >= 0.02 for seconds in until(waited))
 
 
-def test_a_stranger_to_the_queue_is_told_at_its_next_call(parties: Parties) -> None:
+def test_a_stranger_to_the_queue_gets_the_reason_at_its_next_call(parties: Parties) -> None:
     writer, _ = parties.ready(0)
     handle = writer.export_handle()
     parties.serving(writer)
@@ -160,7 +160,7 @@ def test_a_reader_that_was_removed_is_not_waited_for_either(
         reader.dequeue(PATIENCE)
 
 
-def test_a_close_that_is_interrupted_at_the_local_readers_still_tells_the_remote_ones(
+def test_a_close_that_is_interrupted_at_the_local_readers_still_notifies_the_remote_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer = MessageQueue(2, 1, connect_ip="127.0.0.1")

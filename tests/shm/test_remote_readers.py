@@ -132,7 +132,7 @@ def test_nothing_is_sent_before_all_have_joined(queue: Queue) -> None:
     assert [bytes(reader.frames(PATIENCE)[0]) for reader in (first, second)] == [b"now"] * 2
 
 
-def test_readers_are_ready_when_the_writer_says_so(queue: Queue) -> None:
+def test_readers_are_ready_when_the_writer_notifies_them(queue: Queue) -> None:
     sender = queue.sender(2)
     first, second = queue.reader(sender, 0), queue.reader(sender, 1)
     sender.wait_connected(PATIENCE)
@@ -164,14 +164,14 @@ def test_a_negative_timeout_is_over_at_once_and_one_that_is_no_number_is_refused
         reader.frames(timeout)
 
 
-def test_a_reader_that_waits_to_be_ready_is_told_that_the_queue_closed(queue: Queue) -> None:
+def test_a_reader_that_waits_to_be_ready_gets_an_error_when_the_queue_closes(queue: Queue) -> None:
     sender, reader = queue.pair()
     sender.close()
     with pytest.raises(QueueClosedError):
         reader.wait_ready(PATIENCE)
 
 
-def test_closing_does_not_wait_longer_than_said(
+def test_closing_does_not_wait_longer_than_linger(
     queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = queue.sender(2, linger=0.2)
@@ -190,7 +190,7 @@ def test_closing_does_not_wait_longer_than_said(
         reader.frames(PATIENCE)
 
 
-def test_a_reader_that_comes_for_no_more_has_told_what_it_read(queue: Queue) -> None:
+def test_a_reader_that_calls_no_more_has_acknowledged_what_it_read(queue: Queue) -> None:
     sender, reader = queue.pair(window=1000)
     for number in range(3):
         sender.send([b"%d" % number, bytes(20_000 * (number % 2))], PATIENCE)
@@ -200,7 +200,7 @@ def test_a_reader_that_comes_for_no_more_has_told_what_it_read(queue: Queue) -> 
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 300])
-def test_closing_waits_for_nobody_who_has_read_all(
+def test_closing_waits_for_no_reader_that_has_read_all(
     queue: Queue, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
     sender, reader = queue.pair(window=1000, linger=PATIENT)
@@ -218,7 +218,7 @@ def test_closing_waits_for_nobody_who_has_read_all(
         reader.frames(PATIENCE)
 
 
-def test_who_reads_the_last_message_frees_a_writer_that_closes(queue: Queue) -> None:
+def test_a_reader_of_the_last_message_frees_a_writer_that_closes(queue: Queue) -> None:
     sender, reader = queue.pair(linger=PATIENT)
     for number in range(3):
         sender.send([b"%d" % number], PATIENCE)
@@ -260,7 +260,7 @@ def test_a_message_that_was_waited_for_is_acknowledged_at_once(queue: Queue) -> 
     assert impostor.hear() == encode(Acknowledgement(1))
 
 
-def test_what_is_read_is_not_acknowledged_while_more_waits(queue: Queue) -> None:
+def test_messages_are_not_acknowledged_while_more_wait(queue: Queue) -> None:
     impostor = queue.impostor()
     reader = queue.reader_at(impostor.address)
     impostor.meet()
@@ -279,7 +279,7 @@ def has_come(reader: RemoteReader) -> bool:
     return bool(reader._socket.poll(0))
 
 
-def test_who_comes_while_the_queue_closes_is_told(queue: Queue) -> None:
+def test_a_reader_that_joins_while_the_queue_closes_gets_an_error(queue: Queue) -> None:
     sender, reader = queue.pair(linger=PATIENT)
     sender.send([b"unread"], PATIENCE)
     closing = threading.Thread(target=sender.close)
@@ -291,7 +291,7 @@ def test_who_comes_while_the_queue_closes_is_told(queue: Queue) -> None:
     assert not closing.is_alive()
 
 
-def test_who_was_not_let_in_yet_is_told_that_the_queue_closed(queue: Queue) -> None:
+def test_a_reader_not_admitted_yet_gets_an_error_when_the_queue_closes(queue: Queue) -> None:
     sender = queue.sender(linger=PATIENT)
     reader = queue.reader(sender)
     wait_until(lambda: bool(sender._socket.poll(0)), "it said hello")
@@ -368,7 +368,7 @@ def test_all_interfaces_are_never_listened_on(ip: str) -> None:
 
 
 @pytest.mark.parametrize("ip", ["", "*", "localhost", "tcp://127.0.0.1", 5, b"\x7f\0\0\1", None])
-def test_what_is_no_address_is_not_bound_to(ip: Any) -> None:
+def test_only_an_address_is_bound_to(ip: Any) -> None:
     with pytest.raises(ConfigurationError, match="connect_ip must be an IP address"):
         RemoteSender(1, ip, curve=None, waiting=Waiting())
 
@@ -394,7 +394,7 @@ SERVER, OTHER = Curve.generate(), Curve.generate()
     [(SERVER, OTHER), (SERVER, None), (None, SERVER)],
     ids=["other key", "no key", "no key of the writer"],
 )
-def test_a_reader_without_the_writers_key_is_told(
+def test_a_reader_without_the_writers_key_gets_an_error(
     queue: Queue, server: Curve | None, client: Curve | None
 ) -> None:
     sender = queue.sender(curve=server)

@@ -252,7 +252,7 @@ def test_check_finds_a_lost_block() -> None:
         lambda: ManualClock().advance(math.nan),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(make: Any) -> None:
+def test_options_that_cannot_work_are_refused_at_once(make: Any) -> None:
     with pytest.raises(ConfigurationError):
         make()
 

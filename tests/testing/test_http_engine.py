@@ -262,7 +262,7 @@ def test_an_address_that_is_taken_is_an_error_at_the_call() -> None:
             HttpEngine([engine, engine])
 
 
-def test_images_are_placeholders_and_tell_their_blocks_apart() -> None:
+def test_images_are_placeholders_and_distinguish_their_blocks() -> None:
     def chat(image: str) -> list[Any]:
         picture = {"type": "image_url", "image_url": {"url": image}}
         return [{"role": "user", "content": [picture, {"text": "and what is this?"}]}]

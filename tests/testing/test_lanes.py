@@ -104,7 +104,7 @@ def test_a_lane_holds_a_bounded_number() -> None:
     assert len(passed) == counters["live.overflowed"] == 7
 
 
-def test_corrupted_messages_can_always_be_told() -> None:
+def test_corrupted_messages_can_always_be_recognized() -> None:
     batch = encode_batch(EventBatch(1.0, [AllBlocksCleared()], 0))
     damaging, counters = lane(corrupt=1.0)
     for i in range(200):

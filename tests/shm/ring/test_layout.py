@@ -237,7 +237,7 @@ def test_parties_refuse_memory_that_is_too_small(ring_of: Make) -> None:
 
 @pytest.mark.parametrize("evict", [False, True])
 @pytest.mark.parametrize("started", [False, True])
-def test_a_removed_reader_knows_it(ring_of: Make, evict: bool, started: bool) -> None:
+def test_a_removed_reader_gets_an_error(ring_of: Make, evict: bool, started: bool) -> None:
     ring = ring_of(1, 2, 64)
     with ShmRingBuffer(*ring.handle()) as other:
         writer, reader = ring.writer(), other.reader(0)
