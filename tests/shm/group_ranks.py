@@ -207,10 +207,10 @@ def _torch_main(
         world_size=world_size,
         timeout=timedelta(seconds=PATIENCE),
     )
-    some = dist.new_group(members, timeout=timedelta(seconds=2))
+    subgroup = dist.new_group(members, timeout=timedelta(seconds=2))
     everyone = list(range(world_size))
     try:
-        pipe.send(outcome(task, TorchProcessGroup(None if members == everyone else some), pipe))
+        pipe.send(outcome(task, TorchProcessGroup(None if members == everyone else subgroup), pipe))
     except KVIndexError as error:
         pipe.send((type(error).__name__, str(error)))
     pipe.close()
@@ -305,12 +305,12 @@ def to_a_single_reader(
     count = 20 if group.rank != reader_rank else 3  # its own are all sent before any is read
     for number in range(count):
         queue.enqueue([group.rank, number], LONG)
-    got = []
+    received = []
     for rank, reader in enumerate(readers):
         count = 20 if rank != reader_rank else 3
-        got.append([reader.dequeue(LONG) for _ in range(count)])
-        assert got[-1] == [[rank, number] for number in range(count)]
+        received.append([reader.dequeue(LONG) for _ in range(count)])
+        assert received[-1] == [[rank, number] for number in range(count)]
         reader.close()
     group.barrier()
     queue.close()
-    return len(got)
+    return len(received)

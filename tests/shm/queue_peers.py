@@ -144,9 +144,9 @@ class Peer:
         error = getattr(errors, name, None)
         if error is None:
             raise AssertionError(f"{name} at a peer: {text}")
-        told: KVIndexError = error.__new__(error)
-        told.args = (text,)
-        raise told
+        raised: KVIndexError = error.__new__(error)
+        raised.args = (text,)
+        raise raised
 
     def call(self, name: str, *args: Any, **knobs: Any) -> Any:
         self.start(name, *args, **knobs)
@@ -286,5 +286,5 @@ def is_left(handle: Handle) -> bool:
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as given:
-        tend(given, sys.argv[2])
+    with socket.socket(fileno=int(sys.argv[1])) as connected:
+        tend(connected, sys.argv[2])

@@ -213,8 +213,8 @@ class Impostor:
     def meet(self) -> None:
         """Wait for the reader's hello."""
         assert self._socket.poll(MILLISECONDS)
-        self._identity, said = self._socket.recv_multipart()
-        decode(said)
+        self._identity, part = self._socket.recv_multipart()
+        decode(part)
 
     def welcome(self, next_seq: int = 0, *, ready: bool = True) -> None:
         self.say(encode(Welcome(next_seq, 16, ready)))

@@ -83,9 +83,9 @@ def test_msgpack_brings_back_what_it_carries(party: Party) -> None:
     reader.start("take", len(VALUES))
     for value in VALUES:
         writer.enqueue(value, PATIENCE)
-    got = reader.result()
-    assert got == VALUES
-    assert [type(value) for value in got] == [type(value) for value in VALUES]
+    received = reader.result()
+    assert received == VALUES
+    assert [type(value) for value in received] == [type(value) for value in VALUES]
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK, 5000])
@@ -123,9 +123,9 @@ def test_pickle_brings_back_everything_where_both_sides_ask_for_it(party: Party)
     reader.start("take", len(values))
     for value in values:
         writer.enqueue(value, PATIENCE)
-    got = reader.result()
-    assert got == values
-    assert [type(value) for value in got] == [type(value) for value in values]
+    received = reader.result()
+    assert received == values
+    assert [type(value) for value in received] == [type(value) for value in values]
 
 
 class Shout:
@@ -220,18 +220,18 @@ def test_a_message_whose_writing_fails_is_not_sent(party: Party) -> None:
     assert writer.statistics()["messages"] == 1
 
 
-@pytest.mark.parametrize(("most", "given"), [(10_000, CHUNK), (CHUNK, CHUNK), (10, 10), (1, 1)])
+@pytest.mark.parametrize(("most", "length"), [(10_000, CHUNK), (CHUNK, CHUNK), (10, 10), (1, 1)])
 def test_as_much_memory_is_given_as_a_chunk_and_a_message_may_have(
-    party: Party, most: int, given: int
+    party: Party, most: int, length: int
 ) -> None:
     writer, (reader,) = party.ready(max_message_bytes=most)
     reader.start("read_raw", 1)
     with writer.acquire_write(PATIENCE) as view:
-        assert len(view) == given
-        view[:] = b"w" * given
-    assert reader.result() == [b"w" * given]
-    with pytest.raises(ConfigurationError, match=f"0 to {given} bytes"):
-        with writer.acquire_write(PATIENCE, length=given + 1):
+        assert len(view) == length
+        view[:] = b"w" * length
+    assert reader.result() == [b"w" * length]
+    with pytest.raises(ConfigurationError, match=f"0 to {length} bytes"):
+        with writer.acquire_write(PATIENCE, length=length + 1):
             raise AssertionError("refused only when all is written")
 
 
@@ -362,11 +362,11 @@ def test_a_reader_in_place_of_another_reads_on_from_one_exact_message(party: Par
     thread.join(PATIENCE)
     writer.close()
     assert staying.result() == (list(range(WINDOW, 500)), "QueueClosedError")
-    got, ended_by = replacing.result()
+    received, ended_by = replacing.result()
     assert ended_by == "QueueClosedError"
-    assert got == list(range(500))[-len(got) :] if got else True
+    assert received == list(range(500))[-len(received) :] if received else True
     if not party.is_remote:  # over TCP it may come later than all that is sent
-        assert got == list(range(WINDOW, 500))
+        assert received == list(range(WINDOW, 500))
 
 
 def test_a_rank_has_one_reader(party: Party) -> None:
@@ -389,8 +389,8 @@ def test_a_rank_has_one_reader(party: Party) -> None:
 def test_a_wrong_rank_is_refused(party: Party) -> None:
     writer = party.writer(1)
     for rank in (-1, 1 << 40) if party.is_remote else (-1, 1, 10**6):
-        said = "rank must be 0 to" if party.is_remote else f"rank {rank} is none of"
-        with pytest.raises(ConfigurationError, match=said):
+        reason = "rank must be 0 to" if party.is_remote else f"rank {rank} is none of"
+        with pytest.raises(ConfigurationError, match=reason):
             party.reader(writer, rank)
 
 

@@ -82,10 +82,10 @@ class Noticed(threading.Event):
         self.times_found_set = 0
 
     def is_set(self) -> bool:
-        found = super().is_set()
-        self.times_found_set += found
+        is_set = super().is_set()
+        self.times_found_set += is_set
         self.looked.set()
-        return found
+        return is_set
 
 
 def fill(writer: MessageQueue) -> None:
@@ -239,8 +239,8 @@ def test_a_second_thread_is_refused_while_the_first_waits_for_room(pair: Pair) -
         until(lambda: writer.statistics()["remote"]["waits"] > 1)
     with pytest.raises(InUseError, match="another thread"):
         writer.enqueue("second", timeout=0.0)
-    got = [reader.dequeue(PATIENCE) for _ in range(5)]
-    assert got == [0, 1, 2, 3, "more"]
+    received = [reader.dequeue(PATIENCE) for _ in range(5)]
+    assert received == [0, 1, 2, 3, "more"]
     assert waiting.finish() is None
 
 

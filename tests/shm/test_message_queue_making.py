@@ -75,7 +75,7 @@ def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("wrong", "reason"),
     [
         ({"handle": None}, "handle must be the Handle .* not a NoneType"),
         ({"handle": b"bytes"}, "handle must be the Handle .* not a bytes"),
@@ -89,10 +89,12 @@ def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[
         ({"curve": b"key"}, "curve must name the writer's public key"),
     ],
 )
-def test_a_wrong_argument_of_a_reader_is_refused_at_once(given: dict[str, Any], said: str) -> None:
+def test_a_wrong_argument_of_a_reader_is_refused_at_once(
+    wrong: dict[str, Any], reason: str
+) -> None:
     with MessageQueue(1, 1) as writer:
-        arguments: dict[str, Any] = {"handle": writer.export_handle(), "rank": 0} | given
-        with pytest.raises(ConfigurationError, match=said):
+        arguments: dict[str, Any] = {"handle": writer.export_handle(), "rank": 0} | wrong
+        with pytest.raises(ConfigurationError, match=reason):
             MessageQueue.create_from_handle(**arguments)
 
 
@@ -158,7 +160,7 @@ def test_keys_of_ones_own_are_used() -> None:
 def listened_addresses(port: int) -> set[str]:
     """The addresses on which this process listens at a port, by the kernel's word."""
     ours = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
-    found = set()
+    addresses = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             local, state, inode = (line.split()[column] for column in (1, 3, 9))
@@ -167,8 +169,8 @@ def listened_addresses(port: int) -> set[str]:
             if is_ours and state == "0A" and int(hexadecimal, 16) == port:
                 words = bytes.fromhex(address)
                 packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                found.add(socket.inet_ntop(family, packed))
-    return found
+                addresses.add(socket.inet_ntop(family, packed))
+    return addresses
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ reader = MessageQueue.create_from_handle(
     writer.export_handle(), 0, waiting=Waiting(look=0.01))
 name = writer.export_handle().buffer_handle[3]
 writer.enqueue("before")
-told, tell = os.pipe()
+notices, notify = os.pipe()
 if os.fork() == 0:
     refused = 0
     for use in [
@@ -244,9 +246,9 @@ if os.fork() == 0:
             use()
         except ClosedError as error:
             refused += "belongs to the parent process; attach one by the queue" in str(error)
-    os.write(tell, bytes([refused]))
+    os.write(notify, bytes([refused]))
     sys.exit(0)  # with all that runs at an interpreter's end
-print("refused", os.read(told, 1)[0], flush=True)
+print("refused", os.read(notices, 1)[0], flush=True)
 os.wait()
 print("still there", os.path.exists("/dev/shm/" + name), reader.dequeue(120.0), flush=True)
 writer.close()
@@ -262,16 +264,16 @@ if parent == 0:
         os.read(go_on, 1)
         os._exit(0)
     os.write(hand_over, writer.export_handle().to_bytes())
-    os.read(told, 1)
+    os.read(notices, 1)
     os._exit(1)  # without a word
 from kvindex.shm import Handle
 handle = Handle.from_bytes(os.read(handle_at, 10000))
 reader = MessageQueue.create_from_handle(handle, 0, waiting=Waiting(look=0.01))
-os.write(tell, b"x")
+os.write(notify, b"x")
 try:
     reader.dequeue(120.0)
 except WriterDiedError:
-    print("told of the death", flush=True)
+    print("the death is reported", flush=True)
 os.write(let_go, b"x")
 """
 
@@ -286,7 +288,7 @@ def test_a_forked_child_has_no_part_in_its_parents_queue(backend: str) -> None:
         text=True,
         timeout=PATIENCE,
     )
-    assert done.stdout == "refused 12\nstill there True before\ntold of the death\n"
+    assert done.stdout == "refused 12\nstill there True before\nthe death is reported\n"
     assert done.stderr == ""
 
 

@@ -51,9 +51,9 @@ def run_without(use: str, path: Path) -> str:
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_an_error_says_that_the_native_module_is_missing(use: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    said = run_without(use, tmp_path / "socket")
-    assert "native module" in said
-    assert "C++20 compiler" in said
+    error = run_without(use, tmp_path / "socket")
+    assert "native module" in error
+    assert "C++20 compiler" in error
     assert list(tmp_path.glob("socket")) == []
 
 

@@ -81,7 +81,7 @@ def test_ranks_are_those_within_the_torch_group(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("changes", "group", "said"),
+    ("changes", "group", "reason"),
     [
         ({"initialized": False}, None, "init_process_group first"),
         ({"rank": -1}, None, "not a member"),
@@ -90,10 +90,10 @@ def test_ranks_are_those_within_the_torch_group(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_torch_group_that_cannot_work_is_refused(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], group: Any, said: str
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], group: Any, reason: str
 ) -> None:
     pretend_torch(monkeypatch, FakeDistributed(**changes))
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=reason):
         TorchProcessGroup(group)
 
 

@@ -53,9 +53,9 @@ def test_a_packet_comes_out_as_it_went_in(packet: Packet) -> None:
 
 def test_a_hello_of_another_version_has_the_version() -> None:
     assert decode(msgspec.msgpack.encode(["Hello", 7])) == Hello(7)
-    said = decode(msgspec.msgpack.encode(["Hello", 7, 1, b"token", "new"]))
-    assert isinstance(said, Hello)
-    assert said.version == 7
+    hello = decode(msgspec.msgpack.encode(["Hello", 7, 1, b"token", "new"]))
+    assert isinstance(hello, Hello)
+    assert hello.version == 7
 
 
 @pytest.mark.parametrize(

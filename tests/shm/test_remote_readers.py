@@ -318,12 +318,12 @@ def test_a_reader_in_place_of_one_who_left_begins_with_the_next_message(queue: Q
 def _wait_obstacle(reader: RemoteReader, obstacle: str) -> None:
     """Wait until a reader that is not let in says what for."""
 
-    def said() -> bool:
+    def is_reported() -> bool:
         with pytest.raises(QueueTimeoutError) as raised:
             reader.wait_ready(0.05)
         return obstacle in str(raised.value)
 
-    wait_until(said, obstacle)
+    wait_until(is_reported, obstacle)
 
 
 def test_an_interrupted_send_is_never_silent(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
