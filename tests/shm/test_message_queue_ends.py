@@ -237,6 +237,8 @@ def test_a_second_thread_is_refused_while_the_first_waits_for_room(pair: Pair) -
         until(lambda: sleeps(writer) > 0)
     else:
         until(lambda: writer.statistics()["remote"]["waits"] > 1)
+        with pytest.raises(InUseError, match="another thread"):
+            writer.remove_reader(0)  # a remote reader's; a local one can be removed at any time
     with pytest.raises(InUseError, match="another thread"):
         writer.enqueue("second", timeout=0.0)
     received = [reader.dequeue(PATIENCE) for _ in range(5)]
