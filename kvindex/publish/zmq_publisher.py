@@ -68,7 +68,7 @@ class ZmqEventPublisher(EventPublisher):
     """
 
     SHUTDOWN_TIMEOUT: float = 1.0
-    """Seconds that `shutdown` takes at most unless told, and at exit; as in the engines."""
+    """Seconds that `shutdown` takes at most by default, and at exit; as in the engines."""
 
     END_SEQ = END_SEQ.to_bytes(8, "big")
     """The number that ends a replay, as on the wire."""

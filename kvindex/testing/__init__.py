@@ -1,6 +1,6 @@
 """Test tools: a fake engine with a real cache, over HTTP too, a link with faults, a clock by hand.
 
-They are part of the product: whoever writes a router tests it with them, without a GPU.
+They are part of the product: authors of routers test with them, without a GPU.
 
 Read first: `engine.py` and `cache.py`, then `link.py`.
 May import: `kvindex.wire`, `kvindex.publish`, `kvindex.subscribe`, `kvindex.index` and the root.

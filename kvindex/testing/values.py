@@ -21,11 +21,11 @@ __all__ = [
 ]
 
 CacheKey = tuple[BlockHash, str, int | None]
-"""What events tell apart: (block_hash, medium, group_idx)."""
+"""The identity of a block in events: (block_hash, medium, group_idx)."""
 
 
 class PromptKeys(TypedDict, total=False):
-    """What the blocks of a prompt are cached under, besides its tokens.
+    """The keys under which the blocks of a prompt are cached, besides its tokens.
 
     Attributes:
         lora: LoRA adapter name.

@@ -52,7 +52,7 @@ def find_rank(name: object, known: Collection[Rank]) -> Rank:
 
 
 class RankNames:
-    """What every name of some ranks stands for: `find_ranks` for many names, each in O(1).
+    """The ranks that every name stands for: `find_ranks` for many names, each in O(1).
 
     Args:
         known: the ranks.

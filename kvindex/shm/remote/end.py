@@ -1,4 +1,4 @@
-"""What both ends of a queue over TCP have in common: a socket, its one user, and its waits.
+"""The base of both ends of a queue over TCP: a socket, its one user, and its waits.
 
 The system's TCP keepalive finds a host that vanished. ZMTP heartbeats would also find a process
 that stands still, but where a queue of libzmq is full, they give up connections that work, and can
@@ -25,7 +25,7 @@ IN_USE = (
     "this end of the queue is in use, by another thread or by a call that this one interrupts: "
     "one at a time"
 )
-"""What InUseError says."""
+"""The text of an InUseError."""
 
 _VANISHED_AFTER = 15  # seconds without an answer, until the system gives a connection up
 _KEEPALIVE = 5  # seconds of silence until the system asks for a sign, and between its questions

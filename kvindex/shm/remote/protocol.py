@@ -1,4 +1,4 @@
-"""What a queue's writer and its remote readers send to each other.
+"""The packets between a queue's writer and its remote readers.
 
 A reader sends `Hello`. The writer answers `Welcome` or `Refused`. Then the writer sends messages,
 and the reader acknowledges them. Each packet is a msgpack array in one ZeroMQ part. Only the frames
@@ -21,7 +21,7 @@ _MAX_FRAMES = 65_538  # of one message: its kind, the encoded object, and its bu
 
 
 class Packet(msgspec.Struct, array_like=True, tag=True):
-    """What one end sends to the other."""
+    """A message of one end to the other."""
 
 
 class Hello(Packet):

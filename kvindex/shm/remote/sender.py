@@ -338,7 +338,7 @@ class RemoteSender(RemoteEnd):
         for routing_id in unreachable & self._ranks.keys():
             rank = self._ranks[routing_id]
             unread = self._window.unread_by(rank)
-            # Where nothing is lost, whoever applies the policy reports the death.
+            # Where nothing is lost, only the caller's policy for dead readers reports the death.
             level = logging.WARNING if unread else logging.INFO
             logger.log(level, "remote reader %d died, %d messages unread", rank, unread)
             self._dead.add(rank)
