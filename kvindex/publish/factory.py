@@ -9,8 +9,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvindex.publish.config import KVEventsConfig
-from kvindex.publish.publisher import EventPublisher, NullEventPublisher, one_rank
+from kvindex.publish.publisher import (
+    EventPublisher,
+    KVEventsConfig,
+    NullEventPublisher,
+    one_rank,
+)
 from kvindex.publish.zmq_publisher import ZmqEventPublisher
 from kvindex.wire.errors import ConfigurationError, DuplicatePublisherError
 

@@ -9,11 +9,15 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from kvindex.publish.config import KVEventsConfig
-from kvindex.publish.endpoints import binds_endpoint, local_endpoint, offset_endpoint
-from kvindex.publish.publisher import EventPublisher
-from kvindex.publish.publisher_loop import PublisherLoop
-from kvindex.publish.sockets import PublisherSockets, open_sockets
+from kvindex.publish.loop import PublisherLoop
+from kvindex.publish.publisher import EventPublisher, KVEventsConfig
+from kvindex.publish.sockets import (
+    PublisherSockets,
+    binds_endpoint,
+    local_endpoint,
+    offset_endpoint,
+    open_sockets,
+)
 from kvindex.wire import END_SEQ, LATEST, Dialect, EventBatch, dialect
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError
@@ -64,7 +68,7 @@ class ZmqEventPublisher(EventPublisher):
     """
 
     SHUTDOWN_TIMEOUT: float = 1.0
-    """Seconds that `shutdown` takes at most unless told, and at exit; as in the engines."""
+    """Seconds that `shutdown` takes at most by default, and at exit; as in the engines."""
 
     END_SEQ = END_SEQ.to_bytes(8, "big")
     """The number that ends a replay, as on the wire."""

@@ -7,7 +7,7 @@ MessageQueue ── RingSender ─► ring of chunks in /dev/shm ─► RingRece
 
 `MessageQueue` is what most users need. Linux only.
 
-Read first: `queue.py`, then `ring/ring.py` below it; `remote/` and `groups/` stand alone.
+Read first: `queue.py`, then `ring/ring.py` below it; `remote/` and `groups.py` stand alone.
 May import: of `kvindex.wire` errors, keys and the native module; neither events nor index.
 """
 
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from kvindex.shm.arguments import QueueOptions
 from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
-from kvindex.shm.groups.process_group import ProcessGroup
-from kvindex.shm.groups.torch_group import TorchProcessGroup
+from kvindex.shm.groups import ProcessGroup
 from kvindex.shm.handle import Handle
 from kvindex.shm.queue import MessageQueue
 from kvindex.shm.ring import ShmRingBuffer, Waiting
+from kvindex.shm.torch_group import TorchProcessGroup
 from kvindex.wire.errors import (
     ClosedError,
     InUseError,

@@ -88,16 +88,16 @@ def local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> lis
         )
     if ranks is None:
         return list(range(n_local))
-    found = list(ranks) if isinstance(ranks, Iterable) else None
+    chosen = list(ranks) if isinstance(ranks, Iterable) else None
     if (
-        found is None
-        or not all(map(_is_int, found))
-        or not len(set(found)) == len(found) == n_local
+        chosen is None
+        or not all(map(_is_int, chosen))
+        or not len(set(chosen)) == len(chosen) == n_local
     ):
         raise ConfigurationError(
             f"local_reader_ranks must be {n_local} different ranks, which are ints, not {ranks!r}"
         )
-    return found
+    return chosen
 
 
 def check_reading(handle: Handle, rank: int, waiting: Waiting | None, curve: Curve | None) -> None:

@@ -188,26 +188,28 @@ def body_of(obj: Any, codec: Codec) -> tuple[int, Buffer | list[Buffer], int]:
     return BUFFERS, parts, len(head) + sum(lengths)
 
 
-def decoder_of(codec: Codec) -> Callable[[int, Buffer], Any]:
+def decoder_of(codec: Codec) -> Callable[[int, Any], Any]:
     """Return a function that makes an object from a kind and a body, and keeps nothing of the body.
 
-    The function raises DecodeError if the body does not fit its kind.
+    The body is a buffer; or, for `BUFFERS`, a list of them. The function raises DecodeError if the
+    body does not fit its kind.
     """
 
-    def decode(kind: int, body: Buffer) -> Any:
+    def decode(kind: int, body: Any) -> Any:
         if kind == ENCODED:
             return codec.decode(body, ())
         if kind == RAW:
             return body if type(body) is bytes else bytes(body)
         if kind == BUFFERS:
-            return codec.decode(*_split(memoryview(body)))
+            data, *buffers = body if type(body) is list else _split(memoryview(body))
+            return codec.decode(data, [bytearray(buffer) for buffer in buffers])
         raise DecodeError(f"a message of unknown kind {kind}", size=len(body))
 
     return decode
 
 
-def _split(body: memoryview) -> tuple[memoryview, list[bytearray]]:
-    """Return the encoded object and copies of the buffers beside it."""
+def _split(body: memoryview) -> list[memoryview]:
+    """Return the encoded object and the buffers beside it."""
     size = len(body)
     if size < _COUNT.size:
         raise DecodeError("a message with buffers that does not say how many", size=size)
@@ -222,4 +224,4 @@ def _split(body: memoryview) -> tuple[memoryview, list[bytearray]]:
     for length in lengths:
         parts.append(body[start : start + length])
         start += length
-    return parts[0], [bytearray(part) for part in parts[1:]]
+    return parts

@@ -22,8 +22,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
         local_reader_ranks: the ranks that read through shared memory; the others by TCP.
         buffer_handle: of the ring, or None without local readers.
         remote_address: `tcp://…` for remote readers, or None without any.
-        remote_token: a remote reader must show it to be admitted.
-        remote_curve_key: the writer's public CURVE key, if the connection is encrypted.
+        remote_curve_key: the writer's public CURVE key: only readers that know it are admitted.
         codec: name of the messages' codec.
         max_message_bytes: longest message that readers accept, in bytes.
     """
@@ -32,7 +31,6 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
     local_reader_ranks: list[int]
     buffer_handle: RingHandle | None
     remote_address: str | None
-    remote_token: bytes | None
     remote_curve_key: bytes | None
     codec: str
     max_message_bytes: int

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from kvindex.shm import arguments
-from kvindex.shm.arguments import QueueOptions, WriterSettings
+from kvindex.shm.arguments import WriterSettings
 from kvindex.shm.codec import Codec, body_of, choose_codec, decoder_of
-from kvindex.shm.ends import ReadingEnd, WritingEnd, open_reading_end, open_writing_end
-from kvindex.shm.groups.sharing import share_one_queue, share_queues_to_one
+from kvindex.shm.groups import (
+    create_from_process_group,
+    create_from_process_group_single_reader,
+)
 from kvindex.shm.handle import Handle
-from kvindex.shm.ring import DeadReaderPolicy, Waiting
-from kvindex.shm.turn import IN_USE
+from kvindex.shm.reading import open_reading_end
+from kvindex.shm.remote import IN_USE, RemoteReader
+from kvindex.shm.ring import DeadReaderPolicy, RingReceiver, Waiting
+from kvindex.shm.writing import WritingEnd, open_writing_end
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 __all__ = ["MessageQueue"]
-
-_GROUP_TIMEOUT = 300.0  # seconds
 
 
 class MessageQueue:
@@ -44,14 +43,14 @@ class MessageQueue:
         max_chunks: chunks in the ring. The ring takes `max_chunks * max_chunk_bytes` of /dev/shm.
         connect_ip: this machine's address, IPv4 or IPv6, that remote readers connect to; only this
             address is listened on. By default the loopback's, which this machine alone can reach.
-        codec: "msgpack", "pickle" (for readers who trust the writer: never to remote readers
-            without `curve`), or a `Codec`, whose author is responsible for its `decode`.
+        codec: "msgpack", "pickle" (for readers who trust the writer), or a `Codec`, whose author is
+            responsible for its `decode`.
         waiting: how to wait.
         on_dead_reader: what to do when a reader is gone with messages unread: "remove" it and go
             on, or "raise" ReaderDiedError once as well, when all others were sent the message.
         max_message_bytes: longest message, in bytes.
         curve: `kvindex.Curve.generate()`, which encrypts the connections to remote readers; by
-            default one is made, where ZeroMQ has CURVE. The handle holds its public key.
+            default new keys. The handle holds the public one, which every reader must know.
         remote_window: messages that a remote reader may be behind before the writer waits.
 
     Raises:
@@ -103,9 +102,6 @@ class MessageQueue:
         writing, handle = open_writing_end(n_reader, ranks, settings)
         self._view_bytes = min(max_chunk_bytes, max_message_bytes)
         self._set_up(writing, handle, chosen)
-        self._writing = writing
-        self._sender = writing.sender
-        self._receiver: Any = _WrongEnd("this end writes; readers are made by create_from_handle")
 
     @staticmethod
     def create_from_handle(
@@ -126,8 +122,7 @@ class MessageQueue:
             rank: which reader this is; one of the handle's local ranks, or a remote one.
             codec: the writer's; pickle must be chosen here too.
             waiting: how to wait.
-            curve: this reader's keys, `kvindex.Curve.generate(server_key)`, if the writer has keys;
-                new ones by default.
+            curve: a remote reader's keys, `Curve.generate(server_key)`; new ones by default.
 
         Raises:
             ConfigurationError: a value cannot work, or the codec is not the writer's.
@@ -139,23 +134,28 @@ class MessageQueue:
         queue = MessageQueue.__new__(MessageQueue)
         reading = open_reading_end(handle, rank, chosen, waiting or Waiting(), curve)
         queue._set_up(reading, handle, chosen)
-        queue._receiver = reading.receiver
-        wrong: Any = _WrongEnd("this end reads; only the queue's maker writes")
-        queue._writing = queue._sender = wrong
         return queue
 
-    def _set_up(self, end: WritingEnd | ReadingEnd, handle: Handle, codec: Codec) -> None:
+    def _set_up(
+        self, end: WritingEnd | RingReceiver | RemoteReader, handle: Handle, codec: Codec
+    ) -> None:
         self._end = end
         self._is_writer = isinstance(end, WritingEnd)
+        # Each end has a substitute for the other one, which refuses every use.
+        writing = _WrongEnd("this end reads; only the maker writes")
+        reading = _WrongEnd("this end writes; create_from_handle makes readers")
+        self._writing: Any = end if isinstance(end, WritingEnd) else writing
+        self._sender: Any = end.sender if isinstance(end, WritingEnd) else writing
+        self._receiver: Any = reading if isinstance(end, WritingEnd) else end
         self._handle = handle
         self._codec = codec
         self._decode = decoder_of(codec)
         self._max_message_bytes = handle.max_message_bytes
         self._messages = 0  # sent
         # The lock keeps other threads out, and the flag a signal handler, which runs in the thread
-        # that it interrupts. A handler that raises just after the lock was taken leaves it taken,
-        # and its thread goes on with it. For the same reason `enqueue` and `dequeue` take it in
-        # their own lines: a handler may also raise at the first line of an `__exit__`.
+        # that it interrupts. Ctrl-C just after the lock was taken leaves it taken, and its thread
+        # goes on with it. `enqueue` and `dequeue` take it in their own lines, since Ctrl-C may also
+        # come at the first line of an `__exit__`.
         self._user = threading.RLock()
         self._in_call = False
         self._finalizer = weakref.finalize(self, end.close)
@@ -267,7 +267,7 @@ class MessageQueue:
             WaitCancelledError: `cancel` was set.
             DecodeError: the message is not of this codec; it counts as read.
             ConfigurationError: this end writes, `cancel` is no event, or the writer refused this
-                remote reader (its rank, token or version).
+                remote reader (its rank or version).
             ClosedError: this end was closed.
         """
         if not self._user.acquire(False) or self._in_call:
@@ -327,11 +327,7 @@ class MessageQueue:
         Raises:
             ConfigurationError: this end reads.
         """
-        handle = self._handle
-        if rank in handle.local_reader_ranks or handle.remote_address is None:
-            return self._writing.evict(rank)  # at any time
-        with self._one_user():
-            return self._writing.evict(rank)
+        return bool(self._writing.evict(rank))
 
     def broadcast_object(self, obj: Any = None) -> Any:
         """Return the writer's object at every end: the writer sends it, a reader receives it.
@@ -349,8 +345,11 @@ class MessageQueue:
         `local`: chunks and fragments, waits that were spun or slept, wake-ups of others, readers
         removed, messages whose end never came. `remote`: as `RemoteSender.statistics`.
         """
-        counted: dict[str, Any] = {"messages": self._messages, "local": None, "remote": None}
-        return counted | self._end.statistics()
+        counted = self._end.statistics()
+        if self._is_writer:
+            return {"messages": self._messages, **counted}
+        local = counted if isinstance(self._end, RingReceiver) else None
+        return {"messages": counted["messages"], "local": local, "remote": None}
 
     def close(self) -> None:
         """Close this end. Idempotent.
@@ -375,102 +374,8 @@ class MessageQueue:
         end = "writer" if self._is_writer else "reader"
         return f"<MessageQueue: {end} of a queue for {self._handle.n_reader} readers>"
 
-    # Process groups ---------------------------------------------------------------------------
-
-    @staticmethod
-    def create_from_process_group(
-        pg: Any,
-        max_chunk_bytes: int = 1 << 20,
-        max_chunks: int = 16,
-        writer_rank: int = 0,
-        external_writer_handle: Handle | None = None,
-        blocking: bool = True,
-        *,
-        connect_ip: str | None = None,
-        timeout: float | None = _GROUP_TIMEOUT,
-        **options: Unpack[QueueOptions],
-    ) -> MessageQueue:
-        """Return this rank's end of one queue from rank `writer_rank` to all others. Collective.
-
-        Ranks that share memory with the writer read through it, the others by TCP. A group of one
-        rank has no readers.
-
-        Args:
-            pg: a `ProcessGroup`, or a group of torch.distributed.
-            max_chunk_bytes: as for `MessageQueue`.
-            max_chunks: likewise.
-            writer_rank: which rank writes.
-            external_writer_handle: at rank `writer_rank`, the handle of a queue whose writer is
-                outside the group; then every rank reads, under its own rank.
-            blocking: return when all are attached.
-            connect_ip: the writer's address; needed there when a rank is on another machine.
-            timeout: longest wait for all to be attached, in seconds.
-            options: as for `MessageQueue`; readers look at `codec` and `waiting` only.
-
-        Raises:
-            ConfigurationError: a value cannot work, here or at another rank.
-            QueueTimeoutError, PeerDiedError: a rank did not come, or is gone.
-        """
-        arguments.check_options(options)
-
-        def attach(handle: Handle, rank: int) -> MessageQueue:
-            codec, waiting = options.get("codec", "msgpack"), options.get("waiting")
-            return MessageQueue.create_from_handle(handle, rank, codec=codec, waiting=waiting)
-
-        return share_one_queue(
-            pg,
-            writer_rank,
-            make=_maker(max_chunk_bytes, max_chunks, connect_ip, options),
-            attach=attach,
-            external_writer_handle=external_writer_handle,
-            connect_ip=connect_ip,
-            blocking=blocking,
-            timeout=timeout,
-        )
-
-    @staticmethod
-    def create_from_process_group_single_reader(
-        pg: Any,
-        max_chunk_bytes: int = 1 << 20,
-        max_chunks: int = 16,
-        reader_rank: int = 0,
-        blocking: bool = False,
-        *,
-        connect_ip: str | None = None,
-        timeout: float | None = _GROUP_TIMEOUT,
-        **options: Unpack[QueueOptions],
-    ) -> tuple[MessageQueue, list[Handle]]:
-        """Return this rank's own queue to rank `reader_rank`, and there everyone's handles.
-
-        Collective. The reader attaches to each with `create_from_handle(handle, 0)`, in the order
-        of ranks; elsewhere the list is empty.
-
-        Args: as `create_from_process_group`; with `blocking`, return when the reader is attached,
-            which the reader cannot do at its own queue: it returns at once.
-        """
-        arguments.check_options(options)
-
-        return share_queues_to_one(
-            pg,
-            reader_rank,
-            make=_maker(max_chunk_bytes, max_chunks, connect_ip, options),
-            connect_ip=connect_ip,
-            blocking=blocking,
-            timeout=timeout,
-        )
-
-
-def _maker(
-    max_chunk_bytes: int, max_chunks: int, connect_ip: str | None, options: QueueOptions
-) -> Callable[[int, int, list[int]], MessageQueue]:
-    """Return a function that makes a group's queue from its reader counts and local ranks."""
-
-    def make(n_reader: int, n_local_reader: int, ranks: list[int]) -> MessageQueue:
-        return MessageQueue(
-            n_reader, n_local_reader, ranks, max_chunk_bytes, max_chunks, connect_ip, **options
-        )
-
-    return make
+    create_from_process_group = staticmethod(create_from_process_group)
+    create_from_process_group_single_reader = staticmethod(create_from_process_group_single_reader)
 
 
 class _WrongEnd:

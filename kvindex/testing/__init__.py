@@ -1,20 +1,26 @@
 """Test tools: a fake engine with a real cache, over HTTP too, a link with faults, a clock by hand.
 
-They are part of the product: whoever writes a router tests it with them, without a GPU.
+They are part of the product: authors of routers test with them, without a GPU.
 
 Read first: `engine.py` and `cache.py`, then `link.py`.
 May import: `kvindex.wire`, `kvindex.publish`, `kvindex.subscribe`, `kvindex.index` and the root.
 """
 
-from kvindex.testing.answers import CacheKey, Lookup, ResidentPrefix, Served
 from kvindex.testing.cache import PagedCache, Running
 from kvindex.testing.clock import ManualClock
 from kvindex.testing.engine import FakeEngine
 from kvindex.testing.faults import Faults, LaneFaults
 from kvindex.testing.http_engine import HttpEngine
-from kvindex.testing.http_options import HttpOptions
+from kvindex.testing.http_service import HttpOptions
 from kvindex.testing.link import FaultyLink
-from kvindex.testing.options import CacheOptions, Group
+from kvindex.testing.values import (
+    CacheKey,
+    CacheOptions,
+    Group,
+    Lookup,
+    ResidentPrefix,
+    Served,
+)
 from kvindex.testing.workload import Request, Workload
 
 __all__ = [

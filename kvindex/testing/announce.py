@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvindex.testing.chain import Link
-from kvindex.testing.options import CacheOptions
+from kvindex.testing.values import CacheOptions
 from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 __all__ = ["Announcer"]

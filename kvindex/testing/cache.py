@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvindex.testing.announce import Announcer
-from kvindex.testing.answers import CacheKey, Lookup, ResidentPrefix, Served
 from kvindex.testing.chain import Chain, Hasher, HashForm, Link, Namespace
-from kvindex.testing.options import CacheOptions
 from kvindex.testing.pool import BlockPool, CpuTier
+from kvindex.testing.values import (
+    CacheKey,
+    CacheOptions,
+    Lookup,
+    PromptKeys,
+    ResidentPrefix,
+    Served,
+)
 from kvindex.wire import Event
 from kvindex.wire.errors import ClosedError, ConfigurationError, TokenError
 
-__all__ = ["ExtraKeys", "PagedCache", "Running"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-ExtraKeys = Sequence[Sequence[Any] | None]
+__all__ = ["PagedCache", "Running"]
 
 
 class Running:
@@ -101,36 +108,21 @@ class PagedCache:
         self._announcer = Announcer(block_size, self.options)
         self._running: set[Running] = set()
 
-    # -- asking ------------------------------------------------------------------------------
+    # -- looking up --------------------------------------------------------------------------
 
-    def hit(
-        self,
-        token_ids: Sequence[int],
-        *,
-        lora: str | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-    ) -> int:
+    def hit(self, token_ids: Sequence[int], **keys: Unpack[PromptKeys]) -> int:
         """Return how many tokens of the prompt `serve` would find cached; changes nothing.
 
         Complexity: O(tokens).
         """
-        chain = self._chain(token_ids, lora, salt, extra_keys)
-        return self._hit_blocks(chain) * self.block_size
+        return self._hit_blocks(self._chain(token_ids, **keys)) * self.block_size
 
-    def lookup(
-        self,
-        token_ids: Sequence[int],
-        *,
-        lora: str | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-    ) -> Lookup:
+    def lookup(self, token_ids: Sequence[int], **keys: Unpack[PromptKeys]) -> Lookup:
         """Return how much of the prompt is resident, the whole of it included.
 
         Complexity: O(tokens).
         """
-        links = self._chain(token_ids, lora, salt, extra_keys).links
+        links = self._chain(token_ids, **keys).links
         blocks = self._leading(links)
         places = {
             self._announcer.gpu: sum(self._pool.find(0, x) is not None for x in links[:blocks]),
@@ -180,10 +172,8 @@ class PagedCache:
         self,
         token_ids: Sequence[int],
         *,
-        lora: str | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
         new_tokens: Sequence[int] = (),
+        **keys: Unpack[PromptKeys],
     ) -> Served:
         """Serve one request from beginning to end.
 
@@ -194,7 +184,7 @@ class PagedCache:
             ConfigurationError: it needs more blocks than are free; nothing was changed.
         """
         fed = list(new_tokens[:-1])
-        chain = self._chain(token_ids, lora, salt, extra_keys)
+        chain = self._chain(token_ids, **keys)
         self._check_room(chain, len(chain.token_ids) + len(fed))
         running = self._begin(chain)
         for token in fed:
@@ -202,21 +192,14 @@ class PagedCache:
         self.finish(running)
         return msgspec.structs.replace(running.served, new_tokens=len(new_tokens))
 
-    def begin(
-        self,
-        token_ids: Sequence[int],
-        *,
-        lora: str | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-    ) -> Running:
+    def begin(self, token_ids: Sequence[int], **keys: Unpack[PromptKeys]) -> Running:
         """Start a request: find its cached blocks, allocate and store the others.
 
         Raises:
             TokenError: there are no tokens.
             ConfigurationError: it needs more blocks than are free; nothing was changed.
         """
-        chain = self._chain(token_ids, lora, salt, extra_keys)
+        chain = self._chain(token_ids, **keys)
         self._check_room(chain, len(chain.token_ids))
         return self._begin(chain)
 
@@ -274,13 +257,14 @@ class PagedCache:
     def _chain(
         self,
         token_ids: Sequence[int],
-        lora: str | None,
-        salt: str | None,
-        extra_keys: ExtraKeys | None,
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        extra_keys: Sequence[Sequence[Any] | None] | None = None,
     ) -> Chain:
         if not len(token_ids):
             raise TokenError("token_ids is empty")
-        keys = tuple(None if not one else tuple(one) for one in extra_keys or ())
+        keys = tuple(tuple(key) if key else None for key in extra_keys or ())
         return Chain(self._hasher, token_ids, Namespace(lora, salt, keys))
 
     def _blocks(self, tokens: int) -> int:
@@ -323,8 +307,8 @@ class PagedCache:
         hit, needed, reused = self._hit_blocks(chain), 0, 0
         for group in range(len(self.options.groups)):
             first = self._first_needed(group, hit)
-            found = [self._pool.find(group, link) for link in chain.links[first:hit]]
-            on_gpu = [block for block in found if block is not None]
+            copies = [self._pool.find(group, link) for link in chain.links[first:hit]]
+            on_gpu = [block for block in copies if block is not None]
             needed += self._blocks(tokens) - first - len(on_gpu)
             reused += sum(self._pool.is_free(block) for block in on_gpu)
         if needed > self._pool.free - reused:
@@ -434,7 +418,7 @@ class PagedCache:
         else:
             self._announcer.stored(group, [link], self._announcer.cpu)
 
-    # -- telling -----------------------------------------------------------------------------
+    # -- reporting ---------------------------------------------------------------------------
 
     def _contents(self) -> Iterator[tuple[int, Link, int, str]]:
         for group, link, copies in self._pool.contents():
@@ -449,9 +433,9 @@ class PagedCache:
             medium=medium,
             group_idx=self._announcer.group_idx(group),
             copies=copies,
-            prefix=[token for one in path for token in one.token_ids],
+            prefix=[token for block in path for token in block.token_ids],
             lookahead=list(link.lookahead),
             lora=link.namespace.lora,
             salt=link.namespace.salt,
-            extra_keys=[one.content for one in path],
+            extra_keys=[block.content for block in path],
         )

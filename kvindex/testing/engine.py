@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import index
-from typing import Any
-
-import zmq
+from typing import TYPE_CHECKING, Any
 
 from kvindex.publish import ZmqEventPublisher
-from kvindex.testing.answers import CacheKey, Lookup, ResidentPrefix, Served
-from kvindex.testing.cache import ExtraKeys, PagedCache
+from kvindex.testing.cache import PagedCache
 from kvindex.testing.chain import HashForm
-from kvindex.testing.options import CacheOptions
-from kvindex.testing.ports import reserve_port
+from kvindex.testing.ports import Outlet
+from kvindex.testing.values import (
+    CacheKey,
+    CacheOptions,
+    Lookup,
+    PromptKeys,
+    ResidentPrefix,
+    Served,
+)
 from kvindex.testing.workload import Request
 from kvindex.wire import LATEST, Dialect, Event, EventBatch
 from kvindex.wire import dialect as dialect_named
 from kvindex.wire.errors import ClosedError, ConfigurationError, TokenError
 from kvindex.wire.rank import Rank
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["FakeEngine"]
 
@@ -109,7 +115,7 @@ class FakeEngine:
         self._closed = False
         self._batches = 0
         self._events: tuple[Event, ...] = ()
-        outlet = _Outlet(
+        outlet = Outlet(
             self.dialect,
             dp_rank,
             (endpoint, replay_endpoint if replay else None),
@@ -166,21 +172,18 @@ class FakeEngine:
         self,
         token_ids: Sequence[int],
         *,
-        lora: str | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
         new_tokens: Sequence[int] = (),
         flush: bool = True,
+        **keys: Unpack[PromptKeys],
     ) -> Served:
         """Serve one request and publish what changed as one batch.
 
         Args:
             token_ids: the prompt.
-            lora: LoRA adapter name.
-            salt: cache salt.
-            extra_keys: for each leading block what else it covers (images, …), or None.
             new_tokens: what is generated.
             flush: False leaves the events for a later batch.
+            keys: `lora`, `salt` and `extra_keys`, under which blocks are cached besides tokens;
+                extra keys (of images, …) for each leading block, or None.
 
         Raises:
             TokenError: there are no tokens, or one is no integer of 64 bits.
@@ -189,13 +192,7 @@ class FakeEngine:
         """
         with self._lock:
             self._check_open()
-            served = self._cache.serve(
-                _tokens(token_ids),
-                lora=lora,
-                salt=salt,
-                extra_keys=extra_keys,
-                new_tokens=_tokens(new_tokens),
-            )
+            served = self._cache.serve(_tokens(token_ids), new_tokens=_tokens(new_tokens), **keys)
             if flush:
                 self.flush()
             return served
@@ -239,31 +236,15 @@ class FakeEngine:
             if flush:
                 self.flush()
 
-    def hit(
-        self,
-        token_ids: Sequence[int],
-        *,
-        lora: str | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-    ) -> int:
+    def hit(self, token_ids: Sequence[int], **keys: Unpack[PromptKeys]) -> int:
         """Return how many tokens of the prompt `serve` would find cached; changes nothing."""
         with self._lock:
-            return self._cache.hit(_tokens(token_ids), lora=lora, salt=salt, extra_keys=extra_keys)
+            return self._cache.hit(_tokens(token_ids), **keys)
 
-    def lookup(
-        self,
-        token_ids: Sequence[int],
-        *,
-        lora: str | None = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-    ) -> Lookup:
+    def lookup(self, token_ids: Sequence[int], **keys: Unpack[PromptKeys]) -> Lookup:
         """Return how much of the prompt is resident, the whole of it included."""
         with self._lock:
-            return self._cache.lookup(
-                _tokens(token_ids), lora=lora, salt=salt, extra_keys=extra_keys
-            )
+            return self._cache.lookup(_tokens(token_ids), **keys)
 
     def truth(self) -> dict[CacheKey, int]:
         """Return what is resident: for each (block_hash, medium, group_idx) its copies."""
@@ -351,74 +332,6 @@ def _tokens(token_ids: Iterable[Any]) -> list[int]:
     if tokens and not (min(tokens) >= -(1 << 63) and max(tokens) < 1 << 64):
         raise TokenError("a token id does not fit into 64 bits")
     return tokens
-
-
-class _Outlet:
-    """The publisher of one engine process after another, at endpoints that stay."""
-
-    def __init__(
-        self,
-        dialect: Dialect,
-        dp_rank: int,
-        endpoints: tuple[str, str | None],
-        knobs: dict[str, Any],
-    ) -> None:
-        self.publisher: ZmqEventPublisher | None = None
-        self._dialect = dialect
-        self._dp_rank = dp_rank
-        self._asked = endpoints
-        self._knobs = knobs
-        self._kept: tuple[str, str | None] | None = None
-        self._holders: list[socket.socket] = []
-        self._context: zmq.Context[Any] | None = None
-
-    def start(self) -> None:
-        if self._kept is None:
-            live, replay = self._asked
-            self._kept = (self._keep(live), None if replay is None else self._keep(replay))
-        self._context = zmq.Context()  # of its own: once it is terminated, the ports are free
-        try:
-            self.publisher = ZmqEventPublisher(
-                self._dp_rank,
-                *self._kept,
-                dialect=self._dialect,
-                bind=True,
-                context=self._context,
-                **self._knobs,
-            )
-        except BaseException:
-            self._context.term()
-            self.forget_ports()
-            raise
-
-    def stop(self, *, hard: bool) -> None:
-        if self.publisher is None or self._context is None:
-            return
-        if hard:
-            self.publisher.shutdown(timeout=0)
-        else:
-            self.publisher.shutdown()
-        self._context.term()
-        self.publisher = self._context = None
-
-    def forget_ports(self) -> None:
-        self._kept = None
-        for holder in self._holders:
-            holder.close()
-        self._holders.clear()
-
-    def _keep(self, endpoint: str) -> str:
-        """The endpoint of rank 0 with which this rank gets a port that stays its own."""
-        address, _, port = endpoint.rpartition(":")
-        host = address.removeprefix("tcp://")
-        if host == address or port not in ("0", "*") or host.startswith("["):
-            return endpoint
-        try:
-            holder, number = reserve_port("0.0.0.0" if host == "*" else host)
-        except OSError as error:
-            raise ConfigurationError(f"no port can be had for {endpoint!r}: {error}") from error
-        self._holders.append(holder)
-        return f"{address}:{number - self._dp_rank}"
 
 
 def _habits(dialect: Dialect) -> CacheOptions:

@@ -11,11 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, cast
 
 from kvindex.testing.engine import FakeEngine
-from kvindex.testing.http_metrics import metrics_text
-from kvindex.testing.http_options import HttpOptions
 from kvindex.testing.http_requests import RequestError
-from kvindex.testing.http_routes import Answer, Routes
-from kvindex.testing.http_service import EngineKind, EngineService
+from kvindex.testing.http_routes import Response, Routes, metrics_text
+from kvindex.testing.http_service import EngineKind, EngineService, HttpOptions
 from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["HttpEngine"]
@@ -133,11 +131,13 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, address: tuple[str, int], answer: Callable[[str, str, dict[str, str], bytes], Answer]
+        self,
+        address: tuple[str, int],
+        answer: Callable[[str, str, dict[str, str], bytes], Response],
     ) -> None:
         self.answer = answer
         self._open: set[socket.socket] = set()
-        super().__init__(address, _Connection)
+        super().__init__(address, _Handler)
 
     def server_bind(self) -> None:  # that of the base asks the DNS for this machine's name
         if os.name != "nt":  # an engine that was killed can start again at its port at once
@@ -166,7 +166,7 @@ class _Server(ThreadingHTTPServer):
                 pass  # it has ended meanwhile
 
 
-class _Connection(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "kvindex-fake-engine"
     timeout = _IDLE
@@ -183,7 +183,7 @@ class _Connection(BaseHTTPRequestHandler):
         if not 0 <= length <= _MAX_BODY:
             self.close_connection = True
             refusal = RequestError(413, f"a body has at most {_MAX_BODY} bytes, in one piece")
-            self._send(Answer.of_error(refusal))
+            self._send(Response.of_error(refusal))
         else:
             self._answer(self.rfile.read(length))
 
@@ -192,7 +192,7 @@ class _Connection(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         self._send(cast(_Server, self.server).answer(self.command, path, headers, body))
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: Response) -> None:
         self.send_response(answer.code)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))

@@ -1,21 +1,33 @@
-"""HTTP clients' requests to the fake engine: bodies parsed into requests to its cache."""
+"""Requests to the fake engine over HTTP: bodies, and its tokenizer with one token for each byte."""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from kvindex.testing.text import chat_images, chat_tokens, text_tokens
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.requests import field_against_cache
 
-__all__ = ["Prompt", "RequestError", "completion", "new_tokens", "read_body", "tokenized"]
+__all__ = [
+    "Completion",
+    "RequestError",
+    "chat_images",
+    "chat_tokens",
+    "completions",
+    "new_tokens",
+    "read_body",
+    "text_of",
+    "text_tokens",
+    "tokenized",
+]
 
 _DEFAULT_MAX_TOKENS: Final = 16
+_SPECIAL: Final = ("<begin>", "<end>", "<system>", "<user>", "<assistant>", "<tool>", "<image>")
+_ID: Final = {name: 256 + number for number, name in enumerate(_SPECIAL)}
 
 
 class RequestError(Exception):
@@ -30,7 +42,7 @@ class RequestError(Exception):
         super().__init__(message)
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a request, and how it is to be served.
 
     Attributes:
@@ -68,7 +80,9 @@ def read_body(body: bytes) -> dict[str, Any]:
     return value
 
 
-def completion(body: Mapping[str, Any], *, default_model: str, header_rank: str) -> list[Prompt]:
+def completions(
+    body: Mapping[str, Any], *, default_model: str, header_rank: str
+) -> list[Completion]:
     """Return the prompts of a body with `prompt` or `messages`.
 
     Raises:
@@ -84,7 +98,7 @@ def completion(body: Mapping[str, Any], *, default_model: str, header_rank: str)
     token_lists = _token_lists(body)
     images = chat_images(body["messages"]) if "messages" in body else {}
     return [
-        Prompt(
+        Completion(
             token_ids=tokens,
             max_tokens=limit,
             model=str(body.get("model") or default_model),
@@ -109,7 +123,7 @@ def tokenized(body: Mapping[str, Any]) -> list[int]:
     return lists[0]
 
 
-def new_tokens(prompt: Prompt) -> list[int]:
+def new_tokens(prompt: Completion) -> list[int]:
     """Return what is generated: lower-case letters that the prompt alone decides."""
     seed = zlib.crc32(repr(prompt.token_ids).encode())
     return [ord("a") + (seed + 7 * step) % 26 for step in range(prompt.max_tokens)]
@@ -126,7 +140,7 @@ def _token_lists(body: Mapping[str, Any]) -> list[list[int]]:
             raise RequestError(400, str(error)) from None
     prompt = body.get("prompt")
     many = prompt if isinstance(prompt, list) and not _are_tokens(prompt) else [prompt]
-    return [_tokens(one, begin=bool(body.get("add_special_tokens", True))) for one in many]
+    return [_tokens(item, begin=bool(body.get("add_special_tokens", True))) for item in many]
 
 
 def _tokens(prompt: object, *, begin: bool) -> list[int]:
@@ -146,3 +160,98 @@ def _rank(value: object) -> int:
         return int(str(value))
     except ValueError:
         raise RequestError(400, f"{value!r} is no data-parallel rank") from None
+
+
+# Tokens ------------------------------------------------------------------------------------------
+
+
+def text_tokens(text: str, *, begin: bool = True) -> list[int]:
+    """Return a text's token ids: 256 (the beginning), then each byte of its UTF-8.
+
+    Args:
+        text: any text.
+        begin: False leaves out the beginning, as `add_special_tokens: false` does.
+
+    Examples:
+        >>> text_tokens("hi")
+        [256, 104, 105]
+    """
+    return [_ID["<begin>"]] * begin + list(text.encode("utf-8", "surrogatepass"))
+
+
+def chat_tokens(messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> list[int]:
+    """Return a chat's token ids: each message between its role's token and the end's.
+
+    An image is one placeholder token, whatever it shows.
+
+    Args:
+        messages: as in a request to `/v1/chat/completions`.
+        answer: whether the assistant's token follows, as `add_generation_prompt` has it.
+
+    Raises:
+        ConfigurationError: a message has no role that is known, or no content.
+
+    Examples:
+        >>> chat_tokens([{"role": "user", "content": "hi"}])
+        [256, 259, 104, 105, 257, 260]
+    """
+    tokens = [_ID["<begin>"]]
+    for message in messages:
+        role = f"<{message.get('role')}>" if isinstance(message, Mapping) else ""
+        if role not in ("<system>", "<user>", "<assistant>", "<tool>"):
+            raise ConfigurationError(f"a message needs a role that is known, not {message!r:.80}")
+        tokens += [_ID[role], *_content(message.get("content")), _ID["<end>"]]
+    return tokens + [_ID["<assistant>"]] * answer
+
+
+def chat_images(messages: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Return, for each image of a chat, where its placeholder stands and a digest of the image.
+
+    Examples:
+        >>> list(chat_images([{"role": "user", "content": [{"type": "image_url"}]}]))
+        [2]
+    """
+    places = [at for at, token in enumerate(chat_tokens(messages)) if token == _ID["<image>"]]
+    images = (
+        part
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if not _is_text(part)
+    )
+    digests = (f"{zlib.crc32(repr(image).encode()):08x}" for image in images)
+    return dict(zip(places, digests, strict=True))
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """Return the text of token ids; special tokens by their names.
+
+    Examples:
+        >>> text_of([256, 259, 104, 105, 257])
+        '<begin><user>hi<end>'
+    """
+    pieces = (
+        bytes([token])
+        if 0 <= token < 256
+        else (_SPECIAL[token - 256] if 256 <= token < 256 + len(_SPECIAL) else "<unknown>").encode()
+        for token in token_ids
+    )
+    return b"".join(pieces).decode("utf-8", "replace")
+
+
+def _content(content: object) -> list[int]:
+    if isinstance(content, str):
+        return text_tokens(content, begin=False)
+    if not isinstance(content, list):
+        raise ConfigurationError(f"a message's content is text or a list, not {content!r:.80}")
+    tokens: list[int] = []
+    for part in content:
+        if _is_text(part):
+            tokens += text_tokens(part["text"], begin=False)
+        else:
+            tokens.append(_ID["<image>"])
+    return tokens
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)

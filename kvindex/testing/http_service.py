@@ -1,4 +1,4 @@
-"""The fake engine as its HTTP routes see it: ranks behind one port, with counters. No HTTP here."""
+"""The fake engine behind its HTTP routes: options, ranks at one port, counters. No HTTP here."""
 
 from __future__ import annotations
 
@@ -10,15 +10,63 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvindex.testing.answers import Served
 from kvindex.testing.engine import FakeEngine
-from kvindex.testing.http_options import HttpOptions
-from kvindex.testing.http_requests import Prompt, RequestError, new_tokens
+from kvindex.testing.http_requests import Completion, RequestError, new_tokens
+from kvindex.testing.values import Served
 from kvindex.wire.errors import ConfigurationError, TokenError
 
-__all__ = ["EngineKind", "EngineService"]
+__all__ = ["EngineKind", "EngineService", "HttpOptions"]
 
 EngineKind = Literal["vllm", "sglang"]
+
+SourcesShape = Literal["ranks", "list", "sources"]
+"""Of `/kv_event_sources`: an object by rank (vLLM 0.33), a list, or `{"sources": [...]}`."""
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """An `HttpEngine`'s report about itself, and its faults.
+
+    Attributes:
+        version: what it says it is; None for the release of the engines' dialect.
+        loras: LoRA adapters: `model` in a request may name one.
+        max_model_len: tokens of the longest request.
+        sources: shape of vLLM's `/kv_event_sources`; None for no such route (before 0.31).
+        announce: fields to say otherwise in `/kv_event_sources`, or in SGLang's `kv_events`.
+        prefix_caching: False caches nothing, and so publishes nothing.
+        reads_cache: False computes every prompt anew, though what it stores is published.
+        silent: True keeps back what it should publish.
+        cached_tokens: whether `usage` tells how many tokens were cached.
+        render: whether vLLM's routes that show how a request is tokenized answer, as with its
+            --enable-scale-out; else they refuse.
+        metrics: whether there is `/metrics`.
+        drops_blocks: hit so many blocks less than are cached; EAGLE makes vLLM drop one.
+        prepends: True puts a token before prompts that are token ids already.
+        keeps_rank: False has the ranks take turns whatever rank a request asks for.
+        salt: cache salt of requests that have none, as a gateway may add it.
+        external_hits: tokens hit, as metrics say, in a cache elsewhere that publishes nothing.
+        role: SGLang's `disaggregation_mode`: "null", "prefill" or "decode".
+        api_key: if not empty, what `Authorization: Bearer` must have: with vLLM for routes under
+            `/v1`, with SGLang for all but `/health`.
+    """
+
+    version: str | None = None
+    loras: tuple[str, ...] = ()
+    max_model_len: int = 2_048
+    sources: SourcesShape | None = "ranks"
+    announce: Mapping[str, Any] = {}
+    prefix_caching: bool = True
+    reads_cache: bool = True
+    silent: bool = False
+    cached_tokens: bool = True
+    render: bool = False
+    metrics: bool = True
+    drops_blocks: int = 0
+    prepends: bool = False
+    keeps_rank: bool = True
+    salt: str = ""
+    external_hits: int = 0
+    role: str = "null"
+    api_key: str = ""
 
 
 class EngineService:
@@ -40,7 +88,7 @@ class EngineService:
         self._turns = itertools.cycle(sorted(self.ranks))
         self.counters: dict[int, Counter[str]] = {rank: Counter() for rank in self.ranks}
 
-    def serve(self, prompt: Prompt) -> tuple[Served, list[int]]:
+    def serve(self, prompt: Completion) -> tuple[Served, list[int]]:
         """Serve one prompt and return what it cost and what was generated.
 
         Raises:
@@ -57,13 +105,13 @@ class EngineService:
                 400, f"{length} tokens are more than max_model_len, {self.options.max_model_len}"
             )
         with self._lock:
-            asked = prompt.dp_rank if self.options.keeps_rank else None
-            rank = next(self._turns) if asked is None else asked
+            named = prompt.dp_rank if self.options.keeps_rank else None
+            rank = next(self._turns) if named is None else named
             if rank not in self.ranks:
                 raise RequestError(400, f"there is no data-parallel rank {rank}")
             tokens = new_tokens(prompt)
             served = self._served(self.ranks[rank], prompt, lora, tokens)
-            self._count(rank, served, asked=prompt.reads_cache)
+            self._count(rank, served, looked_up=prompt.reads_cache)
         return served, tokens
 
     def sources(self) -> dict[int, dict[str, Any]]:
@@ -119,7 +167,7 @@ class EngineService:
         return self.ranks[min(self.ranks)]
 
     def _served(
-        self, engine: FakeEngine, prompt: Prompt, lora: str | None, tokens: list[int]
+        self, engine: FakeEngine, prompt: Completion, lora: str | None, tokens: list[int]
     ) -> Served:
         length = len(prompt.token_ids)
         if not self.options.prefix_caching:
@@ -141,13 +189,13 @@ class EngineService:
             hit = 0
         return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))
 
-    def _count(self, rank: int, served: Served, *, asked: bool) -> None:
+    def _count(self, rank: int, served: Served, *, looked_up: bool) -> None:
         counters = self.counters[rank]
         counters["requests"] += 1
         counters["prompt_tokens"] += served.prompt_tokens
         counters["generation_tokens"] += served.new_tokens
         counters["hits"] += served.hit_tokens
-        if asked and self.options.prefix_caching:
+        if looked_up and self.options.prefix_caching:
             counters["queries"] += served.prompt_tokens
 
     def _kv_events(self, first: FakeEngine) -> Mapping[str, Any]:
@@ -167,7 +215,7 @@ class EngineService:
         return {**described, **self.options.announce}
 
 
-def _extra_keys(prompt: Prompt, block_size: int) -> list[tuple[Any, ...] | None] | None:
+def _extra_keys(prompt: Completion, block_size: int) -> list[tuple[Any, ...] | None] | None:
     """The extra keys of blocks with images: as in vLLM, (digest, offset) pairs."""
     if not prompt.images:
         return None

@@ -357,9 +357,9 @@ class _Wires:
             self._poller = zmq.Poller()
             self._poller.register(waker, zmq.POLLIN)
             sockets = [self.xpub, self.xsub, self.router, *self.dealers.values()]
-            for one in sockets:
-                if one is not None:
-                    self._poller.register(one, zmq.POLLIN)
+            for source in sockets:
+                if source is not None:
+                    self._poller.register(source, zmq.POLLIN)
         return self._poller
 
     def dealer(self, identity: bytes, target: str | None) -> Socket | None:

@@ -11,7 +11,7 @@ from kvindex.wire.errors import InvariantError
 __all__ = ["BlockPool", "CpuTier", "Held"]
 
 Held = tuple[int, Link]
-"""What a physical block holds: (group number, block)."""
+"""The content of a physical block: (group number, block)."""
 
 
 class BlockPool:

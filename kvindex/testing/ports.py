@@ -1,10 +1,17 @@
-"""Ports that stay ours while nobody listens at them."""
+"""Ports that stay ours while nobody listens at them, and the fake engine's publisher at such."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
 
-__all__ = ["reserve_port"]
+import zmq
+
+from kvindex.publish import ZmqEventPublisher
+from kvindex.wire import Dialect
+from kvindex.wire.errors import ConfigurationError
+
+__all__ = ["Outlet", "reserve_port"]
 
 
 def reserve_port(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, int]:
@@ -21,3 +28,74 @@ def reserve_port(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket,
     except OSError:
         holder.close()
         raise
+
+
+class Outlet:
+    """The publisher of one engine process after another, at endpoints that stay."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        dp_rank: int,
+        endpoints: tuple[str, str | None],
+        knobs: dict[str, Any],
+    ) -> None:
+        self.publisher: ZmqEventPublisher | None = None
+        self._dialect = dialect
+        self._dp_rank = dp_rank
+        self._endpoints = endpoints
+        self._knobs = knobs
+        self._kept: tuple[str, str | None] | None = None
+        self._holders: list[socket.socket] = []
+        self._context: zmq.Context[Any] | None = None
+
+    def start(self) -> None:
+        """Start a publisher, at the ports of the one before if they were not forgotten."""
+        if self._kept is None:
+            live, replay = self._endpoints
+            self._kept = (self._keep(live), None if replay is None else self._keep(replay))
+        self._context = zmq.Context()  # of its own: once it is terminated, the ports are free
+        try:
+            self.publisher = ZmqEventPublisher(
+                self._dp_rank,
+                *self._kept,
+                dialect=self._dialect,
+                bind=True,
+                context=self._context,
+                **self._knobs,
+            )
+        except BaseException:
+            self._context.term()
+            self.forget_ports()
+            raise
+
+    def stop(self, *, hard: bool) -> None:
+        """Stop the publisher; `hard`: without sending what waits."""
+        if self.publisher is None or self._context is None:
+            return
+        if hard:
+            self.publisher.shutdown(timeout=0)
+        else:
+            self.publisher.shutdown()
+        self._context.term()
+        self.publisher = self._context = None
+
+    def forget_ports(self) -> None:
+        """Free the ports; the next publisher gets new ones."""
+        self._kept = None
+        for holder in self._holders:
+            holder.close()
+        self._holders.clear()
+
+    def _keep(self, endpoint: str) -> str:
+        """The endpoint of rank 0 with which this rank gets a port that stays its own."""
+        address, _, port = endpoint.rpartition(":")
+        host = address.removeprefix("tcp://")
+        if host == address or port not in ("0", "*") or host.startswith("["):
+            return endpoint
+        try:
+            holder, number = reserve_port("0.0.0.0" if host == "*" else host)
+        except OSError as error:
+            raise ConfigurationError(f"no port can be had for {endpoint!r}: {error}") from error
+        self._holders.append(holder)
+        return f"{address}:{number - self._dp_rank}"

@@ -135,7 +135,7 @@ class Workload:
         conversations: list[_Conversation],
     ) -> _Conversation:
         most = self._max_tokens - self._turn_tokens - self._new_tokens
-        conversations[:] = [one for one in conversations[-16:] if len(one.token_ids) <= most]
+        conversations[:] = [item for item in conversations[-16:] if len(item.token_ids) <= most]
         if conversations and rng.random() < 0.6:
             return rng.choice(conversations)
         lora = rng.choice(self._loras) if self._loras and rng.random() < 0.5 else None

@@ -128,9 +128,9 @@ def hidden_native_build() -> Path | None:
 @cache
 def warn_of_fallback() -> None:
     """Log, once in a process, why the Python index runs if nobody asked for it."""
-    told = explain_fallback(os.environ.get(_VARIABLE))
-    if told:
-        logger.warning("the Python index runs, %s: %s", SLOWER, told)
+    cause = explain_fallback(os.environ.get(_VARIABLE))
+    if cause:
+        logger.warning("the Python index runs, %s: %s", SLOWER, cause)
 
 
 def _is_absent(error: ImportError) -> bool:

@@ -1,4 +1,4 @@
-"""CURVE keys: what encrypts a ZeroMQ connection, and tells its ends whom they talk to."""
+"""CURVE keys, which encrypt a ZeroMQ connection and authenticate its ends."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _too_long(size: int) -> DecodeError:
 
 
 class _Rare:
-    """What of a payload is of rare forms."""
+    """The parts of a payload that are of rare forms."""
 
     __slots__ = ("_allowed", "_texts")
 

@@ -1,4 +1,4 @@
-"""What each engine version writes, as data: one `Dialect` per change of the wire.
+"""The wire of each engine version, as data: one `Dialect` per change of the wire.
 
 Reading needs none of this (`kvindex.wire.decode` reads all); writing as a given version does, and
 a fake of it, do. A dialect named "vllm-0.20.0" holds from that release until the next one named.
@@ -107,7 +107,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
 """Every dialect by name, oldest first for each engine."""
 
 LATEST: Final = DIALECTS["vllm-0.33.0"]
-"""What kvindex publishes unless told otherwise."""
+"""The dialect that kvindex publishes by default."""
 
 
 def dialect(name: str) -> Dialect:

@@ -292,14 +292,14 @@ class ReaderEvictedError(PeerDiedError):
 
 
 class DiscoveryError(KVIndexError, ConnectionError):
-    """What tells where engines are (an engine, a file, a name, an API server) did not tell.
+    """A source of engines (an engine, a file, a name, an API server) gave no list of them.
 
     Attributes:
         reason: "name" (no such host), "refused" (nothing listens), "unreachable", "timeout", "tls",
             "denied" (it wants another token), "status" (it answers an error), "content" (what it
             answers cannot be used), "off" (the engine says that it publishes no events), "unsaid"
             (it does not say where it publishes) or "expired" (its list is out of date).
-        url: who was asked.
+        url: the source.
     """
 
     def __init__(self, message: str, *, url: str, reason: str) -> None:

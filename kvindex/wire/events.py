@@ -86,7 +86,7 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one engine step changed in its cache, in causal order.
+    """The changes of one engine step to its cache, in causal order.
 
     Attributes:
         ts: the engine's wall clock when the batch was made, in seconds since 1970.

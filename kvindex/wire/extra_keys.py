@@ -1,4 +1,4 @@
-"""What a block's identity covers besides its tokens, in one form for every engine.
+"""The parts of a block's identity besides its tokens, in one form for every engine.
 
 vLLM sends `extra_keys`: for each block an array of mixed values (LoRA name, image digest with
 offset, cache salt, …) or nil. TensorRT-LLM sends images in `mm_keys`; Dynamo's TensorRT-LLM wrapper

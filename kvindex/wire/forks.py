@@ -1,4 +1,4 @@
-"""What a forked child inherits: sockets that it closes, and objects whose threads it lacks.
+"""The inheritance of a forked child: sockets to close, and objects without their threads.
 
 A child closes its copies of the sockets, or the peers would not notice that the parent has ended.
 Its objects are notified that they no longer follow a stream.
@@ -83,7 +83,7 @@ class _Forking(threading.local):
 
 
 class Guarded(Protocol):
-    """What is whole at every fork, and goes on in the child: an index."""
+    """An object that is whole at every fork, and goes on in the child: an index."""
 
     def prepare_fork(self, fork: Fork) -> None:
         """Keep everything whole until the fork, and ask for what is to be done after it."""

@@ -1,4 +1,4 @@
-"""What a rank's events leave unsaid of its cache: kinds of groups, and how the engine reports."""
+"""Facts about a cache that events leave out: kinds of groups, and how the engine reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAMBA = "mamba"
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
-    """What kind of attention a KV cache group serves.
+    """The kind of attention that a KV cache group serves.
 
     Attributes:
         kind: vLLM's `kv_cache_spec_kind`; unknown kinds are treated like
@@ -89,10 +89,10 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank's events leave unsaid of its cache, told by whoever runs the engine.
+    """Facts about a rank's cache that its events leave out; the engine's operator sets them.
 
     Attributes:
-        groups: kinds of the KV cache groups of a hybrid model, by group_idx. vLLM tells them from
+        groups: kinds of the KV cache groups of a hybrid model, by group_idx. vLLM reports them from
             0.22 on, except for chunk sizes.
         report_mode: vLLM's `kv_cache_report_mode`. "full" means that requests announce blocks
             again that they found cached; such announcements are then not counted as further

@@ -28,7 +28,7 @@ class Rank(NamedTuple):
 
 
 class State(str, enum.Enum):
-    """What a rank's stream is doing, and so how far its answers can be trusted.
+    """The state of a rank's stream, and so how far its answers can be trusted.
 
     Attributes:
         CONNECTING: no connection to the publisher.

@@ -45,14 +45,14 @@ def find_rank(name: object, known: Collection[Rank]) -> Rank:
         >>> find_rank("a/1", [Rank("a", 0), Rank("a", 1)])
         Rank(worker='a', dp_rank=1)
     """
-    found = find_ranks(name, known)
-    if len(found) > 1:
-        raise UnknownRankError(name, found, ambiguous=True)
-    return found[0]
+    ranks = find_ranks(name, known)
+    if len(ranks) > 1:
+        raise UnknownRankError(name, ranks, ambiguous=True)
+    return ranks[0]
 
 
 class RankNames:
-    """What every name of some ranks stands for: `find_ranks` for many names, each in O(1).
+    """The ranks that every name stands for: `find_ranks` for many names, each in O(1).
 
     Args:
         known: the ranks.
@@ -69,14 +69,14 @@ class RankNames:
 
     def __init__(self, known: Collection[Rank]) -> None:
         self._known = known
-        self._found: dict[object, list[Rank]] = {}
+        self._ranks: dict[object, list[Rank]] = {}
         for rank in sorted(known):
-            self._found.setdefault(rank.worker, []).append(rank)
+            self._ranks.setdefault(rank.worker, []).append(rank)
         for rank in known:
-            self._found[rank] = [rank]
+            self._ranks[rank] = [rank]
             text = str(rank)
-            if self._found.setdefault(text, [rank]) != [rank]:
-                del self._found[text]  # a worker is called so too: `find_ranks` says so
+            if self._ranks.setdefault(text, [rank]) != [rank]:
+                del self._ranks[text]  # a worker is called so too: `find_ranks` says so
 
     def find(self, name: RankName) -> list[Rank]:
         """Return the ranks that a name stands for, at least one, sorted.
@@ -84,5 +84,5 @@ class RankNames:
         Raises:
             UnknownRankError: there is none, or the name is both a rank's text and a worker's name.
         """
-        found = self._found.get(name) if isinstance(name, (str, tuple)) else None
-        return found or find_ranks(name, self._known)
+        ranks = self._ranks.get(name) if isinstance(name, (str, tuple)) else None
+        return ranks or find_ranks(name, self._known)

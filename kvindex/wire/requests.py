@@ -1,4 +1,4 @@
-"""What a request's body says about the engine's cache."""
+"""Whether a request's body lets the engine read its cache."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.publish.batch_queue import BatchQueue
+from kvindex.publish.loop import BatchQueue
 from kvindex.wire import EventBatch
 from kvindex.wire.errors import ClosedError
 from tests.live import PATIENCE
@@ -64,14 +64,14 @@ def test_a_full_queue_that_blocks_waits_for_room_and_loses_nothing() -> None:
     woken = threading.Event()
     queue = BatchQueue(2, drop_when_full=False, wake=woken.set)
     thread = in_thread(lambda: [queue.put(batch(number)) for number in range(100)])
-    seen: list[int] = []
-    while len(seen) < 100:
+    received: list[int] = []
+    while len(received) < 100:
         assert woken.wait(PATIENCE)
         woken.clear()
         assert len(queue) <= 2
-        seen += [seq for seq, _ in queue.take(9)]
+        received += [seq for seq, _ in queue.take(9)]
     thread.join(PATIENCE)
-    assert seen == list(range(100))
+    assert received == list(range(100))
     assert queue.dropped == 0
 
 

@@ -20,7 +20,7 @@ def test_defaults_are_the_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "enabled", "publisher"),
+    ("values", "enabled", "publisher"),
     [
         ({}, False, "null"),
         ({"enable_kv_cache_events": True}, True, "zmq"),  # vLLM
@@ -32,15 +32,15 @@ def test_defaults_are_the_engines() -> None:
     ],
 )
 def test_either_engines_way_of_enabling_works(
-    given: dict[str, Any], enabled: bool, publisher: str
+    values: dict[str, Any], enabled: bool, publisher: str
 ) -> None:
-    for config in (KVEventsConfig(**given), KVEventsConfig.from_cli(_json(given))):
+    for config in (KVEventsConfig(**values), KVEventsConfig.from_cli(_json(values))):
         assert config.enable_kv_cache_events is enabled
         assert config.publisher == publisher
 
 
 def test_from_cli_reads_every_key() -> None:
-    given = {
+    values = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": "tcp://*:6000",
@@ -53,8 +53,8 @@ def test_from_cli_reads_every_key() -> None:
         "on_full": "drop",
         "dialect": "sglang-0.5.22",
     }
-    assert set(given) == set(KVEventsConfig.__struct_fields__)
-    assert msgspec.structs.asdict(KVEventsConfig.from_cli(_json(given))) == given
+    assert set(values) == set(KVEventsConfig.__struct_fields__)
+    assert msgspec.structs.asdict(KVEventsConfig.from_cli(_json(values))) == values
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_from_cli_says_which_key_is_wrong(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "wrong",
     [
         {"endpoint": 5557},
         {"endpoint": ""},
@@ -94,12 +94,12 @@ def test_from_cli_says_which_key_is_wrong(text: str, said: str) -> None:
         {"enable_kv_cache_events": 1},
     ],
 )
-def test_a_wrong_value_is_named(given: dict[str, Any]) -> None:
-    with pytest.raises(KVIndexError, match=next(iter(given))):
-        KVEventsConfig(**given)
+def test_a_wrong_value_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(KVIndexError, match=next(iter(wrong))):
+        KVEventsConfig(**wrong)
 
 
-def test_from_cli_takes_text_only() -> None:
+def test_from_cli_accepts_text_only() -> None:
     with pytest.raises(ConfigurationError, match="dict"):
         KVEventsConfig.from_cli({"publisher": "zmq"})  # type: ignore[arg-type]
 

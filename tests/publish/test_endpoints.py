@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvindex.publish import ZmqEventPublisher, offset_endpoint
-from kvindex.publish.endpoints import binds_endpoint, local_endpoint, port_of
+from kvindex.publish.sockets import binds_endpoint, local_endpoint, port_of
 from kvindex.wire import LATEST, dialect
 from kvindex.wire.errors import ConfigurationError
 

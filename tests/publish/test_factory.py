@@ -108,7 +108,7 @@ def test_a_name_is_registered_once(builtin: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize(("name", "ctor"), [("", Recorder), (3, Recorder), ("mine", "Recorder")])
-def test_what_is_registered_is_checked(name: Any, ctor: Any) -> None:
+def test_a_registered_constructor_is_checked(name: Any, ctor: Any) -> None:
     with pytest.raises(ConfigurationError):
         EventPublisherFactory.register_publisher(name, ctor)
 
@@ -158,7 +158,7 @@ def test_the_configuration_of_a_rank_has_its_own_endpoints() -> None:
     )
     with EventPublisherFactory.create(config, data_parallel_rank=1) as publisher:
         assert isinstance(publisher, ZmqEventPublisher)
-        told = publisher.get_publisher_config()
-        assert told.endpoint == "inproc://config-test_dp1"
-        assert told.replay_endpoint == "tcp://127.0.0.1:0"
+        own = publisher.get_publisher_config()
+        assert own.endpoint == "inproc://config-test_dp1"
+        assert own.replay_endpoint == "tcp://127.0.0.1:0"
         assert config.endpoint == "inproc://config-test"

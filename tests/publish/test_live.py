@@ -19,7 +19,6 @@ from tests.publish.publish_peers import (
     Context,
     Live,
     batch,
-    publish_many,
     seqs,
     wait_until,
 )
@@ -100,7 +99,7 @@ def test_a_batch_that_cannot_be_encoded_leaves_a_hole(context: Context, make: Ma
     assert statistics["published"] == 3
 
 
-def test_what_is_no_batch_is_refused_at_the_call(make: Make) -> None:
+def test_other_than_a_batch_is_refused_at_the_call(make: Make) -> None:
     with pytest.raises(ConfigurationError, match="not list"):
         make().publish([AllBlocksCleared()])  # type: ignore[arg-type]
 
@@ -123,19 +122,6 @@ def test_big_batches_pass_unharmed(context: Context, make: Make) -> None:
     assert len(received.payload) > 64 * 1024
     assert decode_batch(received.payload).events == big.events
     assert Asker(context, publisher.replay_endpoint).replay(first)[0].payload == received.payload
-
-
-def test_threads_may_publish_at_once(context: Context, make: Make) -> None:
-    publisher = make(max_queue_size=8)
-    live = Live(context, publisher.endpoint)
-    first = live.join(publisher)
-    threads = [threading.Thread(target=publish_many, args=(publisher, 250)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    assert [live.receive().seq for _ in range(1000)] == list(range(first, first + 1000))
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert publisher.statistics()["dropped_queue_full"] == 0
 
 
 def test_a_full_queue_that_drops_shows_a_gap_of_the_counted_size(
@@ -181,7 +167,7 @@ def test_bind_overrides_the_rule(context: Context, make: Make) -> None:
     live.join(make(endpoint=name, bind=False))
 
 
-def test_a_wildcard_with_a_port_of_the_os_is_told(context: Context, make: Make) -> None:
+def test_a_wildcard_with_a_port_of_the_os_is_shown(context: Context, make: Make) -> None:
     for rank in (0, 1):
         publisher = make(endpoint="tcp://*:0", data_parallel_rank=rank)
         assert publisher.bound_endpoint.startswith("tcp://0.0.0.0:")
@@ -189,7 +175,7 @@ def test_a_wildcard_with_a_port_of_the_os_is_told(context: Context, make: Make) 
         Live(context, publisher.endpoint).join(publisher)
 
 
-def test_a_port_in_use_is_told_with_the_known_collision(context: Context, make: Make) -> None:
+def test_a_port_in_use_is_reported_with_the_known_collision(context: Context, make: Make) -> None:
     first = make(replay_endpoint="tcp://127.0.0.1:0")
     port = int(str(first.replay_endpoint).rpartition(":")[2])
     with pytest.raises(ConfigurationError, match=f"rank 1.*port {port} already.*5557 and 5558"):
@@ -261,7 +247,7 @@ def test_a_publisher_refuses_the_keys_of_a_client(make: Make) -> None:
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["live", "replay"])
-def test_who_sends_more_than_any_peer_has_to_say_is_hung_up_on(
+def test_a_peer_that_sends_too_much_is_hung_up_on(
     context: Context, make: Make, replayed: bool
 ) -> None:
     publisher = make(replay_endpoint="tcp://127.0.0.1:0")

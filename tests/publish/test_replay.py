@@ -67,23 +67,6 @@ def test_both_shapes_of_a_replay(context: Context, make: Make, name: str, end: l
     assert end[-2] == publisher.END_SEQ
 
 
-@pytest.mark.parametrize(
-    ("start", "expected"),
-    [
-        (0, list(range(10))),
-        (4, [4, 5, 6, 7, 8, 9]),
-        (9, [9]),
-        (10, []),
-        (END_SEQ, []),
-    ],
-)
-def test_a_replay_is_everything_from_the_start(
-    context: Context, make: Make, start: int, expected: list[int]
-) -> None:
-    publisher = make(10)
-    assert seqs(Asker(context, publisher.replay_endpoint).replay(start)) == expected
-
-
 def test_the_replayed_payload_is_the_one_sent_live(context: Context, make: Make) -> None:
     publisher = make()
     live = Live(context, publisher.endpoint)
@@ -195,15 +178,6 @@ def test_many_askers_at_once_are_each_served_whole(context: Context, make: Make)
     for asker in askers:
         assert seqs(asker.receive()) == list(range(100, 500))
     assert publisher.statistics()["replays_served"] == 20
-
-
-def test_requests_of_one_asker_are_answered_in_their_order(context: Context, make: Make) -> None:
-    publisher = make(300)
-    asker = Asker(context, publisher.replay_endpoint)
-    for start in (0, 290, END_SEQ):
-        asker.ask(start)
-    answers = [seqs(asker.receive()) for _ in range(3)]
-    assert answers == [list(range(300)), list(range(290, 300)), []]
 
 
 def test_an_asker_that_goes_away_is_forgotten(context: Context, make: Make) -> None:

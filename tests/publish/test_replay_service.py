@@ -4,8 +4,13 @@ from collections import Counter
 
 import pytest
 
-from kvindex.publish.replay_buffer import ReplayBuffer
-from kvindex.publish.replay_service import MAX_REPLAYS, SLICE_REPLIES, ReplayService, SendResult
+from kvindex.publish.replay import (
+    MAX_REPLAYS,
+    SLICE_REPLIES,
+    ReplayBuffer,
+    ReplayService,
+    SendResult,
+)
 from kvindex.wire import parse_replay
 
 pytestmark = pytest.mark.unit

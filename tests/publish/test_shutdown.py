@@ -60,7 +60,7 @@ def test_shutdown_without_time_counts_what_it_leaves(context: Context) -> None:
     assert statistics["sent"] + statistics["unsent_at_shutdown"] == many
 
 
-def test_a_subscriber_that_does_not_read_delays_shutdown_no_longer_than_said(
+def test_a_subscriber_that_does_not_read_delays_shutdown_no_longer_than_the_timeout(
     context: Context,
 ) -> None:
     publisher = ZmqEventPublisher(endpoint="tcp://127.0.0.1:0", context=context)

@@ -5,20 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from kvindex.shm.groups.objects import check_rank, pack_object, unpack_object
-from kvindex.shm.groups.process_group import ProcessGroup
-from kvindex.shm.groups.same_node import MAGIC, ranks_that_share_memory
-from kvindex.shm.groups.torch_group import TorchProcessGroup
+from kvindex.shm import Handle, MessageQueue, ProcessGroup, TorchProcessGroup
 from kvindex.wire.errors import KVIndexError, PeerDiedError
 
 PATIENCE = 120.0  # seconds: only a failure takes so long, however slow the machine is
@@ -73,46 +67,32 @@ class PipeGroup:
         self._pipes = pipes  # at rank 0 one to each other rank; elsewhere the one to rank 0
 
     def broadcast_object(self, obj: Any, source: int) -> Any:
-        check_rank("source", source, self.world_size)
+        if self.rank == source and source != 0:
+            self._send(self._pipes[0], obj)
         if self.rank == 0:
-            value = pack_object(obj) if source == 0 else self._receive(self._pipes[source - 1])
+            value = obj if source == 0 else self._receive(self._pipes[source - 1])
             for pipe in self._pipes:
                 self._send(pipe, value)
-        else:
-            if self.rank == source:
-                self._send(self._pipes[0], pack_object(obj))
-            value = self._receive(self._pipes[0])
-        return unpack_object(value)
-
-    def gather_object(self, obj: Any, destination: int) -> list[Any] | None:
-        check_rank("destination", destination, self.world_size)
-        gathered: Any = None
-        if self.rank == 0:
-            gathered = [obj, *(unpack_object(self._receive(pipe)) for pipe in self._pipes)]
-        else:
-            self._send(self._pipes[0], pack_object(obj))
-        everyone = self.broadcast_object(gathered, 0)
-        return everyone if self.rank == destination else None
-
-    def same_node(self, source: int) -> list[bool]:
-        return ranks_that_share_memory(self, source)
+            return value
+        return self._receive(self._pipes[0])
 
     def barrier(self) -> None:
-        self.gather_object(None, 0)
+        for rank in range(self.world_size):
+            self.broadcast_object(None, rank)
 
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
 
-    def _send(self, pipe: Connection, data: bytes) -> None:
+    def _send(self, pipe: Connection, value: Any) -> None:
         try:
-            pipe.send_bytes(data)
+            pipe.send(value)
         except OSError as error:
             raise PeerDiedError(f"a rank is gone: {error}") from error
 
-    def _receive(self, pipe: Connection) -> bytes:
+    def _receive(self, pipe: Connection) -> Any:
         try:
-            return pipe.recv_bytes()
+            return pipe.recv()
         except (EOFError, OSError) as error:
             raise PeerDiedError(f"a rank is gone: {error!r}") from error
 
@@ -157,22 +137,21 @@ def outcome(task: Task, group: ProcessGroup, pipe: Connection) -> Any:
 
 
 def every_collective(group: ProcessGroup, pipe: Connection) -> Any:
-    """The results of each collective with each root, several times over."""
+    """What each rank broadcasts, small and large, several times over."""
     results = []
     for _ in range(3):
-        for root in range(group.world_size):
-            results.append(group.broadcast_object({"from": group.rank, "data": b"x" * 5000}, root))
-            results.append(group.gather_object((group.rank, "y" * group.rank), root))
+        for source in range(group.world_size):
+            results.append(group.broadcast_object({"from": group.rank, "data": b"x"}, source))
         group.barrier()
-    return results
-
-
-def large_values(group: ProcessGroup, pipe: Connection) -> Any:
-    """The lengths of what arrives of 8 MiB from each rank, and which rank each is from."""
     own = bytes([group.rank]) * (8 << 20)
-    gathered = group.gather_object(own, 1) or []
-    sent = [group.broadcast_object(own, root) for root in range(group.world_size)]
-    return [(len(value), value[-1]) for value in (*sent, *gathered)]
+    large = [group.broadcast_object(own, source) for source in range(group.world_size)]
+    return results, [(len(value), value[-1]) for value in large]
+
+
+def expected_collectives(world_size: int) -> Any:
+    """What `every_collective` returns at each rank."""
+    small = [{"from": source, "data": b"x"} for source in range(world_size)]
+    return small * 3, [(8 << 20, source) for source in range(world_size)]
 
 
 def too_large(group: ProcessGroup, pipe: Connection) -> Any:
@@ -189,16 +168,6 @@ def barrier_without_rank_0(group: ProcessGroup, pipe: Connection) -> Any:
     return group.barrier()
 
 
-def all_same_node(group: ProcessGroup, pipe: Connection) -> Any:
-    """What each rank shares memory with."""
-    return [group.same_node(source) for source in range(group.world_size)]
-
-
-def everything(group: ProcessGroup, pipe: Connection) -> Any:
-    """All three of the above, in one group's life."""
-    return [task(group, pipe) for task in (every_collective, large_values, all_same_node)]
-
-
 def barrier_when_told(group: ProcessGroup, pipe: Connection) -> Any:
     """Meet, say so, and meet again and again once told to, till that fails."""
     group.barrier()
@@ -206,43 +175,6 @@ def barrier_when_told(group: ProcessGroup, pipe: Connection) -> Any:
     pipe.recv()
     while True:
         group.barrier()
-
-
-def leaves_nothing(within: float = PATIENCE) -> bool:
-    """Whether all memory by which ranks tell who shares it is gone, or goes soon."""
-    until, pause = time.monotonic() + within, threading.Event()
-    seen = [path for path in Path("/dev/shm").glob("kvindex-*") if _is_probe(path)]
-    while any(path.exists() for path in seen) and time.monotonic() < until:
-        pause.wait(0.01)  # others' runs have some for moments
-    return not any(path.exists() for path in seen)
-
-
-def _is_probe(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-def expected_collectives(world_size: int, rank: int) -> list[Any]:
-    """What `every_collective` returns at a rank."""
-    once: list[Any] = []
-    for root in range(world_size):
-        once.append({"from": root, "data": b"x" * 5000})
-        gathered = [[other, "y" * other] for other in range(world_size)]
-        once.append(gathered if rank == root else None)
-    return once * 3
-
-
-def check_everything(ranks: Ranks) -> None:
-    """Hold what `everything` returned at each rank against what it should."""
-    world_size = len(ranks.pipes)
-    for rank, (collectives, sizes, shared) in enumerate(ranks.receive_all()):
-        assert collectives == expected_collectives(world_size, rank)
-        large = [(8 << 20, origin) for origin in range(world_size)]
-        assert sizes == (large * 2 if rank == 1 else large)
-        assert shared == [[True] * world_size] * world_size
 
 
 @contextmanager
@@ -275,11 +207,110 @@ def _torch_main(
         world_size=world_size,
         timeout=timedelta(seconds=PATIENCE),
     )
-    some = dist.new_group(members, timeout=timedelta(seconds=2))
+    subgroup = dist.new_group(members, timeout=timedelta(seconds=2))
     everyone = list(range(world_size))
     try:
-        pipe.send(outcome(task, TorchProcessGroup(None if members == everyone else some), pipe))
+        pipe.send(outcome(task, TorchProcessGroup(None if members == everyone else subgroup), pipe))
     except KVIndexError as error:
         pipe.send((type(error).__name__, str(error)))
     pipe.close()
     os._exit(0)  # gloo ends badly, or late, once a rank was lost
+
+
+# Queues ------------------------------------------------------------------------------------------
+
+MESSAGES = [[number, "x" * (number * 7 % 200)] for number in range(60)]
+CHUNKS = (64, 4)
+LONG = 20.0
+
+
+class Apart:
+    """A group of which some ranks seem to be on another machine: they see no memory of others."""
+
+    def __init__(self, group: ProcessGroup, elsewhere: set[int]) -> None:
+        self._group = group
+        self._elsewhere = elsewhere
+        self.rank = group.rank
+        self.world_size = group.world_size
+
+    def broadcast_object(self, obj: Any, source: int) -> Any:
+        value = self._group.broadcast_object(obj, source)
+        is_near = (source in self._elsewhere) == (self.rank in self._elsewhere)
+        return value if is_near or not isinstance(value, str) else value[:-1]  # a segment's name
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+
+def pass_on(queue: MessageQueue, group: ProcessGroup, writer_rank: int) -> Any:
+    """Send all messages, or receive them; return the local readers, and the number of all."""
+    with queue:
+        if group.rank == writer_rank:
+            for message in MESSAGES:
+                queue.enqueue(message, LONG)
+        else:
+            assert [queue.dequeue(LONG) for _ in MESSAGES] == MESSAGES
+        assert queue.broadcast_object(["from", writer_rank]) == ["from", writer_rank]
+        group.barrier()
+        handle = queue.export_handle()
+        return handle.local_reader_ranks, handle.n_reader
+
+
+def from_each_rank_in_turn(group: ProcessGroup, pipe: Connection) -> Any:
+    results = []
+    for writer_rank in range(group.world_size):
+        queue = MessageQueue.create_from_process_group(group, *CHUNKS, writer_rank)
+        results.append(pass_on(queue, group, writer_rank))
+    return results
+
+
+def without_waiting(group: ProcessGroup, pipe: Connection) -> Any:
+    queue = MessageQueue.create_from_process_group(group, *CHUNKS, 0, blocking=False)
+    return pass_on(queue, group, 0)
+
+
+def with_pickle(group: ProcessGroup, pipe: Connection) -> Any:
+    with MessageQueue.create_from_process_group(group, *CHUNKS, codec="pickle") as queue:
+        return sorted(queue.broadcast_object({1, 2} if group.rank == 0 else None))
+
+
+def across_machines(group: ProcessGroup, pipe: Connection) -> Any:
+    """Rank 2 reads by TCP, the other by memory."""
+    apart = Apart(group, {2})
+    queue = MessageQueue.create_from_process_group(apart, *CHUNKS, 0, connect_ip="127.0.0.1")
+    return pass_on(queue, apart, 0)
+
+
+def across_machines_without_an_address(group: ProcessGroup, pipe: Connection) -> Any:
+    return MessageQueue.create_from_process_group(Apart(group, {2}), *CHUNKS)
+
+
+def from_outside(handle: bytes, group: ProcessGroup, pipe: Connection) -> Any:
+    """Every rank reads what somebody outside of the group writes."""
+    with MessageQueue.create_from_process_group(
+        group, external_writer_handle=Handle.from_bytes(handle)
+    ) as queue:
+        return [queue.dequeue(LONG) for _ in MESSAGES] == MESSAGES
+
+
+def to_a_single_reader(
+    reader_rank: int, blocking: bool, elsewhere: set[int], group: ProcessGroup, pipe: Connection
+) -> Any:
+    """Every rank, the reader too, sends to one; what came from each."""
+    apart = Apart(group, elsewhere)
+    queue, handles = MessageQueue.create_from_process_group_single_reader(
+        apart, *CHUNKS, reader_rank, blocking, connect_ip="127.0.0.1"
+    )
+    readers = [MessageQueue.create_from_handle(handle, 0) for handle in handles]
+    count = 20 if group.rank != reader_rank else 3  # its own are all sent before any is read
+    for number in range(count):
+        queue.enqueue([group.rank, number], LONG)
+    received = []
+    for rank, reader in enumerate(readers):
+        count = 20 if rank != reader_rank else 3
+        received.append([reader.dequeue(LONG) for _ in range(count)])
+        assert received[-1] == [[rank, number] for number in range(count)]
+        reader.close()
+    group.barrier()
+    queue.close()
+    return len(received)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -144,9 +144,9 @@ class Peer:
         error = getattr(errors, name, None)
         if error is None:
             raise AssertionError(f"{name} at a peer: {text}")
-        told: KVIndexError = error.__new__(error)
-        told.args = (text,)
-        raise told
+        raised: KVIndexError = error.__new__(error)
+        raised.args = (text,)
+        raise raised
 
     def call(self, name: str, *args: Any, **knobs: Any) -> Any:
         self.start(name, *args, **knobs)
@@ -173,6 +173,28 @@ class ThreadPeer(Peer):
         self._theirs.close()
         if hasattr(self._served, "queue"):
             self._served.queue.close()
+
+
+class Running(threading.Thread):
+    """A call in a thread of its own, and how it ended."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self.error: BaseException | None = None
+        self.returned: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.returned = self._call()
+        except BaseException as error:
+            self.error = error
+
+    def finish(self) -> BaseException | None:
+        self.join(PATIENCE)
+        assert not self.is_alive()
+        return self.error
 
 
 class ProcessPeer(Peer):
@@ -264,5 +286,5 @@ def is_left(handle: Handle) -> bool:
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as given:
-        tend(given, sys.argv[2])
+    with socket.socket(fileno=int(sys.argv[1])) as connected:
+        tend(connected, sys.argv[2])

@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 
+from kvindex.shm import Waiting
 from kvindex.shm.remote import RemoteReader, RemoteSender
 from kvindex.shm.remote.protocol import Message, Welcome, decode, encode
 from kvindex.wire.errors import KVIndexError
@@ -24,10 +25,13 @@ MAX_BYTES = 1 << 20
 READER_PROCESS = """
 import sys
 from kvindex.wire.errors import KVIndexError
+from kvindex.shm import Waiting
 from kvindex.shm.remote import RemoteReader
 
-address, token, rank, mode = sys.argv[1:]
-reader = RemoteReader(address, bytes.fromhex(token), int(rank), max_message_bytes=1 << 20)
+address, rank, mode = sys.argv[1:]
+reader = RemoteReader(
+    address, int(rank), max_message_bytes=1 << 20, curve=None, waiting=Waiting()
+)
 reader.wait_ready(120.0)
 print("ready", flush=True)
 count = 0
@@ -36,7 +40,7 @@ try:
         if mode == "stuck" and count == 10:
             print("stuck", flush=True)
             sys.stdin.read()
-        number = int(bytes(reader.receive(120.0)[0]))
+        number = int(bytes(reader.frames(120.0)[0]))
         if number != count:
             print("hole", count, number, flush=True)
         count += 1
@@ -46,10 +50,11 @@ except KVIndexError as error:
 
 WRITER_PROCESS = """
 import sys
+from kvindex.shm import Waiting
 from kvindex.shm.remote import RemoteSender
 
-sender = RemoteSender(1, "127.0.0.1")
-print(sender.address, sender.token.hex(), flush=True)
+sender = RemoteSender(1, "127.0.0.1", curve=None, waiting=Waiting())
+print(sender.address, flush=True)
 sender.wait_connected(120.0)
 for number in range(int(sys.argv[1])):
     sender.send([b"%d" % number], 120.0)
@@ -66,18 +71,15 @@ class Queue:
         self._stack = ExitStack()
 
     def sender(self, n_remote: int = 1, ip: str = "127.0.0.1", **knobs: Any) -> RemoteSender:
-        knobs.setdefault("linger", 0.0)
+        knobs = {"linger": 0.0, "curve": None, "waiting": Waiting(), **knobs}
         return self._stack.enter_context(closing(RemoteSender(n_remote, ip, **knobs)))
 
     def reader(self, sender: RemoteSender, rank: int = 0, **knobs: Any) -> RemoteReader:
-        token = knobs.pop("token", sender.token)
-        return self.reader_at(sender.address, token, rank, **knobs)
+        return self.reader_at(sender.address, rank, **knobs)
 
-    def reader_at(
-        self, address: str, token: bytes = bytes(32), rank: int = 0, **knobs: Any
-    ) -> RemoteReader:
-        knobs.setdefault("max_message_bytes", MAX_BYTES)
-        return self._stack.enter_context(closing(RemoteReader(address, token, rank, **knobs)))
+    def reader_at(self, address: str, rank: int = 0, **knobs: Any) -> RemoteReader:
+        knobs = {"max_message_bytes": MAX_BYTES, "curve": None, "waiting": Waiting(), **knobs}
+        return self._stack.enter_context(closing(RemoteReader(address, rank, **knobs)))
 
     def pair(self, **knobs: Any) -> tuple[RemoteSender, RemoteReader]:
         """A sender and its only reader, joined."""
@@ -92,7 +94,7 @@ class Queue:
         return collector
 
     def process(self, sender: RemoteSender, rank: int, mode: str = "run") -> Process:
-        return self._started(READER_PROCESS, sender.address, sender.token.hex(), str(rank), mode)
+        return self._started(READER_PROCESS, sender.address, str(rank), mode)
 
     def stranger(self, sender: RemoteSender) -> zmq.Socket[bytes]:
         """A bare socket that is connected to the sender."""
@@ -176,7 +178,7 @@ class Collector(threading.Thread):
     def run(self) -> None:
         try:
             while True:
-                frames = self._reader.receive(PATIENCE, self._cancel)
+                frames = self._reader.frames(PATIENCE, self._cancel)
                 self.messages.append([bytes(frame) for frame in frames])
                 if self._slow_every and len(self.messages) % self._slow_every == 0:
                     self._cancel.wait(0.001)
@@ -196,7 +198,7 @@ class Collector(threading.Thread):
 def drain(reader: RemoteReader) -> Iterator[list[bytes]]:
     """Yield all messages, until receiving raises."""
     while True:
-        yield [bytes(frame) for frame in reader.receive(PATIENCE)]
+        yield [bytes(frame) for frame in reader.frames(PATIENCE)]
 
 
 class Impostor:
@@ -211,8 +213,8 @@ class Impostor:
     def meet(self) -> None:
         """Wait for the reader's hello."""
         assert self._socket.poll(MILLISECONDS)
-        self._identity, said = self._socket.recv_multipart()
-        decode(said)
+        self._identity, part = self._socket.recv_multipart()
+        decode(part)
 
     def welcome(self, next_seq: int = 0, *, ready: bool = True) -> None:
         self.say(encode(Welcome(next_seq, 16, ready)))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from kvindex.shm import Handle, MessageQueue, MsgpackCodec, Waiting
+from kvindex.shm import MessageQueue, MsgpackCodec, Waiting
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import (
     ClosedError,
@@ -23,83 +21,12 @@ from kvindex.wire.errors import (
 )
 from tests.live import PATIENCE
 from tests.native_ring import needs_ring
-from tests.shm.queue_peers import End, Nursery, Peer, ThreadPeer, ended, is_left
+from tests.shm.conftest import CHUNK, WINDOW, Party
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
-WAYS = ["threads", "processes", "remote"]
 
-CHUNK = 64
-WINDOW = 4
-
-Message = Any
-
-
-class Party:
-    """A writer here, and readers of the kind that the test is run with."""
-
-    def __init__(self, way: str, nursery: Nursery, peers: list[Peer], stack: ExitStack) -> None:
-        self.is_remote = way == "remote"
-        self.handles: list[Handle] = []
-        self._in_threads = way.startswith("threads")
-        self._nursery = nursery
-        self._peers = peers
-        self._stack = stack
-
-    def writer(self, n_reader: int = 1, **knobs: Any) -> MessageQueue:
-        """A queue with a ring (or window) of 4 messages, and chunks of 64 bytes."""
-        n_local = knobs.pop("n_local", 0 if self.is_remote else n_reader)
-        knobs.setdefault("max_chunk_bytes", CHUNK)
-        knobs.setdefault("max_chunks", WINDOW)
-        if n_local < n_reader:
-            knobs.setdefault("connect_ip", "127.0.0.1")
-            knobs.setdefault("remote_window", WINDOW)
-        queue = MessageQueue(n_reader, n_local, **knobs)
-        self.handles.append(queue.export_handle())
-        self._stack.callback(queue.close)
-        return queue
-
-    def peer(self) -> Peer:
-        peer = ThreadPeer(End()) if self._in_threads else self._nursery.fork()
-        self._peers.append(peer)
-        return peer
-
-    def reader(self, writer: MessageQueue, rank: int = 0, **knobs: Any) -> Peer:
-        peer = self.peer()
-        peer.call("attach", writer.export_handle().to_bytes(), rank, **knobs)
-        return peer
-
-    def ready(self, n_reader: int = 1, **knobs: Any) -> tuple[MessageQueue, list[Peer]]:
-        """A writer and its readers, attached."""
-        writer = self.writer(n_reader, **knobs)
-        known = {name: knobs[name] for name in ("codec", "waiting") if name in knobs}
-        readers = [self.reader(writer, rank, **known) for rank in range(n_reader)]
-        for reader in readers:
-            reader.start("ready")
-        writer.wait_until_ready(PATIENCE)
-        for reader in readers:
-            reader.result()
-        return writer, readers
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
-@pytest.fixture(params=WAYS)
-def party(
-    request: pytest.FixtureRequest, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Party]:
-    with ExitStack() as stack, ended([]) as peers:
-        party = Party(request.param, nursery, peers, stack)
-        yield party
-    assert not any(map(is_left, party.handles))
-
-
-def sent_in_background(writer: MessageQueue, messages: list[Message]) -> threading.Thread:
+def sent_in_background(writer: MessageQueue, messages: list[Any]) -> threading.Thread:
     def send() -> None:
         for message in messages:
             writer.enqueue(message, PATIENCE)
@@ -156,9 +83,9 @@ def test_msgpack_brings_back_what_it_carries(party: Party) -> None:
     reader.start("take", len(VALUES))
     for value in VALUES:
         writer.enqueue(value, PATIENCE)
-    got = reader.result()
-    assert got == VALUES
-    assert [type(value) for value in got] == [type(value) for value in VALUES]
+    received = reader.result()
+    assert received == VALUES
+    assert [type(value) for value in received] == [type(value) for value in VALUES]
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK, 5000])
@@ -196,9 +123,9 @@ def test_pickle_brings_back_everything_where_both_sides_ask_for_it(party: Party)
     reader.start("take", len(values))
     for value in values:
         writer.enqueue(value, PATIENCE)
-    got = reader.result()
-    assert got == values
-    assert [type(value) for value in got] == [type(value) for value in values]
+    received = reader.result()
+    assert received == values
+    assert [type(value) for value in received] == [type(value) for value in values]
 
 
 class Shout:
@@ -246,7 +173,7 @@ def test_a_message_of_the_greatest_length_is_carried_and_a_longer_one_refused(
     assert reader.result() == [b"x" * 1000, b"y"]
 
 
-def test_what_the_codec_cannot_read_counts_as_read(party: Party) -> None:
+def test_a_message_that_the_codec_cannot_read_counts_as_read(party: Party) -> None:
     writer = party.writer()
     reader = party.reader(writer, 0, decode_to=list[int])
     reader.start("ready")
@@ -293,18 +220,18 @@ def test_a_message_whose_writing_fails_is_not_sent(party: Party) -> None:
     assert writer.statistics()["messages"] == 1
 
 
-@pytest.mark.parametrize(("most", "given"), [(10_000, CHUNK), (CHUNK, CHUNK), (10, 10), (1, 1)])
+@pytest.mark.parametrize(("most", "length"), [(10_000, CHUNK), (CHUNK, CHUNK), (10, 10), (1, 1)])
 def test_as_much_memory_is_given_as_a_chunk_and_a_message_may_have(
-    party: Party, most: int, given: int
+    party: Party, most: int, length: int
 ) -> None:
     writer, (reader,) = party.ready(max_message_bytes=most)
     reader.start("read_raw", 1)
     with writer.acquire_write(PATIENCE) as view:
-        assert len(view) == given
-        view[:] = b"w" * given
-    assert reader.result() == [b"w" * given]
-    with pytest.raises(ConfigurationError, match=f"0 to {given} bytes"):
-        with writer.acquire_write(PATIENCE, length=given + 1):
+        assert len(view) == length
+        view[:] = b"w" * length
+    assert reader.result() == [b"w" * length]
+    with pytest.raises(ConfigurationError, match=f"0 to {length} bytes"):
+        with writer.acquire_write(PATIENCE, length=length + 1):
             raise AssertionError("refused only when all is written")
 
 
@@ -362,7 +289,7 @@ def test_a_full_queue_times_out_and_loses_nothing(party: Party) -> None:
         assert reader.call("take", 1) == ["after"]
 
 
-def test_a_read_that_times_out_takes_nothing(party: Party) -> None:
+def test_a_read_that_times_out_consumes_nothing(party: Party) -> None:
     writer, (reader,) = party.ready()
     for timeout in (0.0, 0.01):
         with pytest.raises(QueueTimeoutError):
@@ -402,7 +329,7 @@ def test_readers_read_what_was_sent_before_the_writer_closed(party: Party) -> No
             reader.call("take", 1)
 
 
-def test_readers_that_wait_are_told_that_the_writer_closed(party: Party) -> None:
+def test_readers_that_wait_get_an_error_when_the_writer_closes(party: Party) -> None:
     writer, readers = party.ready(2)
     for reader in readers:
         reader.start("drain")
@@ -435,11 +362,11 @@ def test_a_reader_in_place_of_another_reads_on_from_one_exact_message(party: Par
     thread.join(PATIENCE)
     writer.close()
     assert staying.result() == (list(range(WINDOW, 500)), "QueueClosedError")
-    got, ended_by = replacing.result()
+    received, ended_by = replacing.result()
     assert ended_by == "QueueClosedError"
-    assert got == list(range(500))[-len(got) :] if got else True
+    assert received == list(range(500))[-len(received) :] if received else True
     if not party.is_remote:  # over TCP it may come later than all that is sent
-        assert got == list(range(WINDOW, 500))
+        assert received == list(range(WINDOW, 500))
 
 
 def test_a_rank_has_one_reader(party: Party) -> None:
@@ -461,25 +388,20 @@ def test_a_rank_has_one_reader(party: Party) -> None:
 
 def test_a_wrong_rank_is_refused(party: Party) -> None:
     writer = party.writer(1)
-    if not party.is_remote:
-        for rank in (-1, 1, 10**6):
-            with pytest.raises(ConfigurationError, match=f"rank {rank} is none of"):
-                party.reader(writer, rank)
-        return
-    for rank in (-1, 1 << 40):
-        with pytest.raises(ConfigurationError, match="rank"):
+    for rank in (-1, 1 << 40) if party.is_remote else (-1, 1, 10**6):
+        reason = "rank must be 0 to" if party.is_remote else f"rank {rank} is none of"
+        with pytest.raises(ConfigurationError, match=reason):
             party.reader(writer, rank)
 
 
-def test_a_closed_end_takes_no_calls(party: Party) -> None:
+def test_a_closed_end_accepts_no_calls(party: Party) -> None:
     writer, (reader,) = party.ready()
     writer.enqueue(1, PATIENCE)
     reader.call("close")
     reader.call("close")
-    with pytest.raises(ClosedError):
-        reader.call("take", 1)
-    with pytest.raises(ClosedError):
-        reader.call("read_raw", 1)
+    for read in ("take", "read_raw"):
+        with pytest.raises(ClosedError):
+            reader.call(read, 1)
     writer.close()
     writer.close()
     with pytest.raises(ClosedError):
@@ -505,9 +427,6 @@ def _read_raw(queue: MessageQueue) -> bytes:
         return bytes(body)
 
 
-# What is told --------------------------------------------------------------------------------
-
-
 def test_statistics_count_what_happened(party: Party) -> None:
     writer, readers = party.ready(2, max_chunks=8)
     for message in ("short", b"x" * 150, ["last"]):
@@ -527,120 +446,3 @@ def test_statistics_count_what_happened(party: Party) -> None:
         assert counted["local"]["fragments"] == 3
         assert counted["local"]["readers_removed"] == 0
         assert readers[0].call("statistics")["local"]["behind"] == 0
-
-
-def test_handles_travel_as_bytes_and_by_pickle(party: Party) -> None:
-    writer = party.writer(1)
-    handle = writer.export_handle()
-    assert Handle.from_bytes(handle.to_bytes()) == handle
-    assert {handle: 1}[Handle.from_bytes(handle.to_bytes())] == 1
-    assert pickle.loads(pickle.dumps(handle)) == handle
-    for secret in (handle.remote_token, handle.buffer_handle and handle.buffer_handle[3]):
-        assert secret is None or str(secret) not in repr(handle)
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"\x00", b"\xc1", b"\x80", b"x" * (2 << 20), MsgpackCodec().encode([1])[0]]
-)
-def test_bytes_that_are_no_handle_are_refused(data: bytes) -> None:
-    with pytest.raises(DecodeError):
-        Handle.from_bytes(data)
-
-
-# Local and remote readers of one queue --------------------------------------------------------
-
-
-@pytest.fixture
-def mixed(nursery: Nursery) -> Iterator[Callable[..., tuple[MessageQueue, list[Peer]]]]:
-    """Make a queue with two local readers, a thread and a process, and two remote ones."""
-    with ExitStack() as stack, ended([]) as peers:
-
-        def make(**knobs: Any) -> tuple[MessageQueue, list[Peer]]:
-            writer = MessageQueue(
-                4, 2, [1, 3], CHUNK, WINDOW, "127.0.0.1", remote_window=WINDOW, **knobs
-            )
-            stack.callback(writer.close)
-            for rank in range(4):
-                peers.append(ThreadPeer(End()) if rank < 2 else nursery.fork())
-                peers[-1].call("attach", writer.export_handle().to_bytes(), rank)
-                peers[-1].start("ready")
-            writer.wait_until_ready(PATIENCE)
-            for peer in peers:
-                peer.result()
-            return writer, peers
-
-        yield make
-
-
-def test_local_and_remote_readers_get_the_same(
-    mixed: Callable[..., tuple[MessageQueue, list[Peer]]],
-) -> None:
-    writer, readers = mixed()
-    messages: list[Any] = [[number, b"x" * (number * 7 % 300)] for number in range(100)]
-    for reader in readers:
-        reader.start("take", len(messages) + 2)
-    for message in messages:
-        writer.enqueue(message, PATIENCE)
-    writer.enqueue([pickle.PickleBuffer(b"b" * 100)], PATIENCE)
-    with writer.acquire_write(PATIENCE, length=5) as view:
-        view[:] = b"bytes"
-    for reader in readers:
-        assert reader.result() == [*messages, [b"b" * 100], b"bytes"]
-
-
-@pytest.mark.parametrize("slow", [1, 2])
-def test_a_message_for_which_one_reader_has_no_room_reaches_none(
-    mixed: Callable[..., tuple[MessageQueue, list[Peer]]], slow: int
-) -> None:
-    writer, readers = mixed()
-    quick = [reader for rank, reader in enumerate(readers) if rank != slow]
-    for number in range(WINDOW):
-        writer.enqueue(number, PATIENCE)
-    for reader in quick:
-        assert reader.call("take", WINDOW) == list(range(WINDOW))
-    for late in ("lost", "lost too"):
-        with pytest.raises(QueueTimeoutError):
-            writer.enqueue(late, timeout=0.05)
-    with pytest.raises(QueueTimeoutError):
-        with writer.acquire_write(0.05, length=4) as view:
-            view[:] = b"lost"
-    assert readers[slow].call("take", WINDOW) == list(range(WINDOW))
-    writer.enqueue("after", PATIENCE)
-    for reader in readers:
-        assert reader.call("take", 1) == ["after"]
-
-
-@pytest.mark.parametrize("slow", [1, 2])
-def test_a_long_message_for_which_one_reader_has_room_for_the_beginning_only_reaches_none(
-    mixed: Callable[..., tuple[MessageQueue, list[Peer]]], slow: int
-) -> None:
-    writer, readers = mixed()
-    filled = WINDOW - (slow == 1)  # of a remote reader's room a message takes one, however long
-    for number in range(filled):
-        writer.enqueue(number, PATIENCE)
-    for rank, reader in enumerate(readers):
-        if rank != slow:
-            assert reader.call("take", filled) == list(range(filled))
-    for size in (2 * CHUNK, 10 * CHUNK):
-        with pytest.raises(QueueTimeoutError):
-            writer.enqueue(b"x" * size, timeout=0.05)
-    assert readers[slow].call("take", filled) == list(range(filled))
-    for reader in readers:
-        reader.start("take", 2)
-    for message in (b"y" * 10 * CHUNK, "after"):
-        writer.enqueue(message, PATIENCE)
-    for reader in readers:
-        assert reader.result() == [b"y" * 10 * CHUNK, "after"]
-    assert writer.statistics()["messages"] == filled + 2
-
-
-def test_all_kinds_of_readers_are_told_of_the_end(
-    mixed: Callable[..., tuple[MessageQueue, list[Peer]]],
-) -> None:
-    writer, readers = mixed()
-    writer.enqueue("last", PATIENCE)
-    for reader in readers:
-        reader.start("drain")
-    writer.close()
-    for reader in readers:
-        assert reader.result() == (["last"], "QueueClosedError")

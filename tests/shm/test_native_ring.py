@@ -18,7 +18,7 @@ from kvindex.wire.errors import SegmentError
 from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
 handle = Handle(
     n_reader=1, local_reader_ranks=[0], buffer_handle=(1, 64, 4, "kvindex-ring"),
-    remote_address=None, remote_token=None, remote_curve_key=None, codec="msgpack",
+    remote_address=None, remote_curve_key=None, codec="msgpack",
     max_message_bytes=64,
 )
 try:
@@ -49,11 +49,11 @@ def run_without(use: str, path: Path) -> str:
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_what_needs_a_ring_says_that_the_native_module_is_missing(use: str, tmp_path: Path) -> None:
+def test_an_error_says_that_the_native_module_is_missing(use: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    said = run_without(use, tmp_path / "socket")
-    assert "native module" in said
-    assert "C++20 compiler" in said
+    error = run_without(use, tmp_path / "socket")
+    assert "native module" in error
+    assert "C++20 compiler" in error
     assert list(tmp_path.glob("socket")) == []
 
 

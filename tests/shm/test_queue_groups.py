@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
@@ -12,15 +13,22 @@ from typing import Any
 import pytest
 
 from kvindex.shm import MessageQueue
+from kvindex.shm.ring import Segment
+from kvindex.wire.errors import ConfigurationError, SegmentError
 from tests.native_ring import needs_ring
-from tests.shm.group_ranks import PATIENCE, Ranks, Task, pipe_ranks, torch_ranks
-from tests.shm.queue_tasks import (
+from tests.shm.group_ranks import (
     MESSAGES,
+    PATIENCE,
+    Ranks,
+    Task,
     across_machines,
     across_machines_without_an_address,
     from_each_rank_in_turn,
     from_outside,
+    pipe_groups,
+    pipe_ranks,
     to_a_single_reader,
+    torch_ranks,
     with_pickle,
     without_waiting,
 )
@@ -99,3 +107,89 @@ def test_every_rank_writes_to_a_single_reader(
 ) -> None:
     with run(3, partial(to_a_single_reader, reader_rank, blocking, elsewhere)) as ranks:
         assert ranks.receive_all() == [3 if rank == reader_rank else 0 for rank in range(3)]
+
+
+# One rank that cannot open its end of a queue --------------------------------------------------
+
+RANKS = 3
+
+
+def failures(single_reader: bool, codecs: list[str], **options: Any) -> list[str]:
+    """Return what each rank's constructor raised, every rank being a thread."""
+    groups = pipe_groups(RANKS)
+
+    def attempt(rank: int) -> str:
+        try:
+            if single_reader:
+                MessageQueue.create_from_process_group_single_reader(
+                    groups[rank], codec=codecs[rank]
+                )
+            else:
+                MessageQueue.create_from_process_group(groups[rank], codec=codecs[rank], **options)
+        except ConfigurationError as error:
+            return str(error)
+        return "nothing"
+
+    with ThreadPoolExecutor(RANKS) as threads:
+        raised = list(threads.map(attempt, range(RANKS)))
+    for group in groups:
+        group.close()
+    return raised
+
+
+def test_a_reader_with_another_codec_ends_the_making_at_every_rank() -> None:
+    writer, reader, wrong = failures(False, ["msgpack", "msgpack", "pickle"])
+    assert wrong.startswith("the queue's codec is 'msgpack'")
+    assert writer == reader
+    assert writer.startswith("rank 2 could not open its end of the queue: the queue's codec")
+
+
+def test_a_writer_that_cannot_make_its_queue_ends_the_making_at_every_rank() -> None:
+    first, wrong, third = failures(True, ["msgpack", "nonsense", "msgpack"])
+    assert wrong.startswith("codec must be")
+    assert first == third
+    assert first.startswith("rank 1 could not open its end of the queue: codec must be")
+
+
+def test_an_external_handle_that_is_none_ends_the_making_at_every_rank() -> None:
+    raised = failures(False, ["msgpack"] * RANKS, external_writer_handle=("a", "tuple"))
+    wrong, *others = raised
+    assert wrong == "external_writer_handle must be a Handle or None, not a tuple"
+    assert set(others) == {f"rank 0 could not make the queue: {wrong}"}
+
+
+def test_an_option_of_the_wrong_kind_ends_the_making_at_every_rank() -> None:
+    wrong, *others = failures(False, ["msgpack"] * RANKS, max_message_bytes="1 GiB")
+    assert wrong == "max_message_bytes must be a positive int, not '1 GiB'"
+    assert set(others) == {f"rank 0 could not make the queue: {wrong}"}
+
+
+def test_a_writer_without_shared_memory_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int, header: bytes) -> Segment:
+        raise SegmentError("no room")
+
+    monkeypatch.setattr(Segment, "make", refuse)
+    writer, *_ = failures(False, ["msgpack"] * RANKS)
+    assert writer.startswith("2 ranks share no memory with the writer")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "\0", "", 7])
+def test_a_name_that_no_segment_has_is_no_shared_memory(name: Any) -> None:
+    class Liar:
+        rank, world_size = 1, 2
+
+        def broadcast_object(self, obj: Any, source: int) -> Any:
+            return name if obj is None and source == 0 else obj
+
+        def barrier(self) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="1 ranks share no memory"):
+        MessageQueue.create_from_process_group_single_reader(Liar())
+
+
+@pytest.mark.parametrize("rank", [3, -1, True, "0"])
+def test_a_rank_that_the_group_does_not_have_is_refused(rank: Any) -> None:
+    assert (
+        failures(False, ["msgpack"] * RANKS, writer_rank=rank)
+        == [f"writer_rank={rank!r} is no rank of this group: it has 3, from 0"] * RANKS
+    )

@@ -38,13 +38,6 @@ QUICK = Waiting(look=0.01)
 RING = (64, 8)
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
 @pytest.fixture
 def peers() -> Iterator[list[Peer]]:
     with ended([]) as peers:

@@ -124,7 +124,7 @@ def test_a_piece_that_does_not_belong_is_refused_and_the_message_given_up(
 
 
 @given(chunks=st.lists(st.tuples(st.integers(0, 0xFF), st.binary(max_size=30)), max_size=12))
-def test_whatever_chunks_say_it_is_a_message_or_an_error_of_ours(
+def test_any_chunks_are_a_message_or_an_error_of_ours(
     chunks: list[tuple[int, bytes]],
 ) -> None:
     assembly, codec = Assembly(MOST), MsgpackCodec()
@@ -230,7 +230,7 @@ def test_msgpack_that_ends_early_or_goes_too_deep_is_refused(data: bytes) -> Non
     assert raised.value.size == len(data)
 
 
-def test_what_cannot_be_encoded_is_refused_and_leaves_nothing_behind() -> None:
+def test_an_object_that_cannot_be_encoded_is_refused_and_leaves_nothing_behind() -> None:
     codec = MsgpackCodec()
     deep: list[Any] = []
     for _ in range(100_000):
@@ -288,7 +288,7 @@ class BoomError(BaseException):
     """What no codec catches."""
 
 
-def test_whatever_ends_encoding_no_buffer_is_left_for_the_next_message() -> None:
+def test_an_encoding_that_fails_leaves_no_buffer_for_the_next_message() -> None:
     codec = MsgpackCodec()
 
     def boom(_: object) -> None:

@@ -12,6 +12,7 @@ import zmq
 
 from kvindex.shm.remote.protocol import VERSION, Bye, Hello, encode
 from kvindex.shm.remote.sender import RemoteSender
+from kvindex.shm.ring import Waiting
 
 pytestmark = pytest.mark.unit
 
@@ -43,7 +44,9 @@ class Desk:
     """A sender whose socket is a `Router`, and which probes its readers each time."""
 
     def __init__(self, n_remote: int = 1) -> None:
-        self.sender = RemoteSender(n_remote, "127.0.0.1", window=4, linger=0.0)
+        self.sender = RemoteSender(
+            n_remote, "127.0.0.1", curve=None, waiting=Waiting(), window=4, linger=0.0
+        )
         self.router = Router()
         self._socket, self.sender._socket = self.sender._socket, self.router  # type: ignore[assignment]
 
@@ -55,9 +58,6 @@ class Desk:
         dead = self.sender.serve()
         self.router.sent = [sent for sent in self.router.sent if sent[1] != "Probe"]
         return dead
-
-    def hello(self, rank: int, token: bytes | None = None, version: int = VERSION) -> Hello:
-        return Hello(version, rank, self.sender.token if token is None else token)
 
     @property
     def counted(self) -> dict[str, int]:
@@ -84,7 +84,7 @@ def desks() -> Iterator[Any]:
 def test_so_many_different_ranks_are_let_in(desks: Any) -> None:
     desk = desks(2)
     for rank in (8, 1, 2):
-        desk.receives(b"%d" % rank, desk.hello(rank))
+        desk.receives(b"%d" % rank, Hello(VERSION, rank))
     desk.serve()
     assert desk.sender.connected == {1, 8}
     assert desk.counted == {"joined": 2, "refused": 1, "connected": 2}
@@ -93,13 +93,13 @@ def test_so_many_different_ranks_are_let_in(desks: Any) -> None:
 
 def test_a_rank_is_free_again_when_its_reader_left(desks: Any) -> None:
     desk = desks()
-    desk.receives(b"first", desk.hello(4))
+    desk.receives(b"first", Hello(VERSION, 4))
     desk.serve()
-    desk.receives(b"second", desk.hello(4))
+    desk.receives(b"second", Hello(VERSION, 4))
     desk.serve()
     assert desk.router.sent == [(b"first", "Welcome")]  # the other waits for its rank
     desk.receives(b"first", Bye())
-    desk.receives(b"third", desk.hello(5))
+    desk.receives(b"third", Hello(VERSION, 5))
     desk.serve()
     assert desk.router.sent[1:] == [(b"second", "Welcome"), (b"third", "Refused")]
     assert desk.counted == {"joined": 2, "left": 1, "refused": 1, "connected": 1}
@@ -108,38 +108,38 @@ def test_a_rank_is_free_again_when_its_reader_left(desks: Any) -> None:
 def test_a_rank_that_stays_taken_is_refused(desks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvindex.shm.remote.sender._HANDOVER", 0.0)
     desk = desks()
-    desk.receives(b"first", desk.hello(4))
+    desk.receives(b"first", Hello(VERSION, 4))
     desk.serve()
-    desk.receives(b"second", desk.hello(4))
+    desk.receives(b"second", Hello(VERSION, 4))
     desk.serve()
     assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Refused")]
 
 
-def test_who_comes_before_the_farewell_of_its_predecessor_is_read_takes_its_place(
+def test_a_reader_that_joins_before_the_farewell_of_its_predecessor_is_read_replaces_it(
     desks: Any,
 ) -> None:
     desk = desks()
-    desk.receives(b"first", desk.hello(4))
+    desk.receives(b"first", Hello(VERSION, 4))
     desk.serve()
-    desk.receives(b"second", desk.hello(4))
+    desk.receives(b"second", Hello(VERSION, 4))
     desk.receives(b"first", Bye())
     assert desk.serve() == frozenset()
     assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Welcome")]
 
 
-def test_a_reader_that_leaves_before_it_is_let_in_never_was_there(desks: Any) -> None:
+def test_a_reader_that_leaves_before_admission_counts_as_no_reader(desks: Any) -> None:
     desk = desks()
-    desk.receives(b"first", desk.hello(4))
+    desk.receives(b"first", Hello(VERSION, 4))
     desk.receives(b"first", Bye())
     desk.serve()
     assert (desk.router.sent, desk.counted) == ([], {})
 
 
-def test_whose_connection_ends_is_dead_and_its_place_is_free(desks: Any) -> None:
+def test_a_reader_whose_connection_ends_is_dead_and_its_place_is_free(desks: Any) -> None:
     desk = desks()
-    desk.receives(b"first", desk.hello(4))
+    desk.receives(b"first", Hello(VERSION, 4))
     desk.serve()
-    desk.receives(b"second", desk.hello(4))
+    desk.receives(b"second", Hello(VERSION, 4))
     desk.router.ended = {b"first"}
     assert desk.serve() == {4}
     assert desk.serve() == frozenset()
@@ -147,9 +147,9 @@ def test_whose_connection_ends_is_dead_and_its_place_is_free(desks: Any) -> None
     assert desk.counted == {"joined": 2, "died": 1, "connected": 1}
 
 
-def test_whose_last_word_was_a_farewell_has_left_and_did_not_die(desks: Any) -> None:
+def test_a_reader_whose_last_packet_was_a_farewell_has_left_and_did_not_die(desks: Any) -> None:
     desk = desks()
-    desk.receives(b"first", desk.hello(4))
+    desk.receives(b"first", Hello(VERSION, 4))
     desk.serve()
     desk.receives(b"first", Bye())
     desk.router.ended = {b"first"}
@@ -157,19 +157,17 @@ def test_whose_last_word_was_a_farewell_has_left_and_did_not_die(desks: Any) -> 
     assert desk.counted["left"] == 1
 
 
-def test_whose_connection_ended_before_it_was_let_in_never_was_there(desks: Any) -> None:
+def test_a_connection_that_ends_before_admission_counts_as_no_reader(desks: Any) -> None:
     desk = desks()
-    desk.receives(b"first", desk.hello(4))
+    desk.receives(b"first", Hello(VERSION, 4))
     desk.router.ended = {b"first"}
     assert desk.serve() == frozenset()
     assert desk.counted == {}
 
 
-@pytest.mark.parametrize("token", [bytes(32), b"", b"x" * 31])
-def test_a_reader_shows_the_token(desks: Any, token: bytes) -> None:
+def test_a_reader_of_another_version_is_refused(desks: Any) -> None:
     desk = desks()
-    desk.receives(b"one", desk.hello(0, token))
-    desk.receives(b"other", desk.hello(0, version=VERSION + 1))
+    desk.receives(b"other", Hello(VERSION + 1, 0))
     desk.serve()
-    assert desk.counted == {"refused": 2}
-    assert desk.router.sent == [(b"one", "Refused"), (b"other", "Refused")]
+    assert desk.counted == {"refused": 1}
+    assert desk.router.sent == [(b"other", "Refused")]

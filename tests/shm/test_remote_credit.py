@@ -56,7 +56,7 @@ def test_a_message_larger_than_the_window_goes_alone() -> None:
     assert window.admits(10_000)
 
 
-def test_a_window_tells_what_is_unread() -> None:
+def test_a_window_shows_what_is_unread() -> None:
     window = sent(5, first=100)
     assert window.acknowledge(0, 102)
     assert (window.unread, window.unread_bytes) == (3, 30)

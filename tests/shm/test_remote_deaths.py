@@ -16,7 +16,7 @@ from kvindex.shm.remote.protocol import (
     Acknowledgement,
     Closed,
     Hello,
-    LargeMessage,
+    Message,
     Refused,
     Welcome,
     decode,
@@ -25,7 +25,6 @@ from kvindex.shm.remote.protocol import (
 from kvindex.wire.errors import (
     ConfigurationError,
     QueueTimeoutError,
-    ReaderDiedError,
     WriterDiedError,
 )
 from tests.live import PATIENCE
@@ -58,24 +57,6 @@ def test_a_killed_reader_is_removed_and_the_others_get_all(queue: Queue) -> None
     assert dead == {1}
     assert sender.connected == {0}
     assert sender.statistics()["died"] == 1
-
-
-def test_a_queue_that_raises_is_told_who_was_killed(queue: Queue) -> None:
-    sender = queue.sender(1, window=16)
-    process = queue.process(sender, 7)
-    sender.wait_connected(PATIENCE)
-    process.kill()
-
-    def enqueue(count: int) -> None:
-        for _ in range(count):
-            dead = sender.send([b"message"], PATIENCE)
-            if dead:
-                raise ReaderDiedError(f"readers {sorted(dead)} died", ranks=dead)
-
-    with pytest.raises(ReaderDiedError) as caught:
-        enqueue(17)  # the last can only be sent when the death was noticed
-    assert caught.value.ranks == (7,)
-    enqueue(100)  # is told once
 
 
 def test_a_reader_killed_while_the_writer_waits_for_it_frees_the_writer(queue: Queue) -> None:
@@ -115,7 +96,7 @@ def test_a_reader_in_place_of_a_killed_one_begins_with_the_next_message(queue: Q
     thread.join(PATIENCE)
     assert dead == {0}
     sender.send([b"1"], PATIENCE)
-    assert reader.receive(PATIENCE) == [b"1"]
+    assert reader.frames(PATIENCE) == [b"1"]
 
 
 def _serve_until(ended: threading.Event, sender: RemoteSender, dead: set[int]) -> None:
@@ -123,10 +104,10 @@ def _serve_until(ended: threading.Event, sender: RemoteSender, dead: set[int]) -
         dead |= sender.serve()
 
 
-def test_readers_of_a_killed_writer_read_what_was_sent_and_are_told(queue: Queue) -> None:
+def test_readers_of_a_killed_writer_read_what_was_sent_and_get_an_error(queue: Queue) -> None:
     process = queue.writer_process(200)
-    address, token = process.line().split()
-    reader = queue.reader_at(address, bytes.fromhex(token))
+    address = process.line()
+    reader = queue.reader_at(address)
     reader.wait_ready(PATIENCE)
     assert process.line() == "sent"
     _has_left_the_writer(queue, process, address)
@@ -136,7 +117,7 @@ def test_readers_of_a_killed_writer_read_what_was_sent_and_are_told(queue: Queue
         messages.extend(int(message[0]) for message in drain(reader))
     assert messages == list(range(200))
     with pytest.raises(WriterDiedError):  # and again
-        reader.receive(None)
+        reader.frames(None)
 
 
 def _has_left_the_writer(queue: Queue, process: Process, address: str) -> None:
@@ -153,12 +134,12 @@ def _has_left_the_writer(queue: Queue, process: Process, address: str) -> None:
 
 def test_a_writer_killed_while_a_reader_waits_wakes_it(queue: Queue) -> None:
     process = queue.writer_process(0)
-    address, token = process.line().split()
-    reader = queue.reader_at(address, bytes.fromhex(token))
+    address = process.line()
+    reader = queue.reader_at(address)
     assert process.line() == "sent"
     threading.Timer(0.1, process.kill).start()
     with pytest.raises(WriterDiedError):
-        reader.receive(None)
+        reader.frames(None)
 
 
 def test_a_frozen_reader_is_not_dead_but_can_be_removed(queue: Queue) -> None:
@@ -196,34 +177,12 @@ def test_a_writer_that_nobody_is_at_is_dead_at_once(queue: Queue) -> None:
         with pytest.raises(WriterDiedError, match=r"no connection to tcp://127\.0\.0\.1:"):
             reader.wait_ready(PATIENCE)
         with pytest.raises(WriterDiedError):
-            reader.receive(PATIENCE)
+            reader.frames(PATIENCE)
 
 
-def test_a_wrong_token_is_told_and_nothing_else(
+def test_a_reader_that_dies_with_all_read_is_no_loss(
     queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender, reader = queue.pair()
-    stranger = queue.reader(sender, 1, token=bytes(32))
-    wait_until(lambda: not sender.serve() and sender.statistics()["refused"] == 1, "refused")
-    sender.send([b"secret"], PATIENCE)
-    for _ in range(2):
-        with pytest.raises(ConfigurationError, match=r"refused: .* the queue's own handle"):
-            stranger.receive(PATIENCE)
-    assert reader.receive(PATIENCE) == [b"secret"]
-    assert sender.connected == {0}
-    assert "the token is another queue's" in caplog.text
-
-
-def test_a_writer_that_is_in_no_call_has_accepted_nobody(queue: Queue) -> None:
-    sender = queue.sender()
-    reader = queue.reader(sender)
-    wait_until(lambda: bool(sender._socket.poll(0)), "it said hello")
-    for wait in (reader.wait_ready, reader.receive):
-        with pytest.raises(QueueTimeoutError, match="connected, and not accepted yet"):
-            wait(0.2)
-
-
-def test_who_dies_with_all_read_is_no_loss(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
     sender = queue.sender(1)
     process = queue.process(sender, 0)
     sender.wait_connected(PATIENCE)
@@ -244,7 +203,7 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> Non
     for parts in (
         [b""],
         [b"garbage"],
-        [encode(Hello(VERSION, 0, sender.token))[:-1]],
+        [encode(Hello(VERSION, 0))[:-1]],
         [bytes(100)],
         [b"B", b"B"],
         [encode(Acknowledgement(0))],
@@ -257,12 +216,12 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> Non
     assert answer == Refused(f"it speaks version {VERSION} of the protocol, not 99")
     stranger.send(bytes(1 << 20))  # more than ZeroMQ takes there: it closes the connection
     sender.send([b"unharmed"], PATIENCE)
-    assert reader.receive(PATIENCE) == [b"unharmed"]
+    assert reader.frames(PATIENCE) == [b"unharmed"]
     statistics = sender.statistics()
     assert (statistics["connected"], statistics["died"]) == (1, 0)
 
 
-def test_who_does_not_speak_zeromq_is_counted_and_harms_nobody(queue: Queue) -> None:
+def test_a_stranger_who_does_not_speak_zeromq_is_counted_and_harms_nobody(queue: Queue) -> None:
     sender, reader = queue.pair()
     host, port = sender.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), PATIENCE) as stranger:
@@ -271,16 +230,16 @@ def test_who_does_not_speak_zeromq_is_counted_and_harms_nobody(queue: Queue) -> 
         # ZeroMQ takes it for a peer of its first protocol, and its words for frames.
         wait_until(lambda: not sender.serve() and sender.statistics()["refused"] > 0, "refused")
     sender.send([b"unharmed"], PATIENCE)
-    assert reader.receive(PATIENCE) == [b"unharmed"]
+    assert reader.frames(PATIENCE) == [b"unharmed"]
 
 
 def test_a_reader_that_acknowledges_what_it_was_not_sent_is_counted(queue: Queue) -> None:
     sender = queue.sender(1, window=1)
     liar = queue.stranger(sender)
-    liar.send(encode(Hello(VERSION, 0, sender.token)))
+    liar.send(encode(Hello(VERSION, 0)))
     sender.wait_connected(PATIENCE)
     sender.send([b"unread"], PATIENCE)
-    liar.send(encode(Hello(VERSION, 0, sender.token)))
+    liar.send(encode(Hello(VERSION, 0)))
     liar.send(encode(Acknowledgement(1000)))
     wait_until(lambda: not sender.serve() and sender.statistics()["refused"] == 2, "counted")
     with pytest.raises(QueueTimeoutError):
@@ -293,11 +252,10 @@ def test_a_reader_that_acknowledges_what_it_was_not_sent_is_counted(queue: Queue
         ([[small(5, b"a")], [small(7, b"c")]], "message 7 came, but 6 was next"),
         ([[small(5, b"a")], [small(5, b"a")]], "message 5 came, but 6 was next"),
         ([[small(5, b"a")], [encode(Closed(9))]], "message 6 is missing"),
-        ([[small(5, b"a")], [encode(Welcome(7, 1, True))]], "a second welcome"),
+        ([[small(5, b"a")], [encode(Welcome(7, 1, True))]], "an unexpected Welcome"),
         ([[small(5, b"a")], [b"HTTP/1.1 200 OK"]], "no packet of this protocol"),
-        ([[small(5, b"a")], [encode(LargeMessage(6, 2)), b"one"]], "1 frames of a message"),
-        ([[small(5, b"a")], [encode(LargeMessage(6, 1)), bytes(9), b""]], "1 frames of"),
-        ([[small(5, b"a")], [encode(LargeMessage(6, 2)), bytes(9), bytes(9)]], "18 bytes"),
+        ([[small(5, b"a")], [encode(Message(6, []))]], "a message without frames"),
+        ([[small(5, b"a")], [encode(Message(6, [])), bytes(9), bytes(9)]], "18 bytes"),
         ([[small(5, b"a")], [small(6, bytes(11))]], "11 bytes"),
     ],
 )
@@ -310,10 +268,10 @@ def test_a_writer_that_skips_or_lies_is_found_out(
     impostor.welcome(5)
     for part in parts:
         impostor.say(*part)
-    assert reader.receive(PATIENCE) == [b"a"]
+    assert reader.frames(PATIENCE) == [b"a"]
     for _ in range(2):
         with pytest.raises(WriterDiedError, match=message):
-            reader.receive(PATIENCE)
+            reader.frames(PATIENCE)
 
 
 def test_a_message_before_the_welcome_is_none(queue: Queue) -> None:
@@ -321,7 +279,7 @@ def test_a_message_before_the_welcome_is_none(queue: Queue) -> None:
     reader = queue.reader_at(impostor.address, max_message_bytes=10)
     impostor.meet()
     impostor.say(small(0, b"a"))
-    with pytest.raises(WriterDiedError, match="before the welcome"):
+    with pytest.raises(WriterDiedError, match="an unexpected Message"):
         reader.wait_ready(PATIENCE)
 
 

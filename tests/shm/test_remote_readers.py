@@ -5,27 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvindex.shm.remote import RemoteReader, RemoteSender
 from kvindex.shm.remote.credit import SendWindow
-from kvindex.shm.remote.protocol import Acknowledgement, Closed, LargeMessage, encode
+from kvindex.shm.remote.protocol import Acknowledgement, Closed, Message, encode
+from kvindex.shm.ring import Waiting
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import (
     ClosedError,
     ConfigurationError,
     QueueClosedError,
     QueueTimeoutError,
-    ReaderEvictedError,
-    WaitCancelledError,
     WriterDiedError,
 )
 from tests.live import PATIENCE
 from tests.publish.publish_peers import wait_until
-from tests.shm.remote_peers import MAX_BYTES, Queue, drain, small
+from tests.shm.remote_peers import Queue, small
 
 pytestmark = pytest.mark.e2e
 
@@ -65,18 +64,6 @@ def test_readers_of_different_speed_get_all_in_order(queue: Queue) -> None:
     assert not any(count for name, count in statistics.items() if name.startswith("refused"))
 
 
-def test_readers_in_other_processes_get_all_in_order(queue: Queue) -> None:
-    sender = queue.sender(2, linger=PATIENT)
-    processes = [queue.process(sender, rank) for rank in range(2)]
-    sender.wait_connected(PATIENCE)
-    sender.send_ready()
-    for number in range(10_000):
-        sender.send([b"%d" % number], PATIENCE)
-    sender.close()
-    for process in processes:
-        assert (process.line(), process.line()) == ("ready", "QueueClosedError 10000")
-
-
 def test_memory_may_be_used_again_at_once(queue: Queue) -> None:
     sender, reader = queue.pair()
     memory = bytearray(100_000)
@@ -85,7 +72,7 @@ def test_memory_may_be_used_again_at_once(queue: Queue) -> None:
         sender.send([memory, memoryview(memory)[:10]], PATIENCE)
     memory[:] = b"\xff" * len(memory)
     for value in range(5):
-        large, small = reader.receive(PATIENCE)
+        large, small = reader.frames(PATIENCE)
         assert bytes(large) == bytes([value]) * 100_000
         assert bytes(small) == bytes([value]) * 10
 
@@ -99,9 +86,9 @@ def test_a_full_window_of_messages_stops_the_writer(queue: Queue) -> None:
         sender.send([b"never sent"], 0.2)
     assert time.monotonic() - began >= 0.19
     assert caught.value.timeout == 0.2
-    assert [bytes(reader.receive(PATIENCE)[0]) for _ in range(8)] == [b"%d" % i for i in range(8)]
+    assert [bytes(reader.frames(PATIENCE)[0]) for _ in range(8)] == [b"%d" % i for i in range(8)]
     sender.send([b"8"], PATIENCE)
-    assert bytes(reader.receive(PATIENCE)[0]) == b"8"
+    assert bytes(reader.frames(PATIENCE)[0]) == b"8"
     assert sender.statistics()["waits"] >= 1
 
 
@@ -110,9 +97,9 @@ def test_a_full_window_of_bytes_stops_the_writer(queue: Queue) -> None:
     sender.send([bytes(900)], 0.0)
     with pytest.raises(QueueTimeoutError, match="900 bytes are unread"):
         sender.send([bytes(200)], 0.0)
-    assert len(reader.receive(PATIENCE)[0]) == 900
+    assert len(reader.frames(PATIENCE)[0]) == 900
     sender.send([bytes(5000)], PATIENCE)  # more than the window: goes alone
-    assert len(reader.receive(PATIENCE)[0]) == 5000
+    assert len(reader.frames(PATIENCE)[0]) == 5000
 
 
 def test_one_slow_reader_bounds_what_all_are_sent(queue: Queue) -> None:
@@ -129,13 +116,6 @@ def test_one_slow_reader_bounds_what_all_are_sent(queue: Queue) -> None:
     wait_until(lambda: len(fast.messages) == 5, "the fast reader goes on")
 
 
-def test_an_idle_reader_tells_what_it_read(queue: Queue) -> None:
-    sender, reader = queue.pair(window=1000)
-    sender.send([b"one"], PATIENCE)
-    queue.collect(reader)
-    wait_until(lambda: not sender.serve() and sender.statistics()["unread"] == 0, "acknowledged")
-
-
 def test_nothing_is_sent_before_all_have_joined(queue: Queue) -> None:
     sender = queue.sender(2)
     first = queue.reader(sender, 0)
@@ -149,10 +129,10 @@ def test_nothing_is_sent_before_all_have_joined(queue: Queue) -> None:
     second = queue.reader(sender, 1)
     sender.send([b"now"], PATIENCE)
     assert sender.connected == {0, 1}
-    assert [bytes(reader.receive(PATIENCE)[0]) for reader in (first, second)] == [b"now"] * 2
+    assert [bytes(reader.frames(PATIENCE)[0]) for reader in (first, second)] == [b"now"] * 2
 
 
-def test_readers_are_ready_when_the_writer_says_so(queue: Queue) -> None:
+def test_readers_are_ready_when_the_writer_notifies_them(queue: Queue) -> None:
     sender = queue.sender(2)
     first, second = queue.reader(sender, 0), queue.reader(sender, 1)
     sender.wait_connected(PATIENCE)
@@ -166,19 +146,7 @@ def test_a_message_makes_ready_and_is_not_lost(queue: Queue) -> None:
     sender, reader = queue.pair()
     sender.send([b"first"], PATIENCE)
     reader.wait_ready(PATIENCE)
-    assert bytes(reader.receive(0.0)[0]) == b"first"
-
-
-def test_a_timeout_of_nothing_returns_what_is_there(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    with pytest.raises(QueueTimeoutError, match="waited 0 s for the writer at"):
-        reader.receive(0.0)
-    sender.send([b"there"], PATIENCE)
-    assert reader.receive(PATIENCE) == [b"there"]
-    began = time.monotonic()
-    with pytest.raises(QueueTimeoutError):
-        reader.receive(0.15)
-    assert time.monotonic() - began >= 0.14
+    assert bytes(reader.frames(0.0)[0]) == b"first"
 
 
 @pytest.mark.parametrize(
@@ -191,58 +159,25 @@ def test_a_negative_timeout_is_over_at_once_and_one_that_is_no_number_is_refused
     sender.send([b"fills the window"], PATIENCE)
     with pytest.raises(error):
         sender.send([b""], timeout)
-    assert reader.receive(PATIENCE)
+    assert reader.frames(PATIENCE)
     with pytest.raises(error):
-        reader.receive(timeout)
+        reader.frames(timeout)
 
 
-def test_cancel_ends_every_wait(queue: Queue) -> None:
-    sender, reader = queue.pair(window=1)
-    alone = queue.reader(queue.sender())
-    sender.send([b"fills the window"], PATIENCE)
-    waits: list[Callable[[threading.Event], object]] = [
-        lambda cancel: sender.send([b"x"], None, cancel),
-        lambda cancel: queue.sender().wait_connected(None, cancel),
-        lambda cancel: alone.wait_ready(None, cancel),
-        lambda cancel: alone.receive(None, cancel),
-    ]
-    for wait in waits:
-        cancel = threading.Event()
-        threading.Timer(0.02, cancel.set).start()
-        with pytest.raises(WaitCancelledError):
-            wait(cancel)
-    assert reader.receive(PATIENCE, cancel) == [b"fills the window"]  # no need to wait
-
-
-def test_a_closed_queue_is_read_to_its_end(queue: Queue) -> None:
-    sender, reader = queue.pair(window=4096, linger=PATIENT)
-    for number in range(1000):
-        sender.send([b"%d" % number, bytes(3000)], PATIENCE)
-    closing = threading.Thread(target=sender.close)
-    closing.start()
-    messages: list[bytes] = []
-    with pytest.raises(QueueClosedError, match="at message 1000"):
-        messages.extend(message[0] for message in drain(reader))
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
-    with pytest.raises(QueueClosedError):  # and again
-        reader.receive(PATIENCE)
-
-
-def test_a_reader_that_waits_to_be_ready_is_told_that_the_queue_closed(queue: Queue) -> None:
+def test_a_reader_that_waits_to_be_ready_gets_an_error_when_the_queue_closes(queue: Queue) -> None:
     sender, reader = queue.pair()
     sender.close()
     with pytest.raises(QueueClosedError):
         reader.wait_ready(PATIENCE)
 
 
-def test_closing_does_not_wait_longer_than_said(
+def test_closing_does_not_wait_longer_than_linger(
     queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = queue.sender(2, linger=0.2)
     reader, quick = queue.reader(sender, 0), queue.reader(sender, 1)
     sender.send([b"unread"], PATIENCE)
-    assert quick.receive(PATIENCE) == [b"unread"]
+    assert quick.frames(PATIENCE) == [b"unread"]
     wait_until(lambda: not sender.serve() and not sender._window.unread_by(1), "one has read it")
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
@@ -250,29 +185,29 @@ def test_closing_does_not_wait_longer_than_said(
     assert time.monotonic() - began >= 0.19
     assert caplog.messages == ["closed while remote reader 0 had not read 1 messages"]
     # It had come nevertheless, and so had the writer's farewell.
-    assert reader.receive(PATIENCE) == [b"unread"]
+    assert reader.frames(PATIENCE) == [b"unread"]
     with pytest.raises(QueueClosedError):
-        reader.receive(PATIENCE)
+        reader.frames(PATIENCE)
 
 
-def test_a_reader_that_comes_for_no_more_has_told_what_it_read(queue: Queue) -> None:
+def test_a_reader_that_calls_no_more_has_acknowledged_what_it_read(queue: Queue) -> None:
     sender, reader = queue.pair(window=1000)
     for number in range(3):
         sender.send([b"%d" % number, bytes(20_000 * (number % 2))], PATIENCE)
     for _ in range(3):
-        reader.receive(PATIENCE)
+        reader.frames(PATIENCE)
     wait_until(lambda: not sender.serve() and sender.statistics()["unread"] == 0, "acknowledged")
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 300])
-def test_closing_waits_for_nobody_who_has_read_all(
+def test_closing_waits_for_no_reader_that_has_read_all(
     queue: Queue, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
     sender, reader = queue.pair(window=1000, linger=PATIENT)
     for number in range(count):
         sender.send([b"%d" % number], PATIENCE)
     for number in range(count):
-        assert reader.receive(PATIENCE) == [b"%d" % number]
+        assert reader.frames(PATIENCE) == [b"%d" % number]
     closing = threading.Thread(target=sender.close, daemon=True)
     with caplog.at_level(logging.INFO, "kvindex.shm"):
         closing.start()  # while the reader is in no call
@@ -280,10 +215,10 @@ def test_closing_waits_for_nobody_who_has_read_all(
     assert not closing.is_alive()
     assert not caplog.messages
     with pytest.raises(QueueClosedError, match=f"at message {count}"):
-        reader.receive(PATIENCE)
+        reader.frames(PATIENCE)
 
 
-def test_who_reads_the_last_message_frees_a_writer_that_closes(queue: Queue) -> None:
+def test_a_reader_of_the_last_message_frees_a_writer_that_closes(queue: Queue) -> None:
     sender, reader = queue.pair(linger=PATIENT)
     for number in range(3):
         sender.send([b"%d" % number], PATIENCE)
@@ -291,11 +226,11 @@ def test_who_reads_the_last_message_frees_a_writer_that_closes(queue: Queue) -> 
     closing.start()
     # Its farewell is behind the messages here already, or comes: either must do.
     for number in range(3):
-        assert reader.receive(PATIENCE) == [b"%d" % number]
+        assert reader.frames(PATIENCE) == [b"%d" % number]
     closing.join(PATIENCE)
     assert not closing.is_alive()
     with pytest.raises(QueueClosedError, match="at message 3"):
-        reader.receive(PATIENCE)
+        reader.frames(PATIENCE)
 
 
 def test_the_farewell_behind_the_last_message_keeps_nobody_waiting(queue: Queue) -> None:
@@ -307,10 +242,10 @@ def test_the_farewell_behind_the_last_message_keeps_nobody_waiting(queue: Queue)
     reader.wait_ready(PATIENCE)  # has the message now
     impostor.say(encode(Closed(1)))
     wait_until(lambda: has_come(reader), "the farewell waits")
-    assert reader.receive(PATIENCE) == [b"last"]
+    assert reader.frames(PATIENCE) == [b"last"]
     assert impostor.hear() == encode(Acknowledgement(1))
     with pytest.raises(QueueClosedError):
-        reader.receive(PATIENCE)
+        reader.frames(PATIENCE)
 
 
 def test_a_message_that_was_waited_for_is_acknowledged_at_once(queue: Queue) -> None:
@@ -320,22 +255,22 @@ def test_a_message_that_was_waited_for_is_acknowledged_at_once(queue: Queue) -> 
     impostor.welcome()
     sending = threading.Timer(0.1, impostor.say, [small(0, b"late")])
     sending.start()
-    assert reader.receive(PATIENCE) == [b"late"]
+    assert reader.frames(PATIENCE) == [b"late"]
     sending.join(PATIENCE)
     assert impostor.hear() == encode(Acknowledgement(1))
 
 
-def test_what_is_read_is_not_acknowledged_while_more_waits(queue: Queue) -> None:
+def test_messages_are_not_acknowledged_while_more_wait(queue: Queue) -> None:
     impostor = queue.impostor()
     reader = queue.reader_at(impostor.address)
     impostor.meet()
     impostor.welcome(ready=False)
     impostor.say(small(0, b"first"))
     reader.wait_ready(PATIENCE)
-    impostor.say(encode(LargeMessage(1, 1)), b"last")
+    impostor.say(encode(Message(1, [])), b"last")
     wait_until(lambda: has_come(reader), "the other waits")
-    assert reader.receive(PATIENCE) == [b"first"]
-    assert reader.receive(PATIENCE) == [b"last"]
+    assert reader.frames(PATIENCE) == [b"first"]
+    assert reader.frames(PATIENCE) == [b"last"]
     assert impostor.hear() == encode(Acknowledgement(2))
 
 
@@ -344,50 +279,25 @@ def has_come(reader: RemoteReader) -> bool:
     return bool(reader._socket.poll(0))
 
 
-def test_who_comes_while_the_queue_closes_is_told(queue: Queue) -> None:
+def test_a_reader_that_joins_while_the_queue_closes_gets_an_error(queue: Queue) -> None:
     sender, reader = queue.pair(linger=PATIENT)
     sender.send([b"unread"], PATIENCE)
     closing = threading.Thread(target=sender.close)
     closing.start()
     with pytest.raises(QueueClosedError, match="at message 1"):
         queue.reader(sender).wait_ready(PATIENCE)
-    assert reader.receive(PATIENCE) == [b"unread"]
+    assert reader.frames(PATIENCE) == [b"unread"]
     closing.join(PATIENCE)
     assert not closing.is_alive()
 
 
-def test_who_was_not_let_in_yet_is_told_that_the_queue_closed(queue: Queue) -> None:
+def test_a_reader_not_admitted_yet_gets_an_error_when_the_queue_closes(queue: Queue) -> None:
     sender = queue.sender(linger=PATIENT)
     reader = queue.reader(sender)
     wait_until(lambda: bool(sender._socket.poll(0)), "it said hello")
     sender.close()
     with pytest.raises(QueueClosedError, match="at message 0"):
-        reader.receive(PATIENCE)
-
-
-def test_who_is_closed_takes_no_calls(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    for party in (reader, sender):
-        party.close()
-        party.close()
-    for call in (lambda: sender.send([b""]), sender.serve, sender.send_ready, reader.receive):
-        with pytest.raises(ClosedError):
-            call()
-    with pytest.raises(ClosedError):
-        reader.wait_ready(0.0)
-
-
-def test_a_reader_that_leaves_is_waited_for_no_more(queue: Queue) -> None:
-    sender = queue.sender(2, window=2)
-    staying, leaving = queue.reader(sender, 0), queue.reader(sender, 1)
-    sender.wait_connected(PATIENCE)
-    collector = queue.collect(staying)
-    leaving.close()
-    for number in range(20):
-        assert sender.send([b"%d" % number], PATIENCE) == frozenset()
-    wait_until(lambda: len(collector.messages) == 20, "the other reader has all")
-    statistics = sender.statistics()
-    assert (statistics["left"], statistics["died"], statistics["connected"]) == (1, 0, 1)
+        reader.frames(PATIENCE)
 
 
 def test_a_reader_in_place_of_one_who_left_begins_with_the_next_message(queue: Queue) -> None:
@@ -395,82 +305,25 @@ def test_a_reader_in_place_of_one_who_left_begins_with_the_next_message(queue: Q
     sender.send_ready()
     for number in range(3):
         sender.send([b"%d" % number], PATIENCE)
-    assert first.receive(PATIENCE) == [b"0"]
+    assert first.frames(PATIENCE) == [b"0"]
     first.close()
     wait_until(lambda: not sender.serve() and sender.statistics()["left"] == 1, "it has left")
     second = queue.reader(sender)
     assert sender.wait_connected(PATIENCE) == frozenset()
     second.wait_ready(PATIENCE)
     sender.send([b"3"], PATIENCE)
-    assert second.receive(PATIENCE) == [b"3"]
-
-
-def test_a_second_reader_of_a_rank_waits_until_the_first_has_left(queue: Queue) -> None:
-    sender, first = queue.pair()
-    sender.send_ready()
-    second = queue.reader(sender)
-    serving = threading.Event()
-    server = threading.Thread(target=lambda: [sender.serve() for _ in _until(serving)])
-    server.start()
-    _wait_obstacle(second, "connected, and not accepted yet")
-    first.close()
-    second.wait_ready(PATIENCE)
-    serving.set()
-    server.join(PATIENCE)
-    assert sender.statistics()["joined"] == 2
+    assert second.frames(PATIENCE) == [b"3"]
 
 
 def _wait_obstacle(reader: RemoteReader, obstacle: str) -> None:
     """Wait until a reader that is not let in says what for."""
 
-    def said() -> bool:
+    def is_reported() -> bool:
         with pytest.raises(QueueTimeoutError) as raised:
             reader.wait_ready(0.05)
         return obstacle in str(raised.value)
 
-    wait_until(said, obstacle)
-
-
-def _until(event: threading.Event) -> Iterator[None]:
-    while not event.wait(0.005):
-        yield
-
-
-def test_a_second_reader_of_a_rank_is_refused_when_the_first_stays(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvindex.shm.remote.sender._HANDOVER", 0.3)
-    sender, _ = queue.pair()
-    second = queue.reader(sender)
-    wait_until(lambda: not sender.serve() and sender.statistics()["refused"] == 1, "refused")
-    for _ in range(2):
-        with pytest.raises(ConfigurationError, match="refused: rank 0 has another"):
-            second.receive(PATIENCE)
-
-
-def test_a_rank_that_nobody_expects_is_refused_for_good(queue: Queue) -> None:
-    sender = queue.sender(1)
-    right = queue.reader(sender, 4)
-    sender.wait_connected(PATIENCE)
-    wrong = queue.reader(sender, 5)
-    wait_until(lambda: not sender.serve() and sender.statistics()["refused"] == 1, "refused")
-    for _ in range(2):
-        with pytest.raises(ConfigurationError, match="rank 5 is none of its remote readers'"):
-            wrong.wait_ready(PATIENCE)
-    sender.send([b"for 4"], PATIENCE)
-    assert right.receive(PATIENCE) == [b"for 4"]
-
-
-def test_an_evicted_reader_is_told(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    sender.send([b"before"], PATIENCE)
-    assert sender.evict(0)
-    assert not sender.evict(0)
-    sender.send([b"after"], PATIENCE)
-    assert reader.receive(PATIENCE) == [b"before"]
-    with pytest.raises(ReaderEvictedError, match="reader 0"):
-        reader.receive(PATIENCE)
-    assert sender.statistics()["evicted"] == 1
+    wait_until(is_reported, obstacle)
 
 
 def test_an_interrupted_send_is_never_silent(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,9 +335,9 @@ def test_an_interrupted_send_is_never_silent(queue: Queue, monkeypatch: pytest.M
     with pytest.raises(ClosedError, match="message 0 was interrupted"):
         sender.send([b"next"], PATIENCE)
     sender.close()
-    assert reader.receive(PATIENCE) == [b"half"]
+    assert reader.frames(PATIENCE) == [b"half"]
     with pytest.raises(WriterDiedError, match="before message 1"):
-        reader.receive(PATIENCE)
+        reader.frames(PATIENCE)
 
 
 def _interrupt(window: SendWindow, size: int) -> None:
@@ -496,64 +349,41 @@ def test_a_message_too_large_for_its_reader_ends_the_connection(queue: Queue) ->
     reader = queue.reader(sender, max_message_bytes=1000)
     sender.send([b"small"], PATIENCE)
     sender.send([bytes(50_000)], PATIENCE)
-    assert reader.receive(PATIENCE) == [b"small"]
+    assert reader.frames(PATIENCE) == [b"small"]
     with pytest.raises(WriterDiedError, match=r"more than max_message_bytes \(1000\)"):
-        reader.receive(PATIENCE)
+        reader.frames(PATIENCE)
 
 
 def test_addresses_of_ipv6_work(queue: Queue) -> None:
     sender, reader = queue.pair(ip="::1")
     assert sender.address.startswith("tcp://[::1]:")
     sender.send([b"six"], PATIENCE)
-    assert reader.receive(PATIENCE) == [b"six"]
+    assert reader.frames(PATIENCE) == [b"six"]
 
 
 @pytest.mark.parametrize("ip", ["0.0.0.0", "::", "::%lo", "::ffff:0.0.0.0"])
 def test_all_interfaces_are_never_listened_on(ip: str) -> None:
     with pytest.raises(ConfigurationError, match="give the address of one of them"):
-        RemoteSender(1, ip)
+        RemoteSender(1, ip, curve=None, waiting=Waiting())
 
 
 @pytest.mark.parametrize("ip", ["", "*", "localhost", "tcp://127.0.0.1", 5, b"\x7f\0\0\1", None])
-def test_what_is_no_address_is_not_bound_to(ip: Any) -> None:
+def test_only_an_address_is_bound_to(ip: Any) -> None:
     with pytest.raises(ConfigurationError, match="connect_ip must be an IP address"):
-        RemoteSender(1, ip)
+        RemoteSender(1, ip, curve=None, waiting=Waiting())
 
 
 def test_an_address_that_is_not_ours_cannot_be_bound_to() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot bind to 'tcp://192\.0\.2\.1:"):
-        RemoteSender(1, "192.0.2.1")
-
-
-@pytest.mark.parametrize("window", [0, -1, 4097])
-def test_a_sender_of_impossible_window_is_refused(window: int) -> None:
-    with pytest.raises(ConfigurationError):
-        RemoteSender(1, "127.0.0.1", window=window)
+        RemoteSender(1, "192.0.2.1", curve=None, waiting=Waiting())
 
 
 @pytest.mark.parametrize(
-    ("address", "token", "rank"),
-    [
-        ("ipc:///x", bytes(32), 0),
-        ("tcp://", bytes(32), 0),
-        ("tcp://127.0.0.1:1", bytes(32), -1),
-    ],
+    ("address", "rank"), [("ipc:///x", 0), ("tcp://", 0), ("tcp://127.0.0.1:1", -1)]
 )
-def test_a_reader_of_nonsense_is_refused(address: str, token: bytes, rank: int) -> None:
+def test_a_reader_of_nonsense_is_refused(queue: Queue, address: str, rank: int) -> None:
     with pytest.raises(ConfigurationError):
-        RemoteReader(address, token, rank, max_message_bytes=1)
-
-
-def test_curve_encrypts_both_ways(queue: Queue) -> None:
-    keys = Curve.generate()
-    sender = queue.sender(curve=keys)
-    reader = queue.reader(sender, curve=Curve.generate(keys.public_key))
-    sender.wait_connected(PATIENCE)
-    messages = [various(number) for number in range(100)] + [[bytes(MAX_BYTES)]]
-    for message in messages:
-        sender.send(message, PATIENCE)
-    received = drain(reader)
-    assert [next(received) for _ in messages] == messages
+        queue.reader_at(address, rank)
 
 
 SERVER, OTHER = Curve.generate(), Curve.generate()
@@ -564,7 +394,7 @@ SERVER, OTHER = Curve.generate(), Curve.generate()
     [(SERVER, OTHER), (SERVER, None), (None, SERVER)],
     ids=["other key", "no key", "no key of the writer"],
 )
-def test_a_reader_without_the_writers_key_is_told(
+def test_a_reader_without_the_writers_key_gets_an_error(
     queue: Queue, server: Curve | None, client: Curve | None
 ) -> None:
     sender = queue.sender(curve=server)

@@ -223,7 +223,7 @@ def test_quiesce_sends_on_what_is_held(context: Sockets, engine: FakeEngine) -> 
         assert reader.seq() == last + 11
 
 
-def test_corrupted_messages_can_be_told(
+def test_corrupted_messages_can_be_recognized(
     context: Sockets, engine: FakeEngine, link: FaultyLink
 ) -> None:
     reader = Reader(context, link)
@@ -335,7 +335,7 @@ def test_clients_get_their_own_replies(
         assert seqs == list(range(start * 5, 20))
 
 
-def test_a_closed_link_takes_no_commands(engine: FakeEngine) -> None:
+def test_a_closed_link_accepts_no_commands(engine: FakeEngine) -> None:
     link = FaultyLink(engine.endpoint)
     link.close()
     link.close()

@@ -63,7 +63,8 @@ def test_a_prompt_sent_twice_is_cached_counted_and_indexed() -> None:
         with connect([worker]) as client:
             client.wait_live(timeout=PATIENCE)
             client.wait_for(
-                lambda found: all(one.seq is not None for one in found.values()), PATIENCE
+                lambda statuses: all(status.seq is not None for status in statuses.values()),
+                PATIENCE,
             )
             assert client.match(prompt)["w/0"].tokens == 12
         text = ask(server.url + "/metrics")
@@ -82,7 +83,7 @@ def test_every_route_reads_a_prompt_as_the_same_tokens() -> None:
         tokens = ask(server.url + "/tokenize", {"prompt": text})["tokens"]
         assert tokens == [256, *text.encode()]
         rendered = ask(server.url + "/v1/completions/render", {"prompt": text})
-        assert [one["token_ids"] for one in rendered] == [tokens]
+        assert [request["token_ids"] for request in rendered] == [tokens]
         cached(server, {"prompt": text})
         assert cached(server, {"prompt": tokens}) == engine.hit(tokens) > 0
 
@@ -112,12 +113,12 @@ def test_event_sources_come_in_all_three_shapes(shape: Any) -> None:
         with HttpEngine([zero, one], options=options) as server:
             answer = ask(server.url + "/kv_event_sources")
             if shape == "ranks":
-                found = [answer["0"], answer["1"]]
-                assert found[0]["enable_kv_cache_events"] is True
+                sources = [answer["0"], answer["1"]]
+                assert sources[0]["enable_kv_cache_events"] is True
             else:
-                found = answer if shape == "list" else answer["sources"]
-                assert [source["data_parallel_rank"] for source in found] == [0, 1]
-            assert [source["endpoint"] for source in found] == [zero.endpoint, one.endpoint]
+                sources = answer if shape == "list" else answer["sources"]
+                assert [source["data_parallel_rank"] for source in sources] == [0, 1]
+            assert [source["endpoint"] for source in sources] == [zero.endpoint, one.endpoint]
 
 
 def test_an_engine_without_events_names_no_sources() -> None:
@@ -262,7 +263,7 @@ def test_an_address_that_is_taken_is_an_error_at_the_call() -> None:
             HttpEngine([engine, engine])
 
 
-def test_images_are_placeholders_and_tell_their_blocks_apart() -> None:
+def test_images_are_placeholders_and_distinguish_their_blocks() -> None:
     def chat(image: str) -> list[Any]:
         picture = {"type": "image_url", "image_url": {"url": image}}
         return [{"role": "user", "content": [picture, {"text": "and what is this?"}]}]

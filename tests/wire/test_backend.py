@@ -98,7 +98,7 @@ def test_the_backend_in_use_is_the_one_that_was_asked_for() -> None:
     assert wanted in (None, "", kvindex.BACKEND)
 
 
-# The fallback to Python is told -----------------------------------------------------------------
+# The reason for the fallback to Python ----------------------------------------------------------
 
 
 @pytest.mark.usefixtures("missing")
@@ -106,9 +106,9 @@ def test_a_missing_native_module_is_told_with_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.metadata.distribution", not_installed)
-    told = explain_fallback(None)
-    assert "pip install --no-cache-dir --force-reinstall" in told
-    assert "KVINDEX_BACKEND=python" in told
+    reason = explain_fallback(None)
+    assert "pip install --no-cache-dir --force-reinstall" in reason
+    assert "KVINDEX_BACKEND=python" in reason
 
 
 @pytest.mark.usefixtures("missing")
@@ -121,9 +121,9 @@ def test_sources_that_hide_an_installed_native_build_are_told(
     monkeypatch.setattr(
         "importlib.metadata.distribution", lambda _: Installed(tmp_path, "_native.abi3.so")
     )
-    told = explain_fallback("")
-    assert f"hide the native build in {built.parent}" in told
-    assert "pip install -e ." in told
+    reason = explain_fallback("")
+    assert f"hide the native build in {built.parent}" in reason
+    assert "pip install -e ." in reason
     built.unlink()  # a record of a file that is gone hides nothing
     assert "hide" not in explain_fallback("")
 
@@ -169,13 +169,13 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize(("asked", "warnings"), [("", 1), ("python", 0)])
+@pytest.mark.parametrize(("backend", "warnings"), [("", 1), ("python", 0)])
 def test_the_first_index_of_a_process_warns_once_that_python_runs(
-    asked: str, warnings: int
+    backend: str, warnings: int
 ) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FALLBACK],
-        env={**os.environ, "KVINDEX_BACKEND": asked},
+        env={**os.environ, "KVINDEX_BACKEND": backend},
         capture_output=True,
         text=True,
         timeout=60,

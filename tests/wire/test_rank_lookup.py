@@ -17,7 +17,7 @@ A0, A1, AN = Rank("a", 0), Rank("a", 1), Rank("a/1", 0)
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "expected"),
     [
         (A0, [A0]),
         (("a", 1), [A1]),
@@ -26,8 +26,8 @@ A0, A1, AN = Rank("a", 0), Rank("a", 1), Rank("a/1", 0)
         ("a/1/0", [AN]),
     ],
 )
-def test_ranks_are_found(name: object, found: list[Rank]) -> None:
-    assert find_ranks(name, {A1, A0, AN}) == found
+def test_ranks_are_found(name: object, expected: list[Rank]) -> None:
+    assert find_ranks(name, {A1, A0, AN}) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_a_name_that_several_ranks_have_is_none_of_them() -> None:
 def test_many_names_are_found_as_one_is(name: Any) -> None:
     known = {A1, A0, AN}
 
-    def told(find: Callable[[Any], list[Rank]]) -> list[Rank] | str:
+    def outcome(find: Callable[[Any], list[Rank]]) -> list[Rank] | str:
         try:
             return find(name)
         except UnknownRankError as error:
             return str(error)
 
-    assert told(RankNames(known).find) == told(lambda one: find_ranks(one, known))
+    assert outcome(RankNames(known).find) == outcome(lambda text: find_ranks(text, known))

@@ -6,17 +6,21 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import zmq
 
+from kvindex.shm.codec import BUFFERS
 from kvindex.shm.remote import protocol
-from kvindex.shm.remote.protocol import LargeMessage, Malformed, Message, encode
-from kvindex.shm.ring import Patience, Waiting
+from kvindex.shm.remote.end import RemoteEnd, close_socket, open_socket
+from kvindex.shm.remote.protocol import Malformed, Message, encode
+from kvindex.shm.ring import Buffer, Patience, Waiting
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import (
-    ClosedError,
     ConfigurationError,
+    DecodeError,
     KVIndexError,
     QueueClosedError,
     ReaderEvictedError,
@@ -41,7 +45,7 @@ _DRAIN = 0.5  # seconds until every packet of a broken connection can be receive
 _FLUSH = 1.0  # seconds in which ZeroMQ may send the last packets
 
 
-class RemoteReader:
+class RemoteReader(RemoteEnd):
     """Receives each message of a writer on another machine once, in order.
 
     The constructor sends the hello. The first message is the one that the writer sends next after
@@ -51,31 +55,31 @@ class RemoteReader:
     that breaks is an error, which is raised after every message that had arrived was returned.
 
     Args:
-        address, token: from the queue's handle.
+        address: from the queue's handle.
         rank: this reader's; a rank has one reader at a time.
         max_message_bytes: a larger message ends the connection.
         curve: keys, if the writer has them.
         waiting: how to wait.
 
-    Thread safety: one thread at a time; end a wait by `cancel` before another thread calls `close`.
+    Thread safety: one thread at a time, but `statistics` and `close` from any.
     """
 
     def __init__(
         self,
         address: str,
-        token: bytes,
         rank: int,
         *,
         max_message_bytes: int,
-        curve: Curve | None = None,
-        waiting: Waiting | None = None,
+        curve: Curve | None,
+        waiting: Waiting,
     ) -> None:
         if not 0 <= rank <= protocol.MAX_RANK:
             raise ConfigurationError(f"rank must be 0 to {protocol.MAX_RANK}, not {rank!r}")
+        super().__init__(waiting)
         self._address = address
         self._rank = rank
         self._max_message_bytes = max_message_bytes
-        self._waiting = waiting or Waiting()
+        self._messages = 0
         self._next_seq: int | None = None  # of the next message; None before the welcome
         self._acknowledged = 0  # all messages before this seq
         self._acknowledge_every = 1  # small messages, while others wait
@@ -85,26 +89,37 @@ class RemoteReader:
         self._connected = False
         self._lost_at = math.inf
         self._end: KVIndexError | None = None  # what every call raises from now on
-        self._closed = False
         limit = max(max_message_bytes, protocol.SMALL_BYTES)
         self._socket, self._monitor = _connect(address, curve, max_part_bytes=limit)
-        self._poller = zmq.Poller()
         self._poller.register(self._socket, _POLLIN)
         self._poller.register(self._monitor, _POLLIN)
-        self._send(protocol.Hello(protocol.VERSION, rank, token))
-
-    def wait_ready(
-        self, timeout: float | None = None, cancel: threading.Event | None = None
-    ) -> None:
-        """Wait until the writer reports that all readers have joined, or sends a message.
-
-        Raises: as `receive`.
-        """
-        self._wait_until(
-            lambda: self._next_message() or self._ready, Patience(self._waiting, timeout), cancel
-        )
+        self._send(protocol.Hello(protocol.VERSION, rank))
 
     def receive(
+        self,
+        decode: Callable[[int, Any], Any],
+        timeout: float | None,
+        cancel: threading.Event | None = None,
+        *,
+        quiet: bool = False,
+    ) -> Any:
+        """Return `decode` of the next message's kind and body; `quiet`: warn of no long wait.
+
+        Raises: as `MessageQueue.dequeue`. An error that ends the queue for this reader is raised
+            after the messages that arrived before it, and by each later call.
+        """
+        kind, frames = self._next(timeout, cancel, quiet)
+        return decode(kind, frames if kind == BUFFERS else _joined(frames))
+
+    @contextmanager
+    def message(
+        self, timeout: float | None, cancel: threading.Event | None, *, quiet: bool
+    ) -> Iterator[memoryview]:
+        """Give the next message's bytes, read-only, until the `with` ends; raises as `receive`."""
+        _, frames = self._next(timeout, cancel, quiet)
+        yield memoryview(_joined(frames)).toreadonly()
+
+    def frames(
         self,
         timeout: float | None = None,
         cancel: threading.Event | None = None,
@@ -116,33 +131,53 @@ class RemoteReader:
         If no other message waits, the reader acknowledges this one at once: the writer can close
         while the reader is busy with it.
 
-        Raises: as `MessageQueue.dequeue`. An error that ends the queue for this reader is raised
-            after the messages that arrived before it, and by each later call.
+        Raises: as `receive`.
         """
-        if self._next_message() is None:
-            self._wait_until(
-                self._next_message, Patience(self._waiting, timeout, quiet=quiet), cancel
-            )
-        frames = self._consume()
-        if not isinstance(self._next_packet(), Message | LargeMessage):
-            self._acknowledge()  # the caller may never call again
-        return frames
+        with self._one_user():
+            if self._next_message() is None:
+                patience = Patience(self._waiting, timeout, quiet=quiet)
+                self._wait_until(self._next_message, patience, cancel)
+            frames = self._consume()
+            if not isinstance(self._next_packet(), Message):
+                self._acknowledge()  # the caller may never call again
+            return frames
 
-    def close(self) -> None:
-        """Notify the writer that this reader leaves, and close. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+    def wait_ready(
+        self, timeout: float | None = None, cancel: threading.Event | None = None
+    ) -> None:
+        """Wait until the writer reports that all readers have joined, or sends a message.
+
+        Raises: as `receive`.
+        """
+        with self._one_user():
+            patience = Patience(self._waiting, timeout)
+            self._wait_until(lambda: self._next_message() or self._ready, patience, cancel)
+
+    def statistics(self) -> dict[str, int]:
+        """Return the count of `messages`. Any thread."""
+        return {"messages": self._messages}
+
+    def _close(self) -> None:
         usable = not self._is_lost() and self._connected
         try:
             if usable and self._end is None:
-                self._send(protocol.Bye())
+                self._send(protocol.Bye())  # the writer waits for this reader no more
         finally:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-            protocol.close_socket(self._socket, _FLUSH if usable else 0.0)
+            close_socket(self._socket, _FLUSH if usable else 0.0)
 
     # Receiving -----------------------------------------------------------------------------------
+
+    def _next(
+        self, timeout: float | None, cancel: threading.Event | None, quiet: bool
+    ) -> tuple[int, list[memoryview]]:
+        """Return the next message's kind and its other frames, of which there is at least one."""
+        head, *frames = self.frames(timeout, cancel, quiet=quiet)
+        if len(head) != 1 or not frames:
+            raise DecodeError("a message that does not say its kind", size=len(head))
+        self._messages += 1
+        return head[0], frames
 
     def _next_packet(self) -> protocol.Packet | None:
         """Return the next packet, still unread; None if there is none."""
@@ -155,12 +190,10 @@ class RemoteReader:
                 self._end = self._broken(error)
         return self._ahead
 
-    def _next_message(self) -> Message | LargeMessage | None:
+    def _next_message(self) -> Message | None:
         """Apply the packets before the next message; return this one, still unread, or None."""
-        if self._closed:
-            raise ClosedError("this reader was closed")
         while (packet := self._next_packet()) is not None:
-            if isinstance(packet, Message | LargeMessage) and self._next_seq is not None:
+            if isinstance(packet, Message) and self._next_seq is not None:
                 return packet
             self._ahead = None
             try:
@@ -174,15 +207,15 @@ class RemoteReader:
     def _apply(self, packet: protocol.Packet) -> None:
         """Apply a packet of the writer; raise if it ends the queue for this reader."""
         match packet:
-            case protocol.Welcome():
-                if self._next_seq is not None:
-                    raise self._broken("a second welcome")
+            case protocol.Welcome() if self._next_seq is None:
                 self._next_seq = self._acknowledged = packet.next_seq
                 self._acknowledge_every = max(1, packet.window // 4)
                 self._ready = packet.ready
                 self._obstacle = "other readers to join"
             case protocol.Ready():
                 self._ready = True
+            case protocol.Probe():
+                pass
             case protocol.Refused():
                 raise ConfigurationError(f"the writer at {self._address} refused: {packet.reason}")
             case protocol.Evicted():
@@ -192,20 +225,15 @@ class RemoteReader:
                     raise self._broken(f"closed, but message {self._next_seq} is missing")
                 self._send(protocol.Bye())
                 raise QueueClosedError(f"the writer closed the queue at message {packet.next_seq}")
-            case Message() | LargeMessage():
-                raise self._broken("a message before the welcome")
-            case protocol.Hello() | protocol.Acknowledgement() | protocol.Bye():
-                raise self._broken("a packet that no writer sends")
+            case _:
+                raise self._broken(f"an unexpected {type(packet).__name__}")
 
     def _consume(self) -> list[memoryview]:
         """Return the frames of the next message, and count it as consumed."""
         message, self._ahead = self._ahead, None
-        assert isinstance(message, Message | LargeMessage)
+        assert isinstance(message, Message)
         try:
-            if isinstance(message, LargeMessage):
-                frames = self._receive_frames(message.count)
-            else:
-                frames = message.frames
+            frames = message.frames or self._receive_frames()
             size = sum(frame.nbytes for frame in frames)
             if size > self._max_message_bytes:
                 raise Malformed(
@@ -218,19 +246,18 @@ class RemoteReader:
             raise self._end from None
         self._next_seq += 1
         self._ready = True
-        large = isinstance(message, LargeMessage)
+        large = not message.frames
         if large or self._next_seq - self._acknowledged >= self._acknowledge_every:
             self._acknowledge()
         return frames
 
-    def _receive_frames(self, count: int) -> list[memoryview]:
+    def _receive_frames(self) -> list[memoryview]:
         """Return the frames of a large message, which arrived with its header."""
         frames: list[memoryview] = []
-        for left in reversed(range(count)):
-            frame = self._socket.recv(_NOBLOCK, copy=False)
-            frames.append(frame.buffer)
-            if frame.more != (left > 0):
-                raise Malformed(f"{len(frames)} frames of a message of {count}")
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frames.append(self._socket.recv(_NOBLOCK, copy=False).buffer)
+        if not frames:
+            raise Malformed("a message without frames")
         return frames
 
     def _acknowledge(self) -> None:
@@ -251,7 +278,7 @@ class RemoteReader:
     ) -> None:
         """Wait until `reached` returns something."""
         while True:
-            lost = not self._closed and self._is_lost()  # first: packets from before are still read
+            lost = self._is_lost()  # first: packets from before are still read
             if reached():
                 return
             if lost:
@@ -259,7 +286,7 @@ class RemoteReader:
                 raise self._end
             self._acknowledge()
             writer = f"the writer at {self._address}: {self._obstacle}"
-            protocol.pause(patience, cancel, "a message" if self._ready else writer, self._poller)
+            self._pause(patience, cancel, "a message" if self._ready else writer)
 
     def _is_lost(self) -> bool:
         """Return whether the connection has ended, and every packet from it can be received.
@@ -298,13 +325,17 @@ class RemoteReader:
         return WriterDiedError(f"{self._address}: {why}")
 
 
+def _joined(frames: list[memoryview]) -> Buffer:
+    return frames[0] if len(frames) == 1 else b"".join(frames)
+
+
 def _connect(
     address: str, curve: Curve | None, *, max_part_bytes: int
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """Return a DEALER that connects to this address, once only, and its monitor."""
     if not address.startswith("tcp://"):
         raise ConfigurationError(f"a writer's address is tcp://host:port, not {address!r}")
-    socket = protocol.open_socket(zmq.DEALER, address, curve, max_part_bytes=max_part_bytes)
+    socket = open_socket(zmq.DEALER, address, curve, max_part_bytes=max_part_bytes)
     # Never, and not -1: with that, libzmq 4.3.5 drops messages that were received and not read yet.
     socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
     monitor = socket.get_monitor_socket(_EVENTS)
@@ -313,6 +344,6 @@ def _connect(
         socket.connect(address)
     except zmq.ZMQError as error:
         monitor.close(linger=0)
-        protocol.close_socket(socket, 0.0)
+        close_socket(socket, 0.0)
         raise ConfigurationError(f"cannot connect to {address!r}: {error}") from error
     return socket, monitor

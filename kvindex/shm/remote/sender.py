@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import hmac
 import ipaddress
 import logging
-import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -16,7 +13,8 @@ import zmq
 
 from kvindex.shm.remote import protocol
 from kvindex.shm.remote.credit import SendWindow
-from kvindex.shm.remote.protocol import Acknowledgement, Bye, Hello, Refused, encode
+from kvindex.shm.remote.end import RemoteEnd, close_socket, open_socket
+from kvindex.shm.remote.protocol import Acknowledgement, Bye, Hello, Message, Refused, encode
 from kvindex.shm.ring import Buffer, Patience, Waiting
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ClosedError, ConfigurationError, QueueTimeoutError
@@ -29,13 +27,13 @@ logger = logging.getLogger(__name__)
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _TURN = 1000  # packets applied in a row, however many readers and strangers send
-_MAX_QUEUED = 2 * protocol.MAX_WINDOW  # packets of one reader or stranger that ZeroMQ queues
+_MAX_QUEUED = 2 * protocol.MAX_WINDOW  # packets of one reader that ZeroMQ queues
 _PROBE_EVERY = 1.0  # seconds
 _HANDOVER = 2.0  # seconds that a reader waits for its rank while another reader has it
 _FLUSH = 0.1  # seconds in which ZeroMQ may send the last packets
 
 
-class RemoteSender:
+class RemoteSender(RemoteEnd):
     """Sends each message to every remote reader, and loses none silently.
 
     A reader has credit: at most `window` messages, and `max_window_bytes`, that it has not
@@ -49,7 +47,8 @@ class RemoteSender:
         n_remote: how many readers are expected; `send` waits until each of them has joined once.
         connect_ip: the address to listen on.
         window, max_window_bytes: a reader's credit; 1 to 4096 messages.
-        curve: the writer's keys; without them token and messages travel in the clear.
+        curve: the writer's keys: only readers that know the public one are admitted. Without keys,
+            everyone is, and messages travel in the clear.
         linger: seconds that `close` waits at most for readers to read the rest.
         waiting: how to wait.
 
@@ -58,9 +57,8 @@ class RemoteSender:
 
     Attributes:
         address: where readers connect; the system chose the port.
-        token: what readers show to be admitted. Give it only to readers.
 
-    Thread safety: one thread at a time; `statistics` and `connected` may be asked by any.
+    Thread safety: one thread at a time, but `statistics`, `connected` and `close` from any.
     """
 
     def __init__(
@@ -68,20 +66,19 @@ class RemoteSender:
         n_remote: int,
         connect_ip: str,
         *,
+        curve: Curve | None,
+        waiting: Waiting,
         window: int = 256,
         max_window_bytes: int = 64 * 1024 * 1024,
-        curve: Curve | None = None,
         linger: float = 5.0,
-        waiting: Waiting | None = None,
     ) -> None:
         if not 1 <= window <= protocol.MAX_WINDOW:
             raise ConfigurationError(
                 f"window must be 1 to {protocol.MAX_WINDOW} messages, not {window!r}"
             )
-        self.token = secrets.token_bytes(32)
+        super().__init__(waiting)
         self._n_remote = n_remote
         self._linger = linger
-        self._waiting = waiting or Waiting()
         self._window = SendWindow(messages=window, size=max_window_bytes)
         self._serve_every = max(1, window // 4)
         self._unserved = 0  # messages sent since `_serve`
@@ -93,11 +90,9 @@ class RemoteSender:
         self._ready = False
         self._probe_at = 0.0
         self._interrupted = False  # something is sent in part, or to some readers only
-        self._closed = False
         self._counters = dict.fromkeys(("waits", "joined", "left", "died", "evicted", "refused"), 0)
         self._log_rate = LogRate()
         self._socket, self.address = _listen(_host(connect_ip), curve)
-        self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
     @property
@@ -105,29 +100,22 @@ class RemoteSender:
         """The ranks of the readers that joined and, as far as is known, are still connected."""
         return frozenset(self._ranks.values())
 
-    def wait_connected(
-        self, timeout: float | None = None, cancel: threading.Event | None = None
-    ) -> frozenset[int]:
+    def wait_connected(self, timeout: float | None = None) -> frozenset[int]:
         """Wait until all readers are connected; return the ranks that died meanwhile.
 
         Raises: as `send`.
         """
-        self._check_usable()
-        self._wait_until(lambda: len(self._ranks) == self._n_remote, timeout, cancel)
-        return self._take_dead()
+        with self._one_user():
+            self._wait_until(lambda: len(self._ranks) == self._n_remote, timeout)
+            return self._take_dead()
 
     def send_ready(self) -> None:
         """Notify all readers, present and future, that all have joined: `wait_ready` returns."""
-        self._check_usable()
-        self._ready = True
-        self._send_to_all(protocol.Ready())
+        with self._one_user():
+            self._ready = True
+            self._send_to_all(protocol.Ready())
 
-    def send(
-        self,
-        frames: Sequence[Buffer],
-        timeout: float | None = None,
-        cancel: threading.Event | None = None,
-    ) -> frozenset[int]:
+    def send(self, frames: Sequence[Buffer], timeout: float | None = None) -> frozenset[int]:
         """Send a message, one or more runs of bytes, to every reader; return the ranks found dead.
 
         The frames are copied. Either every living reader is sent the message or, if an error is
@@ -135,42 +123,41 @@ class RemoteSender:
 
         Raises:
             QueueTimeoutError: for `timeout` seconds a reader had no credit, or had never joined.
-            WaitCancelledError: `cancel` was set during this wait.
             ClosedError: the sender was closed, or an exception (such as KeyboardInterrupt)
                 interrupted an earlier call that had sent a message to some readers only.
         """
-        self._check_usable()
-        size = sum(map(len, frames))
-        if len(self._ranks) < self._n_remote or self._unserved >= self._serve_every:
-            self._serve()
-        if not self._has_credit(size):
-            self._counters["waits"] += 1
-            self._wait_until(lambda: self._has_credit(size), timeout, cancel)
-        parts = self._parts(frames, size)
-        self._interrupted = True
-        for routing_id in self._ranks:
-            self._transmit(routing_id, parts)
-        self._window.record(size)
-        self._interrupted = False
-        self._unserved += 1
-        if self._unreachable:
-            self._serve()
-        return self._take_dead()
+        with self._one_user():
+            size = sum(map(len, frames))
+            if len(self._ranks) < self._n_remote or self._unserved >= self._serve_every:
+                self._serve()
+            if not self._has_credit(size):
+                self._counters["waits"] += 1
+                self._wait_until(lambda: self._has_credit(size), timeout)
+            parts = self._parts(frames, size)
+            self._interrupted = True
+            for routing_id in self._ranks:
+                self._transmit(routing_id, parts)
+            self._window.record(size)
+            self._interrupted = False
+            self._unserved += 1
+            if self._unreachable:
+                self._serve()
+            return self._take_dead()
 
     def serve(self) -> frozenset[int]:
         """Admit readers and apply their packets, without waiting; return the ranks found dead."""
-        self._check_usable()
-        self._serve()
-        return self._take_dead()
+        with self._one_user():
+            self._serve()
+            return self._take_dead()
 
     def evict(self, rank: int) -> bool:
         """Remove the reader of this rank, and notify it; return whether there was one."""
-        self._check_usable()
-        for routing_id in [key for key, value in self._ranks.items() if value == rank]:
-            self._transmit(routing_id, [encode(protocol.Evicted())])
-            self._remove(routing_id, "evicted")
-            return True
-        return False
+        with self._one_user():
+            for routing_id in [key for key, value in self._ranks.items() if value == rank]:
+                self._transmit(routing_id, [encode(protocol.Evicted())])
+                self._remove(routing_id, "evicted")
+                return True
+            return False
 
     def statistics(self) -> dict[str, int]:
         """Return the counters since the start, and the state now.
@@ -188,19 +175,16 @@ class RemoteSender:
             "unread_bytes": self._window.unread_bytes,
         }
 
-    def close(self) -> None:
-        """Notify the readers that no message follows, and wait until all is read. Idempotent.
+    def _close(self) -> None:
+        """Notify the readers that no message follows, and wait until all is read.
 
         It waits `linger` seconds at most. A slower reader still reads the rest, if all of it has
         reached the reader's machine by then; otherwise the reader gets an error.
         """
-        if self._closed:
-            return
-        self._closed = True
         try:
             if not self._interrupted:
                 self._send_to_all(protocol.Closed(self._window.next_seq))
-                self._wait_until(lambda: not self._window.unread, self._linger, None)
+                self._wait_until(lambda: not self._window.unread, self._linger)
         except QueueTimeoutError:
             for rank in self.connected:
                 if unread := self._window.unread_by(rank):
@@ -208,7 +192,7 @@ class RemoteSender:
                         "closed while remote reader %d had not read %d messages", rank, unread
                     )
         finally:
-            protocol.close_socket(self._socket, _FLUSH)
+            close_socket(self._socket, _FLUSH)
 
     # Sending -------------------------------------------------------------------------------------
 
@@ -219,10 +203,10 @@ class RemoteSender:
         seq = self._window.next_seq
         if size + 8 * len(frames) <= protocol.SMALL_BYTES:
             views = cast("list[memoryview]", frames)  # to msgpack all buffers are the same
-            return [encode(protocol.Message(seq, views))]
+            return [encode(Message(seq, views))]
         # One copy, which the connections of all readers share.
         copies = [zmq.Frame(frame, copy=True) for frame in frames]
-        return [encode(protocol.LargeMessage(seq, len(frames))), *copies]
+        return [encode(Message(seq, [])), *copies]
 
     def _send_to_all(self, packet: protocol.Packet) -> None:
         for routing_id in self._ranks:
@@ -245,15 +229,13 @@ class RemoteSender:
         self._interrupted = interrupted
         return routing_id not in self._unreachable
 
-    def _wait_until(
-        self, reached: Callable[[], bool], timeout: float | None, cancel: threading.Event | None
-    ) -> None:
+    def _wait_until(self, reached: Callable[[], bool], timeout: float | None) -> None:
         patience = Patience(self._waiting, timeout)
         while True:
             self._serve()
             if reached():
                 return
-            protocol.pause(patience, cancel, self._obstacle(), self._poller)
+            self._pause(patience, None, self._obstacle())
 
     def _obstacle(self) -> str:
         """Return what a wait is for."""
@@ -266,9 +248,8 @@ class RemoteSender:
         absent = self._n_remote - len(self._ranks)
         return f"{absent} remote readers to join; connected: ranks {sorted(self.connected)}"
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the sender was closed")
+    def _check_open(self) -> None:
+        super()._check_open()
         if self._interrupted:
             raise ClosedError(
                 f"message {self._window.next_seq} was interrupted while some readers had it and "
@@ -297,30 +278,27 @@ class RemoteSender:
                 routing_id, *parts = self._socket.recv_multipart(_NOBLOCK)
             except zmq.Again:
                 return
-            if len(parts) != 1 or len(parts[0]) > protocol.MAX_READER_BYTES:
-                self._refuse("more than a reader sends")
-                continue
             try:
-                self._apply(routing_id, protocol.decode(parts[0]))
+                self._apply(routing_id, protocol.decode(b"".join(parts)))
             except protocol.Malformed as error:
                 self._refuse(str(error))
 
     def _apply(self, routing_id: bytes, packet: protocol.Packet) -> None:
         rank = self._ranks.get(routing_id)
-        if isinstance(packet, Hello) and rank is None:
-            self._hellos[routing_id] = packet, time.monotonic()
-            if packet.rank in self._ranks.values():
-                self._probe_at = 0.0  # perhaps the reader that has this rank is dead
-        elif isinstance(packet, Bye) and routing_id in self._hellos:
-            del self._hellos[routing_id]
-        elif rank is None:
-            self._refuse("a packet of a reader that has not joined")
-        elif isinstance(packet, Bye):
-            self._remove(routing_id, "left")
-        elif not isinstance(packet, Acknowledgement):
-            self._refuse("a packet that no reader sends, or sends again")
-        elif not self._window.acknowledge(rank, packet.next_seq):
-            self._refuse("an impossible acknowledgement")
+        match packet:
+            case Hello() if rank is None:
+                self._hellos[routing_id] = packet, time.monotonic()
+                if packet.rank in self._ranks.values():
+                    self._probe_at = 0.0  # perhaps the reader that has this rank is dead
+            case Bye() if routing_id in self._hellos:
+                del self._hellos[routing_id]
+            case Bye() if rank is not None:
+                self._remove(routing_id, "left")
+            case Acknowledgement() if rank is not None:
+                if not self._window.acknowledge(rank, packet.next_seq):
+                    self._refuse("an impossible acknowledgement")
+            case _:
+                self._refuse(f"an unexpected {type(packet).__name__}")
 
     def _answer(self, routing_id: bytes) -> None:
         """Admit a reader that sent a hello, or refuse it, or let it wait for its rank."""
@@ -328,8 +306,6 @@ class RemoteSender:
         rank, reason = hello.rank, None
         if hello.version != protocol.VERSION:
             reason = f"it speaks version {protocol.VERSION} of the protocol, not {hello.version}"
-        elif not hmac.compare_digest(hello.token, self.token):
-            reason = "the token is another queue's: is this the queue's own handle?"
         elif rank in self._ranks.values() and not self._closed:
             if time.monotonic() < received_at + _HANDOVER:
                 return
@@ -362,7 +338,7 @@ class RemoteSender:
         for routing_id in unreachable & self._ranks.keys():
             rank = self._ranks[routing_id]
             unread = self._window.unread_by(rank)
-            # Where nothing is lost, whoever applies the policy reports the death.
+            # Where nothing is lost, only the caller's policy for dead readers reports the death.
             level = logging.WARNING if unread else logging.INFO
             logger.log(level, "remote reader %d died, %d messages unread", rank, unread)
             self._dead.add(rank)
@@ -389,13 +365,13 @@ def _listen(host: str, curve: Curve | None) -> tuple[zmq.Socket[bytes], str]:
     """Return a ROUTER that listens at a free port of this host, and its address."""
     endpoint = f"tcp://{host}:*"
     limit = protocol.MAX_READER_BYTES
-    socket = protocol.open_socket(zmq.ROUTER, endpoint, curve, max_part_bytes=limit)
+    socket = open_socket(zmq.ROUTER, endpoint, curve, max_part_bytes=limit)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.rcvhwm = _MAX_QUEUED  # strangers have no window
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        protocol.close_socket(socket, 0.0)
+        close_socket(socket, 0.0)
         raise ConfigurationError(f"cannot bind to {endpoint!r}: {error}") from error
     port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     return socket, f"tcp://{host}:{port}"

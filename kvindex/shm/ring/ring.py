@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 RingHandle = tuple[int, int, int, str]
-"""What attaches to a ring: n_reader, max_chunk_bytes, max_chunks, name."""
+"""The arguments that attach to a ring: n_reader, max_chunk_bytes, max_chunks, name."""
 
 Party = TypeVar("Party", "RingReader", "RingWriter")
 

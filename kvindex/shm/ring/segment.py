@@ -134,16 +134,16 @@ class Segment:
                 getattr(error, "errno", errno.EINVAL),
                 f"shared memory {name!r} cannot be attached: is its maker closed? {error}",
             ) from error
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         if (
-            not stat.S_ISREG(found.st_mode)
-            or found.st_uid != os.geteuid()
-            or stat.S_IMODE(found.st_mode) & 0o077
-            or found.st_size == 0
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or stat.S_IMODE(status.st_mode) & 0o077
+            or status.st_size == 0
         ):
             os.close(descriptor)
             raise SegmentError(f"shared memory {name} is not private to this user: refused")
-        return cls(name, descriptor, found.st_size, maker=False)
+        return cls(name, descriptor, status.st_size, maker=False)
 
     def hold(self, party: int) -> bool:
         """Acquire a party's lock, for as long as this mapping is open; False if another has it."""
@@ -208,7 +208,7 @@ def sweep() -> int:
         except OSError:
             continue  # gone meanwhile
         try:
-            if _asked(descriptor, _GET, fcntl.F_WRLCK, 0, _PARTIES) == fcntl.F_UNLCK:
+            if _lock_command(descriptor, _GET, fcntl.F_WRLCK, 0, _PARTIES) == fcntl.F_UNLCK:
                 os.unlink(path)
                 swept += 1
         except OSError:
@@ -249,7 +249,7 @@ class _Locks:
         with self._using:
             if self._descriptor is None:
                 raise ClosedError("this end of the queue is closed")
-            return _asked(self._descriptor, command, kind, party)
+            return _lock_command(self._descriptor, command, kind, party)
 
     def close(self) -> None:
         """Close the descriptor, which releases every lock of this mapping."""
@@ -263,10 +263,10 @@ class _Locks:
             os.close(descriptor)
 
 
-def _asked(descriptor: int, command: int, kind: int, party: int, count: int = 1) -> int:
+def _lock_command(descriptor: int, command: int, kind: int, party: int, count: int = 1) -> int:
     """Ask the kernel about parties' locks; return the kind of lock that it answers with."""
-    asked = _FLOCK.pack(kind, os.SEEK_SET, _PARTIES_AT + party, count, 0)
-    return int(_FLOCK.unpack(fcntl.fcntl(descriptor, command, asked))[0])
+    request = _FLOCK.pack(kind, os.SEEK_SET, _PARTIES_AT + party, count, 0)
+    return int(_FLOCK.unpack(fcntl.fcntl(descriptor, command, request))[0])
 
 
 def _map(descriptor: int, size: int) -> tuple[mmap.mmap, _Locks]:
@@ -297,9 +297,9 @@ def _link(descriptor: int, name: str) -> None:
 def _no_room(size: int, error: OSError | OverflowError) -> str:
     if getattr(error, "errno", None) not in (errno.ENOSPC, errno.ENOMEM):
         return f"shared memory of {size} bytes cannot be made: {error}"
-    found = os.statvfs(_FOLDER)
+    free = os.statvfs(_FOLDER)
     return (
-        f"shared memory of {size} bytes does not fit: {found.f_bavail * found.f_frsize} bytes are "
+        f"shared memory of {size} bytes does not fit: {free.f_bavail * free.f_frsize} bytes are "
         f"free in {_FOLDER}; use smaller or fewer chunks, or give the container a larger --shm-size"
     )
 

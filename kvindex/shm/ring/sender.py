@@ -19,7 +19,7 @@ __all__ = ["DeadReaderPolicy", "RingSender", "check_dead", "check_policy"]
 logger = logging.getLogger(__name__)
 
 DeadReaderPolicy = Literal["remove", "raise"]
-"""What a writer does about a dead reader: remove it and go on, or also raise ReaderDiedError."""
+"""A writer's action on a dead reader: remove it and go on, or also raise ReaderDiedError."""
 
 
 def check_policy(policy: str) -> None:

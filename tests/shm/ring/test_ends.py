@@ -12,10 +12,10 @@ import pytest
 
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
 from kvindex.shm.codec import decoder_of
-from kvindex.shm.ends import WritingEnd
 from kvindex.shm.ring.messages import RAW
 from kvindex.shm.ring.receiver import RingReceiver
 from kvindex.shm.ring.sender import RingSender
+from kvindex.shm.writing import WritingEnd
 from kvindex.wire.errors import (
     ConfigurationError,
     DecodeError,
@@ -134,7 +134,7 @@ def test_a_long_message_that_found_no_room_is_never_seen(ends: Callable[..., End
     assert receiver.statistics()["messages_given_up"] == 1
 
 
-def test_an_evicted_reader_is_told_and_may_join_again(ends: Callable[..., Ends]) -> None:
+def test_an_evicted_reader_gets_an_error_and_may_join_again(ends: Callable[..., Ends]) -> None:
     sender, (slow, quick) = ends(2)
     send(sender, b"0", b"1")
     assert slow.receive(DECODE, 0.0) == b"0"
@@ -156,7 +156,7 @@ def test_an_evicted_reader_is_told_and_may_join_again(ends: Callable[..., Ends])
     again.close()
 
 
-def test_a_reader_that_is_evicted_while_it_reads_in_place_is_told(
+def test_a_reader_that_is_evicted_while_it_reads_in_place_gets_an_error(
     ends: Callable[..., Ends],
 ) -> None:
     sender, (receiver,) = ends(chunks=1)
@@ -215,7 +215,7 @@ class Meanwhile(threading.Event):
         return False
 
 
-def test_what_was_published_before_the_writer_closed_is_read_first(
+def test_messages_from_before_the_writer_closed_are_read_first(
     ends: Callable[..., Ends],
 ) -> None:
     sender, (receiver,) = ends()
@@ -225,7 +225,7 @@ def test_what_was_published_before_the_writer_closed_is_read_first(
         receiver.receive(DECODE, 10.0)
 
 
-def test_what_was_published_before_the_writer_died_is_read_first(
+def test_messages_from_before_the_writer_died_are_read_first(
     ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, (receiver,) = ends()
@@ -342,7 +342,7 @@ def test_local_readers_are_ready_even_if_remote_ones_died_meanwhile(
     class Elsewhere:
         """As much of a `RemoteSender` as is asked here."""
 
-        def wait_connected(self, timeout: float | None, cancel: threading.Event) -> set[int]:
+        def wait_connected(self, timeout: float | None) -> set[int]:
             return {4}
 
         def send_ready(self) -> None: ...

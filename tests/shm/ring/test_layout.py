@@ -171,13 +171,6 @@ def test_a_header_that_says_something_else_is_refused(at: int, value: bytes, tex
             ShmRingBuffer(*ring.handle())
 
 
-def test_a_handle_of_another_geometry_is_refused() -> None:
-    with ShmRingBuffer(2, 100, 3) as ring:
-        for geometry in ((1, 100, 3), (2, 101, 3), (2, 100, 4)):
-            with pytest.raises(SegmentError, match="the handle says"):
-                ShmRingBuffer(*geometry, ring.name)
-
-
 def test_memory_shorter_than_the_header_says_is_refused() -> None:
     layout = Layout(2, 3, 100)
     with memoryview(layout.header().ljust(HEADER_BYTES, b"\0")) as memory:
@@ -207,29 +200,6 @@ def test_a_place_has_one_living_reader() -> None:
 
 
 # Damaged memory ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("at", "form", "value"),
-    [
-        (LENGTH, "=Q", 65),
-        (LENGTH, "=Q", 1 << 40),
-        (LENGTH, "=Q", 2**64 - 1),
-        (SEQ, "=Q", 1),
-        (SEQ, "=Q", 2**64 - 1),
-    ],
-)
-def test_an_impossible_record_is_an_error_and_nothing_is_read(
-    ring_of: Make, at: int, form: str, value: int
-) -> None:
-    ring = ring_of(1, 2, 64)
-    writer, (reader,), (attached,) = parties(ring)
-    writer.write(0, b"sound", 0.0, 0.0)
-    struct.pack_into(form, ring.segment.memory, ring.layout.record(0) + at, value)
-    for limit in (0, 1 << 30):
-        with pytest.raises(ValueError, match="damaged"):
-            reader.read(limit, 0.0, 0.0)
-    attached.close()
 
 
 def test_the_parties_refuse_what_their_memory_cannot_hold(ring_of: Make) -> None:
@@ -267,7 +237,7 @@ def test_parties_refuse_memory_that_is_too_small(ring_of: Make) -> None:
 
 @pytest.mark.parametrize("evict", [False, True])
 @pytest.mark.parametrize("started", [False, True])
-def test_a_removed_reader_knows_it(ring_of: Make, evict: bool, started: bool) -> None:
+def test_a_removed_reader_gets_an_error(ring_of: Make, evict: bool, started: bool) -> None:
     ring = ring_of(1, 2, 64)
     with ShmRingBuffer(*ring.handle()) as other:
         writer, reader = ring.writer(), other.reader(0)

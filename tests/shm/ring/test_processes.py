@@ -21,7 +21,7 @@ def use(ring: ShmRingBuffer, connection: Connection) -> None:
     """Read what the maker wrote, answer, and try what only the maker may."""
     try:
         with ring.get_data(1) as chunk, ring.get_metadata(1) as flags:
-            said = bytes(chunk[:5])
+            begins_with = bytes(chunk[:5])
             chunk[:5] = b"child"
             flags[2] = 1
         refused = ""
@@ -29,7 +29,7 @@ def use(ring: ShmRingBuffer, connection: Connection) -> None:
             ring.writer()
         except SegmentError as error:
             refused = str(error)
-        connection.send((said, refused, ring.reader(1).active))
+        connection.send((begins_with, refused, ring.reader(1).active))
         connection.recv()
         ring.close()
     except BaseException as error:
@@ -47,8 +47,8 @@ def test_a_ring_is_used_by_a_process_that_it_is_passed_to(method: str) -> None:
         process.start()
         there.close()
         assert here.poll(PATIENCE)
-        said, refused, active = here.recv()
-        assert (said, active) == (b"maker", False)
+        begins_with, refused, active = here.recv()
+        assert (begins_with, active) == (b"maker", False)
         assert "only the maker" in refused
         with ring.get_data(1) as chunk, ring.get_metadata(1) as flags:
             assert (bytes(chunk[:5]), list(flags)) == (b"child", [0, 0, 1])

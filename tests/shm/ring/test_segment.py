@@ -67,10 +67,10 @@ def test_a_segment_is_private_to_its_user_whatever_the_umask() -> None:
     finally:
         os.umask(before)
     try:
-        found = (FOLDER / segment.name).stat()
-        assert stat.S_IMODE(found.st_mode) == 0o600
-        assert found.st_uid == os.geteuid()
-        assert found.st_nlink == 1
+        status = (FOLDER / segment.name).stat()
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_uid == os.geteuid()
+        assert status.st_nlink == 1
     finally:
         segment.close()
 
@@ -91,15 +91,10 @@ def test_all_memory_is_taken_at_once(segment: Segment) -> None:
 
 @pytest.mark.parametrize("extra", [1, 1 << 20])
 def test_memory_that_does_not_fit_is_refused_with_the_numbers(extra: int) -> None:
-    found = os.statvfs(FOLDER)
-    size = found.f_blocks * found.f_frsize + extra
+    free = os.statvfs(FOLDER)
+    size = free.f_blocks * free.f_frsize + extra
     with pytest.raises(SegmentError, match=f"{size} bytes does not fit: [0-9]+ bytes are free"):
         Segment.make(size, b"")
-
-
-def test_a_size_that_no_file_can_have_is_refused() -> None:
-    with pytest.raises(SegmentError):
-        ShmRingBuffer(1, 1 << 40, 1 << 20)
 
 
 def test_attaching_sees_the_same_memory(segment: Segment) -> None:
@@ -157,10 +152,10 @@ def descriptors_of(inode: int) -> int:
     count = 0
     for descriptor in os.listdir("/proc/self/fd"):
         try:
-            found = os.stat(f"/proc/self/fd/{descriptor}")
+            status = os.stat(f"/proc/self/fd/{descriptor}")
         except OSError:
             continue  # that of the listing itself
-        count += (found.st_ino, found.st_dev) == (inode, FOLDER.stat().st_dev)
+        count += (status.st_ino, status.st_dev) == (inode, FOLDER.stat().st_dev)
     return count
 
 
@@ -174,11 +169,11 @@ def test_refusing_leaves_no_descriptor_open(file: Callable[..., str]) -> None:
 
 def descriptors() -> set[tuple[str, str]]:
     """What is open, by number. What earlier tests left may be closed at any time, so no count."""
-    found = set()
+    open_files = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the listing itself
-            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
-    return found
+            open_files.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return open_files
 
 
 def fill_descriptors() -> list[int]:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kvindex.shm.groups.objects import MAX_OBJECT_BYTES, check_rank, pack_object, unpack_object
-from kvindex.shm.groups.same_node import ranks_that_share_memory
+import msgspec
+
 from kvindex.wire.errors import ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError
 
-__all__ = ["TorchProcessGroup"]
+__all__ = ["TorchProcessGroup", "check_rank", "pack_object", "unpack_object"]
 
+_MAX_OBJECT_BYTES: Final = 64 << 20
 _TIMED_OUT: Final = ("timed out", "timeout")
 
 
@@ -28,8 +29,7 @@ class TorchProcessGroup:
 
     Args:
         group: the group; None for the default one.
-        max_object_bytes: the largest packed value, in bytes. A gather pads all values to the
-            largest, and holds `world_size` of them at its destination.
+        max_object_bytes: the largest packed value, in bytes.
 
     Raises:
         ConfigurationError: torch is not installed or not initialised, this process is not in the
@@ -38,7 +38,7 @@ class TorchProcessGroup:
     Thread safety: one thread at a time.
     """
 
-    def __init__(self, group: Any = None, *, max_object_bytes: int = MAX_OBJECT_BYTES) -> None:
+    def __init__(self, group: Any = None, *, max_object_bytes: int = _MAX_OBJECT_BYTES) -> None:
         try:
             import torch
             import torch.distributed as dist
@@ -70,40 +70,16 @@ class TorchProcessGroup:
         Raises: see `ProcessGroup`.
         """
         check_rank("source", source, self.world_size)
-        data = bytearray(self._pack(obj) if self._rank == source else b"")
+        is_source = self._rank == source
+        data = bytearray(pack_object(obj, self._max_object_bytes) if is_source else b"")
         with self._collective(f"broadcast_object(source={source})"):
             length = self._torch.tensor([len(data)], dtype=self._torch.int64)
             self._broadcast(length, source)
-            if self._rank != source:
+            if not is_source:
                 data = bytearray(self._checked(int(length.item()), source))
-            self._broadcast(self._tensor(data), source)
+            # The tensor shares the memory of `data`, which receives the value.
+            self._broadcast(self._torch.frombuffer(data, dtype=self._torch.uint8), source)
         return unpack_object(data)
-
-    def gather_object(self, obj: Any, destination: int) -> list[Any] | None:
-        """Return at `destination` every rank's `obj`, by rank; None elsewhere. Collective.
-
-        Raises: see `ProcessGroup`.
-        """
-        check_rank("destination", destination, self.world_size)
-        data = self._pack(obj)
-        with self._collective(f"gather_object(destination={destination})"):
-            lengths = self._all_lengths(len(data))
-            padded = bytearray(data.ljust(max(lengths), b"\0"))
-            parts = self._gather(padded, destination)
-        if parts is None:
-            return None
-        return [
-            unpack_object(memoryview(part)[:length])
-            for part, length in zip(parts, lengths, strict=True)
-        ]
-
-    def same_node(self, source: int) -> list[bool]:
-        """Return at every rank, for each, whether it shares /dev/shm with `source`. Collective.
-
-        Raises: see `ProcessGroup`.
-        """
-        check_rank("source", source, self.world_size)
-        return ranks_that_share_memory(self, source)
 
     def barrier(self) -> None:
         """Return when every rank has called it. Collective.
@@ -132,36 +108,11 @@ class TorchProcessGroup:
             )
         return group
 
-    def _pack(self, obj: Any) -> bytes:
-        return pack_object(obj, self._max_object_bytes)
-
-    def _tensor(self, data: bytearray) -> Any:
-        """A tensor over these very bytes: received values are in `data`."""
-        return self._torch.frombuffer(data, dtype=self._torch.uint8)
-
     def _broadcast(self, tensor: Any, source: int) -> None:
         self._dist.broadcast(tensor, src=self._global_ranks[source], group=self._group)
 
-    def _all_lengths(self, length: int) -> list[int]:
-        own = self._torch.tensor([length], dtype=self._torch.int64)
-        lengths = [self._torch.zeros_like(own) for _ in range(self.world_size)]
-        self._dist.all_gather(lengths, own, group=self._group)
-        return [self._checked(int(item.item()), rank) for rank, item in enumerate(lengths)]
-
-    def _gather(self, padded: bytearray, destination: int) -> list[bytearray] | None:
-        parts: list[bytearray] | None = None
-        if self._rank == destination:
-            parts = [bytearray(len(padded)) for _ in range(self.world_size)]
-        self._dist.gather(
-            self._tensor(padded),
-            None if parts is None else [self._tensor(part) for part in parts],
-            dst=self._global_ranks[destination],
-            group=self._group,
-        )
-        return parts
-
     def _checked(self, length: int, rank: int) -> int:
-        """A length that a rank has sent, before memory is taken for it."""
+        """Return a length that a rank has sent, before memory is allocated for it."""
         if not 1 <= length <= self._max_object_bytes:
             raise DecodeError(
                 f"rank {rank} announced a value of {length} bytes, not of 1 to "
@@ -176,7 +127,47 @@ class TorchProcessGroup:
             yield
         except RuntimeError as error:  # all that torch raises for a lost or late rank
             waited = time.monotonic() - began
-            said = f"rank {self._rank} failed in {call} after {waited:.3g} s: {error}"
+            message = f"rank {self._rank} failed in {call} after {waited:.3g} s: {error}"
             if any(word in str(error).lower() for word in _TIMED_OUT):
-                raise QueueTimeoutError(said, timeout=waited) from error
-            raise PeerDiedError(said) from error
+                raise QueueTimeoutError(message, timeout=waited) from error
+            raise PeerDiedError(message) from error
+
+
+def pack_object(obj: Any, max_bytes: int = _MAX_OBJECT_BYTES) -> bytes:
+    """Return a value as msgpack.
+
+    Raises:
+        ConfigurationError: msgpack cannot carry it, or it takes more than `max_bytes`.
+    """
+    try:
+        data = msgspec.msgpack.encode(obj)
+    except Exception as error:  # msgspec raises several kinds, down to RecursionError
+        raise ConfigurationError(
+            f"a process group cannot carry this {type(obj).__name__}: {error}; use None, "
+            "numbers of 64 bits, str, bytes, and lists and maps of these"
+        ) from error
+    if len(data) > max_bytes:
+        raise ConfigurationError(
+            f"this {type(obj).__name__} takes {len(data)} bytes, more than the {max_bytes} that "
+            "the group carries; raise max_object_bytes at every rank"
+        )
+    return data
+
+
+def unpack_object(data: bytes | bytearray) -> Any:
+    """Return the value in what `pack_object` made; only DecodeError is raised."""
+    try:
+        return msgspec.msgpack.decode(data)
+    except Exception as error:  # as above; MemoryError too
+        raise DecodeError(
+            f"not a value of a process group ({len(data)} bytes): {type(error).__name__}: {error}",
+            size=len(data),
+        ) from None
+
+
+def check_rank(name: str, rank: int, world_size: int) -> None:
+    """Raise ConfigurationError unless `rank` is an int in [0, world_size)."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"{name}={rank!r} is no rank of this group: it has {world_size}, from 0"
+        )

@@ -1,0 +1,226 @@
+"""A queue's writing end: a ring to the readers here, sockets to those elsewhere, both, or none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import zmq
+
+from kvindex.shm.arguments import WriterSettings
+from kvindex.shm.codec import BUFFERS
+from kvindex.shm.handle import Handle
+from kvindex.shm.remote import RemoteSender
+from kvindex.shm.ring import (
+    RAW,
+    Buffer,
+    DeadReaderPolicy,
+    Patience,
+    RingSender,
+    ShmRingBuffer,
+    Waiting,
+    check_dead,
+)
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ClosedError, ConfigurationError
+
+__all__ = ["WritingEnd", "open_writing_end"]
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+
+
+class WritingEnd:
+    """The end that sends every message; its methods raise as those of `MessageQueue` do.
+
+    With both kinds of readers, each message goes to all of them or to none. The writer waits until
+    both sides have room. It sends the whole message to the remote readers, and then publishes its
+    end to the local readers, which makes it visible to them. Readers that died are reported last,
+    so that every other reader has the message by then.
+
+    Args:
+        ring: to readers here, or None; the end closes it.
+        ranks: theirs, in the order of their places.
+        remote: to readers elsewhere, or None; the end closes it.
+        waiting: how to wait.
+        on_dead_reader: as for `MessageQueue`.
+
+    Thread safety: one thread at a time, but `statistics`, `close`, and `evict` of a local reader
+        from any.
+    """
+
+    def __init__(
+        self,
+        ring: RingSender | None,
+        ranks: Sequence[int],
+        remote: RemoteSender | None,
+        waiting: Waiting,
+        on_dead_reader: DeadReaderPolicy,
+    ) -> None:
+        self._ring = ring
+        self._ranks = ranks
+        self._remote = remote
+        self._waiting = waiting
+        self._on_dead_reader = on_dead_reader
+        self._dead: set[int] = set()  # remote ranks that were removed, and are to be reported
+        self._closed = False
+
+    @property
+    def sender(self) -> RingSender | WritingEnd:
+        """The sending object: the ring itself if that is all, so that a message takes no detour."""
+        return self._ring if self._ring is not None and self._remote is None else self
+
+    def send(
+        self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
+    ) -> None:
+        """Send a message to every reader; its memory is free again when this returns."""
+        if self._ring is None:
+            self._send_elsewhere(kind, body, timeout)
+        else:
+            patience = Patience(self._waiting, timeout)
+            with self._ring.begun(kind, body, size, timeout):
+                self._send_elsewhere(kind, body, patience.remaining())
+        self._check_dead()
+
+    @contextmanager
+    def chunk(self, length: int, timeout: float | None) -> Iterator[memoryview]:
+        """Give memory for a raw message of at most a chunk; sent if the `with` ends well."""
+        patience = Patience(self._waiting, timeout)
+        if self._ring is None:
+            self._check_open()
+            memory = memoryview(bytearray(length))
+            yield memory
+            self._send_elsewhere(RAW, memory, timeout)
+        else:
+            with self._ring.chunk(length, timeout) as view:
+                yield view
+                if self._remote is not None:
+                    self._send_elsewhere(RAW, view, patience.remaining())
+        self._check_dead()
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Return once every reader has come and been notified of that."""
+        self._check_open()
+        patience = Patience(self._waiting, timeout)
+        if self._ring is not None:
+            self._ring.wait_attached(timeout)
+        if self._remote is not None:
+            self._note(self._remote.wait_connected(patience.remaining()))
+            self._remote.send_ready()
+        if self._ring is not None:
+            self._ring.mark_ready()
+        self._check_dead()
+
+    def evict(self, rank: int) -> bool:
+        """Remove a reader; return whether there was one."""
+        if self._ring is not None and rank in self._ranks:
+            return self._ring.evict(self._ranks.index(rank))
+        return self._remote is not None and self._remote.evict(rank)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the counters, under `local` and `remote`."""
+        sides = {"local": self._ring, "remote": self._remote}
+        return {name: side and side.statistics() for name, side in sides.items()}
+
+    def close(self) -> None:
+        """Notify readers that no message follows. Idempotent."""
+        self._closed = True
+        try:
+            if self._ring is not None:
+                self._ring.close()
+        finally:
+            if self._remote is not None:
+                self._remote.close()
+
+    def _send_elsewhere(
+        self, kind: int, body: Buffer | Sequence[Buffer], timeout: float | None
+    ) -> None:
+        """Send a message to the remote readers, and leave the dead to `_check_dead`."""
+        self._check_open()
+        if self._remote is not None:
+            # A body with buffers begins with their lengths, which frames have by themselves.
+            parts = body[1:] if kind == BUFFERS else [body]
+            self._note(self._remote.send([bytes([kind]), *parts], timeout))
+
+    def _note(self, dead: Collection[int]) -> None:
+        if dead:
+            logger.warning("the remote readers %s are gone; they were removed", sorted(dead))
+            if self._on_dead_reader == "raise":
+                self._dead.update(dead)
+
+    def _check_dead(self) -> None:
+        dead, self._dead = self._dead, set()
+        check_dead([*(() if self._ring is None else self._ring.take_dead()), *dead])
+
+    def _check_open(self) -> None:
+        # With readers, their ring or sockets raise it.
+        if self._closed and self._ring is None and self._remote is None:
+            raise ClosedError("this end of the queue is closed")
+
+
+def open_writing_end(
+    n_reader: int, ranks: list[int], settings: WriterSettings
+) -> tuple[WritingEnd, Handle]:
+    """Return the end of a new queue's writer, and the handle for its readers.
+
+    `ranks` are the local readers'. Raises: as `MessageQueue`.
+    """
+    n_remote = n_reader - len(ranks)
+    ring: RingSender | None = None
+    remote: RemoteSender | None = None
+    curve: Curve | None = None
+    with ExitStack() as opened:  # closed again if something goes wrong
+        if ranks:
+            memory = ShmRingBuffer(len(ranks), settings.max_chunk_bytes, settings.max_chunks)
+            opened.callback(memory.close)
+            ring = RingSender(
+                memory,
+                reserved=range(len(ranks)),
+                waiting=settings.waiting,
+                on_dead_reader=settings.on_dead_reader,
+                ranks=ranks,
+            )
+            opened.callback(ring.close)
+        if n_remote:
+            curve = settings.curve or _new_keys()
+            remote = RemoteSender(
+                n_remote,
+                _address(settings.connect_ip),
+                window=settings.remote_window,
+                curve=curve,
+                waiting=settings.waiting,
+            )
+        opened.pop_all()
+    handle = Handle(
+        n_reader=n_reader,
+        local_reader_ranks=ranks,
+        buffer_handle=ring.ring.handle() if ring else None,
+        remote_address=remote.address if remote else None,
+        remote_curve_key=curve.public_key if curve else None,
+        codec=settings.codec.name,
+        max_message_bytes=settings.max_message_bytes,
+    )
+    return WritingEnd(ring, ranks, remote, settings.waiting, settings.on_dead_reader), handle
+
+
+def _new_keys() -> Curve:
+    if not zmq.has("curve"):
+        raise ConfigurationError(
+            "this pyzmq's ZeroMQ has no CURVE, without which remote readers are not served: "
+            "install pyzmq from its wheels"
+        )
+    return Curve.generate()
+
+
+def _address(connect_ip: str | None) -> str:
+    if connect_ip is None:
+        logger.warning(
+            "remote readers are expected and connect_ip is not given: %s is listened on, "
+            "which only this machine can reach",
+            _LOOPBACK,
+        )
+        return _LOOPBACK
+    return connect_ip

@@ -1,0 +1,319 @@
+"""Making a queue and attaching to it: values, keys, addresses, forked children."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex.shm import Handle, MessageQueue, MsgpackCodec, Waiting
+from kvindex.shm.remote import RemoteSender
+from kvindex.wire.curve import Curve
+from kvindex.wire.errors import ConfigurationError, DecodeError, KVIndexError, SegmentError
+from tests.live import PATIENCE
+from tests.native_ring import needs_ring
+from tests.publish.raw_peers import RawPeer
+from tests.shm.queue_peers import Running, is_left
+
+pytestmark = [pytest.mark.e2e, needs_ring]
+
+
+@pytest.mark.parametrize(
+    ("args", "knobs"),
+    [
+        ((-1, 0), {}),
+        ((0, 1), {}),
+        ((0, 0, [0]), {}),
+        ((1, 2), {}),
+        ((2, -1), {}),
+        (("1", 1), {}),
+        ((1.0, 1.0), {}),
+        ((True, True), {}),
+        ((None, None), {}),
+        ((1, 1, 0), {}),
+        ((2, 2, ["a", "b"]), {}),
+        ((2, 2, [0]), {}),
+        ((2, 2, [1, 1]), {}),
+        ((1, 1, None, 0), {}),
+        ((1, 1, None, 7), {}),
+        ((1, 1, None, 64, 0), {}),
+        ((1, 1), {"codec": "json"}),
+        ((1, 1), {"codec": object()}),
+        ((1, 1), {"codec": MsgpackCodec}),
+        ((1, 1), {"codec": None}),
+        ((1, 1), {"waiting": 0.5}),
+        ((1, 1), {"waiting": Waiting}),
+        ((0, 0), {"max_message_bytes": 0}),
+        ((0, 0), {"on_dead_reader": "ignore"}),
+        ((1, 0, None, 1.5, 2, "127.0.0.1"), {}),
+        ((1, 0, None, 64, 0, "127.0.0.1"), {}),
+        ((1, 0, None, 64, 2, 5), {}),
+        ((1, 0, None, 64, 2, "127.0.0.1"), {"curve": "key"}),
+        ((1, 0, None, 64, 2, "127.0.0.1"), {"curve": Curve.generate(Curve.generate().public_key)}),
+        ((1, 0, None, 64, 2, "127.0.0.1"), {"remote_window": "4"}),
+        ((1, 1), {"on_dead_reader": "ignore"}),
+        ((1, 1), {"max_message_bytes": 0}),
+        ((1, 1), {"max_message_bytes": "1"}),
+        ((1, 0, None, 64, 2, "0.0.0.0"), {}),
+        ((1, 0, None, 64, 2, "::"), {}),
+        ((1, 0, None, 64, 2, "*"), {}),
+        ((1, 0, None, 64, 2, "a.host"), {}),
+        ((2, 1, None, 64, 2, "0.0.0.0"), {}),
+        ((1, 0, None, 64, 2, "127.0.0.1"), {"remote_window": 0}),
+    ],
+)
+def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        MessageQueue(*args, **knobs).close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"handle": None}, "handle must be the Handle .* not a NoneType"),
+        ({"handle": b"bytes"}, "handle must be the Handle .* not a bytes"),
+        ({"handle": (1, 64, 2, "name")}, "handle must be the Handle .* not a tuple"),
+        ({"rank": "0"}, "rank must be an int, not '0'"),
+        ({"rank": 0.0}, "rank must be an int, not 0.0"),
+        ({"rank": True}, "rank must be an int, not True"),
+        ({"codec": MsgpackCodec}, r"pass MsgpackCodec\(\)"),
+        ({"waiting": 0.5}, "waiting must be a Waiting.* not 0.5"),
+        ({"curve": Curve.generate()}, "curve must name the writer's public key"),
+        ({"curve": b"key"}, "curve must name the writer's public key"),
+    ],
+)
+def test_a_wrong_argument_of_a_reader_is_refused_at_once(
+    wrong: dict[str, Any], reason: str
+) -> None:
+    with MessageQueue(1, 1) as writer:
+        arguments: dict[str, Any] = {"handle": writer.export_handle(), "rank": 0} | wrong
+        with pytest.raises(ConfigurationError, match=reason):
+            MessageQueue.create_from_handle(**arguments)
+
+
+@pytest.mark.parametrize("n_local", [0, 1])
+def test_handles_travel_as_bytes_and_by_pickle(n_local: int) -> None:
+    with MessageQueue(1, n_local, connect_ip="127.0.0.1") as writer:
+        handle = writer.export_handle()
+    assert Handle.from_bytes(handle.to_bytes()) == handle
+    assert {handle: 1}[Handle.from_bytes(handle.to_bytes())] == 1
+    assert pickle.loads(pickle.dumps(handle)) == handle
+    for secret in (handle.remote_curve_key, handle.buffer_handle and handle.buffer_handle[3]):
+        assert secret is None or str(secret) not in repr(handle)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00", b"\xc1", b"\x80", b"x" * (2 << 20), MsgpackCodec().encode([1])[0]]
+)
+def test_bytes_that_are_no_handle_are_refused(data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        Handle.from_bytes(data)
+
+
+def test_a_reader_attaches_to_nothing_when_the_queue_is_closed() -> None:
+    with MessageQueue(1, 1) as writer:
+        handle = writer.export_handle()
+    assert not is_left(handle)
+    with pytest.raises(SegmentError, match="is its maker closed"):
+        MessageQueue.create_from_handle(handle, 0)
+
+
+def test_pickle_is_refused_unless_both_sides_ask_for_it() -> None:
+    with MessageQueue(1, 1, codec="pickle") as writer:
+        with pytest.raises(ConfigurationError, match="codec is 'pickle'"):
+            MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with MessageQueue(1, 1) as writer:
+        with pytest.raises(ConfigurationError, match="codec is 'msgpack'"):
+            MessageQueue.create_from_handle(writer.export_handle(), 0, codec="pickle")
+
+
+def test_an_encrypted_queue_hangs_up_on_peers_without_its_key() -> None:
+    with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=Curve.generate()) as writer:
+        address = writer.export_handle().remote_address
+        assert address is not None
+        with RawPeer(address) as peer:  # speaks in the clear
+            peer.ready(b"DEALER")
+            peer.wait_closed()
+        with RawPeer(address, b"CURVE") as peer:  # has not the key to say hello with
+            peer.command(b"HELLO", b"\1\0" + bytes(192))
+            peer.wait_closed()
+
+
+def test_keys_of_ones_own_are_used() -> None:
+    server = Curve.generate()
+    with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=server, codec="pickle") as writer:
+        handle = writer.export_handle()
+        keys = Curve.generate(server.public_key)
+        with MessageQueue.create_from_handle(handle, 0, codec="pickle", curve=keys) as reader:
+            sending = Running(lambda: writer.enqueue({1, 2}, PATIENCE))
+            assert reader.dequeue(PATIENCE) == {1, 2}
+            assert sending.finish() is None
+
+
+def listened_addresses(port: int) -> set[str]:
+    """The addresses on which this process listens at a port, by the kernel's word."""
+    ours = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
+    addresses = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[column] for column in (1, 3, 9))
+            address, _, hexadecimal = local.partition(":")
+            is_ours = f"socket:[{inode}]" in ours
+            if is_ours and state == "0A" and int(hexadecimal, 16) == port:
+                words = bytes.fromhex(address)
+                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                addresses.add(socket.inet_ntop(family, packed))
+    return addresses
+
+
+@pytest.mark.parametrize(
+    ("connect_ip", "host", "address"),
+    [(None, "127.0.0.1", "127.0.0.1"), ("127.0.0.1",) * 3, ("::1", "[::1]", "::1")],
+)
+def test_only_the_given_address_is_listened_on(
+    connect_ip: str | None, host: str, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MessageQueue(1, 0, connect_ip=connect_ip) as writer:
+        remote = writer.export_handle().remote_address
+        assert remote is not None
+        name, _, port = remote.removeprefix("tcp://").rpartition(":")
+        assert name == host
+        assert listened_addresses(int(port)) == {address}
+        assert ("connect_ip is not given" in caplog.text) == (connect_ip is None)
+
+
+def test_a_queue_without_remote_readers_listens_nowhere() -> None:
+    with MessageQueue(1, 1, connect_ip="127.0.0.1") as writer:
+        handle = writer.export_handle()
+        assert (handle.remote_address, handle.remote_curve_key) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b""], [b"\x02"], [b"\x01"], [b"\x63", b"x"], [b"\x01", b"\xc1"], [b"\x01\x01", b"\xc0"]],
+)
+def test_nonsense_of_a_foreign_writer_is_an_error_of_ours(frames: list[bytes]) -> None:
+    keys = Curve.generate()
+    with closing(RemoteSender(1, "127.0.0.1", curve=keys, waiting=Waiting())) as foreign:
+        handle = Handle(
+            n_reader=1,
+            local_reader_ranks=[],
+            buffer_handle=None,
+            remote_address=foreign.address,
+            remote_curve_key=keys.public_key,
+            codec="msgpack",
+            max_message_bytes=100,
+        )
+        with MessageQueue.create_from_handle(handle, 0) as reader:
+            sending = Running(lambda: foreign.send(frames, PATIENCE))
+            try:
+                reader.dequeue(PATIENCE)
+            except KVIndexError:
+                pass
+            assert sending.finish() is None
+
+
+FORKED = """
+import os, sys
+from kvindex.wire.errors import ClosedError, WriterDiedError
+from kvindex.shm import MessageQueue, ShmRingBuffer, Waiting
+
+writer = MessageQueue(1, 1, None, 64, 4)
+reader = MessageQueue.create_from_handle(
+    writer.export_handle(), 0, waiting=Waiting(look=0.01))
+name = writer.export_handle().buffer_handle[3]
+writer.enqueue("before")
+notices, notify = os.pipe()
+if os.fork() == 0:
+    refused = 0
+    for use in [
+        lambda: writer.enqueue("from the child", timeout=0.0),
+        lambda: reader.dequeue(timeout=0.0),
+        lambda: writer.wait_until_ready(0.0),
+        lambda: reader.wait_until_ready(0.0),
+        lambda: writer.acquire_write().__enter__(),
+        lambda: reader.acquire_read().__enter__(),
+        lambda: (writer.close(), reader.close()),
+    ] * 2:
+        try:
+            use()
+        except ClosedError as error:
+            refused += "belongs to the parent process; attach one by the queue" in str(error)
+    os.write(notify, bytes([refused]))
+    sys.exit(0)  # with all that runs at an interpreter's end
+print("refused", os.read(notices, 1)[0], flush=True)
+os.wait()
+print("still there", os.path.exists("/dev/shm/" + name), reader.dequeue(120.0), flush=True)
+writer.close()
+reader.close()
+
+go_on, let_go = os.pipe()
+handle_at, hand_over = os.pipe()
+parent = os.fork()
+if parent == 0:
+    writer = MessageQueue(1, 1, None, 64, 4)
+    os.close(let_go)
+    if os.fork() == 0:  # outlives its parent, but not this script
+        os.read(go_on, 1)
+        os._exit(0)
+    os.write(hand_over, writer.export_handle().to_bytes())
+    os.read(notices, 1)
+    os._exit(1)  # without a word
+from kvindex.shm import Handle
+handle = Handle.from_bytes(os.read(handle_at, 10000))
+reader = MessageQueue.create_from_handle(handle, 0, waiting=Waiting(look=0.01))
+os.write(notify, b"x")
+try:
+    reader.dequeue(120.0)
+except WriterDiedError:
+    print("the death is reported", flush=True)
+os.write(let_go, b"x")
+"""
+
+
+@pytest.mark.parametrize("backend", ["python", ""])
+def test_a_forked_child_has_no_part_in_its_parents_queue(backend: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORKED],
+        env=os.environ | {"KVINDEX_BACKEND": backend},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.stdout == "refused 12\nstill there True before\nthe death is reported\n"
+    assert done.stderr == ""
+
+
+def test_a_remote_end_is_refused_in_a_forked_child() -> None:
+    script = """
+import os, sys
+from kvindex.wire.errors import ClosedError
+from kvindex.shm import MessageQueue
+import tests.shm.queue_peers
+
+writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+pid = os.fork()
+if pid == 0:
+    try:
+        writer.enqueue(1, timeout=0.1)
+    except ClosedError:
+        sys.exit(7)
+    sys.exit(8)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.stdout == "7\n", done.stderr
