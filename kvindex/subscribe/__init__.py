@@ -2,7 +2,7 @@
 
 One thread owns all sockets. `sequencer/` decides on order, gaps and restarts without a socket or a
 clock; `discovery/` finds the engines. No index is known here: whoever subscribes brings a sink.
-Read first: `sequencer/sequencer.py`, then `feed.py` and `subscriber_thread.py`.
+Read first: `sequencer/__init__.py`, then `feed.py` and `subscriber_thread.py`.
 May import: `kvindex.wire`.
 """
 

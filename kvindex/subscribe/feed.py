@@ -156,7 +156,7 @@ class Feed:
     def rename(self, rank: Rank) -> None:
         """Give the rank another name, also in items that wait to be handed over."""
         self.rank = self.notes.rank = rank
-        self.sequencer.rename(rank)
+        self.sequencer.rank = rank
         self.delivery.rename(rank)
 
     def start(self, resumption: Resumption, now: float) -> None:
