@@ -7,18 +7,7 @@ May import: `kvindex.wire`.
 """
 
 from kvindex.subscribe.connection import SocketOptions
-from kvindex.subscribe.event_stream import EventStream
-from kvindex.subscribe.following import Following
-from kvindex.subscribe.resumption import SavedRanks
-from kvindex.subscribe.sequencer import (
-    RankBatch,
-    RankLost,
-    RankRestarted,
-    ReplayPolicy,
-    SequencerConfig,
-    State,
-)
-from kvindex.subscribe.stream import (
+from kvindex.subscribe.delivery import (
     BatchSink,
     Decode,
     DecodedBatch,
@@ -30,6 +19,17 @@ from kvindex.subscribe.stream import (
     Sink,
     StreamItem,
     Tap,
+)
+from kvindex.subscribe.event_stream import EventStream
+from kvindex.subscribe.following import Following
+from kvindex.subscribe.resumption import SavedRanks
+from kvindex.subscribe.sequencer import (
+    RankBatch,
+    RankLost,
+    RankRestarted,
+    ReplayPolicy,
+    SequencerConfig,
+    State,
 )
 from kvindex.subscribe.subscriber import Subscriber
 from kvindex.subscribe.worker import PublisherAddress, Worker

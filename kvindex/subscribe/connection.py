@@ -267,11 +267,11 @@ class Connection:
                 messages.append(frames)
         except zmq.Again:
             self.drained = True
-        if messages:
-            sizes = [size]  # nothing is left: the next `cut_endless` corrects the count
-            if not self.drained:
-                sizes = [len(frame) for frames in messages for frame in frames]
-            self._inflow.note_read(sizes)
+        if self.drained and messages:
+            self._inflow.whole = True
+            self._inflow.read += size  # without the frames' heads: the next `cut_endless` adds them
+        elif messages:
+            self._inflow.note_read(len(frame) for frames in messages for frame in frames)
         return messages
 
     def drop(self) -> tuple[int, list[bytes]]:

@@ -10,11 +10,10 @@ from typing import Literal
 
 import zmq
 
-from kvindex.subscribe.changes import LoopBell
 from kvindex.subscribe.connection import SocketOptions
-from kvindex.subscribe.following import Following
+from kvindex.subscribe.delivery import StreamItem
+from kvindex.subscribe.following import Following, LoopBell
 from kvindex.subscribe.sequencer import RankBatch, ReplayPolicy
-from kvindex.subscribe.stream import StreamItem
 from kvindex.subscribe.subscriber import FORKED, Subscriber
 from kvindex.subscribe.worker import Worker
 from kvindex.wire.errors import ClosedError, ConfigurationError

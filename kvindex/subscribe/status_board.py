@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvindex.subscribe.delivery import RankStatus
 from kvindex.subscribe.sequencer import State
-from kvindex.subscribe.stream import RankStatus
 from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName, find_ranks

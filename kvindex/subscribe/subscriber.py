@@ -14,19 +14,19 @@ from typing import Any, Literal, TypeVar
 import zmq
 
 from kvindex.subscribe.connection import Contexts, Room, SocketOptions
-from kvindex.subscribe.delivery import Outlet
-from kvindex.subscribe.feed import FeedSettings
-from kvindex.subscribe.following import Following
-from kvindex.subscribe.resumption import SavedRanks, check_saved
-from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig
-from kvindex.subscribe.stream import (
+from kvindex.subscribe.delivery import (
     BatchSink,
     Decode,
     FingerprintMaker,
+    Outlet,
     RankStatus,
     Sink,
     StatusSink,
 )
+from kvindex.subscribe.feed import FeedSettings
+from kvindex.subscribe.following import Following
+from kvindex.subscribe.resumption import SavedRanks, check_saved
+from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.subscriber_thread import SubscriberThread
 from kvindex.subscribe.worker import Worker, not_a_worker, workers_of
 from kvindex.wire import Fingerprints, decode_batch

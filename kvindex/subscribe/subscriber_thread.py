@@ -112,7 +112,8 @@ class SubscriberThread:
         now = self._clock()
         self.board.sign(now)
         self._counters["turns"] += 1
-        self.commands.run()
+        if self.commands.waiting:
+            self.commands.run()
         if self.stopping:
             return  # at once: in a child that a command has forked the sockets are the parent's
         changed = [*self._pump(now), *self._tick(now)]
@@ -126,7 +127,10 @@ class SubscriberThread:
             feed = next(iter(self._waiting))
             del self._waiting[feed]
             if not feed.closed:
-                roster.guard(feed, feed.pump, now)
+                try:
+                    feed.pump(now)
+                except Exception as error:
+                    roster.fail(feed, error, now)
                 roster.deadlines.set(feed, feed.deadline)
                 yield feed
             if self._clock() >= until:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvindex.subscribe import Following, RankStatus, State
-from kvindex.subscribe.changes import LoopBell
+from kvindex.subscribe.following import LoopBell
 from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank
 from tests.children import in_child

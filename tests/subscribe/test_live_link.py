@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvindex.subscribe.links import LiveLink, ReplayLink
-from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.reading import Connected, Disconnected, ReplayOver, TopicCheck
+from kvindex.subscribe.diagnosis import Notes, TopicCheck
+from kvindex.subscribe.receiving import Connected, Disconnected, LiveLink, ReplayLink, ReplayOver
 from kvindex.subscribe.sequencer import AskReplay
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank

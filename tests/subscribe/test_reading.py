@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.reading import Damaged, Event, Named, Reader, ReplayOver, Replied, Run
-from kvindex.subscribe.sequencer import Batch
+from kvindex.subscribe.diagnosis import Notes
+from kvindex.subscribe.receiving import Damaged, Event, Named, Reader, ReplayOver, Replied, Run
 from kvindex.wire import live_frames
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
@@ -59,7 +58,6 @@ def test_what_follows_is_read_with_what_the_sequencer_needs() -> None:
     assert run.timestamps == [batch.ts for batch in run.batches] == [7.0, 3.5, 9.0]
     assert run.fingerprints == [hash(b"7"), hash(b"3.5"), hash(b"9")]
     assert run.sizes == [1, 3, 1]
-    assert run.batch(1) == Batch(8, 3.5, run.batches[1], hash(b"3.5"), 3)
 
 
 def test_a_run_ends_when_time_does_but_has_one_message_at_least() -> None:

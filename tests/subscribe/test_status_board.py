@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvindex.subscribe import RankStatus
 from kvindex.subscribe.sequencer import State
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.subscribe.stream import RankStatus
 from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank, Trust
 

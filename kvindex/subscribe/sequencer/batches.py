@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from sortedcontainers import SortedDict
@@ -61,8 +61,11 @@ class Applied:
         # Replay is believed against the clock: a lower ts there means that the clock was set back.
         self.oldest_ts = batch.ts if self.seq is None else min(self.oldest_ts, batch.ts)
         self.start_in_doubt = False
-        self._advance(batch.seq + 1, batch.ts)
-        self._remember([(batch.seq, batch.fingerprint)])
+        self.count += 1
+        self.seq, self.next_seq, self.ts = batch.seq, batch.seq + 1, batch.ts
+        self._recent[batch.seq] = batch.fingerprint
+        if len(self._recent) > self._capacity:
+            self._forget_oldest()
 
     def apply_run(self, timestamps: Sequence[float], fingerprints: Sequence[int]) -> None:
         """Advance over several batches, the next ones, none of them older than `oldest_ts`.
@@ -72,21 +75,15 @@ class Applied:
         assert self.seq is not None
         assert self.next_seq is not None
         first, end = self.next_seq, self.next_seq + len(fingerprints)
-        self._advance(end, timestamps[-1], len(fingerprints))
-        self._remember(zip(range(first, end), fingerprints, strict=True))
+        self.count += len(fingerprints)
+        self.seq, self.next_seq, self.ts = end - 1, end, timestamps[-1]
+        self._recent.update(zip(range(first, end), fingerprints, strict=True))
+        if len(self._recent) > self._capacity:
+            self._forget_oldest()
 
-    def _advance(self, next_seq: int, ts: float, count: int = 1) -> None:
-        self.count += count
-        self.seq = next_seq - 1
-        self.next_seq = next_seq
-        self.ts = ts
-
-    def _remember(self, fingerprints: Iterable[tuple[int, int]]) -> None:
-        self._recent.update(fingerprints)
-        excess = len(self._recent) - self._capacity
-        if excess > 0:
-            for seq in list(islice(self._recent, excess)):
-                del self._recent[seq]
+    def _forget_oldest(self) -> None:
+        for seq in list(islice(self._recent, len(self._recent) - self._capacity)):
+            del self._recent[seq]
 
     def skip_to(self, seq: int) -> None:
         """Advance over a loss that ends before `seq`."""
@@ -141,7 +138,9 @@ class Applied:
         self.oldest_ts = cursor.oldest_ts
         self.skipped = cursor.kept_losses
         self.unproven = True
-        self._remember(sorted(cursor.recent.items()))
+        self._recent.update(sorted(cursor.recent.items()))
+        if len(self._recent) > self._capacity:
+            self._forget_oldest()
 
 
 class HeldBatch:
