@@ -31,7 +31,7 @@ from kvindex.subscribe.sequencer import (
     SequencerConfig,
     State,
 )
-from kvindex.subscribe.subscriber import Subscriber
+from kvindex.subscribe.subscriber import StreamOptions, Subscriber
 from kvindex.subscribe.worker import PublisherAddress, Worker
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "SocketOptions",
     "State",
     "StreamItem",
+    "StreamOptions",
     "Subscriber",
     "Tap",
     "Worker",
