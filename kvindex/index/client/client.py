@@ -190,7 +190,7 @@ class Client(Answering):
         self._board = self.subscriber.board
         self.discovery: Discovery | None = None
         if sources:
-            from kvindex.subscribe.discovery.feeding import follow_engines
+            from kvindex.subscribe.discovery.engines import follow_engines
 
             try:
                 self.discovery = follow_engines(self, sources, discovery)

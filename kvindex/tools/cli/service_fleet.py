@@ -11,7 +11,7 @@ import msgspec
 
 from kvindex import ConfigurationError, KVIndexError
 from kvindex.service.overview import Fleet
-from kvindex.subscribe.discovery.web import Answer, Web
+from kvindex.subscribe.discovery.web import HttpReply, Web
 from kvindex.wire.errors import DiscoveryError
 
 __all__ = ["ServiceError", "ServiceFleet"]
@@ -115,7 +115,7 @@ def _unreached(error: DiscoveryError) -> str:
     return f"it {why}; is kvindex serve running there?"
 
 
-def _said(answer: Answer) -> str:
+def _said(answer: HttpReply) -> str:
     if answer.status == 401:
         return "it wants its token: set KVINDEX_TOKEN"
     if answer.status == 404:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from kvindex.subscribe.discovery.answers import (
     MAX_RANKS,
-    Told,
+    Announcement,
+    is_sglang,
     named_models,
+    reach,
     read_server_info,
     read_sources,
-    tells_sglang,
 )
-from kvindex.subscribe.discovery.reach import reach
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +33,10 @@ VLLM_033 = {  # vLLM 0.33.0, --data-parallel-size 2: KVEventsConfig by rank
     }
     for rank in range(2)
 }
-BOTH = [Told(0, "tcp://*:5557", "tcp://*:5657"), Told(1, "tcp://*:5558", "tcp://*:5658")]
+BOTH = [
+    Announcement(0, "tcp://*:5557", "tcp://*:5657"),
+    Announcement(1, "tcp://*:5558", "tcp://*:5658"),
+]
 LISTED = [
     {"data_parallel_rank": 1, "endpoint": "tcp://*:5558", "replay_endpoint": "tcp://*:5658"},
     {"data_parallel_rank": 0, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"},
@@ -92,10 +95,11 @@ def test_what_has_another_form_is_refused(answer: Any) -> None:
 
 
 def test_sglang_says_it_as_it_came_to_be() -> None:
-    told, block_size = read_server_info(SGLANG_0523)
+    announced, block_size = read_server_info(SGLANG_0523)
     assert block_size == 32
-    assert told == [
-        Told(rank, "tcp://*:5557", "tcp://*:5657", "kv", names_base=True) for rank in range(2)
+    assert announced == [
+        Announcement(rank, "tcp://*:5557", "tcp://*:5657", "kv", names_base=True)
+        for rank in range(2)
     ]
 
 
@@ -107,11 +111,13 @@ def test_sglang_says_it_as_it_came_to_be() -> None:
     ],
 )
 def test_an_older_sglang_shows_its_option(config: Any) -> None:
-    told, block_size = read_server_info(
+    announced, block_size = read_server_info(
         {"kv_events_config": config, "dp_size": 2, "page_size": 64, "kv_events": None}
     )
     assert block_size == 64
-    assert told == [Told(r, "tcp://*:6000", "tcp://*:6100", "", names_base=True) for r in range(2)]
+    assert announced == [
+        Announcement(r, "tcp://*:6000", "tcp://*:6100", "", names_base=True) for r in range(2)
+    ]
 
 
 @pytest.mark.parametrize("config", [None, "", '{"publisher": "null"}', "{}", {}])
@@ -136,9 +142,9 @@ def test_an_sglang_that_cannot_be_understood_is_refused(info: Any) -> None:
 
 
 def test_the_server_info_of_vllm_is_not_taken_for_sglangs() -> None:
-    assert not tells_sglang({"vllm_config": "model='llama'"})
-    assert not tells_sglang(["page_size"])
-    assert tells_sglang(SGLANG_0523)
+    assert not is_sglang({"vllm_config": "model='llama'"})
+    assert not is_sglang(["page_size"])
+    assert is_sglang(SGLANG_0523)
 
 
 def test_models_that_are_malformed_are_left_out() -> None:

@@ -26,8 +26,8 @@ from kvindex import (
 from kvindex.subscribe.discovery import (
     Discovery,
     DiscoveryOptions,
+    Engine,
     EngineSource,
-    Found,
     Target,
     ask_engine,
 )
@@ -220,8 +220,8 @@ def test_a_callback_that_fails_stops_nothing(engine: FakeEngine, caplog: Any) ->
     calls: list[str] = []
     second = threading.Event()
 
-    def add(found: Found) -> None:
-        calls.append(found.worker.name)
+    def add(engine: Engine) -> None:
+        calls.append(engine.worker.name)
         if len(calls) == 1:
             raise RuntimeError("the consumer is broken")
         second.set()
@@ -269,11 +269,11 @@ def test_a_source_that_fails_is_called_again() -> None:
         def close(self) -> None:
             self.closed.set()
 
-    found: list[Found] = []
-    with Discovery(Flaky(), found.append, print) as discovery:
+    added: list[Engine] = []
+    with Discovery(Flaky(), added.append, print) as discovery:
         assert discovery.wait_found(PATIENCE) == {}
         assert discovery.statistics()["sources"]["flaky"]["failures"] == 1
-    assert [one.worker.name for one in found] == ["a"]
+    assert [engine.worker.name for engine in added] == ["a"]
 
 
 @pytest.mark.parametrize("given", ["engine:8000", "http://", 7, [7], ["http://a:1", "http://a:1"]])

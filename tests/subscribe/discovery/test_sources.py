@@ -21,7 +21,14 @@ from kvindex.subscribe.discovery import (
     read_targets,
     split_engines,
 )
-from kvindex.subscribe.discovery.pods import Pod, PodRules, pod_of, pool_of, rules_of, targets_of
+from kvindex.subscribe.discovery.kubernetes import (
+    Pod,
+    PodRules,
+    pod_of,
+    pool_of,
+    rules_of,
+    targets_of,
+)
 from tests.kube import pod
 from tests.live import PATIENCE
 
