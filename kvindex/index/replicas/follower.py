@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from kvindex.index.replicas.copy import Copy
-from kvindex.index.replicas.entries import Message, decode_message
 from kvindex.index.replicas.joining import Link, Membership, RefusedError
+from kvindex.index.replicas.messages import Message, decode_message
 from kvindex.shm.ring import Buffer
 from kvindex.subscribe import State
 from kvindex.subscribe.status_board import StatusBoard

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvindex.index.client import Client, ClientOptions
 from kvindex.index.replicas.meeting_point import Listener
-from kvindex.index.replicas.outflow import Outflow
+from kvindex.index.replicas.outflow import Outflow, StreamTap
 from kvindex.index.replicas.reception import Reception
-from kvindex.index.replicas.tap import StreamTap
 from kvindex.subscribe.discovery import Engines
 from kvindex.wire.errors import ClosedError, ConfigurationError
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvindex.index.replicas.copy import Copy
-from kvindex.index.replicas.entries import Applied, Message
+from kvindex.index.replicas.messages import BatchApplied, Message
 from kvindex.wire import BlockStored, EventBatch, encode_batch, forks
 from kvindex.wire.forks import Fork, prepare_forks
 from kvindex.wire.rank import Rank
@@ -132,7 +132,7 @@ def message(number: int, block: int) -> Message:
         block_hashes=[block], token_ids=list(range(block, block + 4)), block_size=4
     )
     batch = EventBatch(ts=float(number), events=[stored])
-    return Message(number, 0.0, [Applied(RANK, encode_batch(batch))])
+    return Message(number, 0.0, [BatchApplied(RANK, encode_batch(batch))])
 
 
 class Held:

@@ -10,18 +10,18 @@ from contextlib import suppress
 
 import pytest
 
-from kvindex.index.replicas.frames import (
-    Ask,
+from kvindex.index.replicas.messages import (
+    Admission,
     Attached,
-    Hello,
     JoinersFrame,
+    JoinRequest,
     Leave,
     Refused,
-    Report,
-    Welcome,
+    ReportRequest,
+    ServerReport,
     encode_frame,
 )
-from kvindex.index.replicas.guest import Guest
+from kvindex.index.replicas.reception import Guest
 from kvindex.wire.errors import DecodeError
 from tests.live import PATIENCE
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.unit
 class Party:
     """A guest that is served by a thread, and the joiner's end of its connection."""
 
-    def __init__(self, answer: Welcome | Refused, patience: float = PATIENCE) -> None:
+    def __init__(self, answer: Admission | Refused, patience: float = PATIENCE) -> None:
         ours, self.joiner = socket.socketpair()
         ours.setblocking(False)
         self.joiner.settimeout(PATIENCE)
@@ -86,8 +86,8 @@ class Party:
             self.ends()
 
 
-HELLO = Hello(1, "native", 42)
-WELCOME = Welcome(3, (1, 2, 3, "ring"), b"seed", None)
+HELLO = JoinRequest(1, "native", 42)
+WELCOME = Admission(3, (1, 2, 3, "ring"), b"seed", None)
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def test_one_that_is_refused_is_told_why_and_that_is_all() -> None:
 
 
 def test_one_that_asks_gets_one_answer_and_no_place(party: Party) -> None:
-    party.says(Ask())
+    party.says(ReportRequest())
     party.ends()
-    assert party.hears(4096) == encode_frame(Report(2)) + b"{}"
+    assert party.hears(4096) == encode_frame(ServerReport(2)) + b"{}"
     assert (party.guest.answered, party.guest.place) == (True, None)
 
 
