@@ -121,10 +121,10 @@ class TopicCheck:
         """Return what is wrong, for a person; "" while nothing is known."""
         if not self.contradicted:
             return ""
-        seen = ", ".join(repr(topic.decode("utf-8", "replace")) for topic in self._others)
+        others = ", ".join(repr(topic.decode("utf-8", "replace")) for topic in self._others)
         return (
             f"the topic {self.topic.decode('utf-8', 'replace')!r} filters out everything: "
-            f"{self.filtered} messages came with topic {seen}; engines send '' unless configured"
+            f"{self.filtered} messages came with topic {others}; engines send '' unless configured"
         )
 
 

@@ -52,8 +52,8 @@ class HostCheck:
     def __init__(
         self, endpoint: str, resolve: Callable[[str, None], Any] = socket.getaddrinfo
     ) -> None:
-        found = _HOST.fullmatch(endpoint)
-        self._host = "" if found is None else found[1]
+        match = _HOST.fullmatch(endpoint)
+        self._host = "" if match is None else match[1]
         self._resolve = resolve
         self._asked_at: float | None = None
         self._asking: threading.Thread | None = None

@@ -362,7 +362,7 @@ class Client(Answering):
 def _split(engines: Engines) -> tuple[Iterable[Worker] | Worker, Sequence[Source]]:
     """Return the workers that are given, and the sources of all other engines."""
     given = [engines] if isinstance(engines, Worker) else engines
-    if isinstance(given, (list, tuple)) and all(isinstance(one, Worker) for one in given):
+    if isinstance(given, (list, tuple)) and all(isinstance(engine, Worker) for engine in given):
         return given, ()
     # Here: discovery loads asyncio, HTTP and TLS, which callers that name endpoints do not need.
     from kvindex.subscribe.discovery import split_engines

@@ -113,13 +113,13 @@ class Pod(msgspec.Struct, frozen=True):
     labels: dict[str, str] = {}
 
 
-def pod_of(found: Any) -> Pod:
+def pod_of(listed: Any) -> Pod:
     """Return a pod of the API server's JSON.
 
     Raises:
         ValueError: it is no pod.
     """
-    metadata, spec, status = (_part(found, key) for key in ("metadata", "spec", "status"))
+    metadata, spec, status = (_part(listed, key) for key in ("metadata", "spec", "status"))
     name = metadata.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError("a pod has no name")
@@ -139,7 +139,7 @@ def pod_of(found: Any) -> Pod:
     )
 
 
-def pool_of(found: Any) -> tuple[str, tuple[int, ...]]:
+def pool_of(listed: Any) -> tuple[str, tuple[int, ...]]:
     """Return the label selector and the ports of an InferencePool.
 
     Raises:
@@ -150,7 +150,7 @@ def pool_of(found: Any) -> tuple[str, tuple[int, ...]]:
         ...                   "targetPorts": [{"number": 8000}]}})
         ('app=vllm', (8000,))
     """
-    spec = _part(found, "spec")
+    spec = _part(listed, "spec")
     labels = _part(_part(spec, "selector"), "matchLabels")
     if not labels or not all(isinstance(value, str) for value in labels.values()):
         raise ValueError("its selector has no matchLabels")
@@ -201,13 +201,13 @@ def _ports(pod: Pod, rules: PodRules) -> Sequence[int]:
     return (pod.ports.get(rules.port_name, 8000),)
 
 
-def _part(found: Any, key: str) -> Mapping[str, Any]:
-    part = found.get(key) if isinstance(found, Mapping) else None
+def _part(whole: Any, key: str) -> Mapping[str, Any]:
+    part = whole.get(key) if isinstance(whole, Mapping) else None
     return part if isinstance(part, Mapping) else {}
 
 
-def _list(found: Mapping[str, Any], key: str) -> Sequence[Any]:
-    value = found.get(key)
+def _list(whole: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = whole.get(key)
     return value if isinstance(value, list) else ()
 
 
@@ -359,7 +359,7 @@ class KubernetesSource:
         items, version = self._api.list(self._path, selector)
         before, self._pods = self._pods, {}
         for item in items:
-            self._take("ADDED", item, before)
+            self._note("ADDED", item, before)
         self._notify(rules, notify)
         return version
 
@@ -370,20 +370,20 @@ class KubernetesSource:
         """
         reached = version
         try:
-            for kind, found in self._api.watch(self._path, selector, version):
+            for kind, changed in self._api.watch(self._path, selector, version):
                 if kind in ("ADDED", "MODIFIED", "DELETED"):
-                    self._take(kind, found, self._pods)
+                    self._note(kind, changed, self._pods)
                     self._notify(rules, notify)
-                reached = _version(found) or reached
+                reached = _version(changed) or reached
         except DiscoveryError as error:
             # It made progress: the next watch goes on there, at once. If not, there is a pause.
             if error.reason not in ("unreachable", "timeout") or reached == version:
                 raise
         return reached
 
-    def _take(self, kind: str, found: Any, before: Mapping[str, Pod]) -> None:
+    def _note(self, kind: str, listed: Any, before: Mapping[str, Pod]) -> None:
         try:
-            pod = pod_of(found)
+            pod = pod_of(listed)
         except ValueError as error:
             raise self._odd(str(error)) from None
         known = before.get(pod.name)
@@ -411,7 +411,7 @@ class KubernetesSource:
         return DiscoveryError(f"{self._api.url}: {text}", url=self._api.url, reason="content")
 
 
-def _version(found: Any) -> str:
-    metadata = found.get("metadata") if isinstance(found, Mapping) else None
+def _version(listed: Any) -> str:
+    metadata = listed.get("metadata") if isinstance(listed, Mapping) else None
     version = metadata.get("resourceVersion") if isinstance(metadata, Mapping) else None
     return version if isinstance(version, str) else ""
