@@ -162,7 +162,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trust(self) -> Trust:
-        """The part of it that tells how far to trust an answer."""
+        """The part that shows how far to trust an answer."""
         return Trust(self.state, self.complete, self.lag)
 
     def to_dict(self) -> dict[str, Any]:

@@ -253,13 +253,13 @@ class Following(ABC):
         shown = weakref.WeakMethod(self._shown)
         aged = self._board.aged
 
-        def tell(changed: Sequence[RankStatus]) -> None:
+        def notify(changed: Sequence[RankStatus]) -> None:
             show = shown()
             if show is not None:
                 for status in changed:
                     callback(show(aged(status)))
 
-        _, stop = self._board.listen(tell)
+        _, stop = self._board.listen(notify)
         return stop
 
     @abstractmethod

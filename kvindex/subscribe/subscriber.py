@@ -45,7 +45,7 @@ _Result = TypeVar("_Result")
 
 
 class StreamOptions(TypedDict, total=False):
-    """The keyword options of every subscriber; `kvindex.connect` says what each one means.
+    """The keyword options of every subscriber; `kvindex.connect` describes each.
 
     Functions that pass options on can take `**options: Unpack[StreamOptions]`.
     """

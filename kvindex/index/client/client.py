@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 RESUME_WITHIN: Final = 600.0
-"""Seconds: any service discovery has told all workers by then."""
+"""Seconds: any service discovery has reported all workers by then."""
 
 MAX_BLOCKS_PER_RANK: Final = 10_000_000
 """Most resident blocks of one rank in an index that a client makes for itself.
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClientOptions(StreamOptions, total=False):
-    """The keyword options of `connect`, which says what each one means; but `index`.
+    """The keyword options of `connect`, except `index`; `connect` describes each.
 
     Functions that pass options on can take `**options: Unpack[ClientOptions]`.
     """
@@ -98,15 +98,15 @@ def connect(
             is added. If there is no such file, every rank starts from scratch.
         resume_within: seconds for which these ranks are kept, 600 by default; they take as much
             memory as in the file.
-        on_loss: what happens to a rank's blocks when batches of it are lost for good. "reset" drops
-            them, since the lost batches may have removed some. "keep" keeps them.
+        on_loss: what happens to a rank's blocks when batches of it are lost for good. "reset", the
+            default, drops them, since the lost batches may have removed some. "keep" keeps them.
             Either way the rank is flagged as not complete until its engine restarts.
         replay_policy: how long to wait for a replay, and how often to ask.
         socket_options: settings of the ZeroMQ sockets.
         probe_interval: seconds without a batch after which a replay request checks whether the
-            rank's last batches were lost.
+            rank's last batches were lost; 5 by default.
         stale_after: seconds without a sign of life (a batch, a reply to a replay request, a new
-            connection) after which a rank is stale.
+            connection) after which a rank is stale; 30 by default.
         context: ZeroMQ context for every socket. By default the process-wide one for inproc
             endpoints, so that they meet, and one of its own for all others.
         discovery: how engines given by URL are asked, and how long an engine that no longer answers

@@ -100,7 +100,7 @@ class Copy:
     def __init__(self, seed: int | None = None, max_blocks_per_rank: int | None = None) -> None:
         self.index = Index(seed=seed, max_blocks_per_rank=max_blocks_per_rank)
         self.statuses: dict[Rank, RankStatus] = {}
-        self.names: dict[Rank, Rank] = {}  # by the name that a port tells, the rank's own
+        self.names: dict[Rank, Rank] = {}  # by the rank of a port, its present name
         self.changed: set[Rank] = set()  # ranks with a new status since `take_changes`
         self.renewed = True  # ranks came, went or were renamed; the reader resets it
         self.catchup = Catchup()

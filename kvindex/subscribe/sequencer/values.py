@@ -124,7 +124,7 @@ class CloseReplay(msgspec.Struct, frozen=True):
 
 
 Action: TypeAlias = RankBatch[Any] | RankLost | RankRestarted | AskReplay | CloseReplay
-"""What a sequencer tells its owner: hand an item on, or do something about a replay socket."""
+"""What a sequencer has its owner do: deliver an item, or open or close a replay socket."""
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +220,7 @@ class SequencerConfig(msgspec.Struct, frozen=True, kw_only=True):
         stale_after: seconds without a proof of life after which the rank is stale.
         max_held: most batches held out of order.
         max_held_bytes: most bytes held out of order.
-        recent: how many applied batches are remembered, to tell duplicates from another publisher.
+        recent: how many applied batches are remembered, to distinguish duplicates from another publisher.
 
     Raises:
         ConfigurationError: a value that cannot work.
