@@ -247,7 +247,7 @@ class Connection:
 
     def receive(self) -> list[list[bytes]]:
         """Return the messages that are ready, up to a bound, without waiting."""
-        # As `recv_multipart`, in two thirds of its time: a frame taken without copying tells by
+        # As `recv_multipart`, in two thirds of its time: a frame taken without copying shows by
         # itself whether more follow, so that the socket need not be asked after each.
         receive = self.socket.recv
         messages: list[list[bytes]] = []

@@ -220,7 +220,7 @@ class SequencerConfig(msgspec.Struct, frozen=True, kw_only=True):
         stale_after: seconds without a proof of life after which the rank is stale.
         max_held: most batches held out of order.
         max_held_bytes: most bytes held out of order.
-        recent: how many applied batches are remembered, to distinguish duplicates from another publisher.
+        recent: how many applied batches are remembered, to recognise duplicates of them.
 
     Raises:
         ConfigurationError: a value that cannot work.
