@@ -204,10 +204,9 @@ def _lag(feed: Feed) -> int:
 
 def _all_counters(feed: Feed) -> dict[str, int]:
     """Return the counters above 0."""
-    counters = feed.sequencer.counters + feed.notes.counters
-    if feed.reader.topic.filtered:
-        counters["filtered_by_topic"] = feed.reader.topic.filtered
-    return dict(counters)
+    counters = {**feed.sequencer.counters, **feed.notes.counters}  # no name is in both
+    counters["filtered_by_topic"] = feed.reader.topic.filtered
+    return {name: count for name, count in counters.items() if count}
 
 
 def _reason(feed: Feed, now: float) -> str:

@@ -182,26 +182,26 @@ def known(host: str) -> frozenset[str]:
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "engine", "10.0.0.5"])
 def test_a_wildcard_and_the_engines_own_address_become_the_host_asked(host: str) -> None:
-    found = reach(f"tcp://{host}:5557", "engine", offset=1, resolve=known)
-    assert (found.endpoint, found.note) == ("tcp://engine:5558", "")
+    reached = reach(f"tcp://{host}:5557", "engine", offset=1, resolve=known)
+    assert (reached.endpoint, reached.note) == ("tcp://engine:5558", "")
 
 
 def test_an_engine_asked_by_ipv6_is_connected_to_by_ipv6() -> None:
-    found = reach("tcp://*:5557", "fd00::5", offset=0, resolve=known)
-    assert found.endpoint == "tcp://[fd00::5]:5557"
+    reached = reach("tcp://*:5557", "fd00::5", offset=0, resolve=known)
+    assert reached.endpoint == "tcp://[fd00::5]:5557"
 
 
 def test_another_host_is_used_as_told_and_said_to_be() -> None:
-    found = reach("tcp://10.0.0.8:5557", "engine", offset=0, resolve=known)
-    assert found.endpoint == "tcp://10.0.0.8:5557"
-    assert "another host than engine" in found.note
-    assert "connects there instead of listening" in found.note
+    reached = reach("tcp://10.0.0.8:5557", "engine", offset=0, resolve=known)
+    assert reached.endpoint == "tcp://10.0.0.8:5557"
+    assert "another host than engine" in reached.note
+    assert "connects there instead of listening" in reached.note
 
 
 def test_the_loopback_of_another_host_is_not_ours() -> None:
-    found = reach("tcp://127.0.0.1:5557", "engine", offset=0, resolve=known)
-    assert found.endpoint == "tcp://engine:5557"
-    assert "loopback" in found.note
+    reached = reach("tcp://127.0.0.1:5557", "engine", offset=0, resolve=known)
+    assert reached.endpoint == "tcp://engine:5557"
+    assert "loopback" in reached.note
     local = reach("tcp://127.0.0.1:5557", "localhost", offset=0, resolve=known)
     assert "loopback" not in local.note
 
@@ -211,6 +211,6 @@ def test_the_loopback_of_another_host_is_not_ours() -> None:
     ["inproc://kv", "tcp://*:0", "tcp://*:70000", "udp://*:1", "ipc:///tmp/kv", "tcp://a b:1:2"],
 )
 def test_what_cannot_be_reached_is_said_to_be(endpoint: str) -> None:
-    found = reach(endpoint, "engine", offset=0, resolve=known)
-    assert found.endpoint is None
-    assert found.note
+    reached = reach(endpoint, "engine", offset=0, resolve=known)
+    assert reached.endpoint is None
+    assert reached.note

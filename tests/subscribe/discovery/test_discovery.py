@@ -83,8 +83,8 @@ def test_a_url_is_all_that_a_client_needs(
         best = client.match(PROMPT).best
         assert best is not None
         assert best.tokens == engine.lookup(PROMPT).tokens
-        found = client.statistics()["discovery"]["engines"][name_of(server)]
-        assert (found["ranks"], found["is_added"], found["model"]) == (1, True, "fake-model")
+        shown = client.statistics()["discovery"]["engines"][name_of(server)]
+        assert (shown["ranks"], shown["is_added"], shown["model"]) == (1, True, "fake-model")
 
 
 def test_urls_and_workers_may_be_mixed(engine: FakeEngine) -> None:
@@ -133,7 +133,7 @@ def test_an_engine_that_moves_and_grows_is_followed(engine: FakeEngine) -> None:
             worker = name_of(server)
             client.wait_live(PATIENCE)
             server.replies["/kv_event_sources"] = (200, sources_of(engine, second))
-            assert client.wait_for(lambda found: len(found) == 2, PATIENCE)
+            assert client.wait_for(lambda ranks: len(ranks) == 2, PATIENCE)
             client.wait_live(PATIENCE)
             for rank in (engine, second):
                 assert client.match(PROMPT)[Rank(worker, rank.rank.dp_rank)].tokens == (
