@@ -1,4 +1,4 @@
-"""What a subscriber delivers, and how: items and statuses, in order, as fast as the sink accepts.
+"""Items and statuses on their way to the sink: in order, as fast as the sink accepts them.
 
 `Allowance`, `Outlet` and `Delivery` are owned by the subscriber's thread.
 """
@@ -174,7 +174,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 StreamItem: TypeAlias = (
     RankAdded | RankBatch[EventBatch] | RankLost | RankRestarted | RanksRenamed | RankRemoved
 )
-"""What an `EventStream` yields: a batch, or what happened to a rank between two batches."""
+"""An item of an `EventStream`: a batch, or an event of a rank between two batches."""
 
 Sink: TypeAlias = Callable[[StreamItem], None]
 """Called on the subscriber's thread, one item at a time, in order for each rank."""

@@ -1,4 +1,4 @@
-"""What is wrong with a feed: counters, log lines, the topic, and the status with its reason.
+"""The diagnosis of a feed: counters, log lines, the topic, and the status with its reason.
 
 Owned by the subscriber's thread.
 """

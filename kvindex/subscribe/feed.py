@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all feeds of a subscriber have in common; made once, and shared unchanged.
+    """The settings that all feeds of a subscriber share; made once, never changed.
 
     Attributes:
         sequencer: settings of every sequencer, but for whether there is replay.
@@ -193,7 +193,7 @@ class Feed:
             fingerprints=self._fingerprints,
         )
 
-    # What happens -----------------------------------------------------------------------------
+    # Events -----------------------------------------------------------------------------------
 
     def pump(self, now: float) -> None:
         """Process what the sockets received, up to a bound, so that other feeds get their turn."""
@@ -303,7 +303,7 @@ class Feed:
             self._named_by_cursor, self.reader.named = False, None
         logger.info("%s: restarted (%s): epoch %d", self.rank, restarted.reason, restarted.epoch)
 
-    # What the clock says ----------------------------------------------------------------------
+    # Time -------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float | None:

@@ -1,4 +1,4 @@
-"""What ZeroMQ does not report about a connection's other side.
+"""Facts about a connection's other side that ZeroMQ does not report.
 
 **An unknown host.** ZeroMQ reports a name that cannot be resolved like a port where nothing
 listens. So when a connection fails, the name is resolved once more, on a thread of its own, because

@@ -12,7 +12,7 @@ from functools import partial
 from kvindex.subscribe.delivery import RankAdded, RankRemoved, RanksRenamed
 from kvindex.subscribe.diagnosis import feed_status
 from kvindex.subscribe.feed import Feed, FeedSettings
-from kvindex.subscribe.resumption import Claim, Resumption, SavedRanks, settle, take_up
+from kvindex.subscribe.resumption import Claim, Resumption, SavedRanks, resume_ranks, settle
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.watch import Deadlines, Watch
 from kvindex.subscribe.worker import Worker
@@ -100,7 +100,7 @@ class Roster:
         try:
             for address in worker.publishers():
                 feeds.append(Feed(worker, address, self._settings, self._watch, self._settle_names))
-            plan, unused = take_up(
+            plan, unused = resume_ranks(
                 saved,
                 worker.name,
                 [feed.address.dp_rank for feed in feeds],

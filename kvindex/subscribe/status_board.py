@@ -1,6 +1,6 @@
 """The latest status of each rank, as the subscriber's thread shows it to all others.
 
-That thread alone writes; any thread reads and waits.
+Only that thread writes; any thread reads and waits.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def _drop(thread: SubscriberThread, pid: int) -> None:
     """End the thread of a subscriber that was dropped without `close`."""
     if os.getpid() != pid:
         return  # a forked child: the thread is the parent's
-    thread.tell_to_end()
+    thread.request_stop()
     warnings.warn(
         "a kvindex Client, Subscriber or EventStream was dropped without close(): close it, or use "
         "`with`",

@@ -62,7 +62,7 @@ class Follower:
         stale_after: seconds without a message after which ranks are stale.
         buffer_bytes: most bytes kept of the messages that arrive during a snapshot.
 
-    Thread safety: `close`, `tell_to_end` and `statistics` from any thread; the rest is its own.
+    Thread safety: `close`, `request_stop` and `statistics` from any thread; the rest is its own.
     """
 
     def __init__(self, path: str | os.PathLike[str], stale_after: float, buffer_bytes: int) -> None:
@@ -112,7 +112,7 @@ class Follower:
 
     def close(self) -> None:
         """End the thread and give the place up. Idempotent."""
-        self.tell_to_end()
+        self.request_stop()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -124,7 +124,7 @@ class Follower:
         """
         atexit.register(self._at_exit)
 
-    def tell_to_end(self) -> None:
+    def request_stop(self) -> None:
         """Tell the thread to end; it waits for no lock, so finalizers may call it."""
         self._stop.set()
         self._woken.put(None)

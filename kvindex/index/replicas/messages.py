@@ -1,4 +1,4 @@
-"""What server and replicas exchange: messages through the ring, and frames over the socket.
+"""The messages through the ring and the frames over the socket between server and replicas.
 
 **The ring** has numbered messages. Each is one msgpack array: its number, the server's monotonic
 clock when it was sent, and the entries in the order in which the server's own index applied them. A

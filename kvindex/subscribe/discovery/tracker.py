@@ -1,4 +1,4 @@
-"""What to do about engines that come, go, move, grow and fall silent.
+"""Decides which engines to ask, add and remove as they come, go, move, grow and fall silent.
 
 A state machine without threads, sockets or clocks: it receives the sources' lists and the engines'
 answers, and returns which engines to ask and which workers to add and to remove. Owned by the
@@ -33,7 +33,7 @@ __all__ = ["MAX_ENGINES", "Step", "Tracker"]
 logger = logging.getLogger("kvindex.subscribe.discovery")
 
 MAX_ENGINES = 4096
-"""Most engines that are followed; further ones are refused, and said to be."""
+"""Most engines that are followed; further engines are refused, with a log line."""
 
 _FIRST_RETRY = 1.0  # seconds until an engine that did not answer is asked again; then it doubles
 
@@ -69,7 +69,7 @@ class _Followed(msgspec.Struct):
     absent_since: float | None = None
     failures: int = 0
     reason: str = "was not asked yet"
-    said: str = ""  # the last log line about it
+    logged: str = ""  # the last log line about it
     look_at: float = 0.0  # before this it is not forgotten
     missing: frozenset[int] = frozenset()  # ranks that the last answer lacks
 
@@ -145,14 +145,14 @@ class Tracker:
         except DiscoveryError as error:
             self._unanswered(engine, error, now)
             return
-        if engine.failures and engine.said:
+        if engine.failures and engine.logged:
             logger.info("%s: answers again", target.name)
-            engine.said = ""
+            engine.logged = ""
         engine.answered_at, engine.failures = now, 0
         engine.ask_at = now + self._interval * (0.9 + 0.2 * self._jitter())
         notes = "; ".join(report.notes)
         if notes:
-            self._say(engine, logging.WARNING, notes)
+            self._log_once(engine, logging.WARNING, notes)
         engine.reason = notes
         self._accept(engine, worker, now, report.model)
 
@@ -183,7 +183,7 @@ class Tracker:
         engine.is_added = engine.subscribed is not None
         engine.reason = f"cannot be added: {reason}"
         engine.ask_at = now + self._interval
-        self._say(engine, logging.ERROR, engine.reason)
+        self._log_once(engine, logging.ERROR, engine.reason)
 
     def refresh(self, worker: str | None, now: float) -> None:
         """Ask one engine again at once, or every engine."""
@@ -354,12 +354,12 @@ class Tracker:
         is_known = engine.subscribed is not None and engine.place == place_of(target)
         if is_known:
             if error.reason != "unsaid":
-                self._say(engine, logging.WARNING, f"{error}; what is known of it is kept")
+                self._log_once(engine, logging.WARNING, f"{error}; what is known of it is kept")
         elif target.worker is not None and error.reason != "off":
-            self._say(engine, logging.INFO, f"{error}; its usual ports are assumed")
+            self._log_once(engine, logging.INFO, f"{error}; its usual ports are assumed")
             self._accept(engine, target.worker, now)
         else:
-            self._say(engine, logging.WARNING, str(error))
+            self._log_once(engine, logging.WARNING, str(error))
             if engine.subscribed is not None:  # of an earlier engine of this name
                 self._steps.append(Step("remove", engine.subscribed))
                 engine.subscribed, engine.is_added = None, False
@@ -428,8 +428,8 @@ class Tracker:
             )
             logger.info("removes dp_ranks %s of %s", sorted(gone), latest.worker.name)
 
-    def _say(self, engine: _Followed, level: int, text: str) -> None:
+    def _log_once(self, engine: _Followed, level: int, text: str) -> None:
         """Log a line about an engine, unless it was the last line about it."""
-        if text != engine.said:
-            engine.said = text
+        if text != engine.logged:
+            engine.logged = text
             logger.log(level, "%s: %s", engine.target.name, text)

@@ -1,6 +1,6 @@
 """Order, gaps, duplicates and restarts of one publisher's batches: a pure state machine.
 
-Nothing in here knows sockets, threads or clocks, nor what a batch holds.
+No part of it uses sockets, threads or clocks, or reads the contents of a batch.
 
 Theory of operation
 ===================

@@ -1,7 +1,7 @@
 """The states of a stream and the moves between them; every item and every request is made here.
 
-What moves a stream is in this file alone: its state, its cursor (`applied`), the batches that are
-held behind it. `repairing.py` and `sequencer.py` decide which move to make.
+Only this file changes a stream's state and its cursor (`applied`), except that `live_run` advances
+the cursor by a whole run. `repairing.py` and `sequencer.py` decide which move to make.
 """
 
 from __future__ import annotations

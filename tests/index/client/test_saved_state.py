@@ -64,12 +64,12 @@ def test_cursors_are_those_of_one_worker_and_asking_uses_nothing_up() -> None:
 def test_each_rank_is_restored_once_and_told() -> None:
     records = records_of(A0, A1, B)
     kept = Kept(*records)
-    assert kept.state.take_up("a", {A0: "", A1: ""}) == {A0: "", A1: ""}
+    assert kept.state.restore("a", {A0: "", A1: ""}) == {A0: "", A1: ""}
     assert set(kept.index.ranks) == {A0, A1}
     assert kept.index.match(list(range(8)))[A0].blocks == 2
     assert kept.restored == [(A0, records[0].section), (A1, records[1].section)]
     kept.index.remove(A0)
-    assert kept.state.take_up("a", {}) == {}
+    assert kept.state.restore("a", {}) == {}
     assert kept.state.cursors("a") == {}
     assert set(kept.index.ranks) == {A1}
     assert kept.counts() == (1, 2, {})
@@ -78,11 +78,11 @@ def test_each_rank_is_restored_once_and_told() -> None:
 
 def test_what_is_refused_is_dropped_unrestored_and_what_has_no_publisher_yet_waits() -> None:
     kept = Kept(*records_of(A0, A1))
-    assert kept.state.take_up("a", {A0: "unreadable_cursor"}) == {}
+    assert kept.state.restore("a", {A0: "unreadable_cursor"}) == {}
     assert not kept.index.ranks
     assert kept.restored == []
     assert kept.counts() == (1, 0, {"unreadable_cursor": 1})
-    assert kept.state.take_up("a", {A1: ""}) == {A1: ""}
+    assert kept.state.restore("a", {A1: ""}) == {A1: ""}
     assert kept.index.ranks == (A1,)
     assert kept.counts() == (0, 1, {"unreadable_cursor": 1})
 
@@ -90,7 +90,7 @@ def test_what_is_refused_is_dropped_unrestored_and_what_has_no_publisher_yet_wai
 def test_a_section_that_cannot_be_restored_is_refused_and_no_other() -> None:
     damaged = records_of(A0)[0]._replace(section=b"damaged" * 20)
     kept = Kept(damaged, *records_of(A1))
-    assert kept.state.take_up("a", {A0: "", A1: ""}) == {A0: "format", A1: ""}
+    assert kept.state.restore("a", {A0: "", A1: ""}) == {A0: "format", A1: ""}
     assert kept.index.ranks == (A1,)
     assert [rank for rank, _ in kept.restored] == [A1]
     assert kept.counts() == (0, 1, {"format": 1})
@@ -98,7 +98,7 @@ def test_a_section_that_cannot_be_restored_is_refused_and_no_other() -> None:
 
 def test_a_rank_beyond_max_blocks_is_refused() -> None:
     kept = Kept(*records_of(A0, A1), max_blocks=3)
-    assert kept.state.take_up("a", {A0: "", A1: ""}) == {A0: "", A1: "room"}
+    assert kept.state.restore("a", {A0: "", A1: ""}) == {A0: "", A1: "room"}
     assert kept.counts() == (0, 1, {"room": 1})
 
 
@@ -113,14 +113,14 @@ def test_everything_goes_when_the_time_is_over() -> None:
     assert kept.counts() == (0, 0, {"expired": 2})
     assert kept.state.records() == []
     assert kept.state.cursors("a") == {}
-    assert kept.state.take_up("a", {}) == {}
+    assert kept.state.restore("a", {}) == {}
 
 
 def test_its_size_is_that_of_its_sections() -> None:
     records = records_of(A0, B)
     kept = Kept(*records)
     assert kept.state.statistics()["aside_bytes"] == sum(len(r.section) for r in records)
-    kept.state.take_up("a", {A0: ""})
+    kept.state.restore("a", {A0: ""})
     assert kept.state.statistics()["aside_bytes"] == len(records[1].section)
 
 
@@ -130,7 +130,7 @@ def test_a_rank_without_a_cursor_is_not_kept_but_its_worker_is_told_once() -> No
     assert kept.state.records() == records_of(A1)
     for _ in range(2):
         assert kept.state.cursors("a") == {0: None, 1: b"cursor"}
-    assert kept.state.take_up("a", {A0: "no_cursor", A1: ""}) == {A1: ""}
+    assert kept.state.restore("a", {A0: "no_cursor", A1: ""}) == {A1: ""}
     assert kept.index.ranks == (A1,)
     assert kept.state.cursors("a") == {}
     assert kept.counts() == (0, 1, {"no_cursor": 1})
