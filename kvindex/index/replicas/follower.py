@@ -125,7 +125,7 @@ class Follower:
         atexit.register(self._at_exit)
 
     def request_stop(self) -> None:
-        """Tell the thread to end; it waits for no lock, so finalizers may call it."""
+        """Ask the thread to end; this waits for no lock, so finalizers may call it."""
         self._stop.set()
         self._woken.put(None)
         link = self._link
