@@ -229,13 +229,13 @@ class Follower:
             logger.error("the replica of %s failed and joins anew", self.path, exc_info=error)
         log = logger.warning if kind == "rejoin_" else logger.debug
         log("the fan-out at %s: %s", self.path, error)
-        said = f"({reason}): {error}"
+        cause = f"({reason}): {error}"
         if kind == "rejoin_":
-            what = self._lost = f"lost {said}"
+            what = self._lost = f"lost {cause}"
         elif self._lost:
-            what = f"{self._lost}; cannot be joined again {said}"
+            what = f"{self._lost}; cannot be joined again {cause}"
         else:
-            what = f"cannot be joined {said}"
+            what = f"cannot be joined {cause}"
         self._show_stale(f"the fan-out server at {self.path} {what}")
 
     def _show_stale(self, reason: str) -> None:

@@ -157,15 +157,15 @@ class Membership:
     def __init__(self, link: Link, buffer_bytes: int) -> None:
         self._link = link
         link.send(JoinRequest(PROTOCOL, Index.backend, os.getpid()))
-        welcome = link.receive()
-        if not isinstance(welcome, Admission):
-            raise DecodeError(f"a server that answers with {type(welcome).__name__}")
-        self.copy = Copy(int.from_bytes(welcome.seed, "little"), welcome.max_blocks_per_rank)
-        ring = ShmRingBuffer(*welcome.ring)
+        admission = link.receive()
+        if not isinstance(admission, Admission):
+            raise DecodeError(f"a server that answers with {type(admission).__name__}")
+        self.copy = Copy(int.from_bytes(admission.seed, "little"), admission.max_blocks_per_rank)
+        ring = ShmRingBuffer(*admission.ring)
         try:
             self.receiver = RingReceiver(
                 ring,
-                welcome.place,
+                admission.place,
                 waiting=Waiting(spin=0.0, look=_LOOK),
                 max_message_bytes=_MAX_MESSAGE_BYTES,
             )
@@ -245,10 +245,10 @@ def ask(path: str | os.PathLike[str], timeout: float = 5.0) -> dict[str, Any]:
             report = link.receive()
             if not isinstance(report, ServerReport) or report.json_bytes > _MAX_REPORT_BYTES:
                 raise DecodeError(f"the server at {path} answers with {report!r:.100}")
-            found: dict[str, Any] = json.loads(link.read(report.json_bytes))
+            counters: dict[str, Any] = json.loads(link.read(report.json_bytes))
         finally:
             link.close()
     except OSError as error:
         trouble = error.strerror or str(error)
         raise OSError(f"no fan-out server answers at {path}: {trouble}") from error
-    return found
+    return counters

@@ -55,7 +55,7 @@ class Guest:
 
     Args:
         connection: non-blocking.
-        welcome: returns the answer to a `JoinRequest`.
+        admit: returns the answer to a `JoinRequest`.
         report: returns the server's counters, as JSON.
         make_snapshot: returns the parts of a snapshot, made one by one as they are sent.
         patience: seconds in which each next step must be taken, and bytes must move.
@@ -65,7 +65,7 @@ class Guest:
         self,
         connection: socket.socket,
         *,
-        welcome: Callable[[JoinRequest], Admission | Refused],
+        admit: Callable[[JoinRequest], Admission | Refused],
         report: Callable[[], bytes],
         make_snapshot: Callable[[], Generator[bytes, None, None]],
         patience: float,
@@ -76,7 +76,7 @@ class Guest:
         self.left = False  # whether it sent `Leave`
         self.answered = False  # and gets no more frames: it was refused, or got its report
         self.pid = 0  # as it says
-        self._welcome = welcome
+        self._admit = admit
         self._report = report
         self._make_snapshot = make_snapshot
         self._patience = patience
@@ -99,7 +99,7 @@ class Guest:
             return
         request = _expected(JoinRequest, frame)
         self.pid = request.pid
-        answer = self._welcome(request)
+        answer = self._admit(request)
         if isinstance(answer, Admission):
             self.place = answer.place
         else:
@@ -267,7 +267,7 @@ class Reception:
                 continue
             guest = Guest(
                 connection,
-                welcome=self._welcome,
+                admit=self._admit,
                 report=lambda: json.dumps({**self.statistics(), **self._report()}).encode(),
                 make_snapshot=self._snapshots.parts,
                 patience=_PATIENCE,
@@ -299,7 +299,7 @@ class Reception:
         self._counters["joined"] += 1
         logger.info("process %d has joined at place %s", guest.pid, guest.place)
 
-    def _welcome(self, request: JoinRequest) -> Admission | Refused:
+    def _admit(self, request: JoinRequest) -> Admission | Refused:
         """Give a joiner a place, or refuse it with the reason."""
         refusal = self._refusal(request)
         if refusal is not None:
