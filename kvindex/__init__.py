@@ -42,7 +42,7 @@ from kvindex.index import (
     Trust,
     Trusts,
 )
-from kvindex.index.client import Client, connect
+from kvindex.index.client import Client, ClientOptions, connect
 from kvindex.publish import (
     EventPublisher,
     EventPublisherFactory,
@@ -110,6 +110,7 @@ __all__ = [
     "BusyError",
     "CacheSettings",
     "Client",
+    "ClientOptions",
     "ClosedError",
     "ConfigurationError",
     "Curve",

@@ -44,7 +44,7 @@ from kvindex.service.snapshots import snapshot_route
 from kvindex.service.state import Saver, fetch_snapshot, read_registrations
 from kvindex.service.traffic import Totals, Traffic
 from kvindex.service.workers import BLOCK_SIZE
-from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Found, Source
+from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engine, Source
 
 __all__ = ["Running", "own_directory"]
 
@@ -297,27 +297,27 @@ class Running:
         assert self._children is not None
         self._children.tell(catalog)
 
-    def _found(self, found: Found) -> None:
-        labels = dict(found.labels)
+    def _found(self, engine: Engine) -> None:
+        labels = dict(engine.labels)
         block_size = int(labels.pop(BLOCK_SIZE, 0))
         details: Table = {"labels": labels} if labels else {}
-        engine = found.engine or self.settings.tokenizer
-        if engine is not None:
-            details["engine"] = engine
+        url = engine.url or self.settings.tokenizer
+        if url is not None:
+            details["engine"] = url
         self.service.registry.add(
-            found.worker,
-            Partition(found.model or self.settings.model, found.routing_group),
+            engine.worker,
+            Partition(engine.model or self.settings.model, engine.routing_group),
             block_size=block_size,
-            source=found.source,
+            source=engine.source,
             **details,
         )
 
-    def _lost(self, found: Found) -> None:
-        if not found.is_part:
-            self.service.registry.unregister(found.worker.name)
+    def _lost(self, engine: Engine) -> None:
+        if not engine.is_part:
+            self.service.registry.unregister(engine.worker.name)
             return
-        for address in found.worker.publishers():
-            self.service.registry.unregister(found.worker.name, dp_rank=address.dp_rank)
+        for address in engine.worker.publishers():
+            self.service.registry.unregister(engine.worker.name, dp_rank=address.dp_rank)
 
     def _is_alive(self, worker: str) -> bool:
         return any(rank.worker == worker for rank in self._client.connected_ranks())

@@ -1,24 +1,13 @@
 """Receive every rank's batches in order, whole, and from the right publisher.
 
 One thread owns all sockets. `sequencer/` decides on order, gaps and restarts without a socket or a
-clock; `discovery/` finds the engines. No index is known here: whoever subscribes brings a sink.
-Read first: `sequencer/sequencer.py`, then `feed.py` and `subscriber_thread.py`.
+clock; `discovery/` finds the engines. This room uses no index: the subscriber's owner gives a sink.
+Read first: `sequencer/__init__.py`, then `feed.py` and `subscriber_thread.py`.
 May import: `kvindex.wire`.
 """
 
 from kvindex.subscribe.connection import SocketOptions
-from kvindex.subscribe.event_stream import EventStream
-from kvindex.subscribe.following import Following
-from kvindex.subscribe.resumption import SavedRanks
-from kvindex.subscribe.sequencer import (
-    RankBatch,
-    RankLost,
-    RankRestarted,
-    ReplayPolicy,
-    SequencerConfig,
-    State,
-)
-from kvindex.subscribe.stream import (
+from kvindex.subscribe.delivery import (
     BatchSink,
     Decode,
     DecodedBatch,
@@ -31,7 +20,18 @@ from kvindex.subscribe.stream import (
     StreamItem,
     Tap,
 )
-from kvindex.subscribe.subscriber import Subscriber
+from kvindex.subscribe.event_stream import EventStream
+from kvindex.subscribe.following import Following
+from kvindex.subscribe.resumption import SavedRanks
+from kvindex.subscribe.sequencer import (
+    RankBatch,
+    RankLost,
+    RankRestarted,
+    ReplayPolicy,
+    SequencerConfig,
+    State,
+)
+from kvindex.subscribe.subscriber import StreamOptions, Subscriber
 from kvindex.subscribe.worker import PublisherAddress, Worker
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "SocketOptions",
     "State",
     "StreamItem",
+    "StreamOptions",
     "Subscriber",
     "Tap",
     "Worker",

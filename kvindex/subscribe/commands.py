@@ -37,6 +37,7 @@ class Commands:
 
     Attributes:
         running: whether the owning thread carries one out at present.
+        waiting: the calls that it has not begun.
 
     Thread safety: `call` from any thread, all else by the owning thread.
     """
@@ -44,7 +45,7 @@ class Commands:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.running = False
         self._wake = wake
-        self._queue: deque[_Call] = deque()
+        self.waiting: deque[_Call] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -84,7 +85,7 @@ class Commands:
         with self._lock:
             if self._closed:
                 raise ClosedError("the subscriber is closed")
-            self._queue.append(call)
+            self.waiting.append(call)
         self._wake()
         return call
 
@@ -95,8 +96,8 @@ class Commands:
         """
         self.running = True
         try:
-            while self._queue:
-                self._run(self._queue.popleft())
+            while self.waiting:
+                self._run(self.waiting.popleft())
         finally:
             self.running = False
 
@@ -118,8 +119,8 @@ class Commands:
         """Refuse the queued commands and all later ones."""
         with self._lock:
             self._closed = True
-        while self._queue:
-            done = self._queue.popleft().done
+        while self.waiting:
+            done = self.waiting.popleft().done
             if done.set_running_or_notify_cancel():
                 done.set_exception(ClosedError("the subscriber is closed"))
 

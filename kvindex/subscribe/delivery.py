@@ -1,6 +1,6 @@
-"""The way from a feed to the sink: items in order, as fast as the sink accepts them.
+"""Items and statuses on their way to the sink: in order, as fast as the sink accepts them.
 
-Owned by the subscriber's thread.
+`Allowance`, `Outlet` and `Delivery` are owned by the subscriber's thread.
 """
 
 from __future__ import annotations
@@ -8,22 +8,200 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import msgspec
 from msgspec.structs import replace
 
-from kvindex.subscribe.sequencer import RankBatch, RankLost, RankRestarted
-from kvindex.subscribe.stream import BatchSink, RankStatus, Sink, StatusSink, StreamItem
-from kvindex.wire.rank import Rank
+from kvindex.subscribe.sequencer import RankBatch, RankLost, RankRestarted, State
+from kvindex.wire import CacheSettings, EventBatch
+from kvindex.wire.rank import Rank, Trust
 
-__all__ = ["Allowance", "Delivery", "Outlet"]
+__all__ = [
+    "Allowance",
+    "BatchSink",
+    "Decode",
+    "DecodedBatch",
+    "Delivery",
+    "Fingerprint",
+    "FingerprintMaker",
+    "Outlet",
+    "RankAdded",
+    "RankRemoved",
+    "RankStatus",
+    "RanksRenamed",
+    "Sink",
+    "StatusSink",
+    "StreamItem",
+    "Tap",
+]
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 0.05
-"""Of one feed in one turn; what takes longer is done in the next turns."""
+TURN = 0.05
+"""Seconds for one feed in one turn; what takes longer is done in the next turns."""
 
-Item: TypeAlias = RankBatch[Any] | RankLost | RankRestarted
+_Item: TypeAlias = RankBatch[Any] | RankLost | RankRestarted
+
+
+class DecodedBatch(Protocol):
+    """The part of a decoded payload that a subscriber reads; the rest is its consumer's.
+
+    Attributes:
+        ts: the publisher's clock when it made the batch, in seconds.
+        data_parallel_rank: the dp_rank that the batch names, or None.
+    """
+
+    @property
+    def ts(self) -> float: ...
+
+    @property
+    def data_parallel_rank(self) -> int | None: ...
+
+
+Decode: TypeAlias = Callable[[bytes], DecodedBatch]
+"""From payload to batch; raises DecodeError, and nothing else, for what is no batch."""
+
+Fingerprint: TypeAlias = Callable[[bytes], int]
+"""A hash of a payload, of 64 bits."""
+
+
+class FingerprintMaker(Protocol):
+    """A function for fingerprints that are the same in every process.
+
+    Attributes:
+        identity: names the function; fingerprints of different identities cannot be compared.
+        of: the function.
+    """
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def of(self) -> Fingerprint: ...
+
+
+class RankAdded(msgspec.Struct, frozen=True, tag=True):
+    """A rank is subscribed to from now on.
+
+    Attributes:
+        rank: which rank.
+        cache: what its `Worker` states about its cache.
+    """
+
+    rank: Rank
+    cache: CacheSettings = CacheSettings()
+
+
+class RanksRenamed(msgspec.Struct, frozen=True, tag=True):
+    """Ranks have other names from now on, because their batches name them so.
+
+    Attributes:
+        names: pairs of the old and the new rank; two may have changed places.
+    """
+
+    names: tuple[tuple[Rank, Rank], ...]
+
+
+class RankRemoved(msgspec.Struct, frozen=True, tag=True):
+    """A rank is no longer subscribed to."""
+
+    rank: Rank
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one rank's stream.
+
+    Attributes:
+        rank: which rank.
+        state: what the stream is doing.
+        reason: why it is not live, or what it waits for, and what to try; of a live rank, why
+            gaps cannot be repaired (no replay endpoint, or none that answers); "" if all is well.
+        epoch: counts the publisher's restarts, from 0.
+        seq: number of the last applied batch, None before the first.
+        complete: whether every batch since the publisher's first was applied.
+        lag: batches known of but not applied yet.
+        connected: whether there is a connection to the PUB socket.
+        endpoint: the PUB socket.
+        replay_endpoint: the ROUTER socket, or None.
+        last_event_age: seconds since the last batch was applied, None before the first.
+        gaps: holes found in the numbering.
+        replays_asked, replays_filled, replays_failed: replay requests, those that reached their
+            end, and those that did not.
+        losses: holes that could not be filled.
+        restarts: changes of publisher.
+        duplicates: batches that came again.
+        decode_failures: messages or batches that could not be decoded.
+        orphans: blocks that wait for their parent (through a client; else 0).
+        ignored: blocks left out by the index, by reason (through a client; else empty).
+        counters: every counter of the stream by name.
+    """
+
+    rank: Rank
+    state: State
+    reason: str
+    epoch: int
+    seq: int | None
+    complete: bool
+    lag: int
+    connected: bool
+    endpoint: str
+    replay_endpoint: str | None
+    last_event_age: float | None
+    gaps: int = 0
+    replays_asked: int = 0
+    replays_filled: int = 0
+    replays_failed: int = 0
+    losses: int = 0
+    restarts: int = 0
+    duplicates: int = 0
+    decode_failures: int = 0
+    orphans: int = 0
+    ignored: dict[str, int] = {}
+    counters: dict[str, int] = {}
+
+    @property
+    def trust(self) -> Trust:
+        """The part that shows how far to trust an answer."""
+        return Trust(self.state, self.complete, self.lag)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON-ready values."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return {**plain, "rank": str(self.rank)}
+
+
+StreamItem: TypeAlias = (
+    RankAdded | RankBatch[EventBatch] | RankLost | RankRestarted | RanksRenamed | RankRemoved
+)
+"""An item of an `EventStream`: a batch, or an event of a rank between two batches."""
+
+Sink: TypeAlias = Callable[[StreamItem], None]
+"""Called on the subscriber's thread, one item at a time, in order for each rank."""
+BatchSink: TypeAlias = Callable[[Rank, Any], None]
+"""As `Sink`, but called with rank and decoded batch, without an envelope around them."""
+StatusSink: TypeAlias = Callable[[Sequence[RankStatus]], None]
+"""Called on the subscriber's thread with the statuses that others see from now on: at the end of
+each turn (with none, if none is new), and when ranks were added or renamed."""
+
+
+class Tap(Protocol):
+    """Receives all that a client's index receives, in the same order, on the subscriber's thread.
+
+    It must not raise, and delays everything while it runs.
+    """
+
+    def batch(self, rank: Rank, payload: bytes) -> None:
+        """Receive a batch that was applied, as its publisher sent it."""
+
+    def item(self, item: StreamItem) -> None:
+        """Receive an item between two batches."""
+
+    def restored(self, rank: Rank, section: bytes) -> None:
+        """Receive the contents that an added rank begins with, as `Index.dump` returned them."""
+
+    def statuses(self, statuses: Sequence[RankStatus]) -> None:
+        """Receive the ranks' new statuses, at the end of each turn; perhaps none."""
 
 
 class Allowance:
@@ -47,7 +225,7 @@ class Allowance:
 
     def begin(self) -> None:
         """Begin a turn."""
-        self._until = self._clock() + SECONDS
+        self._until = self._clock() + TURN
 
     def left(self) -> bool:
         """Return whether any time is left."""
@@ -159,6 +337,7 @@ class Delivery:
     Attributes:
         epoch, seq: of the last batch that was handed over; seq is None before the first.
         batch_at: when it was handed over, None before the first.
+        waiting: the items that wait, for want of time.
     """
 
     def __init__(self, rank: Rank, outlet: Outlet, time_left: Callable[[], bool]) -> None:
@@ -168,35 +347,36 @@ class Delivery:
         self._rank = rank
         self._outlet = outlet
         self._time_left = time_left
-        self._waiting: deque[Item | _Row] = deque()
+        self.waiting: deque[_Item | _Row] = deque()
         self._handing_over = False
-
-    def __bool__(self) -> bool:
-        """Whether anything waits, for want of time."""
-        return bool(self._waiting)
 
     @property
     def lag(self) -> int:
         """How many batches wait."""
         return sum(
             len(item.batches) if isinstance(item, _Row) else isinstance(item, RankBatch)
-            for item in self._waiting
+            for item in self.waiting
         )
 
-    def add(self, item: Item) -> None:
+    def add(self, item: _Item) -> None:
         """Enqueue an item behind all others."""
-        self._waiting.append(item)
+        self.waiting.append(item)
 
     def add_run(self, first_seq: int, batches: Sequence[Any]) -> None:
         """Enqueue live batches behind all other items."""
-        self._waiting.append(_Row(first_seq, batches))
+        self.waiting.append(_Row(first_seq, batches))
 
     def rename(self, rank: Rank) -> None:
         """Rename the items that wait, and all later ones."""
         self._rank = rank
-        self._waiting = deque(
-            item if isinstance(item, _Row) else replace(item, rank=rank) for item in self._waiting
+        self.waiting = deque(
+            item if isinstance(item, _Row) else replace(item, rank=rank) for item in self.waiting
         )
+
+    def hand_over_in_time(self, now: float) -> None:
+        """Hand over waiting items if there is time; else the next turn begins with them."""
+        if self._time_left():
+            self.hand_over(now)
 
     def hand_over(self, now: float) -> None:
         """Hand over waiting items: one at least, and all if there is time."""
@@ -204,36 +384,37 @@ class Delivery:
             return  # within a call of the sink
         self._handing_over = True
         try:
-            while self._waiting:
-                self._put(self._waiting.popleft(), now)
-                if not self._time_left():
+            while self.waiting:
+                item = self.waiting.popleft()
+                if isinstance(item, _Row):
+                    self._put_row(item, now)
+                else:
+                    self._put(item, now)
+                if not self.waiting or not self._time_left():
                     break
         finally:
             self._handing_over = False
 
     def hand_over_all(self, now: float) -> None:
         """Hand over every waiting item, however long it takes."""
-        while self._waiting and not self._handing_over:
+        while self.waiting and not self._handing_over:
             self.hand_over(now)
 
     def close(self) -> None:
         """Drop the waiting items."""
-        self._waiting.clear()
+        self.waiting.clear()
 
-    def _put(self, item: Item | _Row, now: float) -> None:
-        if isinstance(item, _Row):
-            first_seq, batches = item
-            self._note(first_seq + len(batches) - 1, now)
-            done = self._outlet.put_run(self._rank, self.epoch, first_seq, batches, self._time_left)
-            if done < len(batches):
-                self.seq = first_seq + done - 1
-                self._waiting.appendleft(_Row(first_seq + done, batches[done:]))
-            return
+    def _put_row(self, row: _Row, now: float) -> None:
+        first_seq, batches = row
+        self.seq, self.batch_at = first_seq + len(batches) - 1, now
+        done = self._outlet.put_run(self._rank, self.epoch, first_seq, batches, self._time_left)
+        if done < len(batches):
+            self.seq = first_seq + done - 1
+            self.waiting.appendleft(_Row(first_seq + done, batches[done:]))
+
+    def _put(self, item: _Item, now: float) -> None:
         if isinstance(item, RankBatch):
-            self._note(item.seq, now)
+            self.seq, self.batch_at = item.seq, now
         elif isinstance(item, RankRestarted):
             self.epoch, self.seq = item.epoch, None
         self._outlet.put(item)
-
-    def _note(self, seq: int, now: float) -> None:
-        self.seq, self.batch_at = seq, now

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING
 
-import zmq
-
-from kvindex.subscribe.changes import LoopBell
-from kvindex.subscribe.connection import SocketOptions
-from kvindex.subscribe.following import Following
-from kvindex.subscribe.sequencer import RankBatch, ReplayPolicy
-from kvindex.subscribe.stream import StreamItem
-from kvindex.subscribe.subscriber import FORKED, Subscriber
+from kvindex.subscribe.delivery import StreamItem
+from kvindex.subscribe.following import Following, LoopBell
+from kvindex.subscribe.sequencer import RankBatch
+from kvindex.subscribe.subscriber import FORKED, StreamOptions, Subscriber
 from kvindex.subscribe.worker import Worker
 from kvindex.wire.errors import ClosedError, ConfigurationError
 from kvindex.wire.forks import Fork, prepare_forks
 from kvindex.wire.rank import Rank
 
-__all__ = ["EventStream"]
+if TYPE_CHECKING:  # no dependency: editors and type checkers have it
+    from typing_extensions import Unpack
 
+__all__ = ["EventStream"]
 
 _CLOSED = "the event stream is closed"
 _TURN = 0.001  # seconds for which a task may iterate before others get their turn
@@ -140,10 +137,8 @@ class EventStream(Following):
             continue from there, if the publisher proves to be the same. For `cursor` the queue is
             the consumer: waiting items count as handed over, and the rank's received batches are
             queued first, beyond `max_items` if need be.
-        on_loss: "reset" marks each `RankLost` with `reset=True`: the consumer is to drop what it
-            knows of the rank. "keep" does not.
-        replay_policy, socket_options, probe_interval, stale_after, context, clock: as for
-            `kvindex.connect`.
+        options: as for `kvindex.connect`. `on_loss` sets `RankLost.reset`: whether the consumer is
+            to drop what it knows of the rank.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.
@@ -161,13 +156,7 @@ class EventStream(Following):
         *,
         max_items: int = 10_000,
         resume: Mapping[Rank, bytes] | None = None,
-        on_loss: Literal["reset", "keep"] = "reset",
-        replay_policy: ReplayPolicy | None = None,
-        socket_options: SocketOptions | None = None,
-        probe_interval: float = 5.0,
-        stale_after: float = 30.0,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        **options: Unpack[StreamOptions],
     ) -> None:
         if max_items < 1:
             raise ConfigurationError(f"max_items must be at least 1, not {max_items}")
@@ -179,13 +168,7 @@ class EventStream(Following):
             on_stop=waiting.end,
             has_room=waiting.has_room,
             resume=resume or {},
-            on_loss=on_loss,
-            replay_policy=replay_policy,
-            socket_options=socket_options,
-            probe_interval=probe_interval,
-            stale_after=stale_after,
-            context=context,
-            clock=clock,
+            **options,
         )
         waiting.on_room = self.subscriber.wake
         self._board = self.subscriber.board

@@ -17,17 +17,19 @@ import zmq
 from msgspec.structs import replace
 
 from kvindex.subscribe.connection import Connection, Contexts, Room, SocketOptions
-from kvindex.subscribe.delivery import Allowance, Delivery, Outlet
-from kvindex.subscribe.links import LiveLink, ReplayLink
-from kvindex.subscribe.notes import Notes
+from kvindex.subscribe.delivery import Allowance, Decode, Delivery, FingerprintMaker, Outlet
+from kvindex.subscribe.diagnosis import Notes
 from kvindex.subscribe.peer import HostCheck
-from kvindex.subscribe.reading import (
+from kvindex.subscribe.receiving import (
     Connected,
     Damaged,
     Disconnected,
     Event,
+    LiveLink,
     Named,
     Reader,
+    ReplayLink,
+    ReplayOver,
     Replied,
     Run,
 )
@@ -35,13 +37,13 @@ from kvindex.subscribe.resumption import Resumption, SavedCursor
 from kvindex.subscribe.sequencer import (
     Action,
     AskReplay,
+    Batch,
     CloseReplay,
     RankLost,
     RankRestarted,
     Sequencer,
     SequencerConfig,
 )
-from kvindex.subscribe.stream import Decode, FingerprintMaker
 from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import PublisherAddress, Worker
 from kvindex.wire.rank import Rank
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all feeds of a subscriber have in common; made once, and shared unchanged.
+    """The settings that all feeds of a subscriber share; made once, never changed.
 
     Attributes:
         sequencer: settings of every sequencer, but for whether there is replay.
@@ -156,7 +158,7 @@ class Feed:
     def rename(self, rank: Rank) -> None:
         """Give the rank another name, also in items that wait to be handed over."""
         self.rank = self.notes.rank = rank
-        self.sequencer.rename(rank)
+        self.sequencer.rank = rank
         self.delivery.rename(rank)
 
     def start(self, resumption: Resumption, now: float) -> None:
@@ -165,7 +167,7 @@ class Feed:
         if resumption.restored:
             self._resume(resumption, now)
         if self.live.connection.connected:
-            self._take(Connected(), now)
+            self._note_change(Connected(), now)
 
     def _resume(self, resumption: Resumption, now: float) -> None:
         saved = resumption.saved
@@ -191,78 +193,85 @@ class Feed:
             fingerprints=self._fingerprints,
         )
 
-    # What happens -----------------------------------------------------------------------------
+    # Events -----------------------------------------------------------------------------------
 
     def pump(self, now: float) -> None:
         """Process what the sockets received, up to a bound, so that other feeds get their turn."""
         self._allowance.begin()
-        if self.delivery or self.live.is_behind or self.replay.is_behind:
+        delivery, replay = self.delivery, self.replay
+        awaits_replies = replay.request is not None
+        if delivery.waiting or self.live.is_behind or (awaits_replies and replay.is_behind):
             self.shed(now)
-        self.delivery.hand_over(now)
-        if not self.delivery:
-            self._take_some(self.live.take(now), now)
-            self._take_some(self.replay.take(now), now)
-        if self.delivery:
+            delivery.hand_over(now)
+        if not delivery.waiting:
+            self._process(self.live.take(now), now)
+            if replay.request is not None:  # perhaps since just now
+                self._process(replay.take(now), now)
+        if delivery.waiting:
             self._look_again()
 
-    def _take_some(self, events: Iterable[Event], now: float) -> None:
+    def _process(self, events: Iterable[Event], now: float) -> None:
         """Process events while there is time; those of one message at least."""
         for event in events:
-            self._take(event, now)
-            if isinstance(event, (Connected, Disconnected, Named)):
+            if isinstance(event, Run):
+                self._process_run(event, now)
+            elif isinstance(event, (Connected, Disconnected, Named)):
+                self._note_change(event, now)
                 continue  # the next event belongs to the same message
-            if self.delivery or not self._allowance.left():
+            else:
+                if actions := self._judge(event, now):
+                    self._carry_out(actions, now)
+            if self.delivery.waiting or not self._allowance.left():
                 self._look_again()
                 return
 
-    def _take(self, event: Event, now: float) -> None:
-        """Pass an event to the sequencer, and carry out its actions."""
-        sequencer = self.sequencer
-        actions: Iterable[Action] = ()
-        if isinstance(event, Run):
-            self._take_run(event, now)
-        elif isinstance(event, Replied):
-            request, seq, batch = event
-            if batch is None:
-                actions = sequencer.replayed_damaged(request, seq, now)
+    def _process_run(self, run: Run, now: float) -> None:
+        """Process live batches: all at once where the result is the same as one by one."""
+        first_seq, batches, timestamps, fingerprints, sizes = run
+        sequencer, at = self.sequencer, 0
+        while at < len(batches):
+            count = 0
+            if at == 0:  # nearly always the whole run
+                count = sequencer.live_run(first_seq, timestamps, fingerprints, now)
+            elif first_seq + at == sequencer.run_start:
+                count = sequencer.live_run(first_seq + at, timestamps[at:], fingerprints[at:], now)
+            if count:
+                self.delivery.add_run(first_seq + at, batches[at : at + count])
+                self.delivery.hand_over_in_time(now)
+                at += count
             else:
-                actions = sequencer.replayed(request, batch, now)
-        elif isinstance(event, Damaged):
-            actions = sequencer.damaged(event.seq, now)
-        elif isinstance(event, Named):
+                batch = Batch(
+                    first_seq + at, timestamps[at], batches[at], fingerprints[at], sizes[at]
+                )
+                self._carry_out(sequencer.live(batch, now), now)
+                at += 1
+
+    def _judge(self, event: Replied | Damaged | ReplayOver, now: float) -> Iterable[Action]:
+        """Pass an event to the sequencer, and return its actions."""
+        sequencer = self.sequencer
+        if isinstance(event, Replied):
+            if event.batch is None:
+                return sequencer.replayed_damaged(event.request, event.seq, now)
+            return sequencer.replayed(event.request, event.batch, now)
+        if isinstance(event, Damaged):
+            return sequencer.damaged(event.seq, now)
+        if event.failed:
+            return sequencer.replay_failed(event.request, now)
+        return sequencer.replay_ended(event.request, now)
+
+    def _note_change(self, event: Connected | Disconnected | Named, now: float) -> None:
+        """Note that the connection has begun or ended, or that batches name the publisher."""
+        if isinstance(event, Named):
             self._on_named(self)
         elif isinstance(event, Connected):
             logger.debug("%s: connected", self.rank)
             self.lost_at = None
             self.reader.topic.connected(now)
-            actions = sequencer.connected(now)
-        elif isinstance(event, Disconnected):
+            self._carry_out(self.sequencer.connected(now), now)
+        else:
             logger.debug("%s: disconnected", self.rank)
             self.lost_at = now
-            actions = sequencer.disconnected(now)
-        elif event.failed:
-            actions = sequencer.replay_failed(event.request, now)
-        else:
-            actions = sequencer.replay_ended(event.request, now)
-        if actions:
-            self._carry_out(actions, now)
-
-    def _take_run(self, run: Run, now: float) -> None:
-        """Process live batches: all at once where the result is the same as one by one."""
-        sequencer, position = self.sequencer, 0
-        while position < len(run.batches):
-            seq = run.first_seq + position
-            taken = 0
-            if seq == sequencer.run_start:
-                timestamps, fingerprints = run.timestamps[position:], run.fingerprints[position:]
-                taken = sequencer.live_run(seq, timestamps, fingerprints, now)
-            if taken:
-                self.delivery.add_run(seq, run.batches[position : position + taken])
-                position += taken
-                self._hand_over(now)
-            else:
-                self._carry_out(sequencer.live(run.batch(position), now), now)
-                position += 1
+            self._carry_out(self.sequencer.disconnected(now), now)
 
     def _carry_out(self, actions: Iterable[Action], now: float) -> None:
         """Carry out the sequencer's actions; items go behind those that wait already."""
@@ -277,12 +286,7 @@ class Feed:
                 elif isinstance(action, RankRestarted):
                     self._note_restarted(action)
                 self.delivery.add(action)
-        self._hand_over(now)
-
-    def _hand_over(self, now: float) -> None:
-        """Hand over the ordered items, if there is time; else the next turn begins with them."""
-        if self._allowance.left():
-            self.delivery.hand_over(now)
+        self.delivery.hand_over_in_time(now)
 
     def _note_lost(self, lost: RankLost) -> None:
         self.notes.warn(
@@ -299,7 +303,7 @@ class Feed:
             self._named_by_cursor, self.reader.named = False, None
         logger.info("%s: restarted (%s): epoch %d", self.rank, restarted.reason, restarted.epoch)
 
-    # What the clock says ----------------------------------------------------------------------
+    # Time -------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float | None:
@@ -321,7 +325,7 @@ class Feed:
             self.live.reopen(now)
         self.reader.topic.decide(now)
         self._carry_out(self.sequencer.tick(now), now)
-        if self.delivery:
+        if self.delivery.waiting:
             self._look_again()
         return True
 

@@ -1,23 +1,106 @@
-"""The questions that every follower of ranks' streams answers: their statuses, and waiting."""
+"""The questions that every follower of ranks' streams answers: their statuses, and waiting.
+
+No thread waits for an asyncio task, and nothing is polled: the writing thread rings a bell of the
+task's event loop.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from kvindex.subscribe.changes import Changes
+from kvindex.subscribe.delivery import RankStatus
 from kvindex.subscribe.sequencer import State
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.subscribe.stream import RankStatus
 from kvindex.wire.errors import NotLiveError
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName
 
-__all__ = ["Following"]
+__all__ = ["Following", "LoopBell"]
 
 _Self = TypeVar("_Self", bound="Following")
+
+
+class LoopBell:
+    """Wakes one task of the running event loop; ringing twice is as good as once.
+
+    Thread safety: `ring` from any thread, within any lock; `wait` by the task only.
+    """
+
+    def __init__(self) -> None:
+        # Here, as wherever a task runs: programs without asyncio need not load it.
+        import asyncio
+
+        self._loop = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+        self._rung = False  # so that a loop which is blocked is not called again and again
+
+    def ring(self) -> None:
+        """Make the task return from `wait`, now or when it calls that next."""
+        if not self._rung:
+            self._rung = True
+            try:
+                self._loop.call_soon_threadsafe(self._event.set)
+            except RuntimeError:
+                pass  # the loop is closed: nobody waits
+
+    async def wait(self) -> None:
+        """Return once the bell was rung since the last return; then look for what has changed.
+
+        It may return once without a ring.
+        """
+        await self._event.wait()
+        self._event.clear()
+        self._rung = False
+
+
+class Changes:
+    """The latest unread status of each rank that has changed; at first, the status of every rank.
+
+    Args:
+        board: reports the statuses, until `stop`.
+
+    Thread safety: one task takes; `end` from any thread.
+    """
+
+    def __init__(self, board: StatusBoard) -> None:
+        self._board = board
+        self._bell = LoopBell()
+        self._lock = threading.Lock()
+        self._latest: dict[Rank, RankStatus] = {}
+        self._ended = False
+        present, self.stop = board.listen(self._put)
+        with self._lock:
+            for status in present:
+                self._latest.setdefault(status.rank, status)
+
+    def _put(self, changed: Sequence[RankStatus]) -> None:
+        with self._lock:
+            self._latest.update((status.rank, status) for status in changed)
+            # Asking the board later is wrong: it ends a moment before it notifies.
+            self._ended = self._ended or self._board.ended is not None
+        self._bell.ring()
+
+    def end(self) -> None:
+        """End all waiting."""
+        self._ended = True
+        self._bell.ring()
+
+    async def take(self) -> RankStatus | None:
+        """Return the next status; None when none is left and none will come."""
+        import asyncio
+
+        await asyncio.sleep(0)  # other tasks get their turn, however many statuses there are
+        while True:
+            with self._lock:
+                for rank in self._latest:
+                    return self._latest.pop(rank)
+                if self._ended:
+                    return None
+            await self._bell.wait()
 
 
 class Following(ABC):
@@ -170,13 +253,13 @@ class Following(ABC):
         shown = weakref.WeakMethod(self._shown)
         aged = self._board.aged
 
-        def tell(changed: Sequence[RankStatus]) -> None:
+        def notify(changed: Sequence[RankStatus]) -> None:
             show = shown()
             if show is not None:
                 for status in changed:
                     callback(show(aged(status)))
 
-        _, stop = self._board.listen(tell)
+        _, stop = self._board.listen(notify)
         return stop
 
     @abstractmethod

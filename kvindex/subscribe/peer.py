@@ -1,4 +1,4 @@
-"""What ZeroMQ does not report about a connection's other side.
+"""Facts about a connection's other side that ZeroMQ does not report.
 
 **An unknown host.** ZeroMQ reports a name that cannot be resolved like a port where nothing
 listens. So when a connection fails, the name is resolved once more, on a thread of its own, because
@@ -52,8 +52,8 @@ class HostCheck:
     def __init__(
         self, endpoint: str, resolve: Callable[[str, None], Any] = socket.getaddrinfo
     ) -> None:
-        found = _HOST.fullmatch(endpoint)
-        self._host = "" if found is None else found[1]
+        match = _HOST.fullmatch(endpoint)
+        self._host = "" if match is None else match[1]
         self._resolve = resolve
         self._asked_at: float | None = None
         self._asking: threading.Thread | None = None
@@ -91,19 +91,23 @@ class Inflow:
 
     Args:
         max_message_bytes: largest frame. A message may have two such: its topic and its payload.
+
+    Attributes:
+        whole: whether a message has become whole since the last look.
+        read: bytes of the whole messages; corrected by `cut` when nothing is left to be read.
     """
 
     def __init__(self, max_message_bytes: int) -> None:
         self._limit = 2 * max_message_bytes + _SLACK
-        self._whole = False  # whether a message has become whole since the last look
+        self.whole = False
         self._brought: dict[int, int] = {}  # by descriptor, at the last whole message
-        self._read = 0
+        self.read = 0
         self._unseen = 0  # bytes that were brought and are no message's: handshakes, pings
 
     def note_read(self, sizes: Iterable[int]) -> None:
         """Record that whole messages were received, with frames of these sizes."""
-        self._whole = True
-        self._read += sum(size + (9 if size > _SHORT else 2) for size in sizes)
+        self.whole = True
+        self.read += sum(size + (9 if size > _SHORT else 2) for size in sizes)
 
     def unread(self, descriptors: Iterable[int]) -> int:
         """Return how many bytes wait to be read, as far as is known."""
@@ -111,7 +115,7 @@ class Inflow:
         for descriptor in descriptors:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 brought += _received(connection) or 0
-        return max(0, brought - self._unseen - self._read)
+        return max(0, brought - self._unseen - self.read)
 
     def cut(self, descriptors: Collection[int], unchanged: Callable[[], bool]) -> int:
         """Shut down the connections that send an endless message; return how many.
@@ -135,12 +139,12 @@ class Inflow:
                 if size is None or not unchanged():
                     continue
                 brought[descriptor] = size
-                if not self._whole and size - self._brought.get(descriptor, 0) > self._limit:
+                if not self.whole and size - self._brought.get(descriptor, 0) > self._limit:
                     cut += _shut_down(connection)
-        if self._whole:
-            self._whole, self._brought = False, brought
+        if self.whole:
+            self.whole, self._brought = False, brought
             if len(brought) == len(descriptors):
-                self._unseen = sum(brought.values()) - self._read
+                self._unseen = sum(brought.values()) - self.read
         return cut
 
     def hang_up(self, descriptors: Iterable[int]) -> None:

@@ -21,8 +21,8 @@ __all__ = [
     "SavedRanks",
     "check_saved",
     "plan_resumption",
+    "resume_ranks",
     "settle",
-    "take_up",
 ]
 
 _VERSION = 1
@@ -30,7 +30,7 @@ _NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What is known of one publisher's dp_rank.
+    """One publisher's dp_rank, by its port and by its batches.
 
     Attributes:
         expected: the dp_rank by its port.
@@ -139,7 +139,7 @@ class SavedRanks(ABC):
         """
 
     @abstractmethod
-    def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
+    def restore(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
         """Restore the saved contents of a worker's ranks into the index that the sink fills.
 
         Called each time that ranks of a worker are added, before the sink gets their first item.
@@ -182,7 +182,7 @@ class _Cursors(SavedRanks):
     def cursors(self, worker: str) -> Mapping[int, bytes]:
         return {r.dp_rank: data for r, data in self._cursors.items() if r.worker == worker}
 
-    def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
+    def restore(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
         return {}
 
 
@@ -201,7 +201,7 @@ def check_saved(saved: object) -> SavedRanks:
     return _Cursors({Rank(*rank): cursor for rank, cursor in saved.items()})
 
 
-def take_up(
+def resume_ranks(
     saved: SavedRanks,
     worker: str,
     dp_ranks: Sequence[int],
@@ -222,7 +222,7 @@ def take_up(
     refused = {Rank(worker, r.dp_rank): r.refused for r in plan if r.restored}
     names = () if saved.patient else cursors.keys() - present.values()
     unused = [rank for name in sorted(names) if (rank := Rank(worker, name)) not in refused]
-    refused.update(saved.take_up(worker, refused))
+    refused.update(saved.restore(worker, refused))
     plan = [r._replace(refused=refused.get(Rank(worker, r.dp_rank), r.refused)) for r in plan]
     return plan, unused
 
@@ -246,18 +246,18 @@ def plan_resumption(
         present: the names of publishers that the worker has already, by their ports; they stay.
     """
     taken = set(present.values())
-    found: dict[int, tuple[int, SavedCursor | None, str]] = {}
+    assigned: dict[int, tuple[int, SavedCursor | None, str]] = {}
     for name, saved, refused in sorted(
         _read(cursors, fingerprints), key=lambda read: read[1] is None
     ):
         port = name if saved is None else saved.dp_rank
         if port in dp_ranks and name not in taken:
-            found.setdefault(port, (name, saved, refused))
+            assigned.setdefault(port, (name, saved, refused))
     claims = [Claim(port, name) for port, name in present.items()]
-    claims += [Claim(port, found[port][0] if port in found else None) for port in dp_ranks]
+    claims += [Claim(port, assigned[port][0] if port in assigned else None) for port in dp_ranks]
     names = settle(claims)[len(present) :]
     return [
-        Resumption(name, *found.get(port, (name, None, "no_cursor"))[1:], name in cursors)
+        Resumption(name, *assigned.get(port, (name, None, "no_cursor"))[1:], name in cursors)
         for port, name in zip(dp_ranks, names, strict=True)
     ]
 

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from kvindex.subscribe.delivery import RankAdded, RankRemoved, RanksRenamed
+from kvindex.subscribe.diagnosis import feed_status
 from kvindex.subscribe.feed import Feed, FeedSettings
-from kvindex.subscribe.feed_status import feed_status
-from kvindex.subscribe.resumption import Claim, Resumption, SavedRanks, settle, take_up
+from kvindex.subscribe.resumption import Claim, Resumption, SavedRanks, resume_ranks, settle
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.subscribe.stream import RankAdded, RankRemoved, RanksRenamed
 from kvindex.subscribe.watch import Deadlines, Watch
 from kvindex.subscribe.worker import Worker
 from kvindex.wire.errors import ConfigurationError
@@ -48,11 +48,15 @@ class Roster:
         try:
             return step(now)
         except Exception as error:
-            logger.exception("%s: its stream failed and is closed", feed.rank)
-            self._counters["feed_failures"] += 1
-            feed.failure = f"failed: {error!r}; remove the worker and add it again"
-            feed.close(now)
+            self.fail(feed, error, now)
             return True
+
+    def fail(self, feed: Feed, error: Exception, now: float) -> None:
+        """Close a feed because of an unexpected error."""
+        logger.error("%s: its stream failed and is closed", feed.rank, exc_info=error)
+        self._counters["feed_failures"] += 1
+        feed.failure = f"failed: {error!r}; remove the worker and add it again"
+        feed.close(now)
 
     def bound_inflow(self, now: float) -> None:
         """Have every feed bound what its peers send."""
@@ -96,7 +100,7 @@ class Roster:
         try:
             for address in worker.publishers():
                 feeds.append(Feed(worker, address, self._settings, self._watch, self._settle_names))
-            plan, unused = take_up(
+            plan, unused = resume_ranks(
                 saved,
                 worker.name,
                 [feed.address.dp_rank for feed in feeds],

@@ -1,6 +1,6 @@
 """The latest status of each rank, as the subscriber's thread shows it to all others.
 
-That thread alone writes; any thread reads and waits.
+Only that thread writes; any thread reads and waits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvindex.subscribe.delivery import RankStatus
 from kvindex.subscribe.sequencer import State
-from kvindex.subscribe.stream import RankStatus
 from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName, find_ranks
@@ -237,10 +237,10 @@ class StatusBoard:
             UnknownRankError: there is none, under its own name or its port's.
         """
         with self._lock:
-            found = self._find(rank)
-            if len(found) > 1:
-                raise UnknownRankError(rank, found, ambiguous=True)
-            status = self._statuses[found[0]]
+            named = self._find(rank)
+            if len(named) > 1:
+                raise UnknownRankError(rank, named, ambiguous=True)
+            status = self._statuses[named[0]]
         return self.aged(status)
 
     def all(self) -> dict[Rank, RankStatus]:
@@ -319,8 +319,8 @@ class StatusBoard:
             UnknownRankError: there is none.
         """
         if isinstance(name, str):
-            found = find_ranks(name, {**dict.fromkeys(self._statuses), **self._names})
-            ranks = [rank for rank in map(self._name, found) if rank in self._statuses]
+            named = find_ranks(name, {**dict.fromkeys(self._statuses), **self._names})
+            ranks = [rank for rank in map(self._name, named) if rank in self._statuses]
             if not ranks:  # it is being added, and has no status yet
                 raise UnknownRankError(name, self._statuses)
             return list(dict.fromkeys(ranks))

@@ -9,24 +9,24 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import zmq
 
 from kvindex.subscribe.connection import Contexts, Room, SocketOptions
-from kvindex.subscribe.delivery import Outlet
-from kvindex.subscribe.feed import FeedSettings
-from kvindex.subscribe.following import Following
-from kvindex.subscribe.resumption import SavedRanks, check_saved
-from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig
-from kvindex.subscribe.stream import (
+from kvindex.subscribe.delivery import (
     BatchSink,
     Decode,
     FingerprintMaker,
+    Outlet,
     RankStatus,
     Sink,
     StatusSink,
 )
+from kvindex.subscribe.feed import FeedSettings
+from kvindex.subscribe.following import Following
+from kvindex.subscribe.resumption import SavedRanks, check_saved
+from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.subscriber_thread import SubscriberThread
 from kvindex.subscribe.worker import Worker, not_a_worker, workers_of
 from kvindex.wire import Fingerprints, decode_batch
@@ -35,13 +35,28 @@ from kvindex.wire.forks import Fork, prepare_forks
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
-__all__ = ["FORKED", "Subscriber"]
+__all__ = ["FORKED", "StreamOptions", "Subscriber"]
 
 FORKED = "this process was forked; connect in the child"
 _COMMAND_TIMEOUT = 30.0  # seconds that a call may wait for the thread, which a slow sink can hold
 _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
 
 _Result = TypeVar("_Result")
+
+
+class StreamOptions(TypedDict, total=False):
+    """The keyword options of every subscriber; `kvindex.connect` describes each.
+
+    Functions that pass options on can take `**options: Unpack[StreamOptions]`.
+    """
+
+    on_loss: Literal["reset", "keep"]
+    replay_policy: ReplayPolicy | None
+    socket_options: SocketOptions | None
+    probe_interval: float
+    stale_after: float
+    context: zmq.Context[zmq.Socket[bytes]] | None
+    clock: Callable[[], float]
 
 
 class Subscriber(Following):
@@ -60,20 +75,14 @@ class Subscriber(Following):
             `cursors_unused`. Or `SavedRanks`, which restores the sink as ranks are added.
         decode: makes a batch of a payload; its result is passed on unchanged.
         fingerprints: makes hashes of payloads, by which a repeated payload is recognised.
-        on_loss: "reset" asks the sink to drop a rank's blocks at a loss, "keep" does not.
-        replay_policy: patience with replay requests.
-        socket_options: settings of the sockets.
-        probe_interval: seconds without a batch after which a rank's tail is checked by replay.
-        stale_after: seconds without a proof of life after which a rank is stale.
-        context: ZeroMQ context for every socket. By default the process-wide one for inproc
-            endpoints, so that they meet, and one of its own for all others.
-        clock: monotonic seconds.
         on_statuses: called on the subscriber's thread with the newly shown statuses, at the end
             of each turn (with none, if none is new).
         on_stop: called once, on the subscriber's thread, when it ends for whatever reason.
         has_room: called on the subscriber's thread, between two batches. While it returns False
             nothing is received and no time-out counts, but calls are served; after `wake`, or a
             second later, it is called again.
+        on_loss, replay_policy, socket_options, probe_interval, stale_after, context, clock: the
+            `StreamOptions`, as for `kvindex.connect`. `on_loss` only sets `RankLost.reset`.
 
     Attributes:
         board: the ranks' statuses, as the subscriber's thread shows them.
@@ -270,7 +279,7 @@ def _drop(thread: SubscriberThread, pid: int) -> None:
     """End the thread of a subscriber that was dropped without `close`."""
     if os.getpid() != pid:
         return  # a forked child: the thread is the parent's
-    thread.tell_to_end()
+    thread.request_stop()
     warnings.warn(
         "a kvindex Client, Subscriber or EventStream was dropped without close(): close it, or use "
         "`with`",

@@ -1,7 +1,7 @@
 """The subscriber's thread and all that it owns: sockets, feeds, and the status board.
 
-It has no reference to the `Subscriber`. So a dropped `Subscriber` can be collected, and then ends
-the thread.
+The thread has no reference to the `Subscriber`. So a dropped `Subscriber` can be collected, and
+then ends the thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TURN = 0.1  # seconds for all busy feeds, so that calls wait little however man
 
 
 class SubscriberThread:
-    """Runs a roster's feeds until `tell_to_end`.
+    """Runs a roster's feeds until `request_stop`.
 
     Args:
         settings: those of every feed.
@@ -36,10 +36,10 @@ class SubscriberThread:
         board: the statuses that other threads read.
         commands: the calls of other threads.
         roster: the feeds; owned by the thread.
-        stopping: whether `tell_to_end` was called.
+        stopping: whether `request_stop` was called.
         wake: begins the next turn at once; from any thread.
 
-    Thread safety: `tell_to_end`, `end`, `is_current` from any thread.
+    Thread safety: `request_stop`, `end`, `is_current` from any thread.
     """
 
     def __init__(self, settings: FeedSettings, on_stop: Callable[[], None] | None) -> None:
@@ -65,7 +65,7 @@ class SubscriberThread:
         """Whether the caller runs on this thread."""
         return self._thread is threading.current_thread()
 
-    def tell_to_end(self) -> None:
+    def request_stop(self) -> None:
         """End the thread soon, without waiting; the collector may call this within any lock."""
         if self._pid == os.getpid():  # a forked child shares its parent's descriptors
             self.stopping = self._outlet.shut = True
@@ -73,7 +73,7 @@ class SubscriberThread:
 
     def end(self, timeout: float) -> None:
         """End the thread, and wait for its end; from the thread itself, do not wait."""
-        self.tell_to_end()
+        self.request_stop()
         if not self.is_current and self._pid == os.getpid():
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -112,7 +112,8 @@ class SubscriberThread:
         now = self._clock()
         self.board.sign(now)
         self._counters["turns"] += 1
-        self.commands.run()
+        if self.commands.waiting:
+            self.commands.run()
         if self.stopping:
             return  # at once: in a child that a command has forked the sockets are the parent's
         changed = [*self._pump(now), *self._tick(now)]
@@ -126,7 +127,10 @@ class SubscriberThread:
             feed = next(iter(self._waiting))
             del self._waiting[feed]
             if not feed.closed:
-                roster.guard(feed, feed.pump, now)
+                try:
+                    feed.pump(now)
+                except Exception as error:
+                    roster.fail(feed, error, now)
                 roster.deadlines.set(feed, feed.deadline)
                 yield feed
             if self._clock() >= until:

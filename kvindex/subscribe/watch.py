@@ -68,9 +68,9 @@ class Watch:
 
     def wait(self, seconds: float) -> dict[Any, None]:
         """Return the owners whose sockets may have messages, after at most this long."""
-        found = self._selector.select(0 if self._again or seconds <= 0 else seconds)
+        readable = self._selector.select(0 if self._again or seconds <= 0 else seconds)
         owners, self._again = self._again, {}
-        for key, _ in found:
+        for key, _ in readable:
             if key.data is None:
                 self._waker.clear()
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import inspect
 import typing
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import kvindex.index.replicas
 import kvindex.routing
 import kvindex.service.queries
 import kvindex.shm
+import kvindex.subscribe
 import kvindex.subscribe.discovery
 from kvindex.wire import errors
 
@@ -106,20 +106,21 @@ def test_every_error_is_had_where_it_is_raised() -> None:
     assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.index.replicas.__all__)
 
 
-def test_a_client_and_connect_take_the_same_options() -> None:
-    ours_alone = {"tap", "on_stop", "self"}
-    client = inspect.signature(kvindex.Client.__init__).parameters
-    connect = inspect.signature(kvindex.connect).parameters
-    assert [*connect.items()] == [i for i in client.items() if i[0] not in ours_alone]
-    shared = {"on_loss", "replay_policy", "socket_options", "probe_interval", "stale_after"}
-    defaults = collections.defaultdict(set)
-    for taker in (
-        kvindex.connect,
-        kvindex.EventStream,
-        kvindex.Subscriber,
-        kvindex.index.replicas.FanOut,
-    ):
-        parameters = inspect.signature(taker).parameters
-        for name in (*shared, "context"):
-            defaults[name].add(parameters[name].default)
-    assert all(len(found) == 1 for found in defaults.values()), defaults
+def keywords(taker: Any) -> set[str]:
+    parameters = inspect.signature(taker).parameters.values()
+    return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_the_options_that_are_passed_on_are_those_of_the_receiver() -> None:
+    stream = set(kvindex.subscribe.StreamOptions.__annotations__)
+    assert stream < keywords(kvindex.Subscriber)
+    client = set(kvindex.ClientOptions.__annotations__)
+    assert client == stream | keywords(kvindex.Client) - {"index", "tap", "on_stop"}
+    for name in client:
+        assert f"        {name}: " in (kvindex.connect.__doc__ or ""), "`help` says what it means"
+
+
+@pytest.mark.parametrize("taker", [kvindex.connect, kvindex.Client, kvindex.EventStream])
+def test_an_option_that_nobody_has_is_refused(taker: Any) -> None:
+    with pytest.raises(TypeError, match="prob_interval"):
+        taker((), prob_interval=1.0)

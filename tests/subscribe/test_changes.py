@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvindex.subscribe import Following, RankStatus, State
-from kvindex.subscribe.changes import LoopBell
+from kvindex.subscribe.following import LoopBell
 from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank
 from tests.children import in_child
@@ -69,12 +69,12 @@ def test_every_rank_is_told_first_and_then_what_changes() -> None:
         changes = followed.watch()
         assert [(await anext(changes)).rank for _ in range(2)] == [A, B]
         in_thread(lambda: followed.board.show([status(A, seq=6), status(B)]))
-        told = await anext(changes)
-        assert (told.rank, told.state) == (B, State.LIVE), "progress alone is no change"
+        reported = await anext(changes)
+        assert (reported.rank, reported.state) == (B, State.LIVE), "progress alone is no change"
         for complete, epoch in ((False, 0), (False, 1), (True, 0)):
             in_thread(partial(followed.board.show, [status(A, complete=complete, epoch=epoch)]))
-            told = await anext(changes)
-            assert (told.rank, told.complete, told.epoch) == (A, complete, epoch)
+            reported = await anext(changes)
+            assert (reported.rank, reported.complete, reported.epoch) == (A, complete, epoch)
 
     run(main())
 
@@ -87,8 +87,8 @@ def test_a_slow_consumer_gets_the_latest_of_each_rank_and_no_more_than_that_wait
         for epoch in range(1000):
             # The loop is blocked here, as by a consumer that does not yield.
             followed.board.show([status(A, epoch=epoch), status(B, epoch=epoch)])
-        told = [await anext(changes) for _ in range(2)]
-        assert {one.rank: one.epoch for one in told} == {A: 999, B: 999}
+        reported = [await anext(changes) for _ in range(2)]
+        assert {status.rank: status.epoch for status in reported} == {A: 999, B: 999}
         waiting = asyncio.ensure_future(anext(changes))
         await ticks(100)
         assert not waiting.done()
@@ -104,13 +104,13 @@ def test_a_rank_that_is_removed_or_renamed_is_told_as_closed() -> None:
         for _ in range(2):
             await anext(changes)
         followed.board.remove([A])
-        told = await anext(changes)
-        assert (told.rank, told.state, told.connected) == (A, State.CLOSED, False)
-        assert told.reason == "it is not subscribed to any more"
+        reported = await anext(changes)
+        assert (reported.rank, reported.state, reported.connected) == (A, State.CLOSED, False)
+        assert reported.reason == "it is not subscribed to any more"
         followed.board.rename([B], {B: C})
         followed.board.show([status(C)])
-        told = await anext(changes)
-        assert (told.rank, told.state) == (B, State.CLOSED)
+        reported = await anext(changes)
+        assert (reported.rank, reported.state) == (B, State.CLOSED)
         assert (await anext(changes)).rank == C
 
     run(main())
@@ -123,8 +123,8 @@ def test_closing_ends_every_iteration_on_every_loop() -> None:
 
     async def consume() -> None:
         states = []
-        async for told in followed.watch():
-            states.append(told.state)
+        async for reported in followed.watch():
+            states.append(reported.state)
             if len(states) == 2:
                 await asyncio.to_thread(begun.wait, PATIENCE)
         ends.append(states[2:])
@@ -143,7 +143,7 @@ def test_closing_ends_every_iteration_on_every_loop() -> None:
     assert followed.listeners == 0
 
     async def late() -> None:
-        assert [told.state async for told in followed.watch()] == [State.CLOSED] * 2
+        assert [reported.state async for reported in followed.watch()] == [State.CLOSED] * 2
 
     run(late())
 
@@ -255,9 +255,9 @@ def test_who_waits_too_long_is_told_which_ranks_and_why() -> None:
         followed = Followed()
         with pytest.raises(
             NotLiveError, match=r"1 rank is not live after 0.01 s:\n  b/0: "
-        ) as told:
+        ) as raised:
             await followed.wait_live_async(0.01)
-        assert list(told.value.reasons) == [B]
+        assert list(raised.value.reasons) == [B]
         assert followed.listeners == 0
 
     run(main())
@@ -308,51 +308,51 @@ def test_ranks_of_a_stuck_thread_are_live_when_it_comes_round() -> None:
 
 def test_a_callback_is_told_what_changes_until_it_is_stopped() -> None:
     followed = Followed()
-    told: list[RankStatus] = []
-    stop = followed.on_change(told.append)
+    reported: list[RankStatus] = []
+    stop = followed.on_change(reported.append)
     followed.board.show([status(A, seq=6, last_event_age=0.0), status(B, last_event_age=-2.0)])
-    assert [(one.rank, one.state, one.last_event_age) for one in told] == [(B, State.LIVE, 2.0)]
+    assert [(s.rank, s.state, s.last_event_age) for s in reported] == [(B, State.LIVE, 2.0)]
     stop()
     stop()
     followed.board.show([status(A, epoch=1)])
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_a_callback_may_ask_and_what_it_raises_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     followed = Followed()
-    told = []
+    reported = []
 
     def fail(_: RankStatus) -> None:
         raise ZeroDivisionError
 
     followed.on_change(fail)
-    followed.on_change(lambda one: told.append(followed.status(one.rank) == one))
+    followed.on_change(lambda new: reported.append(followed.status(new.rank) == new))
     in_thread(lambda: followed.board.show([status(B)]))
-    assert told == [True]
+    assert reported == [True]
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_callback_keeps_nothing_alive() -> None:
     followed = Followed()
     board, alive = followed.board, weakref.ref(followed)
-    told: list[RankStatus] = []
-    followed.on_change(told.append)
+    reported: list[RankStatus] = []
+    followed.on_change(reported.append)
     del followed
     gc.collect()
     assert alive() is None
     board.show([status(B)])
-    assert told == []
+    assert reported == []
 
 
 def test_a_forked_child_calls_nobody() -> None:
     followed = Followed()
-    told: list[RankStatus] = []
-    followed.on_change(told.append)
+    reported: list[RankStatus] = []
+    followed.on_change(reported.append)
 
     def child() -> bool:
         followed.board.disown("forked")
-        return told == [] and followed.status(A).state is State.CLOSED
+        return reported == [] and followed.status(A).state is State.CLOSED
 
     assert in_child(child) == 0

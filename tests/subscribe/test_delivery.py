@@ -124,7 +124,7 @@ def test_what_there_was_no_time_for_comes_first_in_the_next_turn() -> None:
     assert (delivery.seq, delivery.lag, delivery.batch_at) == (5, 3, 1.0)
     delivery.hand_over(2.0)
     assert (delivery.seq, delivery.lag) == (8, 0)
-    assert not delivery
+    assert not delivery.waiting
     assert items == [batch(seq, replayed=seq in (4, 8)) for seq in range(4, 9)]
 
 

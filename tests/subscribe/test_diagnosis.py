@@ -69,7 +69,7 @@ def test_connecting_to_nothing(unused_port: int) -> None:
 
 
 def test_publisher_that_connects_instead_of_binding(unused_port: int) -> None:
-    # An engine told "tcp://127.0.0.1:PORT" connects there: for us nothing listens.
+    # An engine given "tcp://127.0.0.1:PORT" connects there: for us nothing listens.
     with ZmqEventPublisher(endpoint=f"tcp://127.0.0.1:{unused_port}"):
         with client_of(Worker("engine", f"tcp://127.0.0.1:{unused_port}")) as client:
             complains(client, "connects instead of listening", "bind=True", "tcp://*:PORT")
@@ -237,8 +237,8 @@ def test_a_rank_whose_replay_never_answered_says_so_while_it_is_live_and_once_in
             assert not status.complete
             with pytest.raises(NotLiveError, match=r"not complete: .* were not answered"):
                 client.wait_live(0.0, complete=True)
-        told = [r for r in caplog.records if r.levelname == "WARNING" and endpoint in r.message]
-        assert len(told) == 1, caplog.text
+        logged = [r for r in caplog.records if r.levelname == "WARNING" and endpoint in r.message]
+        assert len(logged) == 1, caplog.text
 
 
 def test_a_rank_without_replay_says_so_while_it_is_live() -> None:
@@ -262,10 +262,10 @@ def test_an_engine_that_dies_and_comes_back_is_logged_and_its_reason_says_since_
             assert "is the engine up" not in status.reason
             link.heal()
             client.wait_live(PATIENCE)
-        told = [(r.levelname, r.message) for r in caplog.records if link.endpoint in r.message]
-        assert [level for level, _ in told] == ["INFO", "INFO", "INFO"], told
-        assert told[0] == told[2] == ("INFO", f"engine/0: live: {link.endpoint}")
-        assert "connecting: connection to" in told[1][1]
+        logged = [(r.levelname, r.message) for r in caplog.records if link.endpoint in r.message]
+        assert [level for level, _ in logged] == ["INFO", "INFO", "INFO"], logged
+        assert logged[0] == logged[2] == ("INFO", f"engine/0: live: {link.endpoint}")
+        assert "connecting: connection to" in logged[1][1]
 
 
 def test_a_host_that_is_unknown_is_told_from_a_port_where_nothing_listens(

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvindex.subscribe.links import LiveLink, ReplayLink
-from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.reading import Connected, Disconnected, ReplayOver, TopicCheck
+from kvindex.subscribe.diagnosis import Notes, TopicCheck
+from kvindex.subscribe.receiving import Connected, Disconnected, LiveLink, ReplayLink, ReplayOver
 from kvindex.subscribe.sequencer import AskReplay
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
@@ -96,15 +95,15 @@ class Link:
 
     def take(self, now: float = 1.0, most: int = 1000) -> list[bool | str]:
         """Take what there is, up to so many words; connections as True, their ends as False."""
-        found: list[bool | str] = []
+        events: list[bool | str] = []
         for event in self.live.take(now):
             what: Any = event
             if isinstance(event, (Connected, Disconnected)):
                 what = isinstance(event, Connected)
-            found.append(what)
-            if sum(isinstance(word, str) for word in found) == most:
+            events.append(what)
+            if sum(isinstance(word, str) for word in events) == most:
                 break
-        return found
+        return events
 
     def _open(self, topics: tuple[bytes, ...]) -> Scripted:
         assert topics == (b"",)
@@ -220,8 +219,8 @@ def test_without_a_new_socket_the_old_one_goes_on_with_what_comes_next(
 def test_a_link_closed_while_it_is_taken_from_opens_no_new_socket() -> None:
     old, new = Scripted((["a"], False, [False, True])), Scripted()
     link = Link(old, new)
-    for found in link.live.take(1.0):
-        if isinstance(found, Disconnected):
+    for event in link.live.take(1.0):
+        if isinstance(event, Disconnected):
             link.live.close()
     assert (old.closed, link.connections) == (True, [new])
 

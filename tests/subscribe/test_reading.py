@@ -1,4 +1,4 @@
-"""What messages say: what a run is made of, what ends it, and what is told of the rest."""
+"""What messages say: what a run is made of, what ends it, and what is reported of the rest."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.reading import Damaged, Event, Named, Reader, ReplayOver, Replied, Run
-from kvindex.subscribe.sequencer import Batch
+from kvindex.subscribe.diagnosis import Notes
+from kvindex.subscribe.receiving import Damaged, Event, Named, Reader, ReplayOver, Replied, Run
 from kvindex.wire import live_frames
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
@@ -59,7 +58,6 @@ def test_what_follows_is_read_with_what_the_sequencer_needs() -> None:
     assert run.timestamps == [batch.ts for batch in run.batches] == [7.0, 3.5, 9.0]
     assert run.fingerprints == [hash(b"7"), hash(b"3.5"), hash(b"9")]
     assert run.sizes == [1, 3, 1]
-    assert run.batch(1) == Batch(8, 3.5, run.batches[1], hash(b"3.5"), 3)
 
 
 def test_a_run_ends_when_time_does_but_has_one_message_at_least() -> None:
@@ -109,9 +107,9 @@ def test_after_a_jump_of_the_seq_another_run_begins() -> None:
 def test_damage_is_told_in_its_place_with_the_seq_where_that_is_legible() -> None:
     reader = reader_of()
     odd = [message(8, b"bad"), [b"kv", b"short", b"9"], message(9, topic=b"other")]
-    found = list(reader.live(deque([message(7), *odd, message(9)])))
-    assert found[1:3] == [Damaged(8), Damaged(None)]
-    assert [type(event) for event in found] == [Run, Damaged, Damaged, Run]
+    events = list(reader.live(deque([message(7), *odd, message(9)])))
+    assert events[1:3] == [Damaged(8), Damaged(None)]
+    assert [type(event) for event in events] == [Run, Damaged, Damaged, Run]
     assert (reader.topic.filtered, reader._notes.counters["decode_failures"]) == (1, 2)
 
 
@@ -120,16 +118,16 @@ def test_a_dp_rank_is_no_news_once_the_publisher_is_named() -> None:
 
 
 def test_the_first_batch_that_names_a_dp_rank_says_so_and_begins_a_run() -> None:
-    found = read(message(7), message(8, b"8@3"), message(9, b"9@3"))
-    assert found[1] == Named(3)
-    assert [run.timestamps for run in found if isinstance(run, Run)] == [[7.0], [8.0, 9.0]]
+    events = read(message(7), message(8, b"8@3"), message(9, b"9@3"))
+    assert events[1] == Named(3)
+    assert [run.timestamps for run in events if isinstance(run, Run)] == [[7.0], [8.0, 9.0]]
 
 
 def test_until_the_topic_is_confirmed_every_message_is_looked_at() -> None:
     reader = reader_of()
     reader.topic.confirmed = False
-    found = list(reader.live(deque([message(6, topic=b"other"), message(7), message(8)])))
-    assert [run.first_seq for run in found if isinstance(run, Run)] == [7, 8]
+    events = list(reader.live(deque([message(6, topic=b"other"), message(7), message(8)])))
+    assert [run.first_seq for run in events if isinstance(run, Run)] == [7, 8]
     assert reader.topic.confirmed
     assert reader.topic.filtered == 1
 
@@ -143,9 +141,9 @@ def test_replies_are_told_with_their_request() -> None:
     reader = reader_of()
     replies = [[b"", *message(7, b"7@2")], [b"", *message(8, b"bad")[1:]], [b"odd"]]
     replies.append([b"", b"\xff" * 8, b""])
-    told = [event for frames in replies for event in reader.reply(4, frames)]
-    assert told[0] == Named(2)
-    assert isinstance(told[1], Replied)
-    assert told[1].batch is not None
-    assert (told[1].request, told[1].seq, told[1].batch.size) == (4, 7, 3)
-    assert told[2:] == [Replied(4, 8, None), ReplayOver(4, failed=False)]
+    events = [event for frames in replies for event in reader.reply(4, frames)]
+    assert events[0] == Named(2)
+    assert isinstance(events[1], Replied)
+    assert events[1].batch is not None
+    assert (events[1].request, events[1].seq, events[1].batch.size) == (4, 7, 3)
+    assert events[2:] == [Replied(4, 8, None), ReplayOver(4, failed=False)]

@@ -11,7 +11,7 @@ from kvindex.subscribe.resumption import (
     SavedRanks,
     check_saved,
     plan_resumption,
-    take_up,
+    resume_ranks,
 )
 from kvindex.subscribe.sequencer import Cursor
 from kvindex.wire.rank import Rank
@@ -115,14 +115,14 @@ class Saved(SavedRanks):
     def cursors(self, worker: str) -> Mapping[int, bytes | None]:
         return self.saved
 
-    def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
+    def restore(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
         self.asked.append((worker, dict(refused)))
         return self.failing
 
 
 def test_ranks_with_a_publisher_are_taken_up_and_the_others_are_in_vain() -> None:
     saved = Saved({0: cursor(0), 1: b"?", 2: cursor(2)}, {})
-    taken, unused = take_up(saved, "a", [0, 1], MINE)
+    taken, unused = resume_ranks(saved, "a", [0, 1], MINE)
     assert saved.asked == [("a", {ZERO: "", ONE: "unreadable_cursor"})]
     assert [(r.dp_rank, r.refused) for r in taken] == [(0, ""), (1, "unreadable_cursor")]
     assert unused == [TWO]
@@ -131,7 +131,7 @@ def test_ranks_with_a_publisher_are_taken_up_and_the_others_are_in_vain() -> Non
 def test_what_has_no_publisher_yet_is_not_in_vain_if_it_is_kept_for_one() -> None:
     saved = Saved({0: cursor(0), 1: cursor(1)}, {})
     saved.patient = True
-    assert take_up(saved, "a", [0], MINE)[1] == []
+    assert resume_ranks(saved, "a", [0], MINE)[1] == []
 
 
 def test_a_publisher_that_comes_later_takes_no_name_of_those_present() -> None:
@@ -146,14 +146,14 @@ def test_a_publisher_that_comes_later_takes_no_name_of_those_present() -> None:
 
 def test_a_rank_that_could_not_be_restored_does_not_go_on() -> None:
     saved = Saved({0: cursor(0), 1: cursor(1)}, {ONE: "room"})
-    taken, unused = take_up(saved, "a", [0, 1], MINE)
+    taken, unused = resume_ranks(saved, "a", [0, 1], MINE)
     assert [(r.dp_rank, r.refused, r.restored) for r in taken] == [(0, "", True), (1, "room", True)]
     assert unused == []
 
 
 def test_a_worker_of_which_nothing_was_saved_is_taken_up_too() -> None:
     saved = Saved({}, {})
-    taken, unused = take_up(saved, "a", [0], MINE)
+    taken, unused = resume_ranks(saved, "a", [0], MINE)
     assert saved.asked == [("a", {})]
     assert [r.refused for r in taken] == ["no_cursor"]
     assert unused == []
@@ -163,5 +163,5 @@ def test_cursors_alone_are_those_of_their_worker() -> None:
     saved = check_saved({ONE: b"1", ("b", 0): b"b"})
     assert saved.cursors("a") == {1: b"1"}
     assert saved.cursors("b") == {0: b"b"}
-    assert saved.take_up("a", {ONE: ""}) == {}
+    assert saved.restore("a", {ONE: ""}) == {}
     assert saved.cursors("a") == {1: b"1"}, "the sink keeps account"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvindex.subscribe import RankStatus
 from kvindex.subscribe.sequencer import State
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.subscribe.stream import RankStatus
 from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank, Trust
 
@@ -157,11 +157,11 @@ def test_a_renamed_rank_is_found_by_the_text_of_its_ports_name_too() -> None:
 def test_ranks_and_names_that_a_board_does_not_keep_are_unknown_and_leave_nothing() -> None:
     board, moved = Board(), Rank("a", 3)
     board.rename((), {A: A, B: B})
-    told: list[RankStatus] = []
-    _, stop = board.listen(told.extend)
+    reported: list[RankStatus] = []
+    _, stop = board.listen(reported.extend)
     board.keep([moved], {A: moved})
     stop()
-    assert {s.rank: s.reason.split()[-1] for s in told} == {A: "name", B: "more"}
+    assert {s.rank: s.reason.split()[-1] for s in reported} == {A: "name", B: "more"}
     for name in ("a/0", "a/3"):  # its status comes later
         with pytest.raises(UnknownRankError):
             board.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.subscribe.reading import TopicCheck
+from kvindex.subscribe.diagnosis import TopicCheck
 
 pytestmark = pytest.mark.unit
 

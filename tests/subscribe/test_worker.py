@@ -103,13 +103,13 @@ def test_the_collision_of_adjacent_ports_is_known() -> None:
 
 
 def test_equal_workers_are_one_in_a_set_whatever_their_endpoints_are_kept_in() -> None:
-    def told() -> set[Worker]:
+    def listed() -> set[Worker]:
         cache = CacheSettings(groups={0: GroupSpec("full_attention")})
-        one = Worker("a", ["tcp://h:1", "tcp://h:2"], replay={0: "tcp://h:3", 1: "tcp://h:4"})
-        return {one, Worker("b", {0: "tcp://h:5"}, cache=cache), Worker("c", "tcp://h:6")}
+        first = Worker("a", ["tcp://h:1", "tcp://h:2"], replay={0: "tcp://h:3", 1: "tcp://h:4"})
+        return {first, Worker("b", {0: "tcp://h:5"}, cache=cache), Worker("c", "tcp://h:6")}
 
-    assert told() - told() == set()
-    assert {Worker("c", "tcp://h:7")} - told() == {Worker("c", "tcp://h:7")}
+    assert listed() - listed() == set()
+    assert {Worker("c", "tcp://h:7")} - listed() == {Worker("c", "tcp://h:7")}
 
 
 @pytest.mark.parametrize("given", ["vllm-0:8000", "127.0.0.1:8000", "[::1]:8000"])

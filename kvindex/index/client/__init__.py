@@ -4,6 +4,6 @@
 which a warm restart continues.
 """
 
-from kvindex.index.client.client import Client, connect
+from kvindex.index.client.client import Client, ClientOptions, connect
 
-__all__ = ["Client", "connect"]
+__all__ = ["Client", "ClientOptions", "connect"]

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import msgspec
-import zmq
 
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.client.answering import Answering
@@ -24,9 +23,8 @@ from kvindex.subscribe import (
     RankRestarted,
     RanksRenamed,
     RankStatus,
-    ReplayPolicy,
-    SocketOptions,
     StreamItem,
+    StreamOptions,
     Subscriber,
     Tap,
     Worker,
@@ -35,13 +33,22 @@ from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankErr
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
-if TYPE_CHECKING:  # see `_split`
+if TYPE_CHECKING:  # see `_split`; no dependency: editors and type checkers have it
+    from typing_extensions import Unpack
+
     from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engines, Source
 
-__all__ = ["MAX_BLOCKS_PER_RANK", "RESUME_WITHIN", "Client", "connect", "follow_item"]
+__all__ = [
+    "MAX_BLOCKS_PER_RANK",
+    "RESUME_WITHIN",
+    "Client",
+    "ClientOptions",
+    "connect",
+    "follow_item",
+]
 
 RESUME_WITHIN: Final = 600.0
-"""Seconds: any service discovery has told all workers by then."""
+"""Seconds: any service discovery has reported all workers by then."""
 
 MAX_BLOCKS_PER_RANK: Final = 10_000_000
 """Most resident blocks of one rank in an index that a client makes for itself.
@@ -56,21 +63,20 @@ _SAVE_ATTEMPTS = 5  # each begins when ranks were renamed in the one before
 logger = logging.getLogger(__name__)
 
 
+class ClientOptions(StreamOptions, total=False):
+    """The keyword options of `connect`, except `index`; `connect` describes each.
+
+    Functions that pass options on can take `**options: Unpack[ClientOptions]`.
+    """
+
+    max_blocks_per_rank: int | None
+    resume: str | os.PathLike[str] | None
+    resume_within: float
+    discovery: DiscoveryOptions | None
+
+
 def connect(
-    workers: Engines = (),
-    *,
-    index: Index | None = None,
-    max_blocks_per_rank: int | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    resume_within: float = RESUME_WITHIN,
-    on_loss: Literal["reset", "keep"] = "reset",
-    replay_policy: ReplayPolicy | None = None,
-    socket_options: SocketOptions | None = None,
-    probe_interval: float = 5.0,
-    stale_after: float = 30.0,
-    context: zmq.Context[zmq.Socket[bytes]] | None = None,
-    discovery: DiscoveryOptions | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    workers: Engines = (), *, index: Index | None = None, **options: Unpack[ClientOptions]
 ) -> Client:
     """Return a client that subscribes to these engines and answers from their events.
 
@@ -92,15 +98,15 @@ def connect(
             is added. If there is no such file, every rank starts from scratch.
         resume_within: seconds for which these ranks are kept, 600 by default; they take as much
             memory as in the file.
-        on_loss: what happens to a rank's blocks when batches of it are lost for good. "reset" drops
-            them, since the lost batches may have removed some. "keep" keeps them.
+        on_loss: what happens to a rank's blocks when batches of it are lost for good. "reset", the
+            default, drops them, since the lost batches may have removed some. "keep" keeps them.
             Either way the rank is flagged as not complete until its engine restarts.
         replay_policy: how long to wait for a replay, and how often to ask.
         socket_options: settings of the ZeroMQ sockets.
         probe_interval: seconds without a batch after which a replay request checks whether the
-            rank's last batches were lost.
+            rank's last batches were lost; 5 by default.
         stale_after: seconds without a sign of life (a batch, a reply to a replay request, a new
-            connection) after which a rank is stale.
+            connection) after which a rank is stale; 30 by default.
         context: ZeroMQ context for every socket. By default the process-wide one for inproc
             endpoints, so that they meet, and one of its own for all others.
         discovery: how engines given by URL are asked, and how long an engine that no longer answers
@@ -121,21 +127,7 @@ def connect(
         True
         >>> client.close()
     """
-    return Client(
-        workers,
-        index=index,
-        max_blocks_per_rank=max_blocks_per_rank,
-        resume=resume,
-        resume_within=resume_within,
-        on_loss=on_loss,
-        replay_policy=replay_policy,
-        socket_options=socket_options,
-        probe_interval=probe_interval,
-        stale_after=stale_after,
-        context=context,
-        discovery=discovery,
-        clock=clock,
-    )
+    return Client(workers, index=index, **options)
 
 
 class Client(Answering):
@@ -164,16 +156,10 @@ class Client(Answering):
         max_blocks_per_rank: int | None = None,
         resume: str | os.PathLike[str] | None = None,
         resume_within: float = RESUME_WITHIN,
-        on_loss: Literal["reset", "keep"] = "reset",
-        replay_policy: ReplayPolicy | None = None,
-        socket_options: SocketOptions | None = None,
-        probe_interval: float = 5.0,
-        stale_after: float = 30.0,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
         discovery: DiscoveryOptions | None = None,
-        clock: Callable[[], float] = time.monotonic,
         tap: Tap | None = None,
         on_stop: Callable[[], None] | None = None,
+        **options: Unpack[StreamOptions],
     ) -> None:
         if index is not None and max_blocks_per_rank is not None:
             raise ConfigurationError(
@@ -190,7 +176,7 @@ class Client(Answering):
             self._index,
             records,
             resume_within,
-            clock,
+            options.get("clock", time.monotonic),
             _ignore if tap is None else tap.restored,
         )
         self.subscriber = Subscriber(
@@ -198,19 +184,13 @@ class Client(Answering):
             fingerprints=Fingerprints(self._index.seed),
             resume=self._saved,
             **_settings(self._index, self._saved, tap),
-            on_loss=on_loss,
-            replay_policy=replay_policy,
-            socket_options=socket_options,
-            probe_interval=probe_interval,
-            stale_after=stale_after,
-            context=context,
-            clock=clock,
             on_stop=on_stop,
+            **options,
         )
         self._board = self.subscriber.board
         self.discovery: Discovery | None = None
         if sources:
-            from kvindex.subscribe.discovery.feeding import follow_engines
+            from kvindex.subscribe.discovery.engines import follow_engines
 
             try:
                 self.discovery = follow_engines(self, sources, discovery)
@@ -382,7 +362,7 @@ class Client(Answering):
 def _split(engines: Engines) -> tuple[Iterable[Worker] | Worker, Sequence[Source]]:
     """Return the workers that are given, and the sources of all other engines."""
     given = [engines] if isinstance(engines, Worker) else engines
-    if isinstance(given, (list, tuple)) and all(isinstance(one, Worker) for one in given):
+    if isinstance(given, (list, tuple)) and all(isinstance(engine, Worker) for engine in given):
         return given, ()
     # Here: discovery loads asyncio, HTTP and TLS, which callers that name endpoints do not need.
     from kvindex.subscribe.discovery import split_engines

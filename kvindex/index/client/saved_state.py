@@ -134,7 +134,7 @@ class SavedState(SavedRanks):
             cursors[dp_rank] = record.cursor
         return cursors
 
-    def take_up(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
+    def restore(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
         """Restore the saved states of these ranks; drop those that are refused.
 
         None of these states is kept afterwards: if a rank is removed and added again, it would be

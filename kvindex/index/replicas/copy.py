@@ -1,17 +1,97 @@
-"""A replica's copy of the server's index, statuses and names. Owned by its thread."""
+"""A replica's copy of the server's index, and which messages it must still apply.
+
+A joiner reads the ring from some message on, and meanwhile, over a socket, each rank's contents in
+the server's index. The server takes these sections one after the other while events go on, each
+between two messages: the section of a rank holds all that was in messages below its position, and
+nothing of those from there on. So, with ring messages `0 1 2 …`:
+
+```
+             begin          A           B       end
+messages  …    │   3   4    │  5   6    │  7  8  │  9 …
+rank A         │ · · · · ·  ├── applied ─────────┼────     · in the section, passed over
+rank B         │ · · · · · · · · · · · ·├ applied ┼────
+```
+
+A rank without a section was added after `begin`, or removed before its turn came (or both): it
+holds nothing until the messages add it, so all its later entries count.
+
+Renaming in between would move positions from name to name: the server then begins again instead.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator
 
 from kvindex.index import Index, read_batch
 from kvindex.index.client.client import follow_item
-from kvindex.index.replicas.catchup import Catchup
-from kvindex.index.replicas.entries import Applied, Entry, Message, Restored, Shown, follow_names
-from kvindex.subscribe import RankRemoved, RanksRenamed, RankStatus
+from kvindex.index.replicas.messages import (
+    BatchApplied,
+    Entry,
+    Message,
+    SectionRestored,
+    StatusChanged,
+    follow_names,
+)
+from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed, RankStatus
+from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Copy"]
+__all__ = ["Catchup", "Copy"]
+
+
+class Catchup:
+    """The positions of one joiner. Owner: one thread at a time."""
+
+    def __init__(self) -> None:
+        self.passed = 0  # entries that were in a section already
+        self._begin = 0
+        self._end: int | None = None
+        self._positions: dict[Rank, int] = {}
+        self._next: int | None = None
+
+    def begin(self, number: int) -> None:
+        """Begin, or begin again, with nothing; the next message sent has this number."""
+        self._begin = number
+        self._end = None
+        self._positions.clear()
+
+    def place(self, rank: Rank, number: int) -> None:
+        """Note that a rank's section was taken before the message of this number."""
+        if self._end is not None or number < self._begin:
+            raise DecodeError(f"a section of {rank} at message {number}, where none can be")
+        self._positions[rank] = number
+
+    def end(self, number: int) -> None:
+        """Note that every entry from this message on must be applied."""
+        if number < max([self._begin, *self._positions.values()]):
+            raise DecodeError(f"a snapshot that ends at message {number}, before its sections")
+        self._end = number
+
+    def due(self, message: Message) -> Iterable[Entry]:
+        """Return the entries to apply of the next message; DecodeError if it is another one."""
+        number, end = message.number, self._end
+        assert end is not None
+        if number != self._next if self._next is not None else number > self._begin:
+            expected = self._begin if self._next is None else self._next
+            raise DecodeError(f"message {number} came where {expected} should follow")
+        self._next = number + 1
+        if number >= end:
+            return message.entries
+        due = [] if number < self._begin else list(self._select(message, end))
+        self.passed += len(message.entries) - len(due)
+        return due
+
+    def _select(self, message: Message, end: int) -> Iterator[Entry]:
+        number, positions = message.number, self._positions
+        for entry in message.entries:
+            if isinstance(entry, RanksRenamed):
+                raise DecodeError(f"ranks were renamed in message {number}, within a snapshot")
+            rank = entry.status.rank if isinstance(entry, StatusChanged) else entry.rank
+            if isinstance(entry, (RankAdded, SectionRestored)):
+                positions.setdefault(rank, number)
+            if positions.get(rank, end) <= number:
+                yield entry
 
 
 class Copy:
@@ -20,7 +100,7 @@ class Copy:
     def __init__(self, seed: int | None = None, max_blocks_per_rank: int | None = None) -> None:
         self.index = Index(seed=seed, max_blocks_per_rank=max_blocks_per_rank)
         self.statuses: dict[Rank, RankStatus] = {}
-        self.names: dict[Rank, Rank] = {}  # by the name that a port tells, the rank's own
+        self.names: dict[Rank, Rank] = {}  # by the rank of a port, its present name
         self.changed: set[Rank] = set()  # ranks with a new status since `take_changes`
         self.renewed = True  # ranks came, went or were renamed; the reader resets it
         self.catchup = Catchup()
@@ -57,13 +137,13 @@ class Copy:
         return [self.statuses[rank] for rank in changed if rank in self.statuses]
 
     def _apply(self, entry: Entry) -> None:
-        if isinstance(entry, Applied):
+        if isinstance(entry, BatchApplied):
             self.index.apply(entry.rank, read_batch(entry.payload))
             self.applied += 1
-        elif isinstance(entry, Shown):
+        elif isinstance(entry, StatusChanged):
             self.statuses[entry.status.rank] = entry.status
             self.changed.add(entry.status.rank)
-        elif isinstance(entry, Restored):
+        elif isinstance(entry, SectionRestored):
             self.index.restore(entry.rank, entry.section)
         else:
             follow_item(self.index, entry)

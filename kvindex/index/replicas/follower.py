@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from kvindex.index.replicas.copy import Copy
-from kvindex.index.replicas.entries import Message, decode_message
 from kvindex.index.replicas.joining import Link, Membership, RefusedError
+from kvindex.index.replicas.messages import Message, decode_message
 from kvindex.shm.ring import Buffer
 from kvindex.subscribe import State
 from kvindex.subscribe.status_board import StatusBoard
@@ -62,7 +62,7 @@ class Follower:
         stale_after: seconds without a message after which ranks are stale.
         buffer_bytes: most bytes kept of the messages that arrive during a snapshot.
 
-    Thread safety: `close`, `tell_to_end` and `statistics` from any thread; the rest is its own.
+    Thread safety: `close`, `request_stop` and `statistics` from any thread; the rest is its own.
     """
 
     def __init__(self, path: str | os.PathLike[str], stale_after: float, buffer_bytes: int) -> None:
@@ -112,7 +112,7 @@ class Follower:
 
     def close(self) -> None:
         """End the thread and give the place up. Idempotent."""
-        self.tell_to_end()
+        self.request_stop()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -124,8 +124,8 @@ class Follower:
         """
         atexit.register(self._at_exit)
 
-    def tell_to_end(self) -> None:
-        """Tell the thread to end; it waits for no lock, so finalizers may call it."""
+    def request_stop(self) -> None:
+        """Ask the thread to end; this waits for no lock, so finalizers may call it."""
         self._stop.set()
         self._woken.put(None)
         link = self._link
@@ -229,13 +229,13 @@ class Follower:
             logger.error("the replica of %s failed and joins anew", self.path, exc_info=error)
         log = logger.warning if kind == "rejoin_" else logger.debug
         log("the fan-out at %s: %s", self.path, error)
-        said = f"({reason}): {error}"
+        cause = f"({reason}): {error}"
         if kind == "rejoin_":
-            what = self._lost = f"lost {said}"
+            what = self._lost = f"lost {cause}"
         elif self._lost:
-            what = f"{self._lost}; cannot be joined again {said}"
+            what = f"{self._lost}; cannot be joined again {cause}"
         else:
-            what = f"cannot be joined {said}"
+            what = f"cannot be joined {cause}"
         self._show_stale(f"the fan-out server at {self.path} {what}")
 
     def _show_stale(self, reason: str) -> None:

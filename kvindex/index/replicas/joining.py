@@ -15,29 +15,29 @@ from typing import Any
 
 from kvindex.index import Index
 from kvindex.index.replicas.copy import Copy
-from kvindex.index.replicas.entries import decode_message
-from kvindex.index.replicas.frames import (
+from kvindex.index.replicas.meeting_point import check_platform, connect_to
+from kvindex.index.replicas.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
     MAX_SECTION_BYTES,
     PROTOCOL,
-    Ask,
+    Admission,
     Attached,
     Begin,
     End,
-    Hello,
     JoinersFrame,
+    JoinRequest,
     Leave,
+    RankSection,
     Refused,
-    Report,
+    ReportRequest,
+    ServerReport,
     ServersFrame,
-    Taken,
-    Welcome,
+    decode_message,
     decode_servers,
     encode_frame,
     frame_bytes,
 )
-from kvindex.index.replicas.meeting_point import check_platform, connect_to
 from kvindex.shm.ring import Buffer, RingReceiver, ShmRingBuffer, Waiting
 from kvindex.wire.errors import ClosedError, DecodeError, KVIndexError
 
@@ -156,16 +156,16 @@ class Membership:
 
     def __init__(self, link: Link, buffer_bytes: int) -> None:
         self._link = link
-        link.send(Hello(PROTOCOL, Index.backend, os.getpid()))
-        welcome = link.receive()
-        if not isinstance(welcome, Welcome):
-            raise DecodeError(f"a server that greets with {type(welcome).__name__}")
-        self.copy = Copy(int.from_bytes(welcome.seed, "little"), welcome.max_blocks_per_rank)
-        ring = ShmRingBuffer(*welcome.ring)
+        link.send(JoinRequest(PROTOCOL, Index.backend, os.getpid()))
+        admission = link.receive()
+        if not isinstance(admission, Admission):
+            raise DecodeError(f"a server that answers with {type(admission).__name__}")
+        self.copy = Copy(int.from_bytes(admission.seed, "little"), admission.max_blocks_per_rank)
+        ring = ShmRingBuffer(*admission.ring)
         try:
             self.receiver = RingReceiver(
                 ring,
-                welcome.place,
+                admission.place,
                 waiting=Waiting(spin=0.0, look=_LOOK),
                 max_message_bytes=_MAX_MESSAGE_BYTES,
             )
@@ -199,7 +199,7 @@ class Membership:
             if isinstance(frame, Begin):
                 begun = True
                 self.copy.begin(frame.number)
-            elif isinstance(frame, Taken) and begun:
+            elif isinstance(frame, RankSection) and begun:
                 if frame.section_bytes > MAX_SECTION_BYTES:
                     raise DecodeError(f"{frame.rank} with {frame.section_bytes} bytes")
                 section = self._link.read(frame.section_bytes)
@@ -241,14 +241,14 @@ def ask(path: str | os.PathLike[str], timeout: float = 5.0) -> dict[str, Any]:
     try:
         link = Link(path, timeout)
         try:
-            link.send(Ask())
+            link.send(ReportRequest())
             report = link.receive()
-            if not isinstance(report, Report) or report.json_bytes > _MAX_REPORT_BYTES:
+            if not isinstance(report, ServerReport) or report.json_bytes > _MAX_REPORT_BYTES:
                 raise DecodeError(f"the server at {path} answers with {report!r:.100}")
-            found: dict[str, Any] = json.loads(link.read(report.json_bytes))
+            counters: dict[str, Any] = json.loads(link.read(report.json_bytes))
         finally:
             link.close()
     except OSError as error:
         trouble = error.strerror or str(error)
         raise OSError(f"no fan-out server answers at {path}: {trouble}") from error
-    return found
+    return counters

@@ -127,8 +127,8 @@ def connect_to(path: str | os.PathLike[str], timeout: float) -> socket.socket:
 
 def peer_uid(connection: socket.socket) -> int:
     """Return the user of the process at the other end, as the kernel reports it."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1])
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def check_platform() -> None:
@@ -146,12 +146,12 @@ def _check_path(path: Path) -> None:
             f"{path} is too long for a socket: at most {_MAX_PATH_BYTES} bytes"
         )
     try:
-        found = os.stat(path.parent)
+        status = os.stat(path.parent)
     except OSError as error:
         raise ConfigurationError(f"no directory for the socket {path}: {error}") from None
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise ConfigurationError(f"{path.parent} is no directory")
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & _OTHERS_WRITE:
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & _OTHERS_WRITE:
         raise ConfigurationError(
             f"others may write to {path.parent}, so they could put a socket of theirs there: use a "
             "directory of your own (mode 0700), as /run/user/UID is"
@@ -189,5 +189,5 @@ def _clear(path: Path) -> None:
 
 
 def _inode(path: Path) -> tuple[int, int]:
-    found = os.lstat(path)
-    return found.st_dev, found.st_ino
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino

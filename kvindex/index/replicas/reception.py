@@ -1,32 +1,163 @@
-"""The server's thread for joining and leaving; it touches nothing of the subscriber's thread."""
+"""The server's thread for joining and leaving; it touches nothing of the subscriber's thread.
+
+Each joiner is a `Guest`: the frames in both directions, in order, on one event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import closing, suppress
+from typing import Any, TypeVar
 
 from kvindex.index.client import Client
-from kvindex.index.replicas.frames import PROTOCOL, Hello, Refused, Welcome
-from kvindex.index.replicas.guest import Guest
 from kvindex.index.replicas.meeting_point import Listener
-from kvindex.index.replicas.outflow import Outflow
+from kvindex.index.replicas.messages import (
+    LENGTH,
+    PROTOCOL,
+    Admission,
+    Attached,
+    JoinersFrame,
+    JoinRequest,
+    Leave,
+    Refused,
+    ReportRequest,
+    ServerReport,
+    decode_joiners,
+    encode_frame,
+    frame_bytes,
+)
+from kvindex.index.replicas.outflow import Outflow, StreamTap
 from kvindex.index.replicas.snapshot import Snapshots
-from kvindex.index.replicas.tap import StreamTap
 from kvindex.wire.errors import ClosedError, DecodeError, KVIndexError
 from kvindex.wire.log_rate import LogRate
 
-__all__ = ["Reception"]
+__all__ = ["Guest", "Reception"]
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for each step of a joiner
 _EXTRA_GUESTS = 16  # connections beyond the places, so that a joiner gets its refusal
+_MAX_FRAME_BYTES = 4096
+_STEP = 1 << 18  # bytes that must go within the patience
+
+T = TypeVar("T")
+_Frame = TypeVar("_Frame", JoinRequest, Attached, Leave)
+
+
+class Guest:
+    """A connection and its state.
+
+    Args:
+        connection: non-blocking.
+        admit: returns the answer to a `JoinRequest`.
+        report: returns the server's counters, as JSON.
+        make_snapshot: returns the parts of a snapshot, made one by one as they are sent.
+        patience: seconds in which each next step must be taken, and bytes must move.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        admit: Callable[[JoinRequest], Admission | Refused],
+        report: Callable[[], bytes],
+        make_snapshot: Callable[[], Generator[bytes, None, None]],
+        patience: float,
+    ) -> None:
+        self.connection = connection
+        self.place: int | None = None  # in the ring
+        self.following = False  # whether it has the whole snapshot
+        self.left = False  # whether it sent `Leave`
+        self.answered = False  # and gets no more frames: it was refused, or got its report
+        self.pid = 0  # as it says
+        self._admit = admit
+        self._report = report
+        self._make_snapshot = make_snapshot
+        self._patience = patience
+        self._received = bytearray()
+
+    async def converse(self, on_joined: Callable[[Guest], None]) -> None:
+        """Serve it until it leaves, or has its one answer; call `on_joined` when it follows.
+
+        Raises:
+            DecodeError: it sent a frame that may not come now.
+            KVIndexError: the next part of its snapshot cannot be made.
+            TimeoutError: it took too long for a step.
+            OSError: the connection has ended.
+        """
+        frame = await self._in_time(self._receive())
+        if isinstance(frame, ReportRequest):
+            self.answered = True
+            report = self._report()
+            await self._send(encode_frame(ServerReport(len(report))) + report)
+            return
+        request = _expected(JoinRequest, frame)
+        self.pid = request.pid
+        answer = self._admit(request)
+        if isinstance(answer, Admission):
+            self.place = answer.place
+        else:
+            self.answered = True
+        await self._send(encode_frame(answer))
+        if self.answered:
+            return
+        frame = await self._in_time(self._receive())
+        if not isinstance(frame, Leave):
+            _expected(Attached, frame)
+            with closing(self._make_snapshot()) as parts:
+                for part in parts:
+                    await self._send(part)
+            self.following = True
+            on_joined(self)
+            frame = await self._receive()
+        _expected(Leave, frame)
+        self.left = True
+
+    async def _receive(self) -> JoinersFrame:
+        size = frame_bytes(await self._read(LENGTH.size), _MAX_FRAME_BYTES)
+        return decode_joiners(await self._read(size))
+
+    async def _read(self, size: int) -> bytes:
+        receive = asyncio.get_running_loop().sock_recv
+        while len(self._received) < size:
+            piece = await receive(self.connection, _MAX_FRAME_BYTES)
+            if not piece:
+                raise ConnectionResetError("the joiner closed the connection")
+            self._received += piece
+        data = bytes(self._received[:size])
+        del self._received[:size]
+        return data
+
+    async def _send(self, data: bytes) -> None:
+        view = memoryview(data)
+        for at in range(0, len(view), _STEP):
+            send = asyncio.get_running_loop().sock_sendall
+            await self._in_time(send(self.connection, view[at : at + _STEP]))
+
+    async def _in_time(self, step: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(step)
+        try:
+            # Not `wait_for`: frames that came while another guest blocked the loop came in time.
+            await asyncio.wait({task}, timeout=self._patience)
+            if task.done():
+                return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        raise TimeoutError(f"it took over {self._patience:g} s for a step")
+
+
+def _expected(kind: type[_Frame], frame: JoinersFrame) -> _Frame:
+    if not isinstance(frame, kind):
+        raise DecodeError(f"{type(frame).__name__} while {kind.__name__} should come")
+    return frame
 
 
 class Reception:
@@ -37,7 +168,7 @@ class Reception:
         client: whose index they get.
         tap, outflow: the stream that they follow.
         max_replicas: places in the ring.
-        report: returns the answer to `Ask`.
+        report: returns the answer to `ReportRequest`.
         on_failure: called once if the thread fails.
 
     Thread safety: `close` and `statistics` from any thread.
@@ -136,7 +267,7 @@ class Reception:
                 continue
             guest = Guest(
                 connection,
-                welcome=self._welcome,
+                admit=self._admit,
                 report=lambda: json.dumps({**self.statistics(), **self._report()}).encode(),
                 make_snapshot=self._snapshots.parts,
                 patience=_PATIENCE,
@@ -168,9 +299,9 @@ class Reception:
         self._counters["joined"] += 1
         logger.info("process %d has joined at place %s", guest.pid, guest.place)
 
-    def _welcome(self, hello: Hello) -> Welcome | Refused:
+    def _admit(self, request: JoinRequest) -> Admission | Refused:
         """Give a joiner a place, or refuse it with the reason."""
-        refusal = self._refusal(hello)
+        refusal = self._refusal(request)
         if refusal is not None:
             self._counters["away_refused"] += 1
             return refusal
@@ -179,7 +310,7 @@ class Reception:
             if place not in taken and self._outflow.is_free(place):
                 index = self._client.index
                 seed = index.seed.to_bytes(16, "little")
-                return Welcome(place, self._outflow.handle, seed, index.max_blocks_per_rank)
+                return Admission(place, self._outflow.handle, seed, index.max_blocks_per_rank)
         self._counters["away_full"] += 1
         return Refused(
             f"all {len(self._places)} places are taken: start the server with a larger "
@@ -187,17 +318,17 @@ class Reception:
             final=False,
         )
 
-    def _refusal(self, hello: Hello) -> Refused | None:
+    def _refusal(self, request: JoinRequest) -> Refused | None:
         backend = self._client.index.backend
-        if hello.protocol != PROTOCOL:
+        if request.protocol != PROTOCOL:
             return Refused(
-                f"the server speaks protocol {PROTOCOL}, not {hello.protocol}: run the same "
+                f"the server speaks protocol {PROTOCOL}, not {request.protocol}: run the same "
                 "kvindex in all processes",
                 final=True,
             )
-        if hello.backend != backend:
+        if request.backend != backend:
             return Refused(
-                f"the server has the {backend} index, this process the {hello.backend} one, and "
+                f"the server has the {backend} index, this process the {request.backend} one, and "
                 "their prefix keys differ: build the native module for both, or set "
                 f"KVINDEX_BACKEND={backend} here",
                 final=True,

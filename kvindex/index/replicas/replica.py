@@ -153,4 +153,4 @@ class Replica(Answering):
 
 def _drop(follower: Follower, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has the parent's
-        follower.tell_to_end()
+        follower.request_stop()

@@ -8,18 +8,17 @@ import math
 import os
 import threading
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import zmq
-
-from kvindex.index.client.client import RESUME_WITHIN, Client
+from kvindex.index.client import Client, ClientOptions
 from kvindex.index.replicas.meeting_point import Listener
-from kvindex.index.replicas.outflow import Outflow
+from kvindex.index.replicas.outflow import Outflow, StreamTap
 from kvindex.index.replicas.reception import Reception
-from kvindex.index.replicas.tap import StreamTap
-from kvindex.subscribe import ReplayPolicy, SocketOptions
-from kvindex.subscribe.discovery import DiscoveryOptions, Engines
+from kvindex.subscribe.discovery import Engines
 from kvindex.wire.errors import ClosedError, ConfigurationError
+
+if TYPE_CHECKING:  # no dependency: editors and type checkers have it
+    from typing_extensions import Unpack
 
 __all__ = ["FanOut"]
 
@@ -41,9 +40,7 @@ class FanOut:
             is evicted, and joins anew by itself.
         max_replicas: most processes at a time.
         chunk_bytes, chunks: size of the ring in shared memory, which takes their product.
-        max_blocks_per_rank: as for `kvindex.connect`; replicas keep to it, too.
-        resume, resume_within, on_loss: as for `kvindex.connect`.
-        replay_policy, socket_options, probe_interval, stale_after, context, discovery: likewise.
+        options: as for `kvindex.connect`. Replicas keep to `max_blocks_per_rank`, too.
 
     Attributes:
         client: the client that it fills; it can be asked as well, and workers added and removed.
@@ -78,16 +75,7 @@ class FanOut:
         max_replicas: int = 64,
         chunk_bytes: int = 64 << 10,
         chunks: int = 256,
-        max_blocks_per_rank: int | None = None,
-        resume: str | os.PathLike[str] | None = None,
-        resume_within: float = RESUME_WITHIN,
-        on_loss: Literal["reset", "keep"] = "reset",
-        replay_policy: ReplayPolicy | None = None,
-        socket_options: SocketOptions | None = None,
-        probe_interval: float = 5.0,
-        stale_after: float = 30.0,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
-        discovery: DiscoveryOptions | None = None,
+        **options: Unpack[ClientOptions],
     ) -> None:
         if not 0 < patience < math.inf:
             raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
@@ -102,21 +90,7 @@ class FanOut:
             self._outflow = Outflow(max_replicas, chunk_bytes, chunks, patience)
             opened.callback(self._outflow.close)
             self._tap = StreamTap(self._outflow, self._note_end)
-            self.client = Client(
-                workers,
-                max_blocks_per_rank=max_blocks_per_rank,
-                resume=resume,
-                resume_within=resume_within,
-                on_loss=on_loss,
-                replay_policy=replay_policy,
-                socket_options=socket_options,
-                probe_interval=probe_interval,
-                stale_after=stale_after,
-                context=context,
-                discovery=discovery,
-                tap=self._tap,
-                on_stop=self._stopped,
-            )
+            self.client = Client(workers, tap=self._tap, on_stop=self._stopped, **options)
             opened.callback(self.client.close)
             self._reception = Reception(
                 listener,

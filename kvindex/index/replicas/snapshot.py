@@ -20,8 +20,8 @@ from collections.abc import Generator, Iterable
 from functools import partial
 
 from kvindex.index.client import Client
-from kvindex.index.replicas.frames import Begin, End, Taken, encode_frame
-from kvindex.index.replicas.tap import StreamTap
+from kvindex.index.replicas.messages import Begin, End, RankSection, encode_frame
+from kvindex.index.replicas.outflow import StreamTap
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 
@@ -111,7 +111,7 @@ class Snapshots:
                 taken.append((rank, []))
                 continue
             status = self._client.subscriber.find(rank)
-            head = encode_frame(Taken(rank, self._tap.number, status, len(section)))
+            head = encode_frame(RankSection(rank, self._tap.number, status, len(section)))
             taken.append((rank, [head, section]))
             if time.monotonic() >= until:
                 break

@@ -1,14 +1,12 @@
 """Discovers engines, asks them where they publish, and follows them as they come, go and move."""
 
-from kvindex.subscribe.discovery.discovery import Discovery
+from kvindex.subscribe.discovery.discovery import Discovery, DiscoveryOptions
 from kvindex.subscribe.discovery.engine import EngineReport, ask_engine
-from kvindex.subscribe.discovery.engines import EngineSource
+from kvindex.subscribe.discovery.engines import Engines, EngineSource, split_engines
 from kvindex.subscribe.discovery.files import FileSource, read_targets
-from kvindex.subscribe.discovery.given import Engines, split_engines
 from kvindex.subscribe.discovery.kubernetes import KubernetesSource
 from kvindex.subscribe.discovery.names import DnsSource
-from kvindex.subscribe.discovery.options import DiscoveryOptions
-from kvindex.subscribe.discovery.targets import Found, Source, Target
+from kvindex.subscribe.discovery.targets import Engine, Source, Target
 from kvindex.wire.errors import DiscoveryError
 
 __all__ = [
@@ -16,11 +14,11 @@ __all__ = [
     "DiscoveryError",
     "DiscoveryOptions",
     "DnsSource",
+    "Engine",
     "EngineReport",
     "EngineSource",
     "Engines",
     "FileSource",
-    "Found",
     "KubernetesSource",
     "Source",
     "Target",

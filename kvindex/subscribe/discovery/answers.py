@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 __all__ = [
     "MAX_RANKS",
-    "Told",
+    "Announcement",
+    "Reached",
+    "Resolve",
+    "addresses_of",
+    "is_sglang",
     "named_models",
+    "reach",
     "read_server_info",
     "read_sources",
-    "tells_sglang",
+    "with_host",
     "without_secrets",
 ]
 
@@ -24,7 +32,7 @@ _MAX_TEXT = 1024
 _MAX_MODELS = 256
 
 
-class Told(msgspec.Struct, frozen=True):
+class Announcement(msgspec.Struct, frozen=True):
     """An engine's report of where one rank publishes, in its own words.
 
     Attributes:
@@ -42,7 +50,7 @@ class Told(msgspec.Struct, frozen=True):
     names_base: bool = False
 
 
-def read_sources(answer: Any) -> list[Told]:
+def read_sources(answer: Any) -> list[Announcement]:
     """Return vLLM's `/kv_event_sources`, by rank; nothing if events are off.
 
     The answer has three shapes: settings by rank (vLLM 0.31 and later), a list with one entry for
@@ -53,7 +61,7 @@ def read_sources(answer: Any) -> list[Told]:
 
     Examples:
         >>> read_sources({"1": {"publisher": "zmq", "endpoint": "tcp://*:5558"}})
-        [Told(dp_rank=1, endpoint='tcp://*:5558', replay=None, topic='', names_base=False)]
+        [Announcement(dp_rank=1, endpoint='tcp://*:5558', replay=None, topic='', names_base=False)]
         >>> read_sources({"sources": []})
         []
     """
@@ -67,13 +75,13 @@ def read_sources(answer: Any) -> list[Told]:
         raise ValueError(f"expected a list or an object, not {_kind(answer)}")
     if len(entries) > MAX_RANKS:
         raise ValueError(f"{len(entries)} ranks, above the limit of {MAX_RANKS}")
-    told = [_source(rank, entry) for rank, entry in entries if _publishes(entry)]
-    if len({source.dp_rank for source in told}) < len(told):
+    announced = [_source(rank, entry) for rank, entry in entries if _publishes(entry)]
+    if len({source.dp_rank for source in announced}) < len(announced):
         raise ValueError("a rank is named twice")
-    return sorted(told, key=lambda source: source.dp_rank)
+    return sorted(announced, key=lambda source: source.dp_rank)
 
 
-def read_server_info(info: Mapping[str, Any]) -> tuple[list[Told], int | None]:
+def read_server_info(info: Mapping[str, Any]) -> tuple[list[Announcement], int | None]:
     """Return the ranks in SGLang's `/server_info`, and the tokens of a block.
 
     `kv_events` (0.5.13 and later) has the values in use. Before, `kv_events_config` has the option
@@ -86,7 +94,7 @@ def read_server_info(info: Mapping[str, Any]) -> tuple[list[Told], int | None]:
         >>> read_server_info(
         ...     {"kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'}
         ... )[0]
-        [Told(dp_rank=0, endpoint='tcp://*:5557', replay=None, topic='', names_base=True)]
+        [Announcement(dp_rank=0, endpoint='tcp://*:5557', replay=None, topic='', names_base=True)]
     """
     config = info.get("kv_events_config")
     if isinstance(config, str):
@@ -109,10 +117,10 @@ def read_server_info(info: Mapping[str, Any]) -> tuple[list[Told], int | None]:
     else:
         return [], block_size
     replay = replay or _text(config, "replay_endpoint")
-    return [Told(rank, base, replay, topic, True) for rank in range(size)], block_size
+    return [Announcement(rank, base, replay, topic, True) for rank in range(size)], block_size
 
 
-def tells_sglang(info: Any) -> bool:
+def is_sglang(info: Any) -> bool:
     """Return whether this is SGLang's `/server_info`, not another server's of that name."""
     marks = ("kv_events", "kv_events_config", "internal_states", "page_size", "disable_radix_cache")
     return isinstance(info, Mapping) and any(mark in info for mark in marks)
@@ -150,11 +158,13 @@ def without_secrets(answer: Any) -> Any:
     return answer
 
 
-def _source(rank: int, entry: Mapping[str, Any]) -> Told:
+def _source(rank: int, entry: Mapping[str, Any]) -> Announcement:
     endpoint = _text(entry, "endpoint")
     if endpoint is None:
         raise ValueError(f"rank {rank} has no endpoint")
-    return Told(rank, endpoint, _text(entry, "replay_endpoint"), _text(entry, "topic") or "")
+    return Announcement(
+        rank, endpoint, _text(entry, "replay_endpoint"), _text(entry, "topic") or ""
+    )
 
 
 def _rank_in(entry: Any, place: int) -> int:
@@ -213,3 +223,94 @@ _KINDS: Mapping[type, str] = {list: "a list", dict: "an object", str: "text", ty
 
 def _kind(value: Any) -> str:
     return _KINDS.get(type(value), "a number or a truth value")
+
+
+# Where an endpoint can be reached ---------------------------------------------------------------
+
+
+_TCP = re.compile(r"tcp://(\[[^\[\]/\s]+\]|::|[^\[\]/:\s]+):(\d{1,5})")
+_WILDCARDS = {"*", "0.0.0.0", "::"}
+
+Resolve: TypeAlias = Callable[[str], frozenset[str]]
+"""Returns the addresses of a host's name; none if it has none."""
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """Where a rank's socket can be reached, or why not.
+
+    Attributes:
+        endpoint: to connect to; None if it cannot be reached from here.
+        note: a remark about it; "" if it is as expected.
+    """
+
+    endpoint: str | None
+    note: str = ""
+
+
+def reach(endpoint: str, asked: str, *, offset: int, resolve: Resolve) -> Reached:
+    """Return where to connect to for an endpoint that an engine names.
+
+    A wildcard, the engine's own address and its loopback are replaced by the host that was asked.
+    Any other host is used as reported, since the DP ranks of one engine may run on several
+    hosts.
+
+    Args:
+        endpoint: in the engine's words.
+        asked: the host of the engine's URL.
+        offset: added to the port: the engine names rank 0's only.
+        resolve: looks names up.
+
+    Examples:
+        >>> reach("tcp://*:5557", "10.0.0.5", offset=1, resolve=addresses_of).endpoint
+        'tcp://10.0.0.5:5558'
+    """
+    if endpoint.startswith("ipc://") and _is_loopback(asked) and not offset:
+        return Reached(endpoint)
+    parts = _TCP.fullmatch(endpoint)
+    if parts is None:
+        return Reached(None, f"{endpoint!r} cannot be reached from another process or host")
+    host, port = parts[1].strip("[]"), int(parts[2]) + offset
+    if not 1 <= port <= 65_535 or parts[2] == "0":
+        return Reached(None, f"{endpoint!r} names no port that can be connected to")
+    if host in _WILDCARDS or host == asked:
+        return Reached(with_host(asked, port))
+    if _is_loopback(host) and not _is_loopback(asked):
+        return Reached(
+            with_host(asked, port),
+            f"{endpoint} is the engine's own loopback: {asked} is tried instead, but write "
+            f"tcp://*:{port - offset} in its settings if nothing answers",
+        )
+    if resolve(host) & resolve(asked):
+        return Reached(with_host(asked, port))
+    return Reached(
+        with_host(host, port),
+        f"{endpoint} is another host than {asked} and used as reported, since ranks may run on "
+        "several hosts; an engine whose settings name a concrete host connects there instead of "
+        f"listening: if nothing answers, write tcp://*:{port - offset} in them",
+    )
+
+
+def with_host(host: str, port: int) -> str:
+    """Return the endpoint of a port of a host.
+
+    Examples:
+        >>> with_host("fd00::1", 5557)
+        'tcp://[fd00::1]:5557'
+    """
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def addresses_of(host: str) -> frozenset[str]:
+    """Return the addresses of a host's name; none if it is unknown."""
+    try:
+        known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return frozenset()
+    return frozenset(str(address[0]) for *_, address in known)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

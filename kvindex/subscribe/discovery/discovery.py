@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,15 +13,15 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from kvindex.subscribe.discovery.askers import Askers
+import msgspec
+
 from kvindex.subscribe.discovery.engine import EngineReport, ask_engine
-from kvindex.subscribe.discovery.options import DiscoveryOptions
-from kvindex.subscribe.discovery.targets import Found, Source, Target
+from kvindex.subscribe.discovery.targets import Engine, Source, Target
 from kvindex.subscribe.discovery.tracker import Step, Tracker
 from kvindex.wire.errors import ClosedError, ConfigurationError, DiscoveryError, KVIndexError
 from kvindex.wire.forks import Fork, prepare_forks
 
-__all__ = ["Discovery"]
+__all__ = ["Discovery", "DiscoveryOptions"]
 
 logger = logging.getLogger("kvindex.subscribe.discovery")
 
@@ -28,6 +29,34 @@ _ASKERS = 32
 _LONGEST_PAUSE = 10.0  # seconds until a source that failed is called again
 _PATIENCE = 5.0  # seconds for which `close` waits for a thread
 _FORKED = "this process was forked; discover in the child"
+
+
+class DiscoveryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How engines are asked and followed.
+
+    Attributes:
+        interval: seconds between two questions to an engine. An engine that has not answered yet
+            is asked after a second, and then less and less often.
+        forget_after: seconds for which an engine that no longer answers is kept.
+        timeout: seconds in which an engine must have answered.
+        token: the engines' API key; a function returns the present one.
+        context: of TLS, for engines at https; certificates are checked as the system does.
+
+    Raises:
+        ConfigurationError: a time is not above 0.
+    """
+
+    interval: float = 10.0
+    forget_after: float = 300.0
+    timeout: float = 5.0
+    token: str | Callable[[], str | None] | None = None
+    context: ssl.SSLContext | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "forget_after", "timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value <= 1e6:
+                raise ConfigurationError(f"{name} must be above 0 seconds, not {value!r}")
 
 
 class Discovery:
@@ -69,8 +98,8 @@ class Discovery:
     def __init__(
         self,
         sources: Iterable[Source] | Source,
-        add: Callable[[Found], object],
-        remove: Callable[[Found], object],
+        add: Callable[[Engine], object],
+        remove: Callable[[Engine], object],
         options: DiscoveryOptions | None = None,
         *,
         is_alive: Callable[[str], bool] = lambda worker: False,
@@ -92,7 +121,7 @@ class Discovery:
             jitter=random.random,
         )
         self._inbox: SimpleQueue[Callable[[float], None] | None] = SimpleQueue()
-        self._askers = Askers(_ASKERS)
+        self._askers = _Askers(_ASKERS)
         self._ended = threading.Event()
         self._reason = "closed"
         self._listeners: dict[object, Callable[[], object]] = {}
@@ -241,7 +270,7 @@ class Discovery:
         finally:
             self.end()
             self._askers.close()
-            self._tell_listeners()
+            self._notify_listeners()
 
     def _turn(self) -> None:
         """Process one event, or the passing of time, and carry out the steps."""
@@ -256,37 +285,37 @@ class Discovery:
             if event is not None:
                 event(now)
             self._tracker.tick(now)
-            due, steps = self._tracker.due(now), self._tracker.take()
+            due, steps = self._tracker.due(now), self._tracker.take_steps()
         for target in due:
             self._askers.run(partial(self._ask_one, target))
         for step in steps:
-            self._take(step)
+            self._carry_out(step)
         if steps or event is not None:
-            self._tell_listeners()
+            self._notify_listeners()
 
-    def _take(self, step: Step) -> None:
+    def _carry_out(self, step: Step) -> None:
         if self._ended.is_set():
             return
-        outcome = partial(self._tracker.done, step)
+        outcome = partial(self._tracker.carried_out, step)
         try:
-            self._calls[step.do](step.found)
+            self._calls[step.do](step.engine)
         except ClosedError:
             raise
         except KVIndexError as error:
             outcome = partial(self._tracker.refused, step, str(error), self._clock())
         except Exception as error:
-            logger.exception("%s of %s failed", step.do, step.found.worker.name)
+            logger.exception("%s of %s failed", step.do, step.engine.worker.name)
             outcome = partial(self._tracker.refused, step, repr(error), self._clock())
         with self._changed:
             outcome()
 
-    def _tell_listeners(self) -> None:
+    def _notify_listeners(self) -> None:
         with self._changed:
             self._changed.notify_all()
             listeners = list(self._listeners.values())
-        for tell in listeners:
+        for listener in listeners:
             try:
-                tell()
+                listener()
             except Exception:
                 logger.exception("a listener of discovery failed")
 
@@ -317,15 +346,15 @@ class Discovery:
         """Watch a source, until the end."""
         failures = 0
 
-        def tell(targets: Iterable[Target]) -> None:
+        def notify(targets: Iterable[Target]) -> None:
             nonlocal failures
             failures = 0
-            told = tuple(targets)
-            self._inbox.put(lambda now: self._tracker.told(source.name, told, now))
+            listed = tuple(targets)
+            self._inbox.put(lambda now: self._tracker.listed(source.name, listed, now))
 
         while not self._ended.is_set():
             try:
-                source.watch(tell)
+                source.watch(notify)
                 error = "has ended"
             except DiscoveryError as failure:
                 error = str(failure)
@@ -363,3 +392,42 @@ def _checked(sources: Iterable[Source] | Source) -> tuple[Source, ...]:
         if names.count(name) > 1:
             raise ConfigurationError(f"two sources are {name!r}: name each once")
     return given
+
+
+class _Askers:
+    """Runs calls in a few threads, which are started when there is work for them.
+
+    They are daemons: a name server that never answers does not delay the end of the process.
+
+    Args:
+        most: most threads.
+
+    Thread safety: `run` and `close` from one thread.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Enqueue a call."""
+        self._calls.put(call)
+        if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
+            thread = threading.Thread(target=self._work, name="kvindex-ask", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads, without waiting for calls that are under way."""
+        for _ in self._threads:
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:
+                logger.exception("an engine could not be asked")
+            self._idle.release()

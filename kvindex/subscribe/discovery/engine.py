@@ -11,15 +11,17 @@ import msgspec
 
 from kvindex.subscribe import PublisherAddress, Worker
 from kvindex.subscribe.discovery.answers import (
-    Told,
+    Announcement,
+    Resolve,
+    addresses_of,
+    is_sglang,
     named_models,
+    reach,
     read_server_info,
     read_sources,
-    tells_sglang,
     without_secrets,
 )
-from kvindex.subscribe.discovery.reach import Resolve, addresses_of, reach
-from kvindex.subscribe.discovery.web import Answer, Web
+from kvindex.subscribe.discovery.web import HttpReply, Web
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 
@@ -93,7 +95,7 @@ class EngineReport(msgspec.Struct, frozen=True):
             raise DiscoveryError(text, url=self.url, reason="content") from None
 
     def _why_none(self) -> DiscoveryError:
-        reason, text = "unsaid", "does not say where it publishes: name its endpoints"
+        reason, text = "unsaid", "does not report where it publishes: name its endpoints"
         if self.publishes is False:
             reason, text = "off", f"publishes no events: start it with {_SWITCH_ON[self.kind]}"
         elif self.publishes:
@@ -158,22 +160,22 @@ def ask_engine(
         connection...
     """
     asking = _Asking(Web(url, token=token, context=context), timeout)
-    told: list[Told] = []
+    announced: list[Announcement] = []
     kind, publishes, block_size = "", None, None
     sources = asking.get("/kv_event_sources", read_sources)
     if sources is not None:
-        kind, publishes, told = "vllm", bool(sources), sources
+        kind, publishes, announced = "vllm", bool(sources), sources
     else:
         info = asking.server_info()
         if info is not None:
             kind = "sglang"
-            told, block_size = info
-            publishes = bool(told)
+            announced, block_size = info
+            publishes = bool(announced)
     models, owner = asking.get("/v1/models", named_models) or ((), "")
     version = asking.version()
     asking.raise_if_silent()
-    ranks, notes = _reached(told, asking.web.host, asking.bounded(resolve))
-    topics = {source.topic for source in told}
+    ranks, notes = _reached(announced, asking.web.host, asking.bounded(resolve))
+    topics = {source.topic for source in announced}
     return EngineReport(
         asking.web.url,
         kind or (owner if owner in ("vllm", "sglang") else ""),
@@ -190,20 +192,20 @@ def ask_engine(
 
 
 def _reached(
-    told: list[Told], asked: str, resolve: Resolve
+    announced: list[Announcement], asked: str, resolve: Resolve
 ) -> tuple[list[PublisherAddress], list[str]]:
     ranks, notes = [], []
-    for source in told:
+    for source in announced:
         offset = source.dp_rank if source.names_base else 0
-        found = reach(source.endpoint, asked, offset=offset, resolve=resolve)
+        events = reach(source.endpoint, asked, offset=offset, resolve=resolve)
         replay = None
         if source.replay is not None:
             reached = reach(source.replay, asked, offset=offset, resolve=resolve)
             replay = reached.endpoint
             notes += [f"replay of rank {source.dp_rank}: {reached.note}"] if reached.note else []
-        notes += [f"rank {source.dp_rank}: {found.note}"] if found.note else []
-        if found.endpoint is not None:
-            ranks.append(PublisherAddress(source.dp_rank, found.endpoint, replay))
+        notes += [f"rank {source.dp_rank}: {events.note}"] if events.note else []
+        if events.endpoint is not None:
+            ranks.append(PublisherAddress(source.dp_rank, events.endpoint, replay))
     return ranks, notes
 
 
@@ -233,20 +235,20 @@ class _Asking:
             self._note_status(path, answer)
             return None
         try:
-            found = answer.json()
-            result = read(found)
-            self.answers[path] = without_secrets(found)
+            content = answer.json()
+            result = read(content)
+            self.answers[path] = without_secrets(content)
         except (ValueError, TypeError, RecursionError) as error:
             text = f"answers what cannot be used: {str(error)[:200]}"
             self._note(path, text, self._error(path, "content", text))
             return None
         return result
 
-    def server_info(self) -> tuple[list[Told], int | None] | None:
+    def server_info(self) -> tuple[list[Announcement], int | None] | None:
         """Return SGLang's server info; None from any other engine."""
         for path in ("/server_info", "/get_server_info"):
             info = self.get(path, lambda answer: answer)
-            if tells_sglang(info):
+            if is_sglang(info):
                 try:
                     return read_server_info(info)
                 except (ValueError, TypeError, RecursionError) as error:
@@ -293,7 +295,7 @@ class _Asking:
             raise DiscoveryError(text, url=self.web.url, reason="timeout")
         return left
 
-    def _note_status(self, path: str, answer: Answer) -> None:
+    def _note_status(self, path: str, answer: HttpReply) -> None:
         denied = answer.status in (401, 403)
         text = f"answers {answer.status}" + (": give the engine's API key as token=" * denied)
         reason = "denied" if denied else "status"

@@ -1,17 +1,23 @@
-"""Engines that are known by their URLs."""
+"""The engines that a caller names, by URL or in any mixture, and a client that follows them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any, Protocol, TypeAlias, cast
 
+from kvindex.subscribe import RankStatus, State, Worker
+from kvindex.subscribe.discovery.discovery import Discovery, DiscoveryOptions
 from kvindex.subscribe.discovery.engine import engine_name
-from kvindex.subscribe.discovery.targets import Target, Tell
+from kvindex.subscribe.discovery.targets import Engine, Notify, Source, Target
 from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
-from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.errors import ClosedError, ConfigurationError, UnknownRankError
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName
 
-__all__ = ["EngineSource"]
+__all__ = ["EngineSource", "Engines", "follow_engines", "split_engines"]
 
 
 class EngineSource:
@@ -64,11 +70,104 @@ class EngineSource:
         self.name = f"{'engines' if more else 'engine'} {self.targets[0].url}{more}"
         self._closed = threading.Event()
 
-    def watch(self, tell: Tell) -> None:
+    def watch(self, notify: Notify) -> None:
         """List them, once."""
-        tell(self.targets)
+        notify(self.targets)
         self._closed.wait()
 
     def close(self) -> None:
         """End `watch`."""
         self._closed.set()
+
+
+Engines: TypeAlias = Iterable[Worker | str | Source] | Worker | str | Source
+"""Workers, URLs of engines to be asked (http://…), and sources that list engines."""
+
+
+def split_engines(given: Engines) -> tuple[Iterable[Worker] | Worker, list[Source]]:
+    """Return the workers that are given, and the sources of all others; URLs become one source.
+
+    Any other value is left among the workers, for the subscriber to reject.
+
+    Raises:
+        ConfigurationError: a URL is invalid, or is given twice.
+
+    Examples:
+        >>> workers, sources = split_engines([Worker("a", "tcp://a:5557"), "http://b:8000"])
+        >>> [source.name for source in sources]
+        ['engine http://b:8000']
+    """
+    if isinstance(given, Source) or _is_url(given):
+        listed: list[Any] = [given]
+    elif isinstance(given, Worker | str | bytes | Mapping) or not isinstance(given, Iterable):
+        return cast("Worker", given), []
+    else:
+        listed = list(given)
+    urls = [entry for entry in listed if _is_url(entry)]
+    sources: list[Source] = [EngineSource(urls)] if urls else []
+    sources += [entry for entry in listed if isinstance(entry, Source)]
+    return [
+        entry for entry in listed if not isinstance(entry, Source) and not _is_url(entry)
+    ], sources
+
+
+def _is_url(given: object) -> bool:
+    return isinstance(given, str) and given.lower().startswith(("http://", "https://"))
+
+
+class _Fed(Protocol):
+    """A client, as far as discovery feeds it."""
+
+    def add(self, worker: Worker) -> None: ...
+
+    def remove(self, name: RankName) -> None: ...
+
+    def connected_ranks(self) -> Set[Rank]: ...
+
+    def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]: ...
+
+
+def follow_engines(
+    client: _Fed, sources: Iterable[Source], options: DiscoveryOptions | None
+) -> Discovery:
+    """Return a discovery that feeds a client, for as long as the client is referenced."""
+    held = weakref.ref(client)
+
+    def living() -> _Fed:
+        fed = held()
+        if fed is None:
+            raise ClosedError("the client was dropped")
+        return fed
+
+    def remove(engine: Engine) -> None:
+        name = engine.worker.name
+        ranks = [Rank(name, address.dp_rank) for address in engine.worker.publishers()]
+        for rank in ranks if engine.is_part else [name]:
+            try:
+                living().remove(rank)
+            except UnknownRankError:
+                pass  # another caller removed it
+
+    def is_alive(worker: str) -> bool:
+        return any(rank.worker == worker for rank in living().connected_ranks())
+
+    discovery = Discovery(
+        sources, lambda engine: living().add(engine.worker), remove, options, is_alive=is_alive
+    )
+    client.on_change(_asking_again(discovery))
+    weakref.finalize(client, discovery.end).atexit = False
+    return discovery
+
+
+def _asking_again(discovery: Discovery) -> Callable[[RankStatus], None]:
+    """Return a listener that asks an engine at once when it hangs up: its ports may change."""
+    met: set[Rank] = set()
+
+    def look(status: RankStatus) -> None:
+        if status.state is State.LIVE:
+            met.add(status.rank)
+        elif status.rank in met:
+            met.discard(status.rank)
+            discovery.refresh(status.rank.worker)
+
+    return look

@@ -13,7 +13,7 @@ import msgspec
 
 from kvindex.subscribe import Worker
 from kvindex.subscribe.discovery.engine import engine_name
-from kvindex.subscribe.discovery.targets import Target, Tell
+from kvindex.subscribe.discovery.targets import Notify, Target
 from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
@@ -147,34 +147,34 @@ class FollowedFile:
         self._is_asked = True  # to read it at once; true at first
         self._looked: object = self  # what the file looked like at the last look,
         self._same = 0  # and at how many looks before that
-        self._seen: object = self  # what it looked like when it was last read
+        self._read_state: object = self  # what it looked like when it was last read
         self._is_good = False  # whether it could be used then
 
     def read(self) -> Iterable[Target]:
         """Return the engines that the file lists now; `DiscoveryError` if it cannot be used."""
         raise NotImplementedError
 
-    def watch(self, tell: Tell) -> None:
-        """Call `tell` with the engines, and again after each change, until `close`.
+    def watch(self, notify: Notify) -> None:
+        """Call `notify` with the engines, and again after each change, until `close`.
 
         Raises:
             DiscoveryError: the file cannot be read or used.
         """
-        told = False  # by this call: a later call reports the engines again
+        notified = False  # by this call: a later call reports the engines again
         while not self._closed:
             self._wake.clear()
             looks, asked, self._is_asked = self._look(), self._is_asked, False
             self._same = self._same + 1 if looks == self._looked else 0
             self._looked = looks
-            is_changed = looks != self._seen and (asked or self._same >= _SETTLED)
-            if is_changed or (self._is_good and not told):
-                self._seen, self._is_good = looks, False
+            is_changed = looks != self._read_state and (asked or self._same >= _SETTLED)
+            if is_changed or (self._is_good and not notified):
+                self._read_state, self._is_good = looks, False
                 targets = self._read()
                 if looks == self._look():
-                    tell(targets)
-                    self._is_good = told = True
+                    notify(targets)
+                    self._is_good = notified = True
                 else:  # part of the content may be old: read it once more
-                    self._seen = self
+                    self._read_state = self
             self._wake.wait(self._interval)
 
     def look(self) -> None:
@@ -195,17 +195,17 @@ class FollowedFile:
     def _look(self) -> tuple[int, ...] | None:
         """Return a value that changes with the file's state, or None if there is no file."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read(self) -> Iterable[Target]:
         try:
             return self.read()
         except DiscoveryError as error:
             if error.reason == "unreachable" and self._looked is not None:
-                self._seen = self  # it is there: perhaps it can be read the next time
+                self._read_state = self  # it is there: perhaps it can be read the next time
             raise
 
 
@@ -267,10 +267,10 @@ class FileSource(FollowedFile):
         if self.path.suffix == ".toml":
             return _toml().loads(content.decode())
         if self.path.suffix == ".json":
-            found = msgspec.json.decode(content)
-            if not isinstance(found, list | dict):
+            listed = msgspec.json.decode(content)
+            if not isinstance(listed, list | dict):
                 raise ConfigurationError("expected a list or an object")
-            return found
+            return listed
         return [msgspec.json.decode(line) for line in content.splitlines() if line.strip()]
 
 

@@ -99,8 +99,8 @@ class KubeApi:
         items: list[Any] = []
         query = {"labelSelector": selector, "limit": str(_PAGE)}
         for _ in range(_MAX_PAGES):
-            found = self.get(f"{path}?{urlencode(query)}")
-            page, metadata = found.get("items"), found.get("metadata")
+            answer = self.get(f"{path}?{urlencode(query)}")
+            page, metadata = answer.get("items"), answer.get("metadata")
             if not isinstance(page, list) or not isinstance(metadata, Mapping):
                 raise self._error(path, "content", "answers no list")
             items += page
@@ -129,14 +129,14 @@ class KubeApi:
                 self._check(stream.status, path, stream.read(65_536))
             while line := stream.read_line(_MAX_EVENT, self._watch_seconds + _SLACK):
                 event = self._object(path, line)
-                kind, found = str(event.get("type")), event.get("object")
+                kind, changed = str(event.get("type")), event.get("object")
                 if kind == "ERROR":
-                    status = found if isinstance(found, Mapping) else {}
+                    status = changed if isinstance(changed, Mapping) else {}
                     code = status.get("code")
                     self._check(
                         code if isinstance(code, int) else 500, path, msgspec.json.encode(status)
                     )
-                yield kind, found
+                yield kind, changed
 
     def close(self) -> None:
         """End a watch that is under way, and all later ones. From any thread."""
@@ -160,19 +160,19 @@ class KubeApi:
     def _check(self, status: int, path: str, body: bytes) -> None:
         if 200 <= status < 300:
             return
-        said = _message(body)
+        message = _message(body)
         what = {401: "denied", 403: "denied", 410: "expired", 504: "timeout"}.get(status, "status")
         hint = ": the service account needs get, list and watch" if what == "denied" else ""
-        raise self._error(path, what, f"answers {status}{f' ({said})' if said else ''}{hint}")
+        raise self._error(path, what, f"answers {status}{f' ({message})' if message else ''}{hint}")
 
     def _object(self, path: str, body: bytes) -> Mapping[str, Any]:
         try:
-            found = msgspec.json.decode(body)
+            content = msgspec.json.decode(body)
         except (ValueError, RecursionError) as error:
             raise self._error(path, "content", f"answers no JSON ({error})") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise self._error(path, "content", "answers no object")
-        return found
+        return content
 
     def _error(self, path: str, reason: str, text: str) -> DiscoveryError:
         shown = path.partition("?")[0]

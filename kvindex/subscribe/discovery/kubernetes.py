@@ -5,27 +5,218 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from kvindex.subscribe.discovery.kube_api import KubeApi
-from kvindex.subscribe.discovery.pods import (
-    POOLS,
-    Pod,
-    PodRules,
-    pod_of,
-    pool_of,
-    rules_of,
-    targets_of,
-)
-from kvindex.subscribe.discovery.targets import Target, Tell
+from kvindex.subscribe.discovery.names import usual_worker
+from kvindex.subscribe.discovery.targets import Notify, Target
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 
-__all__ = ["KubernetesSource"]
+__all__ = ["KubernetesSource", "Pod", "PodRules", "pod_of", "pool_of", "rules_of", "targets_of"]
+
+POOLS = "/apis/inference.networking.k8s.io/v1"
+"""Where the API server has the pools of the Gateway API Inference Extension."""
+
+_MAX_PORTS = 8  # of an InferencePool, by its definition
+
+
+class PodRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engines in a pod are found.
+
+    Raises:
+        ConfigurationError: a port is invalid.
+
+    Attributes:
+        ports: of their HTTP servers, one for each engine; none: the container port that is called
+            `port_name`, else 8000.
+        port_name: a container port.
+        port_label: a label that has the port.
+        model_label: a label that has the name of the model.
+        events_port: where rank 0 publishes if the engine does not report it; None assumes nothing.
+        replay_port: where rank 0 then answers replay requests.
+        dp_size: number of ranks of such an engine.
+        routing_group: of all of them.
+        cache: what their events do not state.
+    """
+
+    ports: tuple[int, ...] = ()
+    port_name: str = "http"
+    port_label: str = ""
+    model_label: str = ""
+    events_port: int | None = 5557
+    replay_port: int | None = None
+    dp_size: int = 1
+    routing_group: str = "default"
+    cache: CacheSettings = CacheSettings()
+
+    def __post_init__(self) -> None:
+        for port in self.ports:
+            if _port(port) is None:
+                raise ConfigurationError(f"port {port!r} is no port")
+
+
+_PRESETS: Mapping[str, tuple[str, PodRules]] = {
+    "llm-d": (
+        "llm-d.ai/inference-serving=true",
+        PodRules(model_label="llm-d.ai/model"),
+    ),
+    "aibrix": (
+        "model.aibrix.ai/kv-events-enabled=true",
+        PodRules(
+            port_label="model.aibrix.ai/port",
+            model_label="model.aibrix.ai/name",
+            replay_port=5558,
+        ),
+    ),
+    "vllm-production-stack": (
+        "helm-release-name,model",
+        PodRules(port_name="container-port"),
+    ),
+}
+
+
+def rules_of(preset: str) -> tuple[str, PodRules]:
+    """Return the label selector and the rules of a system that deploys engines.
+
+    Raises:
+        ConfigurationError: no such preset.
+    """
+    if preset not in _PRESETS:
+        raise ConfigurationError(f"no preset {preset!r}: there are {', '.join(_PRESETS)}")
+    return _PRESETS[preset]
+
+
+class Pod(msgspec.Struct, frozen=True):
+    """The fields of a pod that discovery needs.
+
+    Attributes:
+        name: its name.
+        uid: differs for another pod of the same name.
+        address: its IP; "" while it has none.
+        is_ready: whether it is ready.
+        is_ending: whether it is being deleted, or has ended.
+        ports: its containers' ports, by name.
+        labels: its labels.
+    """
+
+    name: str
+    uid: str = ""
+    address: str = ""
+    is_ready: bool = False
+    is_ending: bool = False
+    ports: dict[str, int] = {}
+    labels: dict[str, str] = {}
+
+
+def pod_of(listed: Any) -> Pod:
+    """Return a pod of the API server's JSON.
+
+    Raises:
+        ValueError: it is no pod.
+    """
+    metadata, spec, status = (_part(listed, key) for key in ("metadata", "spec", "status"))
+    name = metadata.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError("a pod has no name")
+    conditions = [c for c in _list(status, "conditions") if isinstance(c, Mapping)]
+    containers = [c for c in _list(spec, "containers") if isinstance(c, Mapping)]
+    ports = [p for c in containers for p in _list(c, "ports") if isinstance(p, Mapping)]
+    labels = metadata.get("labels")
+    labels = labels if isinstance(labels, Mapping) else {}
+    return Pod(
+        name,
+        _text(metadata.get("uid")),
+        _text(status.get("podIP")),
+        any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions),
+        bool(metadata.get("deletionTimestamp")) or status.get("phase") in ("Failed", "Succeeded"),
+        {_text(p.get("name")): port for p in ports if (port := _port(p.get("containerPort")))},
+        {str(key): value for key, value in labels.items() if isinstance(value, str)},
+    )
+
+
+def pool_of(listed: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the label selector and the ports of an InferencePool.
+
+    Raises:
+        ValueError: it is no pool.
+
+    Examples:
+        >>> pool_of({"spec": {"selector": {"matchLabels": {"app": "vllm"}},
+        ...                   "targetPorts": [{"number": 8000}]}})
+        ('app=vllm', (8000,))
+    """
+    spec = _part(listed, "spec")
+    labels = _part(_part(spec, "selector"), "matchLabels")
+    if not labels or not all(isinstance(value, str) for value in labels.values()):
+        raise ValueError("its selector has no matchLabels")
+    numbers = [_port(_part({"p": p}, "p").get("number")) for p in _list(spec, "targetPorts")]
+    ports = tuple(number for number in numbers if number)[:_MAX_PORTS]
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items())), ports
+
+
+def targets_of(pod: Pod, rules: PodRules) -> Iterator[Target]:
+    """Yield the engines of a pod that has an address.
+
+    Raises:
+        ConfigurationError: its ports are invalid.
+    """
+    ports = _ports(pod, rules)
+    host = f"[{pod.address}]" if ":" in pod.address else pod.address
+    for place, port in enumerate(ports):
+        name = pod.name if len(ports) == 1 else f"{pod.name}:{port}"
+        worker = None
+        if rules.events_port is not None:
+            worker = usual_worker(
+                name,
+                pod.address,
+                rules.events_port,
+                rules.replay_port,
+                rules.dp_size,
+                rules.cache,
+                place * rules.dp_size,
+            )
+        yield Target(
+            name,
+            f"http://{host}:{port}",
+            worker,
+            pod.labels.get(rules.model_label, ""),
+            rules.routing_group,
+            pod.labels,
+            pod.uid,
+            rules.cache,
+        )
+
+
+def _ports(pod: Pod, rules: PodRules) -> Sequence[int]:
+    if rules.ports:
+        return rules.ports
+    labelled = pod.labels.get(rules.port_label, "") if rules.port_label else ""
+    if labelled.isascii() and labelled.isdigit() and (port := _port(int(labelled[:6]))):
+        return (port,)
+    return (pod.ports.get(rules.port_name, 8000),)
+
+
+def _part(whole: Any, key: str) -> Mapping[str, Any]:
+    part = whole.get(key) if isinstance(whole, Mapping) else None
+    return part if isinstance(part, Mapping) else {}
+
+
+def _list(whole: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = whole.get(key)
+    return value if isinstance(value, list) else ()
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _port(value: Any) -> int | None:
+    return value if isinstance(value, int) and 1 <= value <= 65_535 else None
 
 
 class KubernetesSource:
@@ -109,16 +300,16 @@ class KubernetesSource:
         self._pool = pool
         self.name = f"pods {f'of pool {pool}' if pool else self._selector} in {self.namespace}"
         self._pods: dict[str, Pod] = {}
-        self._told: tuple[Target, ...] | None = None
+        self._listed: tuple[Target, ...] | None = None
         self._closed = threading.Event()
         self._pause = 1.0  # seconds that a list or a watch takes at least
 
-    def watch(self, tell: Tell) -> None:
-        """Call `tell` with the pods' engines, and again whenever they change."""
+    def watch(self, notify: Notify) -> None:
+        """Call `notify` with the pods' engines, and again whenever they change."""
         while not self._closed.is_set():
             with self._paced():
                 try:
-                    self._list_and_follow(*self._present(), tell)
+                    self._list_and_follow(*self._present(), notify)
                 except DiscoveryError as error:
                     if self._closed.is_set():
                         return
@@ -130,12 +321,12 @@ class KubernetesSource:
         self._closed.set()
         self._api.close()
 
-    def _list_and_follow(self, selector: str, rules: PodRules, tell: Tell) -> None:
+    def _list_and_follow(self, selector: str, rules: PodRules, notify: Notify) -> None:
         """Receive all pods, and their changes, until other pods are selected."""
-        version = self._list(selector, rules, tell)
+        version = self._list(selector, rules, notify)
         while version and not self._closed.is_set():
             with self._paced():
-                version = self._follow(selector, rules, version, tell)
+                version = self._follow(selector, rules, version, notify)
             if self._pool and self._present() != (selector, rules):
                 return
 
@@ -163,36 +354,36 @@ class KubernetesSource:
     def _path(self) -> str:
         return f"/api/v1/namespaces/{self.namespace}/pods"
 
-    def _list(self, selector: str, rules: PodRules, tell: Tell) -> str:
+    def _list(self, selector: str, rules: PodRules, notify: Notify) -> str:
         """Receive all pods; return the version of the list."""
         items, version = self._api.list(self._path, selector)
         before, self._pods = self._pods, {}
         for item in items:
-            self._take("ADDED", item, before)
-        self._tell(rules, tell)
+            self._note("ADDED", item, before)
+        self._notify(rules, notify)
         return version
 
-    def _follow(self, selector: str, rules: PodRules, version: str, tell: Tell) -> str:
+    def _follow(self, selector: str, rules: PodRules, version: str, notify: Notify) -> str:
         """Receive changes until the watch ends; return the last version received.
 
         A broken watch is resumed at its last version.
         """
         reached = version
         try:
-            for kind, found in self._api.watch(self._path, selector, version):
+            for kind, changed in self._api.watch(self._path, selector, version):
                 if kind in ("ADDED", "MODIFIED", "DELETED"):
-                    self._take(kind, found, self._pods)
-                    self._tell(rules, tell)
-                reached = _version(found) or reached
+                    self._note(kind, changed, self._pods)
+                    self._notify(rules, notify)
+                reached = _version(changed) or reached
         except DiscoveryError as error:
             # It made progress: the next watch goes on there, at once. If not, there is a pause.
             if error.reason not in ("unreachable", "timeout") or reached == version:
                 raise
         return reached
 
-    def _take(self, kind: str, found: Any, before: Mapping[str, Pod]) -> None:
+    def _note(self, kind: str, listed: Any, before: Mapping[str, Pod]) -> None:
         try:
-            pod = pod_of(found)
+            pod = pod_of(listed)
         except ValueError as error:
             raise self._odd(str(error)) from None
         known = before.get(pod.name)
@@ -203,7 +394,7 @@ class KubernetesSource:
         else:
             self._pods[pod.name] = pod
 
-    def _tell(self, rules: PodRules, tell: Tell) -> None:
+    def _notify(self, rules: PodRules, notify: Notify) -> None:
         try:
             targets = tuple(
                 target
@@ -212,15 +403,15 @@ class KubernetesSource:
             )
         except ConfigurationError as error:
             raise self._odd(str(error)) from None
-        if targets != self._told:
-            self._told = targets
-            tell(targets)
+        if targets != self._listed:
+            self._listed = targets
+            notify(targets)
 
     def _odd(self, text: str) -> DiscoveryError:
         return DiscoveryError(f"{self._api.url}: {text}", url=self._api.url, reason="content")
 
 
-def _version(found: Any) -> str:
-    metadata = found.get("metadata") if isinstance(found, Mapping) else None
+def _version(listed: Any) -> str:
+    metadata = listed.get("metadata") if isinstance(listed, Mapping) else None
     version = metadata.get("resourceVersion") if isinstance(metadata, Mapping) else None
     return version if isinstance(version, str) else ""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from kvindex.subscribe import Worker
-from kvindex.subscribe.discovery.reach import with_host
-from kvindex.subscribe.discovery.targets import Target, Tell
+from kvindex.subscribe.discovery.answers import with_host
+from kvindex.subscribe.discovery.targets import Notify, Target
 from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
@@ -82,20 +82,20 @@ class DnsSource:
         self._closed = threading.Event()
         tuple(self._targets(["127.0.0.1"]))  # rejects invalid ports
 
-    def watch(self, tell: Tell) -> None:
-        """Call `tell` with the engines at the name's addresses, and again whenever they change."""
-        told: tuple[Target, ...] | None = None
+    def watch(self, notify: Notify) -> None:
+        """Call `notify` with the engines at the name's addresses, and again when they change."""
+        listed: tuple[Target, ...] | None = None
         while not self._closed.is_set():
             try:
-                found = sorted(set(self._look_up(self._host)))
+                addresses = sorted(set(self._look_up(self._host)))
             except (OSError, UnicodeError) as error:
                 raise DiscoveryError(
                     f"{self._host} cannot be looked up ({error})", url=self._host, reason="name"
                 ) from None
-            targets = tuple(self._targets(found))
-            if targets != told:
-                told = targets
-                tell(targets)
+            targets = tuple(self._targets(addresses))
+            if targets != listed:
+                listed = targets
+                notify(targets)
             self._closed.wait(self._interval)
 
     def close(self) -> None:
@@ -148,5 +148,5 @@ def usual_worker(
 
 
 def _addresses(host: str) -> list[str]:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in known]

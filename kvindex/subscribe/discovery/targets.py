@@ -1,4 +1,4 @@
-"""The targets that sources list, and the engines found there."""
+"""The targets that sources list, the engines discovered there, and what differs between two."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
-from kvindex.subscribe import Worker
+from kvindex.subscribe import PublisherAddress, Worker
 from kvindex.wire import CacheSettings
 
-__all__ = ["Found", "Source", "Target", "Tell"]
+__all__ = [
+    "Engine",
+    "Notify",
+    "Source",
+    "Target",
+    "described",
+    "is_other",
+    "part_of",
+    "place_of",
+    "ranks_of",
+    "with_ranks",
+]
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -44,14 +55,14 @@ class Target(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.name}: give a URL or a worker")
 
 
-class Found(msgspec.Struct, frozen=True):
+class Engine(msgspec.Struct, frozen=True):
     """An engine to subscribe to, or ranks of one.
 
     Attributes:
         worker: the engine and where its ranks publish.
         model: the model that it serves; "" if unknown.
         routing_group: separates deployments of one model.
-        engine: the URL of its HTTP server, or None.
+        url: of its HTTP server, or None.
         labels: further facts that the source lists.
         source: the source that listed it.
         is_part: whether these are only some of the worker's ranks: it grows or shrinks by them.
@@ -60,14 +71,14 @@ class Found(msgspec.Struct, frozen=True):
     worker: Worker
     model: str = ""
     routing_group: str = "default"
-    engine: str | None = None
+    url: str | None = None
     labels: dict[str, str] = {}
     source: str = ""
     is_part: bool = False
 
 
-Tell: TypeAlias = Callable[[Iterable[Target]], None]
-"""Takes all engines that a source knows of now, from the thread that called `Source.watch`."""
+Notify: TypeAlias = Callable[[Iterable[Target]], None]
+"""Receives all engines that a source lists now, from the thread that called `Source.watch`."""
 
 
 @runtime_checkable
@@ -86,8 +97,8 @@ class Source(Protocol):
     @property
     def is_certain(self) -> bool: ...
 
-    def watch(self, tell: Tell) -> None:
-        """Call `tell` with all engines, and again whenever they change, until `close`.
+    def watch(self, notify: Notify) -> None:
+        """Call `notify` with all engines, and again whenever they change, until `close`.
 
         Raises:
             DiscoveryError: it cannot list them now; its last list stays valid, and the source is
@@ -96,3 +107,59 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Have `watch` return, now and whenever it is called. From any thread; idempotent."""
+
+
+# Two reports on one engine -----------------------------------------------------------------------
+
+
+def place_of(target: Target) -> str:
+    """Return a text that differs when another engine has come under a name."""
+    return f"{target.url} {target.version}"
+
+
+def ranks_of(engine: Engine | None) -> dict[int, PublisherAddress]:
+    """Return where each rank publishes."""
+    return {} if engine is None else {a.dp_rank: a for a in engine.worker.publishers()}
+
+
+def is_other(before: Engine, latest: Engine) -> bool:
+    """Return whether more has changed than ranks that have come or gone."""
+    old, new = ranks_of(before), ranks_of(latest)
+    is_moved = any(old[rank] != new[rank] for rank in old.keys() & new.keys())
+    return (
+        is_moved
+        or not old.keys() & new.keys()
+        or _settings(before) != _settings(latest)
+        or (before.model, before.routing_group) != (latest.model, latest.routing_group)
+    )
+
+
+def _settings(engine: Engine) -> tuple[object, ...]:
+    worker = engine.worker
+    return worker.topic, worker.bind, worker.curve, worker.cache
+
+
+def with_ranks(engine: Engine, addresses: Iterable[PublisherAddress]) -> Engine:
+    """Return the same engine with these ranks."""
+    kept = sorted(addresses, key=lambda address: address.dp_rank)
+    replays = {a.dp_rank: a.replay for a in kept if a.replay is not None}
+    worker = msgspec.structs.replace(
+        engine.worker,
+        endpoint={address.dp_rank: address.endpoint for address in kept},
+        replay=replays if len(replays) == len(kept) else None,
+        dp_size=None,
+    )
+    return msgspec.structs.replace(engine, worker=worker)
+
+
+def part_of(engine: Engine, addresses: Iterable[PublisherAddress]) -> Engine:
+    """Return these ranks of an engine."""
+    return msgspec.structs.replace(with_ranks(engine, addresses), is_part=True)
+
+
+def described(engine: Engine) -> str:
+    """Return an engine's description for a log line."""
+    addresses = engine.worker.publishers()
+    more = f" and {len(addresses) - 1} more ranks" if len(addresses) > 1 else ""
+    replay = "" if addresses[0].replay else ", without replay"
+    return f"{engine.worker.name} at {addresses[0].endpoint}{more}{replay} ({engine.source})"

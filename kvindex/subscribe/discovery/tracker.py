@@ -1,4 +1,4 @@
-"""What to do about engines that come, go, move, grow and fall silent.
+"""Decides which engines to ask, add and remove as they come, go, move, grow and fall silent.
 
 A state machine without threads, sockets or clocks: it receives the sources' lists and the engines'
 answers, and returns which engines to ask and which workers to add and to remove. Owned by the
@@ -15,7 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from kvindex.subscribe import Worker
-from kvindex.subscribe.discovery.comparing import (
+from kvindex.subscribe.discovery.engine import EngineReport
+from kvindex.subscribe.discovery.targets import (
+    Engine,
+    Target,
     described,
     is_other,
     part_of,
@@ -23,8 +26,6 @@ from kvindex.subscribe.discovery.comparing import (
     ranks_of,
     with_ranks,
 )
-from kvindex.subscribe.discovery.engine import EngineReport
-from kvindex.subscribe.discovery.targets import Found, Target
 from kvindex.wire.errors import DiscoveryError
 
 __all__ = ["MAX_ENGINES", "Step", "Tracker"]
@@ -32,7 +33,7 @@ __all__ = ["MAX_ENGINES", "Step", "Tracker"]
 logger = logging.getLogger("kvindex.subscribe.discovery")
 
 MAX_ENGINES = 4096
-"""Most engines that are followed; further ones are refused, and said to be."""
+"""Most engines that are followed; further engines are refused, with a log line."""
 
 _FIRST_RETRY = 1.0  # seconds until an engine that did not answer is asked again; then it doubles
 
@@ -41,7 +42,7 @@ class Step(msgspec.Struct, frozen=True):
     """One thing to do: add these ranks, or remove them."""
 
     do: Literal["add", "remove"]
-    found: Found
+    engine: Engine
 
 
 class _Source(msgspec.Struct):
@@ -50,25 +51,25 @@ class _Source(msgspec.Struct):
     is_certain: bool
     targets: tuple[Target, ...] | None = None
     error: str = ""
-    told: int = 0
+    reports: int = 0
     failures: int = 0
 
 
-class _Engine(msgspec.Struct):
+class _Followed(msgspec.Struct):
     """One engine that is followed."""
 
     target: Target
     source: str
     ask_at: float
     is_asking: bool = False
-    found: Found | None = None  # the engine that was to be added
-    found_at: str = ""  # the target's URL and version then
+    subscribed: Engine | None = None  # the engine that was to be added
+    place: str = ""  # the target's URL and version then
     is_added: bool = False  # whether it was
     answered_at: float | None = None
     absent_since: float | None = None
     failures: int = 0
     reason: str = "was not asked yet"
-    said: str = ""  # the last log line about it
+    logged: str = ""  # the last log line about it
     look_at: float = 0.0  # before this it is not forgotten
     missing: frozenset[int] = frozenset()  # ranks that the last answer lacks
 
@@ -94,7 +95,7 @@ class Tracker:
         jitter: Callable[[], float],
     ) -> None:
         self._sources = {name: _Source(is_certain) for name, is_certain in sources}
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, _Followed] = {}
         self._interval = interval
         self._forget_after = forget_after
         self._is_alive = is_alive
@@ -107,11 +108,11 @@ class Tracker:
 
     # What happens -----------------------------------------------------------------------------
 
-    def told(self, source: str, targets: Iterable[Target], now: float) -> None:
+    def listed(self, source: str, targets: Iterable[Target], now: float) -> None:
         """Receive all engines that a source lists."""
         state = self._sources[source]
         state.targets, state.error = tuple(targets), ""
-        state.told += 1
+        state.reports += 1
         wanted = self._wanted()
         for name, engine in list(self._engines.items()):
             if name not in wanted:
@@ -119,7 +120,7 @@ class Tracker:
         for name, (owner, target) in wanted.items():
             known = self._engines.get(name)
             if known is None:
-                self._engines[name] = known = _Engine(target, owner, now)
+                self._engines[name] = known = _Followed(target, owner, now)
                 if not target.url:
                     self._accept(known, target.worker, now)
             else:
@@ -144,14 +145,14 @@ class Tracker:
         except DiscoveryError as error:
             self._unanswered(engine, error, now)
             return
-        if engine.failures and engine.said:
+        if engine.failures and engine.logged:
             logger.info("%s: answers again", target.name)
-            engine.said = ""
+            engine.logged = ""
         engine.answered_at, engine.failures = now, 0
         engine.ask_at = now + self._interval * (0.9 + 0.2 * self._jitter())
         notes = "; ".join(report.notes)
         if notes:
-            self._say(engine, logging.WARNING, notes)
+            self._log_once(engine, logging.WARNING, notes)
         engine.reason = notes
         self._accept(engine, worker, now, report.model)
 
@@ -161,26 +162,28 @@ class Tracker:
         if engine is not None:
             self._unanswered(engine, error, now)
 
-    def done(self, step: Step) -> None:
+    def carried_out(self, step: Step) -> None:
         """Note that a step was taken."""
-        engine = self._engines.get(step.found.worker.name)
+        engine = self._engines.get(step.engine.worker.name)
         if engine is not None and step.do == "add":
             engine.is_added = True
         self.counters["added" if step.do == "add" else "removed"] += 1
 
     def refused(self, step: Step, reason: str, now: float) -> None:
         """Note that ranks could not be added; the next answer tries again."""
-        engine = self._engines.get(step.found.worker.name)
+        engine = self._engines.get(step.engine.worker.name)
         if engine is None or step.do == "remove":
-            logger.warning("%s could not be removed: %s", step.found.worker.name, reason)
+            logger.warning("%s could not be removed: %s", step.engine.worker.name, reason)
             return
-        added = {address.dp_rank for address in step.found.worker.publishers()}
-        kept = [a for a in ranks_of(engine.found).values() if a.dp_rank not in added]
-        engine.found = with_ranks(engine.found, kept) if engine.found and kept else None
-        engine.is_added = engine.found is not None
+        added = {address.dp_rank for address in step.engine.worker.publishers()}
+        kept = [a for a in ranks_of(engine.subscribed).values() if a.dp_rank not in added]
+        engine.subscribed = (
+            with_ranks(engine.subscribed, kept) if engine.subscribed and kept else None
+        )
+        engine.is_added = engine.subscribed is not None
         engine.reason = f"cannot be added: {reason}"
         engine.ask_at = now + self._interval
-        self._say(engine, logging.ERROR, engine.reason)
+        self._log_once(engine, logging.ERROR, engine.reason)
 
     def refresh(self, worker: str | None, now: float) -> None:
         """Ask one engine again at once, or every engine."""
@@ -209,7 +212,7 @@ class Tracker:
         for name, engine in list(self._engines.items()):
             if now < self._forget_at(engine):
                 continue
-            if engine.found is not None and self._is_alive(name):
+            if engine.subscribed is not None and self._is_alive(name):
                 engine.look_at = now + self._interval
             else:
                 self._forget(name, engine)
@@ -223,7 +226,7 @@ class Tracker:
             times.append(self._forget_at(engine))
         return min(times)
 
-    def take(self) -> list[Step]:
+    def take_steps(self) -> list[Step]:
         """Return the steps that are due, in order, each once."""
         steps, self._steps = self._steps, []
         return steps
@@ -233,7 +236,7 @@ class Tracker:
     def missing(self) -> dict[str, str]:
         """Return the sources, then the engines, that are not subscribed to yet, and why."""
         missing = {
-            name: source.error or "has not told which engines there are yet"
+            name: source.error or "has not listed its engines yet"
             for name, source in self._sources.items()
             if source.targets is None
         }
@@ -247,7 +250,7 @@ class Tracker:
         sources = {
             name: {
                 "engines": len(source.targets or ()),
-                "told": source.told,
+                "reports": source.reports,
                 "failures": source.failures,
                 "error": source.error or None,
             }
@@ -257,9 +260,9 @@ class Tracker:
             name: {
                 "source": engine.source,
                 "url": engine.target.url or None,
-                "ranks": len(ranks_of(engine.found)),
+                "ranks": len(ranks_of(engine.subscribed)),
                 "is_added": engine.is_added,
-                "model": engine.found.model if engine.found else engine.target.model,
+                "model": engine.subscribed.model if engine.subscribed else engine.target.model,
                 "answered": None if engine.answered_at is None else now - engine.answered_at,
                 "failures": engine.failures,
                 "reason": engine.reason or None,
@@ -279,7 +282,7 @@ class Tracker:
             for target in state.targets or ():
                 if target.name in wanted:
                     first = wanted[target.name][0]
-                    refused[f"{source} {target.name}"] = f"{first} tells of that name already"
+                    refused[f"{source} {target.name}"] = f"{first} lists that name already"
                 elif len(wanted) >= MAX_ENGINES:
                     refused[source] = f"more than {MAX_ENGINES} engines"
                 else:
@@ -289,7 +292,7 @@ class Tracker:
         self._refused = refused
         return wanted
 
-    def _change(self, engine: _Engine, owner: str, target: Target, now: float) -> None:
+    def _change(self, engine: _Followed, owner: str, target: Target, now: float) -> None:
         before, engine.target, engine.source = engine.target, target, owner
         engine.absent_since = None
         if place_of(before) != place_of(target):
@@ -298,34 +301,34 @@ class Tracker:
         if not target.url and before != target:
             self._accept(engine, target.worker, now)
 
-    def _leave(self, name: str, engine: _Engine, now: float) -> None:
+    def _leave(self, name: str, engine: _Followed, now: float) -> None:
         if self._sources[engine.source].is_certain:
-            self._drop(name, engine, f"{engine.source} no longer tells of it")
+            self._drop(name, engine, f"{engine.source} no longer lists it")
         elif engine.absent_since is None:
             engine.absent_since = now
 
-    def _drop(self, name: str, engine: _Engine, why: str) -> None:
+    def _drop(self, name: str, engine: _Followed, why: str) -> None:
         del self._engines[name]
-        if engine.found is not None:
-            self._steps.append(Step("remove", engine.found))
+        if engine.subscribed is not None:
+            self._steps.append(Step("remove", engine.subscribed))
             logger.info("removes %s: %s", name, why)
 
-    def _forget_at(self, engine: _Engine) -> float:
+    def _forget_at(self, engine: _Followed) -> float:
         """Return when an engine will have been silent, or not listed, for too long."""
         since = engine.absent_since
-        if since is None and engine.failures and engine.found is not None:
+        if since is None and engine.failures and engine.subscribed is not None:
             since = engine.answered_at  # if it never answered, its source alone counts
         return math.inf if since is None else max(since + self._forget_after, engine.look_at)
 
-    def _forget(self, name: str, engine: _Engine) -> None:
+    def _forget(self, name: str, engine: _Followed) -> None:
         self.counters["forgotten"] += 1
         if engine.absent_since is not None:
             self._drop(
-                name, engine, f"{engine.source} has not told of it for {self._forget_after:g} s"
+                name, engine, f"{engine.source} has not listed it for {self._forget_after:g} s"
             )
-        elif engine.found is not None:
-            self._steps.append(Step("remove", engine.found))
-            engine.found, engine.is_added = None, False
+        elif engine.subscribed is not None:
+            self._steps.append(Step("remove", engine.subscribed))
+            engine.subscribed, engine.is_added = None, False
             logger.warning(
                 "removes %s until it answers again, after %g s: %s",
                 name,
@@ -333,7 +336,7 @@ class Tracker:
                 engine.reason,
             )
 
-    def _asked(self, target: Target) -> _Engine | None:
+    def _asked(self, target: Target) -> _Followed | None:
         """Return the engine that was asked, unless it has changed meanwhile."""
         engine = self._engines.get(target.name)
         if engine is None or place_of(engine.target) != place_of(target):
@@ -341,27 +344,29 @@ class Tracker:
         engine.is_asking = False
         return engine
 
-    def _unanswered(self, engine: _Engine, error: DiscoveryError, now: float) -> None:
+    def _unanswered(self, engine: _Followed, error: DiscoveryError, now: float) -> None:
         target = engine.target
         self.counters["unanswered"] += 1
         engine.reason = str(error)
         wait = min(self._interval, _FIRST_RETRY * 2 ** min(engine.failures, 16))
         engine.failures += 1
         engine.ask_at = now + wait * (0.9 + 0.2 * self._jitter())
-        is_known = engine.found is not None and engine.found_at == place_of(target)
+        is_known = engine.subscribed is not None and engine.place == place_of(target)
         if is_known:
             if error.reason != "unsaid":
-                self._say(engine, logging.WARNING, f"{error}; what is known of it is kept")
+                self._log_once(engine, logging.WARNING, f"{error}; what is known of it is kept")
         elif target.worker is not None and error.reason != "off":
-            self._say(engine, logging.INFO, f"{error}; its usual ports are assumed")
+            self._log_once(engine, logging.INFO, f"{error}; its usual ports are assumed")
             self._accept(engine, target.worker, now)
         else:
-            self._say(engine, logging.WARNING, str(error))
-            if engine.found is not None:  # of an earlier engine of this name
-                self._steps.append(Step("remove", engine.found))
-                engine.found, engine.is_added = None, False
+            self._log_once(engine, logging.WARNING, str(error))
+            if engine.subscribed is not None:  # of an earlier engine of this name
+                self._steps.append(Step("remove", engine.subscribed))
+                engine.subscribed, engine.is_added = None, False
 
-    def _accept(self, engine: _Engine, worker: Worker | None, now: float, model: str = "") -> None:
+    def _accept(
+        self, engine: _Followed, worker: Worker | None, now: float, model: str = ""
+    ) -> None:
         """Set an engine's ranks."""
         assert worker is not None  # a target has a URL or a worker
         target = engine.target
@@ -369,58 +374,62 @@ class Tracker:
             worker = msgspec.structs.replace(worker, name=target.name)
         if not target.url:
             engine.ask_at, engine.reason = math.inf, ""
-        was_here = engine.found is not None and engine.found_at == place_of(target)
-        found = Found(
+        was_here = engine.subscribed is not None and engine.place == place_of(target)
+        latest = Engine(
             worker,
-            target.model or model or (engine.found.model if engine.found and was_here else ""),
+            target.model
+            or model
+            or (engine.subscribed.model if engine.subscribed and was_here else ""),
             target.routing_group,
             target.url or None,
             target.labels,
             engine.source,
         )
-        before, engine.found, engine.found_at = engine.found, found, place_of(target)
+        before, engine.subscribed, engine.place = engine.subscribed, latest, place_of(target)
         if before is None:
-            self._steps.append(Step("add", found))
-            logger.info("adds %s", described(found))
-        elif is_other(before, found):
-            self._move(engine, before, found)
+            self._steps.append(Step("add", latest))
+            logger.info("adds %s", described(latest))
+        elif is_other(before, latest):
+            self._move(engine, before, latest)
         else:
-            self._resize(engine, before, found, now)
+            self._resize(engine, before, latest, now)
 
-    def _move(self, engine: _Engine, before: Found, found: Found) -> None:
+    def _move(self, engine: _Followed, before: Engine, latest: Engine) -> None:
         self.counters["moved"] += 1
         engine.is_added = False
-        self._steps += [Step("remove", before), Step("add", found)]
+        self._steps += [Step("remove", before), Step("add", latest)]
         logger.info(
-            "removes %s and adds it anew: it has changed to %s", found.worker.name, described(found)
+            "removes %s and adds it anew: it has changed to %s",
+            latest.worker.name,
+            described(latest),
         )
 
-    def _resize(self, engine: _Engine, before: Found, found: Found, now: float) -> None:
+    def _resize(self, engine: _Followed, before: Engine, latest: Engine, now: float) -> None:
         """Add the ranks that have come, and remove those that two answers running lack."""
-        old, new = ranks_of(before), ranks_of(found)
+        old, new = ranks_of(before), ranks_of(latest)
         gone = frozenset(old.keys() - new.keys())
         if gone and gone != engine.missing and engine.target.url:
             engine.missing = gone
             engine.ask_at = min(engine.ask_at, now + _FIRST_RETRY)
             new |= {rank: old[rank] for rank in gone}
-            engine.found = with_ranks(found, new.values())
+            engine.subscribed = with_ranks(latest, new.values())
             gone = frozenset()
         else:
             engine.missing = frozenset()
         come = [new[rank] for rank in sorted(new.keys() - old.keys())]
         if come:
             self.counters["grown"] += 1
-            self._steps.append(Step("add", part_of(found, come)))
-            logger.info("adds dp_ranks %s of %s", [a.dp_rank for a in come], found.worker.name)
+            self._steps.append(Step("add", part_of(latest, come)))
+            logger.info("adds dp_ranks %s of %s", [a.dp_rank for a in come], latest.worker.name)
         if gone:
             self.counters["shrunk"] += 1
             self._steps.append(
                 Step("remove", part_of(before, [old[rank] for rank in sorted(gone)]))
             )
-            logger.info("removes dp_ranks %s of %s", sorted(gone), found.worker.name)
+            logger.info("removes dp_ranks %s of %s", sorted(gone), latest.worker.name)
 
-    def _say(self, engine: _Engine, level: int, text: str) -> None:
+    def _log_once(self, engine: _Followed, level: int, text: str) -> None:
         """Log a line about an engine, unless it was the last line about it."""
-        if text != engine.said:
-            engine.said = text
+        if text != engine.logged:
+            engine.logged = text
             logger.log(level, "%s: %s", engine.target.name, text)

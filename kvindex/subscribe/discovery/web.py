@@ -20,13 +20,13 @@ import msgspec
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 from kvindex.wire.forks import close_in_children
 
-__all__ = ["MAX_ANSWER", "Answer", "Web", "split_url"]
+__all__ = ["MAX_ANSWER", "HttpReply", "Web", "split_url"]
 
 MAX_ANSWER: Final = 8 << 20
 """Most bytes of one answer. SGLang's `/server_info` is the longest of an engine, with 20 kB."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class HttpReply(msgspec.Struct, frozen=True):
     """A server's answer: the HTTP status and the body."""
 
     status: int
@@ -101,7 +101,7 @@ class Web:
             self._tls = None
         self.port = parts.port or (443 if self._tls else 80)
 
-    def get(self, path: str, timeout: float, *, limit: int = MAX_ANSWER) -> Answer:
+    def get(self, path: str, timeout: float, *, limit: int = MAX_ANSWER) -> HttpReply:
         """Return what the server answers at a path, whatever its status.
 
         Args:
@@ -123,7 +123,7 @@ class Web:
         *,
         headers: Mapping[str, str] | None = None,
         limit: int = MAX_ANSWER,
-    ) -> Answer:
+    ) -> HttpReply:
         """Return what the server answers to a JSON body; otherwise as `get`.
 
         Args:
@@ -139,12 +139,12 @@ class Web:
         named = {"Content-Type": "application/json", **(headers or {})}
         return self._whole(path, self._opened("POST", path, timeout, body, named), limit)
 
-    def _whole(self, path: str, answer: Stream, limit: int) -> Answer:
+    def _whole(self, path: str, answer: Stream, limit: int) -> HttpReply:
         with answer as stream:
             body = stream.read(limit + 1)
         if len(body) > limit:
             raise self._error(path, "content", f"answers more than {limit} bytes")
-        return Answer(stream.status, body)
+        return HttpReply(stream.status, body)
 
     def open(self, path: str, timeout: float) -> Stream:
         """Return an answer whose body can be read as it comes; the caller closes it.
@@ -195,7 +195,7 @@ class Web:
         return connection.getresponse()
 
     def _explain(self, path: str, error: Exception, timeout: float) -> DiscoveryError:
-        reason, text = _told(error, timeout)
+        reason, text = _cause(error, timeout)
         return self._error(path, reason, text)
 
     def _error(self, path: str, reason: str, text: str) -> DiscoveryError:
@@ -350,7 +350,7 @@ _CAUSES: Mapping[type[Exception], tuple[str, str]] = {
 }
 
 
-def _told(error: Exception, timeout: float) -> tuple[str, str]:
+def _cause(error: Exception, timeout: float) -> tuple[str, str]:
     """Return the reason of a failure in a word, and as text for people."""
     if isinstance(error, http.client.RemoteDisconnected | http.client.IncompleteRead):
         return "unreachable", "hangs up before the whole answer"

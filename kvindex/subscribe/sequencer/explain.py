@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from kvindex.subscribe.sequencer.applied import Applied
-from kvindex.subscribe.sequencer.held import Held
+from kvindex.subscribe.sequencer.batches import Applied
+from kvindex.subscribe.sequencer.machine import Machine
 from kvindex.subscribe.sequencer.repair import Repair
 from kvindex.subscribe.sequencer.values import State
 
 __all__ = ["explain"]
 
 
-def explain(
-    state: State,
-    applied: Applied,
-    held: Held,
-    repair: Repair | None,
-    *,
-    now: float,
-    alive_at: float,
-    gap_due: float | None,
-) -> str:
-    """Return why a sequencer is not live and what it awaits; empty when it is live.
-
-    `alive_at` is when the publisher last gave a sign of life, `gap_due` when the hole in front is
-    given up without replay.
-    """
+def explain(machine: Machine, state: State) -> str:
+    """Return why a stream is not live and what it awaits; empty when it is live."""
+    applied, held, repair, now = machine.applied, machine.held, machine.repair, machine.now
     if state is State.CONNECTING:
         return "not connected" + (
             "" if applied.next_seq is None else f", next seq {applied.next_seq}"
@@ -32,17 +20,17 @@ def explain(
     if state is State.CLOSED:
         return "closed"
     if state is State.STALE:
-        return f"no proof of life for {now - alive_at:.1f} s"
+        return f"no proof of life for {now - machine.alive_at:.1f} s"
     if state is State.LIVE:
         if applied.unproven:
-            return "reconnected: the next batch tells whether it is the same publisher"
+            return "reconnected: the next batch shows whether it is the same publisher"
         return ""
     words = [_awaited(state, applied, held.hole_end)]
     if len(held):
         words.append(f"{len(held)} held")
     if repair is not None:
         words.append(_progress(repair, now))
-    elif gap_due is not None:
+    elif (gap_due := machine.gap_due) is not None:
         words.append(f"no replay, given up in {max(0.0, gap_due - now):.1f} s")
     return ", ".join(words)
 

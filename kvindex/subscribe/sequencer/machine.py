@@ -1,17 +1,17 @@
-"""The states of a stream, and the steps that lead from one to another.
+"""The states of a stream and the moves between them; every item and every request is made here.
 
-`live_batches` and `replies` decide; every item and every request is made here.
+Only this file changes a stream's state and its cursor (`applied`), except that `live_run` advances
+the cursor by a whole run. `repairing.py` and `sequencer.py` decide which move to make.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from random import Random
 
-from kvindex.subscribe.sequencer.applied import Applied
-from kvindex.subscribe.sequencer.config import SequencerConfig
-from kvindex.subscribe.sequencer.held import Held, HeldBatch
+from kvindex.subscribe.sequencer.batches import Applied, Held, HeldBatch
 from kvindex.subscribe.sequencer.repair import Purpose, Repair, Replay
 from kvindex.subscribe.sequencer.values import (
     MAX_COUNT,
@@ -19,39 +19,50 @@ from kvindex.subscribe.sequencer.values import (
     AskReplay,
     Batch,
     CloseReplay,
+    Cursor,
     RankBatch,
     RankLost,
     RankRestarted,
+    SequencerConfig,
     State,
 )
 from kvindex.wire.rank import Rank
 
 __all__ = ["Machine"]
 
+_MOVES: Mapping[State, tuple[State, ...]] = {
+    State.CONNECTING: (State.SYNCING, State.LIVE, State.CLOSED),
+    State.SYNCING: (State.LIVE, State.REPAIRING, State.CONNECTING, State.CLOSED),
+    State.LIVE: (State.SYNCING, State.REPAIRING, State.CONNECTING, State.CLOSED),
+    State.REPAIRING: (State.LIVE, State.SYNCING, State.CONNECTING, State.CLOSED),
+    State.CLOSED: (),
+}
+"""The states that may follow each state; `STALE` is `LIVE` to the machine."""
+
+_STATE_DURING: Mapping[Purpose, State] = {
+    Purpose.JOIN: State.SYNCING,
+    Purpose.PROVE: State.SYNCING,
+    Purpose.GAP: State.REPAIRING,
+    Purpose.PROBE: State.LIVE,
+}
+"""The state during a replay, by its purpose."""
+
 
 class Machine:
-    """Moves a stream from state to state, and makes its items.
+    """Moves a stream from state to state, and makes its items; the base of `Sequencer`.
 
     Attributes:
-        rank: whose stream it is.
-        now: the time of the latest entrance.
-        state: the state; silence aside.
-        applied: the delivered batches.
-        held: the batches that wait behind them.
+        held: the batches that wait behind the delivered ones.
         replay: the facts about the replay endpoint.
         repair: the replay that is under way, or None.
-        counters: what happened how often, by name.
-        out: the actions that the sequencer's owner is to carry out next.
-        refused: batches refused in a row for their age.
-        disconnected_at: when the connection broke last.
-
-    Owner: one sequencer.
+        now: the time of the latest entrance.
+        alive_at: when the publisher last gave a sign of life.
     """
 
-    def __init__(self, rank: Rank, config: SequencerConfig, now: float, random: Random) -> None:
+    def __init__(
+        self, rank: Rank, config: SequencerConfig, *, now: float, random: Random | None = None
+    ) -> None:
         self.rank = rank
-        self.now = now
-        self.state = State.CONNECTING
         self.applied = Applied(recent=config.recent)
         self.held = Held(
             max_batches=config.max_held,
@@ -62,24 +73,69 @@ class Machine:
         self.replay = Replay(config, now)
         self.repair: Repair | None = None
         self.counters: Counter[str] = Counter()
-        self.out: list[Action] = []
-        self.refused = 0
-        self.disconnected_at = -math.inf
-        self._policy = config.replay_policy
-        self._reset = config.on_loss == "reset"
-        self._random = random
+        self._config = config
+        self._random = Random() if random is None else random
+        self.now = now
+        self._state = State.CONNECTING
+        self._out: list[Action] = []  # what the owner is to carry out next
+        self.alive_at = now
+        self._stale = False
+        self._refused = 0  # batches refused in a row for their age
+        self._disconnected_at = -math.inf
+
+    # Questions --------------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> bool:
+        """Whether batches are missing, or may be."""
+        return bool(self.held) or self.replay.wanted or self.applied.unproven
+
+    @property
+    def awaits_replay(self) -> bool:
+        """Whether only batches that replay contains may be delivered for now."""
+        repair = self.repair
+        syncing = self._state is State.SYNCING and repair is not None and repair.request is not None
+        return self.replay.usable and (syncing or self.applied.start_in_doubt)
+
+    @property
+    def gap_due(self) -> float | None:
+        """Without replay: when the hole in front is given up; None while nothing waits behind one.
+
+        No batch waits for longer than a time-out, however many holes are in front of it.
+        """
+        if self._state is not State.REPAIRING or self.replay.usable or self.applied.unproven:
+            return None
+        since = self.held.waiting_since
+        return None if since is None else since + self._config.replay_policy.timeout
+
+    # From state to state ----------------------------------------------------------------------
+
+    def _be(self, state: State) -> None:
+        assert state is self._state or state in _MOVES[self._state], (self._state, state)
+        self._state = state
+
+    def go_on_from(self, cursor: Cursor | None, refusal: str) -> None:
+        """Stand at a cursor until the publisher proves to be the same; or begin a new epoch."""
+        if cursor is None or refusal:
+            self.counters["resumes_refused"] += 1
+            self.counters[f"refused_{refusal}"] += 1
+            self.applied.epoch = 0 if cursor is None else cursor.epoch
+            self.restart(refusal)
+        else:
+            self.counters["resumed"] += 1
+            self.applied.resume(cursor)
 
     def disconnect(self) -> None:
         """Be CONNECTING again; the next publisher may be another one."""
         self.counters["disconnects"] += 1
-        self.disconnected_at = self.now
+        self._disconnected_at = self.now
         self.abandon_repair()
         self.replay.forget_pair()
         if not self.replay.usable:
             # The missing batches were on their way over the broken connection: the gap stays.
             self.lose_all_gaps("gap_without_replay")
         self.applied.start_in_doubt = True
-        self.state = State.CONNECTING
+        self._be(State.CONNECTING)
         if self.applied.seq is None:
             # Later nothing shows whether these are the next publisher's.
             self.counters["held_dropped"] += self.held.clear()
@@ -98,7 +154,7 @@ class Machine:
         self._begin_epoch(reason, trigger)
         if trigger is not None:
             self.hold(trigger)
-        if self.state is State.CONNECTING:
+        if self._state is State.CONNECTING:
             return
         if self.replay.exists and resync:
             self.begin(Purpose.JOIN)
@@ -115,11 +171,11 @@ class Machine:
             self.held.discard(lambda entry: entry.batch.ts < oldest)
         self.held.forget_losses()
         self.applied.restart(trigger)
-        self.refused = 0
+        self._refused = 0
         self.replay.wanted = self.replay.paired = False
         if self.replay.keeps is False:
             self.replay.keeps = None
-        self.out.append(RankRestarted(self.rank, self.applied.epoch, reason))
+        self._out.append(RankRestarted(self.rank, self.applied.epoch, reason))
 
     def disown_replay(self) -> None:
         """Go on with the live batches alone: the replay is another publisher's."""
@@ -128,7 +184,7 @@ class Machine:
         self.replay.disown(foreign=True)
         self.held.discard(lambda entry: entry.confirmed)
         # Only a replay could prove that an earlier connection's batches are the same publisher's.
-        broke_at = self.disconnected_at
+        broke_at = self._disconnected_at
         self.counters["held_dropped"] += self.held.discard(lambda e: e.arrived_at <= broke_at)
         first = self.held.first
         entry = None if first is None else self.held.get(first)
@@ -141,11 +197,8 @@ class Machine:
 
     def begin(self, purpose: Purpose) -> None:
         """Begin a repair."""
-        self.repair = Repair(purpose, self._policy, self.applied)
-        if purpose is Purpose.GAP:
-            self.state = State.REPAIRING
-        elif purpose is not Purpose.PROBE:
-            self.state = State.SYNCING
+        self.repair = Repair(purpose, self._config.replay_policy, self.applied)
+        self._be(_STATE_DURING[purpose])
         self.ask(self.repair)
 
     def notice_gap(self) -> None:
@@ -153,9 +206,9 @@ class Machine:
         if not (self.held or self.replay.wanted):
             return
         if not self.replay.usable:
-            if self.state is not State.REPAIRING and self.held:
+            if self._state is not State.REPAIRING and self.held:
                 self.counters["gaps"] += 1
-                self.state = State.REPAIRING
+                self._be(State.REPAIRING)
                 if self.replay.foreign:
                     self.abandon_repair()  # a probe, which must not delay the end of the gap
         elif self.repair is None:
@@ -164,25 +217,25 @@ class Machine:
         elif self.repair.purpose is Purpose.PROBE:
             self.counters["gaps"] += 1
             self.repair.purpose = Purpose.GAP
-            self.state = State.REPAIRING
+            self._be(State.REPAIRING)
 
     def after_advance(self) -> None:
         """Be live again as soon as a gap has closed; the open request goes on as a probe."""
         repair = self.repair
         if repair is None:
-            if self.state is State.REPAIRING and not len(self.held):
+            if self._state is State.REPAIRING and not len(self.held):
                 self.go_live()
         elif repair.purpose is Purpose.GAP and not repair.until_end and not self.missing:
             if repair.request is None:
                 self.go_live()
             else:
                 repair.purpose = Purpose.PROBE
-                self.state = State.LIVE
+                self._be(State.LIVE)
 
     def go_live(self) -> None:
         """End the repair; deliver the batches that follow; look for a further gap."""
         self.abandon_repair()
-        self.state = State.LIVE
+        self._be(State.LIVE)
         if self.applied.unproven and (first := self.held.first) is not None:
             entry = self.held.get(first)
             assert entry is not None
@@ -195,32 +248,27 @@ class Machine:
             self.lose_damaged()
         self.notice_gap()
 
-    # Questions --------------------------------------------------------------------------------
-
-    @property
-    def missing(self) -> bool:
-        """Whether batches are missing, or may be."""
-        return bool(self.held) or self.replay.wanted or self.applied.unproven
-
-    @property
-    def awaits_replay(self) -> bool:
-        """Whether only batches that replay contains may be delivered for now."""
-        repair = self.repair
-        syncing = self.state is State.SYNCING and repair is not None and repair.request is not None
-        return self.replay.usable and (syncing or self.applied.start_in_doubt)
-
-    @property
-    def gap_due(self) -> float | None:
-        """Without replay: when the hole in front is given up; None while nothing waits behind one.
-
-        No batch waits for longer than a time-out, however many holes are in front of it.
-        """
-        if self.state is not State.REPAIRING or self.replay.usable or self.applied.unproven:
-            return None
-        since = self.held.waiting_since
-        return None if since is None else since + self._policy.timeout
-
     # Delivering -------------------------------------------------------------------------------
+
+    def start_at(self, seq: int) -> None:
+        """Start the epoch at the first batch that the publisher still has."""
+        self.applied.start(seq)
+        self.held.discard_below(seq)
+
+    def forget_start(self) -> None:
+        """Let the epoch start anywhere after all, while nothing was delivered or lost."""
+        if self.applied.next_seq == 0:
+            self.applied.forget_start()
+
+    def prove(self) -> None:
+        """Go on with the publisher, which has proven to be the same."""
+        self.applied.unproven = False
+        self.drain()
+
+    def trust_live(self) -> None:
+        """Let the epoch start with live batches: no replay brings its first one."""
+        self.applied.start_in_doubt = False
+        self.drain()
 
     def deliver(self, batch: Batch, *, replayed: bool) -> None:
         """Deliver the next batch; where the epoch may start anywhere, start it there."""
@@ -234,16 +282,17 @@ class Machine:
             applied.replayed_to = batch.seq
             self.counters["replayed"] += 1
         self.note_delivered(1)
-        self.out.append(RankBatch(self.rank, applied.epoch, batch.seq, batch.content, replayed))
+        self._out.append(RankBatch(self.rank, applied.epoch, batch.seq, batch.content, replayed))
         if starts_epoch and self.replay.exists:
             self.counters["old_epoch"] += self.held.discard(self._is_straggler)
 
     def note_delivered(self, count: int) -> None:
         """Count batches delivered."""
         self.counters["delivered"] += count
-        self.refused = 0
-        if self.replay.usable and self.replay.paired:  # else check soon whose replay it is
-            self.replay.quiet_since = self.now
+        self._refused = 0
+        replay = self.replay
+        if replay.paired and replay.usable:  # else check soon whose replay it is
+            replay.quiet_since = self.now
 
     def _is_straggler(self, entry: HeldBatch) -> bool:
         """Return whether a held batch is older than the epoch and no replay contains it."""
@@ -254,9 +303,7 @@ class Machine:
         applied = self.applied
         while not applied.unproven and (seq := applied.next_seq) is not None:
             entry = self.held.get(seq)
-            if entry is None:
-                return
-            if self.awaits_replay and not entry.confirmed:
+            if entry is None or (self.awaits_replay and not entry.confirmed):
                 return
             self.deliver(entry.batch, replayed=entry.confirmed)
 
@@ -285,7 +332,7 @@ class Machine:
     def _overflow(self, entry: HeldBatch) -> None:
         """Drop the newest arrival, for replay to bring; without replay lose the gap before it."""
         batch = entry.batch
-        if self.replay.usable or self.state is State.CONNECTING:
+        if self.replay.usable or self._state is State.CONNECTING:
             self.counters["held_dropped"] += 1
             self.replay.wanted = self.replay.usable
             self.held.dropped = max(self.held.dropped, batch.seq)
@@ -300,12 +347,11 @@ class Machine:
 
     def note_damaged(self, seq: int) -> None:
         """Remember a damaged batch as a hole at its seq."""
-        applied = self.applied
-        if applied.next_seq is None and self.replay.usable:
-            applied.start(seq)
-            self.held.discard_below(seq)
+        if self.applied.next_seq is None and self.replay.usable:
+            self.start_at(seq)
             self.drain()
-        if applied.next_seq is None or seq >= applied.next_seq:
+        next_seq = self.applied.next_seq
+        if next_seq is None or seq >= next_seq:
             self.held.note_damaged(seq, self.now)
 
     # Losing -----------------------------------------------------------------------------------
@@ -322,7 +368,8 @@ class Machine:
         elif (end := self.held.hole_end) is not None:
             last = end - 1
         self.applied.skip_to(last + 1)
-        self.declare_lost(reason, first, last)
+        self._declare_lost(reason, first, last)
+        self.drain()
 
     def lose_join(self, reason: str, first: int | None) -> None:
         """Start at `first`, behind the batches that replay did not bring; at any seq if None."""
@@ -330,7 +377,7 @@ class Machine:
             return
         self.applied.start(first)
         if first > 0:
-            self.declare_lost(reason, 0, first - 1)
+            self._declare_lost(reason, 0, first - 1)
 
     def lose_all_gaps(self, reason: str) -> None:
         """Deliver everything held, with a loss at each hole."""
@@ -341,46 +388,40 @@ class Machine:
         self.drain()
         while self.held:
             self.lose(reason)
-            self.drain()
 
     def lose_damaged(self) -> None:
         """Declare the next batches lost as far as they came damaged."""
         while self.held.is_damaged(self.applied.next_seq):
             self.lose("undecodable")
-            self.drain()
 
     def lose_dropped(self) -> None:
         """Declare lost the batches that were dropped for want of room and will not come again."""
         first, last = self.applied.next_seq, self.held.dropped
         if first is not None and first <= last and not len(self.held):
             self.applied.skip_to(last + 1)
-            self.declare_lost("held_overflow", first, last)
+            self._declare_lost("held_overflow", first, last)
 
-    def lose_overdue(self) -> None:
-        """Without replay: lose every hole behind which a batch has waited for a time-out."""
-        while (due := self.gap_due) is not None and self.now >= due:
-            self.lose("gap_without_replay")
-            self.go_live()
-
-    def declare_lost(self, reason: str, first: int, last: int) -> None:
+    def _declare_lost(self, reason: str, first: int, last: int) -> None:
         """Report that these batches will never come."""
         self.counters["losses"] += 1
         lost = self.counters["lost_batches"] + last - first + 1
         self.counters["lost_batches"] = min(lost, MAX_COUNT)
         self.held.forget_damaged(last)
-        self.out.append(RankLost(self.rank, self.applied.epoch, reason, first, last, self._reset))
+        reset = self._config.on_loss == "reset"
+        self._out.append(RankLost(self.rank, self.applied.epoch, reason, first, last, reset))
 
     # Asking for replay ------------------------------------------------------------------------
 
     def ask(self, repair: Repair) -> None:
         """Make a request: from the last applied batch on."""
-        start_seq = 0 if self.replay.keeps is False else self.applied.seq or 0
-        self.replay.requests += 1
-        repair.until_end |= self.replay.wanted
-        self.replay.wanted = False
-        repair.ask(self.replay.requests, start_seq, self.now)
+        replay = self.replay
+        start_seq = 0 if replay.keeps is False else self.applied.seq or 0
+        replay.requests += 1
+        repair.until_end |= replay.wanted
+        replay.wanted = False
+        repair.ask(replay.requests, start_seq, self.now)
         self.counters["replays_asked"] += 1
-        self.out.append(AskReplay(self.replay.requests, start_seq))
+        self._out.append(AskReplay(replay.requests, start_seq))
 
     def ask_later(self, repair: Repair) -> None:
         """Schedule the next request after a pause."""
@@ -389,7 +430,7 @@ class Machine:
     def close_request(self, repair: Repair) -> None:
         """End the open request, if there is one."""
         if repair.request is not None:
-            self.out.append(CloseReplay(repair.request))
+            self._out.append(CloseReplay(repair.request))
         repair.close_try()
 
     def abandon_repair(self) -> None:
@@ -397,3 +438,9 @@ class Machine:
         if self.repair is not None:
             self.close_request(self.repair)
             self.repair = None
+
+    def end(self) -> None:
+        """End for good."""
+        self.abandon_repair()
+        self.held.clear()
+        self._be(State.CLOSED)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from random import Random
 
-from kvindex.subscribe.sequencer.applied import Applied
-from kvindex.subscribe.sequencer.config import ReplayPolicy, SequencerConfig
+from kvindex.subscribe.sequencer.batches import Applied
+from kvindex.subscribe.sequencer.values import ReplayPolicy, SequencerConfig
 
 __all__ = ["Purpose", "Repair", "Replay"]
 

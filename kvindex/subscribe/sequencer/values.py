@@ -1,11 +1,13 @@
-"""A sequencer's input and output: batches, items and requests, all values."""
+"""A sequencer's settings, input and output, all values: batches, items, requests and cursors."""
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeAlias, TypeVar
+import math
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank, State
 
 __all__ = [
@@ -15,9 +17,12 @@ __all__ = [
     "AskReplay",
     "Batch",
     "CloseReplay",
+    "Cursor",
     "RankBatch",
     "RankLost",
     "RankRestarted",
+    "ReplayPolicy",
+    "SequencerConfig",
     "State",
 ]
 
@@ -119,4 +124,122 @@ class CloseReplay(msgspec.Struct, frozen=True):
 
 
 Action: TypeAlias = RankBatch[Any] | RankLost | RankRestarted | AskReplay | CloseReplay
-"""What a sequencer tells its owner: hand an item on, or do something about a replay socket."""
+"""What a sequencer has its owner do: deliver an item, or open or close a replay socket."""
+
+
+class Cursor(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a stream was applied: all that a sequencer needs to go on from there.
+
+    Attributes:
+        epoch: restarts so far.
+        seq: the last batch applied.
+        ts: its timestamp, in seconds of the publisher's clock.
+        next_seq: the seq that must follow; above `seq` + 1 where a loss was declared.
+        complete: whether every batch from the publisher's first on was applied.
+        oldest_ts: batches older than this belong to an earlier epoch.
+        kept_losses: whether batches were lost and the rank's contents were kept nevertheless.
+        recent: fingerprints of the last batches applied, by seq; that of `seq` is among them.
+
+    Raises:
+        ConfigurationError: values that no sequencer can have had.
+    """
+
+    epoch: int
+    seq: int
+    ts: float
+    next_seq: int
+    complete: bool
+    oldest_ts: float
+    kept_losses: bool
+    recent: dict[int, int]
+
+    def __post_init__(self) -> None:
+        follows = 0 <= self.seq < self.next_seq <= MAX_SEQ + 1
+        known = self.seq in self.recent and min(self.recent) >= 0 and max(self.recent) == self.seq
+        whole = self.next_seq == self.seq + 1 and not self.kept_losses
+        if self.epoch < 0 or not follows or not known or (self.complete and not whole):
+            raise ConfigurationError(
+                f"no stream stands at epoch {self.epoch}, seq {self.seq}, next {self.next_seq}, "
+                f"{len(self.recent)} fingerprints, complete {self.complete}"
+            )
+
+
+def _require_seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"{name} must be a positive number of seconds, not {value!r}")
+
+
+def _require_count(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigurationError(f"{name} must be at least 1, not {value!r}")
+
+
+class ReplayPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a subscriber waits for replay, and how often it asks.
+
+    Attributes:
+        timeout: seconds without a reply after which a request has failed.
+        attempts: requests without progress after which the subscriber gives up.
+        backoff: seconds before the second try; doubles with each further one.
+        max_backoff: longest wait between tries, in seconds.
+
+    Raises:
+        ConfigurationError: a duration that is not positive and finite, fewer than one attempt,
+            or `max_backoff` below `backoff`.
+
+    Examples:
+        >>> ReplayPolicy(attempts=5).timeout
+        2.0
+    """
+
+    timeout: float = 2.0
+    attempts: int = 3
+    backoff: float = 0.1
+    max_backoff: float = 5.0
+
+    def __post_init__(self) -> None:
+        _require_seconds("ReplayPolicy.timeout", self.timeout)
+        _require_count("ReplayPolicy.attempts", self.attempts)
+        _require_seconds("ReplayPolicy.backoff", self.backoff)
+        _require_seconds("ReplayPolicy.max_backoff", self.max_backoff)
+        if self.max_backoff < self.backoff:
+            raise ConfigurationError(
+                f"ReplayPolicy.max_backoff {self.max_backoff!r} is below backoff {self.backoff!r}"
+            )
+
+
+class SequencerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one rank's sequencer.
+
+    Attributes:
+        has_replay: whether the publisher has a replay endpoint.
+        on_loss: "reset" drops the rank's blocks at a loss, "keep" keeps them, flagged.
+        replay_policy: patience with replay; its timeout is also how long a gap waits where
+            there is no replay.
+        probe_interval: seconds without a new batch after which the tail is checked by replay.
+        stale_after: seconds without a proof of life after which the rank is stale.
+        max_held: most batches held out of order.
+        max_held_bytes: most bytes held out of order.
+        recent: how many applied batches are remembered, to recognise duplicates of them.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+    """
+
+    has_replay: bool
+    on_loss: Literal["reset", "keep"] = "reset"
+    replay_policy: ReplayPolicy = ReplayPolicy()
+    probe_interval: float = 5.0
+    stale_after: float = 30.0
+    max_held: int = 10_000
+    max_held_bytes: int = 64 * 1024 * 1024
+    recent: int = 256
+
+    def __post_init__(self) -> None:
+        if self.on_loss not in ("reset", "keep"):
+            raise ConfigurationError(f"on_loss must be 'reset' or 'keep', not {self.on_loss!r}")
+        _require_seconds("probe_interval", self.probe_interval)
+        _require_seconds("stale_after", self.stale_after)
+        _require_count("max_held", self.max_held)
+        _require_count("max_held_bytes", self.max_held_bytes)
+        _require_count("recent", self.recent)

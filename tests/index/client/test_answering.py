@@ -29,7 +29,7 @@ def store(index: Index, rank: Rank, blocks: int) -> None:
     index.apply(rank, EventBatch(ts=0.0, events=[stored]))
 
 
-class Asked(Answering):
+class Answers(Answering):
     """An index, and a board of its ranks."""
 
     def __init__(self) -> None:
@@ -62,61 +62,61 @@ class Board(StatusBoard):
 
 
 def test_a_rank_that_comes_between_trust_and_answer_is_not_taken_for_live() -> None:
-    match = Asked().match(PROMPT)
+    match = Answers().match(PROMPT)
     assert (match[B].blocks, match[B].state, match[B].complete) == (2, State.CONNECTING, False)
     assert (match[A].blocks, match[A].state, match[A].complete) == (1, State.LIVE, True)
     assert match.best is not None
     assert match.best.rank == A
-    assert [found.rank for found in match] == [B, A]
+    assert [part.rank for part in match] == [B, A]
 
 
 def test_many_prompts_are_asked_with_the_same_options() -> None:
-    matches = Asked().match_many([PROMPT, PROMPT[:4]], ranks=[A])
-    assert [[found.tokens for found in match] for match in matches] == [[4], [4]]
+    matches = Answers().match_many([PROMPT, PROMPT[:4]], ranks=[A])
+    assert [[part.tokens for part in match] for match in matches] == [[4], [4]]
 
 
 def test_an_answer_leaves_out_the_tokens_that_the_engine_computes_again() -> None:
-    asked = Asked()
-    assert [asked.match(PROMPT[:4], recomputed=n)[A].tokens for n in (0, 1)] == [4, 0]
-    assert [found[A].tokens for found in asked.match_many([PROMPT[:4]], recomputed=1)] == [0]
-    assert asked.explain(PROMPT[:4], recomputed=1)[A].match.tokens == 0
+    answers = Answers()
+    assert [answers.match(PROMPT[:4], recomputed=n)[A].tokens for n in (0, 1)] == [4, 0]
+    assert [match[A].tokens for match in answers.match_many([PROMPT[:4]], recomputed=1)] == [0]
+    assert answers.explain(PROMPT[:4], recomputed=1)[A].match.tokens == 0
 
 
 def test_only_ranks_whose_stream_is_live_are_live() -> None:
-    asked = Asked()
-    store(asked.index, B, blocks=2)
-    live = asked.live_ranks()
+    answers = Answers()
+    store(answers.index, B, blocks=2)
+    live = answers.live_ranks()
     assert live == {A}
-    assert asked.live_ranks() is live
-    asked._board.show([status(A, state=State.STALE)])
-    assert asked.live_ranks() == frozenset()
+    assert answers.live_ranks() is live
+    answers._board.show([status(A, state=State.STALE)])
+    assert answers.live_ranks() == frozenset()
 
 
 def test_trusts_are_one_mapping_until_something_in_it_changes() -> None:
-    asked = Asked()
-    trusts = asked.trusts()
+    answers = Answers()
+    trusts = answers.trusts()
     assert trusts == {A: Trust(State.LIVE, True, 0)}
-    asked._board.show([status(A)])
-    assert asked.trusts() is trusts
-    asked._board.show([status(A, state=State.STALE)])
-    assert asked.trusts()[A].state == State.STALE
+    answers._board.show([status(A)])
+    assert answers.trusts() is trusts
+    answers._board.show([status(A, state=State.STALE)])
+    assert answers.trusts()[A].state == State.STALE
     assert trusts[A].state == State.LIVE, "a snapshot never changes"
 
 
 def test_a_status_has_what_the_index_knows() -> None:
-    asked = Asked()
+    answers = Answers()
     orphan = BlockStored(block_hashes=[9], parent_block_hash=8, token_ids=PROMPT[:4], block_size=4)
-    asked.index.apply(A, EventBatch(ts=0.0, events=[orphan]))
-    assert asked.status(A).orphans == 1
-    asked.index.remove(A)
-    assert asked.status(A).orphans == 0, "of a rank that is being removed: what the stream says"
+    answers.index.apply(A, EventBatch(ts=0.0, events=[orphan]))
+    assert answers.status(A).orphans == 1
+    answers.index.remove(A)
+    assert answers.status(A).orphans == 0, "of a rank that is being removed: what the stream says"
     with pytest.raises(UnknownRankError):
-        asked.status(B)
+        answers.status(B)
 
 
 def test_an_explanation_says_what_the_stream_says_to_it() -> None:
-    asked = Asked()
-    explained = asked.explain(PROMPT)
+    answers = Answers()
+    explained = answers.explain(PROMPT)
     assert explained[A].match.state == State.LIVE
     assert explained[A].notes == ()
     assert explained[B].match.state == State.CONNECTING
@@ -124,8 +124,8 @@ def test_an_explanation_says_what_the_stream_says_to_it() -> None:
     troubled = status(
         A, state=State.STALE, reason="no proof of life", complete=False, losses=2, restarts=1
     )
-    asked._board.show([troubled])
-    text = str(asked.explain(PROMPT, ranks=[A]))
+    answers._board.show([troubled])
+    text = str(answers.explain(PROMPT, ranks=[A]))
     assert "not live (stale), so this may be out of date: no proof of life" in text
     assert "not all of its history was seen" in text
     assert "2 losses" in text
@@ -134,23 +134,23 @@ def test_an_explanation_says_what_the_stream_says_to_it() -> None:
 
 @pytest.mark.parametrize("ranks", [["a/0"], ["a"], "a/0", "a", ("a/0",), [A]])
 def test_a_rank_is_found_by_its_text_and_all_of_a_worker_by_its_name(ranks: Any) -> None:
-    match = Asked().match(PROMPT, ranks=ranks)
-    assert [found.rank for found in match] == [A]
+    match = Answers().match(PROMPT, ranks=ranks)
+    assert [part.rank for part in match] == [A]
     assert match["a/0"] == match["a"] == match[A]
     assert "a/0" in match
     assert "a" in match
     assert "b/0" not in match
-    assert Asked().index.tree("a/0").rank == A
+    assert Answers().index.tree("a/0").rank == A
 
 
 def test_a_text_that_is_no_ranks_is_refused_with_its_type() -> None:
-    match = Asked().match(PROMPT)
-    for ask in (match.__getitem__, lambda name: Asked().match(PROMPT, ranks=[name])):
+    match = Answers().match(PROMPT)
+    for ask in (match.__getitem__, lambda name: Answers().match(PROMPT, ranks=[name])):
         with pytest.raises(UnknownRankError, match=r"'a/7' \(str\) is not known; known: a/0"):
             ask("a/7")
 
 
 def test_what_belongs_to_a_process_says_what_to_send_instead() -> None:
-    for kept in (Asked(), Asked().match(PROMPT)):
+    for kept in (Answers(), Answers().match(PROMPT)):
         with pytest.raises(TypeError, match=r"send match\.to_dict\(\)"):
             pickle.dumps(kept)

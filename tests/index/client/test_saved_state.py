@@ -36,19 +36,19 @@ def records_of(*ranks: Rank, cursor: bytes | None = b"cursor") -> list[SnapshotR
 
 
 class Kept:
-    """A state kept aside, and what it told and filled."""
+    """A state kept aside, and what it restored and filled."""
 
     def __init__(self, *records: SnapshotRecord, max_blocks: int | None = None) -> None:
         self.clock = ManualClock(100.0)
         self.index = Index(seed=SEED, max_blocks=max_blocks)
-        self.told: list[tuple[Rank, bytes]] = []
+        self.restored: list[tuple[Rank, bytes]] = []
         self.state = SavedState(
-            self.index, list(records), 60.0, self.clock, lambda *told: self.told.append(told)
+            self.index, list(records), 60.0, self.clock, lambda *args: self.restored.append(args)
         )
 
     def counts(self) -> tuple[int, int, dict[str, int]]:
-        found = self.state.statistics()
-        return found["aside"], found["restored"], found["dropped"]
+        counts = self.state.statistics()
+        return counts["aside"], counts["restored"], counts["dropped"]
 
 
 def test_cursors_are_those_of_one_worker_and_asking_uses_nothing_up() -> None:
@@ -64,12 +64,12 @@ def test_cursors_are_those_of_one_worker_and_asking_uses_nothing_up() -> None:
 def test_each_rank_is_restored_once_and_told() -> None:
     records = records_of(A0, A1, B)
     kept = Kept(*records)
-    assert kept.state.take_up("a", {A0: "", A1: ""}) == {A0: "", A1: ""}
+    assert kept.state.restore("a", {A0: "", A1: ""}) == {A0: "", A1: ""}
     assert set(kept.index.ranks) == {A0, A1}
     assert kept.index.match(list(range(8)))[A0].blocks == 2
-    assert kept.told == [(A0, records[0].section), (A1, records[1].section)]
+    assert kept.restored == [(A0, records[0].section), (A1, records[1].section)]
     kept.index.remove(A0)
-    assert kept.state.take_up("a", {}) == {}
+    assert kept.state.restore("a", {}) == {}
     assert kept.state.cursors("a") == {}
     assert set(kept.index.ranks) == {A1}
     assert kept.counts() == (1, 2, {})
@@ -78,11 +78,11 @@ def test_each_rank_is_restored_once_and_told() -> None:
 
 def test_what_is_refused_is_dropped_unrestored_and_what_has_no_publisher_yet_waits() -> None:
     kept = Kept(*records_of(A0, A1))
-    assert kept.state.take_up("a", {A0: "unreadable_cursor"}) == {}
+    assert kept.state.restore("a", {A0: "unreadable_cursor"}) == {}
     assert not kept.index.ranks
-    assert kept.told == []
+    assert kept.restored == []
     assert kept.counts() == (1, 0, {"unreadable_cursor": 1})
-    assert kept.state.take_up("a", {A1: ""}) == {A1: ""}
+    assert kept.state.restore("a", {A1: ""}) == {A1: ""}
     assert kept.index.ranks == (A1,)
     assert kept.counts() == (0, 1, {"unreadable_cursor": 1})
 
@@ -90,15 +90,15 @@ def test_what_is_refused_is_dropped_unrestored_and_what_has_no_publisher_yet_wai
 def test_a_section_that_cannot_be_restored_is_refused_and_no_other() -> None:
     damaged = records_of(A0)[0]._replace(section=b"damaged" * 20)
     kept = Kept(damaged, *records_of(A1))
-    assert kept.state.take_up("a", {A0: "", A1: ""}) == {A0: "format", A1: ""}
+    assert kept.state.restore("a", {A0: "", A1: ""}) == {A0: "format", A1: ""}
     assert kept.index.ranks == (A1,)
-    assert [rank for rank, _ in kept.told] == [A1]
+    assert [rank for rank, _ in kept.restored] == [A1]
     assert kept.counts() == (0, 1, {"format": 1})
 
 
 def test_a_rank_beyond_max_blocks_is_refused() -> None:
     kept = Kept(*records_of(A0, A1), max_blocks=3)
-    assert kept.state.take_up("a", {A0: "", A1: ""}) == {A0: "", A1: "room"}
+    assert kept.state.restore("a", {A0: "", A1: ""}) == {A0: "", A1: "room"}
     assert kept.counts() == (0, 1, {"room": 1})
 
 
@@ -113,14 +113,14 @@ def test_everything_goes_when_the_time_is_over() -> None:
     assert kept.counts() == (0, 0, {"expired": 2})
     assert kept.state.records() == []
     assert kept.state.cursors("a") == {}
-    assert kept.state.take_up("a", {}) == {}
+    assert kept.state.restore("a", {}) == {}
 
 
 def test_its_size_is_that_of_its_sections() -> None:
     records = records_of(A0, B)
     kept = Kept(*records)
     assert kept.state.statistics()["aside_bytes"] == sum(len(r.section) for r in records)
-    kept.state.take_up("a", {A0: ""})
+    kept.state.restore("a", {A0: ""})
     assert kept.state.statistics()["aside_bytes"] == len(records[1].section)
 
 
@@ -130,7 +130,7 @@ def test_a_rank_without_a_cursor_is_not_kept_but_its_worker_is_told_once() -> No
     assert kept.state.records() == records_of(A1)
     for _ in range(2):
         assert kept.state.cursors("a") == {0: None, 1: b"cursor"}
-    assert kept.state.take_up("a", {A0: "no_cursor", A1: ""}) == {A1: ""}
+    assert kept.state.restore("a", {A0: "no_cursor", A1: ""}) == {A1: ""}
     assert kept.index.ranks == (A1,)
     assert kept.state.cursors("a") == {}
     assert kept.counts() == (0, 1, {"no_cursor": 1})
@@ -147,7 +147,7 @@ def test_that_there_was_no_cursor_is_forgotten_when_the_time_is_over() -> None:
 @pytest.mark.parametrize("within", [0.0, -1.0, float("nan")])
 def test_a_time_that_cannot_be_is_refused(within: float) -> None:
     with pytest.raises(ConfigurationError, match="resume_within"):
-        SavedState(Index(), [], within, ManualClock(), lambda *told: None)
+        SavedState(Index(), [], within, ManualClock(), lambda *args: None)
 
 
 # The file -----------------------------------------------------------------------------------------
@@ -176,11 +176,11 @@ def test_what_is_no_path_is_refused(given: Any) -> None:
 
 def test_a_new_index_has_the_seed_of_the_file(tmp_path: Path) -> None:
     records = records_of(A0, B)
-    index, found = read_saved(written(tmp_path / "file", *records), None)
+    index, restored = read_saved(written(tmp_path / "file", *records), None)
     assert index is not None
     assert index.seed == SEED
     assert index.ranks == ()
-    assert found == records
+    assert restored == records
 
 
 def test_an_index_of_another_seed_is_refused_whoever_is_added(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.index.replicas.catchup import Catchup
-from kvindex.index.replicas.entries import Applied, Entry, Message, Restored
+from kvindex.index.replicas.copy import Catchup
+from kvindex.index.replicas.messages import BatchApplied, Entry, Message, SectionRestored
 from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
@@ -20,7 +20,7 @@ def message(number: int, *entries: Entry) -> Message:
 
 
 def batches(number: int) -> Message:
-    return message(number, Applied(A, b"%d" % number), Applied(B, b"%d" % number))
+    return message(number, BatchApplied(A, b"%d" % number), BatchApplied(B, b"%d" % number))
 
 
 def caught(catchup: Catchup, *messages: Message) -> list[tuple[Rank, int]]:
@@ -29,7 +29,7 @@ def caught(catchup: Catchup, *messages: Message) -> list[tuple[Rank, int]]:
         (entry.rank, int(entry.payload))
         for one in messages
         for entry in catchup.due(one)
-        if isinstance(entry, Applied)
+        if isinstance(entry, BatchApplied)
     ]
 
 
@@ -62,17 +62,17 @@ def test_a_rank_without_a_section_counts_from_what_it_begins_with() -> None:
     catchup = Catchup()
     catchup.begin(0)
     catchup.end(4)
-    saved = Restored(A, b"section")
+    saved = SectionRestored(A, b"section")
     messages = [batches(0), message(1, saved), message(2, RankAdded(A)), batches(3)]
     due = [entry for one in messages for entry in catchup.due(one)]
-    assert due == [saved, RankAdded(A), Applied(A, b"3")]
+    assert due == [saved, RankAdded(A), BatchApplied(A, b"3")]
 
 
 def test_a_rank_that_came_back_before_its_section_is_not_applied_twice() -> None:
     catchup = joined(begin=0, a=3, b=5, end=6)
     due = caught(
         catchup,
-        message(0, RankRemoved(B), RankAdded(B), Applied(B, b"0")),
+        message(0, RankRemoved(B), RankAdded(B), BatchApplied(B, b"0")),
         *map(batches, range(1, 7)),
     )
     assert [number for rank, number in due if rank == B] == [5, 6]

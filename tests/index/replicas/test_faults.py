@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from kvindex.index.replicas import FanOut, join
-from kvindex.index.replicas.frames import PROTOCOL, Attached, End, Hello, encode_frame
 from kvindex.index.replicas.joining import Link
+from kvindex.index.replicas.messages import PROTOCOL, Attached, End, JoinRequest, encode_frame
 from kvindex.testing import FakeEngine, Workload
 from tests.index.replicas.fanout_peers import (
     BEFORE,
@@ -200,7 +200,7 @@ def test_a_replica_that_is_stopped_again_and_again_uses_its_patience_up(
 def test_a_silent_half_joined_process_holds_nobody_up(path: str) -> None:
     with FakeEngine("a") as a, fan_out(path, worker_of(a), patience=HELD, **SMALL) as fanout:
         link = Link(path)
-        link.send(Hello(PROTOCOL, fanout.client.index.backend, 1))
+        link.send(JoinRequest(PROTOCOL, fanout.client.index.backend, 1))
         link.receive()
         link.send(Attached())  # but it never was
         while not isinstance(frame := link.receive(), End):
@@ -220,8 +220,8 @@ HOSTILE = {
     "no msgpack": struct.pack(">I", 4) + b"\xc1\xc1\xc1\xc1",
     "another type": struct.pack(">I", 1) + b"\x01",
     "out of turn": encode_frame(Attached()),
-    "twice": encode_frame(Hello(PROTOCOL, "native", 1))
-    + encode_frame(Hello(PROTOCOL, "python", 1)),
+    "twice": encode_frame(JoinRequest(PROTOCOL, "native", 1))
+    + encode_frame(JoinRequest(PROTOCOL, "python", 1)),
     "deep": struct.pack(">I", 3000) + b"\x91" * 3000,
 }
 
@@ -245,7 +245,7 @@ def test_an_unknown_protocol_is_refused_with_a_reason(path: str) -> None:
     with fan_out(path), socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(PATIENCE)
         stranger.connect(path)
-        stranger.sendall(encode_frame(Hello(PROTOCOL + 1, "native", 1)))
+        stranger.sendall(encode_frame(JoinRequest(PROTOCOL + 1, "native", 1)))
         (length,) = struct.unpack(">I", stranger.recv(4, socket.MSG_WAITALL))
         answer = msgspec.msgpack.decode(stranger.recv(length, socket.MSG_WAITALL))
         assert "run the same kvindex" in answer["reason"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvindex.index.replicas.copy import Copy
-from kvindex.index.replicas.entries import Applied, Message
+from kvindex.index.replicas.messages import BatchApplied, Message
 from kvindex.wire import BlockStored, EventBatch, encode_batch, forks
 from kvindex.wire.forks import Fork, prepare_forks
 from kvindex.wire.rank import Rank
@@ -23,16 +23,16 @@ RANK = Rank("a", 0)
 
 
 class Noted:
-    """Notes what it is told."""
+    """Notes each call."""
 
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
         prepare_forks(self, Noted.prepare)
 
     def prepare(self, fork: Fork) -> None:
-        self.told.append("before")
-        told = self.told
-        fork.do_in_child(lambda: told.append("child"))
+        self.calls.append("before")
+        calls = self.calls
+        fork.do_in_child(lambda: calls.append("child"))
 
 
 @pytest.fixture(autouse=True)
@@ -46,27 +46,27 @@ def others() -> Iterator[None]:
 
 
 def test_a_child_is_told_once_and_the_child_of_the_child_nothing() -> None:
-    told: list[str] = []
-    noted = Noted(told)
+    calls: list[str] = []
+    noted = Noted(calls)
 
     def child() -> bool:
-        return told == ["before", "child"] and in_child(lambda: len(told) == 2) == 0
+        return calls == ["before", "child"] and in_child(lambda: len(calls) == 2) == 0
 
     assert in_child(child) == 0
-    assert noted.told == ["before"]
+    assert noted.calls == ["before"]
 
 
 def test_what_is_gone_is_not_told() -> None:
-    told: list[str] = []
-    Noted(told)
+    calls: list[str] = []
+    Noted(calls)
     gc.collect()
     assert in_child(lambda: True) == 0
-    assert told == []
+    assert calls == []
 
 
 def test_who_comes_while_a_fork_is_prepared_keeps_nobody_from_being_told() -> None:
-    told: list[str] = []
-    noted = [Noted(told) for _ in range(50)]
+    calls: list[str] = []
+    noted = [Noted(calls) for _ in range(50)]
     done = threading.Event()
 
     def join() -> None:
@@ -79,10 +79,10 @@ def test_who_comes_while_a_fork_is_prepared_keeps_nobody_from_being_told() -> No
     joining.start()
     try:
         for _ in range(200):
-            told.clear()
+            calls.clear()
             forks._before()
             forks._after(False)
-            assert len(told) == len(noted)
+            assert len(calls) == len(noted)
     finally:
         sys.setswitchinterval(interval)
         done.set()
@@ -106,11 +106,11 @@ def test_an_interrupt_leaves_no_lock_taken_and_the_others_ready(
 ) -> None:
     said: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", lambda args: said.append(args.exc_type))
-    told: list[str] = []
-    interrupted, noted = Interrupted(), Noted(told)
-    assert in_child(lambda: told == ["before", "child"] and not interrupted.lock.locked()) == 0
+    calls: list[str] = []
+    interrupted, noted = Interrupted(), Noted(calls)
+    assert in_child(lambda: calls == ["before", "child"] and not interrupted.lock.locked()) == 0
     assert not interrupted.lock.locked()
-    assert (noted.told, said) == (["before"], [KeyboardInterrupt])
+    assert (noted.calls, said) == (["before"], [KeyboardInterrupt])
 
 
 def test_a_lock_that_is_not_to_be_had_stays_its_holders() -> None:
@@ -132,7 +132,7 @@ def message(number: int, block: int) -> Message:
         block_hashes=[block], token_ids=list(range(block, block + 4)), block_size=4
     )
     batch = EventBatch(ts=float(number), events=[stored])
-    return Message(number, 0.0, [Applied(RANK, encode_batch(batch))])
+    return Message(number, 0.0, [BatchApplied(RANK, encode_batch(batch))])
 
 
 class Held:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.index.replicas.frames import (
+from kvindex.index.replicas.messages import (
     LENGTH,
     PROTOCOL,
+    Admission,
     Attached,
     Begin,
     End,
-    Hello,
     JoinersFrame,
+    JoinRequest,
     Leave,
+    RankSection,
     Refused,
-    Taken,
-    Welcome,
     decode_joiners,
     decode_servers,
     encode_frame,
     frame_bytes,
 )
-from kvindex.index.replicas.outflow import Allowance
+from kvindex.index.replicas.outflow import Patience
 from kvindex.testing import ManualClock
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
@@ -29,13 +29,13 @@ from tests.subscribe.test_status_board import status
 
 pytestmark = pytest.mark.unit
 
-SAID: list[JoinersFrame] = [Hello(PROTOCOL, "native", 7), Attached(), Leave()]
+SAID: list[JoinersFrame] = [JoinRequest(PROTOCOL, "native", 7), Attached(), Leave()]
 ANSWERS = [
-    Welcome(3, (64, 65_536, 256, "kvindex-0-1"), b"\x01" * 16, 1000),
+    Admission(3, (64, 65_536, 256, "kvindex-0-1"), b"\x01" * 16, 1000),
     Refused("full", final=False),
     Begin(5),
-    Taken(Rank("a", 1), 6, status(Rank("a", 1)), 4096),
-    Taken(Rank("a", 2), 6, None, 0),
+    RankSection(Rank("a", 1), 6, status(Rank("a", 1)), 4096),
+    RankSection(Rank("a", 2), 6, None, 0),
     End(9, [(Rank("a", 0), Rank("a", 1))]),
 ]
 
@@ -58,7 +58,9 @@ def test_a_server_is_understood(answer: Begin) -> None:
         b"\xc1",
         b"",
         encode_frame(Begin(1))[LENGTH.size :],  # only a server says that
-        encode_frame(Hello(PROTOCOL, "native", 7))[LENGTH.size :].replace(b"native", b"\xff" * 6),
+        encode_frame(JoinRequest(PROTOCOL, "native", 7))[LENGTH.size :].replace(
+            b"native", b"\xff" * 6
+        ),
     ],
     ids=["no msgpack", "empty", "not a joiner's", "no text"],
 )
@@ -76,7 +78,7 @@ def test_what_no_server_says_is_refused() -> None:
 
 def test_patience_is_used_up_and_comes_back_at_a_tenth() -> None:
     clock = ManualClock()
-    allowance = Allowance(2.0, clock)
+    allowance = Patience(2.0, clock)
     assert allowance.left() == 2.0
     clock.advance(1.5)
     assert allowance.spend()

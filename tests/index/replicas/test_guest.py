@@ -10,18 +10,18 @@ from contextlib import suppress
 
 import pytest
 
-from kvindex.index.replicas.frames import (
-    Ask,
+from kvindex.index.replicas.messages import (
+    Admission,
     Attached,
-    Hello,
     JoinersFrame,
+    JoinRequest,
     Leave,
     Refused,
-    Report,
-    Welcome,
+    ReportRequest,
+    ServerReport,
     encode_frame,
 )
-from kvindex.index.replicas.guest import Guest
+from kvindex.index.replicas.reception import Guest
 from kvindex.wire.errors import DecodeError
 from tests.live import PATIENCE
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.unit
 class Party:
     """A guest that is served by a thread, and the joiner's end of its connection."""
 
-    def __init__(self, answer: Welcome | Refused, patience: float = PATIENCE) -> None:
+    def __init__(self, answer: Admission | Refused, patience: float = PATIENCE) -> None:
         ours, self.joiner = socket.socketpair()
         ours.setblocking(False)
         self.joiner.settimeout(PATIENCE)
@@ -40,7 +40,7 @@ class Party:
         self.failure: Exception | None = None
         self.guest = Guest(
             ours,
-            welcome=lambda hello: answer,
+            admit=lambda request: answer,
             report=lambda: b"{}",
             make_snapshot=self._parts,
             patience=patience,
@@ -86,13 +86,13 @@ class Party:
             self.ends()
 
 
-HELLO = Hello(1, "native", 42)
-WELCOME = Welcome(3, (1, 2, 3, "ring"), b"seed", None)
+REQUEST = JoinRequest(1, "native", 42)
+ADMISSION = Admission(3, (1, 2, 3, "ring"), b"seed", None)
 
 
 @pytest.fixture
 def party() -> Iterator[Party]:
-    party = Party(WELCOME)
+    party = Party(ADMISSION)
     yield party
     party.close()
 
@@ -101,11 +101,11 @@ def party() -> Iterator[Party]:
 def test_a_joiner_is_greeted_sent_every_part_and_then_follows(
     party: Party, in_pieces: bool
 ) -> None:
-    hello = encode_frame(HELLO)
-    for at in range(0, len(hello), 1 if in_pieces else len(hello)):
-        party.joiner.sendall(hello[at : at + (1 if in_pieces else len(hello))])
-    welcome = encode_frame(WELCOME)
-    assert party.hears(len(welcome)) == welcome
+    request = encode_frame(REQUEST)
+    for at in range(0, len(request), 1 if in_pieces else len(request)):
+        party.joiner.sendall(request[at : at + (1 if in_pieces else len(request))])
+    admission = encode_frame(ADMISSION)
+    assert party.hears(len(admission)) == admission
     assert (party.guest.following, party.guest.place, party.guest.pid) == (False, 3, 42)
     party.says(Attached())
     assert party.hears(5 + (1 << 22)) == b"first" + bytes(1 << 22)
@@ -118,8 +118,8 @@ def test_a_joiner_is_greeted_sent_every_part_and_then_follows(
 
 
 def test_nothing_more_is_taken_for_one_that_is_gone(party: Party) -> None:
-    party.says(HELLO, Attached())
-    party.hears(len(encode_frame(WELCOME)) + 5)
+    party.says(REQUEST, Attached())
+    party.hears(len(encode_frame(ADMISSION)) + 5)
     assert party.taking
     party.joiner.close()
     with pytest.raises(OSError, match=r"Broken pipe|reset"):
@@ -131,7 +131,7 @@ def test_nothing_more_is_taken_for_one_that_is_gone(party: Party) -> None:
 def test_one_that_is_refused_is_told_why_and_that_is_all() -> None:
     refused = Refused("full", False)
     party = Party(refused)
-    party.says(HELLO)
+    party.says(REQUEST)
     party.ends()
     assert party.hears(4096) == encode_frame(refused)
     assert (party.guest.answered, party.guest.place) == (True, None)
@@ -139,13 +139,15 @@ def test_one_that_is_refused_is_told_why_and_that_is_all() -> None:
 
 
 def test_one_that_asks_gets_one_answer_and_no_place(party: Party) -> None:
-    party.says(Ask())
+    party.says(ReportRequest())
     party.ends()
-    assert party.hears(4096) == encode_frame(Report(2)) + b"{}"
+    assert party.hears(4096) == encode_frame(ServerReport(2)) + b"{}"
     assert (party.guest.answered, party.guest.place) == (True, None)
 
 
-@pytest.mark.parametrize("frames", [[Attached()], [HELLO, HELLO]], ids=["attached", "hello-again"])
+@pytest.mark.parametrize(
+    "frames", [[Attached()], [REQUEST, REQUEST]], ids=["attached", "request-again"]
+)
 def test_what_may_not_come_now_is_refused(party: Party, frames: list[JoinersFrame]) -> None:
     party.says(*frames)
     with pytest.raises(DecodeError, match="should come"):
@@ -153,16 +155,16 @@ def test_what_may_not_come_now_is_refused(party: Party, frames: list[JoinersFram
 
 
 def test_one_that_takes_too_long_for_a_step_is_given_up() -> None:
-    party = Party(WELCOME, patience=0.05)
-    party.says(HELLO)
+    party = Party(ADMISSION, patience=0.05)
+    party.says(REQUEST)
     with pytest.raises(TimeoutError, match=r"0\.05 s for a step"):
         party.ends()
     party.close()
 
 
 def test_one_that_does_not_read_its_snapshot_is_given_up() -> None:
-    party = Party(WELCOME, patience=0.05)
-    party.says(HELLO, Attached())
+    party = Party(ADMISSION, patience=0.05)
+    party.says(REQUEST, Attached())
     with pytest.raises(TimeoutError, match=r"0\.05 s for a step"):
         party.ends()
     assert not party.taking

@@ -14,11 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.index.replicas.catchup import Catchup
-from kvindex.index.replicas.entries import Applied, Entry, Message, Restored, Shown, decode_message
-from kvindex.index.replicas.frames import LENGTH, Begin, End, Taken, decode_servers
+from kvindex.index.replicas.copy import Catchup
+from kvindex.index.replicas.messages import (
+    LENGTH,
+    BatchApplied,
+    Begin,
+    End,
+    Entry,
+    Message,
+    RankSection,
+    SectionRestored,
+    StatusChanged,
+    decode_message,
+    decode_servers,
+)
+from kvindex.index.replicas.outflow import StreamTap
 from kvindex.index.replicas.snapshot import Snapshots
-from kvindex.index.replicas.tap import StreamTap
 from kvindex.subscribe import (
     RankAdded,
     RankLost,
@@ -62,11 +73,11 @@ def move(mapping: dict[Rank, Any], names: dict[Rank, Rank]) -> None:
 
 def follow(held: Held, shown: dict[Rank, RankStatus], entry: Entry) -> None:
     """What an index and a board make of an entry."""
-    if isinstance(entry, Applied):
+    if isinstance(entry, BatchApplied):
         held[entry.rank].append(entry.payload)
-    elif isinstance(entry, Shown):
+    elif isinstance(entry, StatusChanged):
         shown[entry.status.rank] = entry.status
-    elif isinstance(entry, Restored):
+    elif isinstance(entry, SectionRestored):
         assert entry.rank not in held
         held[entry.rank] = msgspec.msgpack.decode(entry.section)
     elif isinstance(entry, RankAdded):
@@ -148,7 +159,7 @@ class Server:
         if rank not in self.held:
             self.serial += 1
             section = msgspec.msgpack.encode([b"%d" % self.serial * 400])
-            follow(self.held, self.shown, Restored(rank, section))
+            follow(self.held, self.shown, SectionRestored(rank, section))
             self.tap.restored(rank, section)
             self._tell(RankAdded(rank))
 
@@ -206,7 +217,7 @@ class Joiner:
         if isinstance(frame, Begin):
             self._catchup.begin(frame.number)
             self.held, self.shown, self.sections = {}, {}, set()
-        elif isinstance(frame, Taken):
+        elif isinstance(frame, RankSection):
             self._catchup.place(frame.rank, frame.number)
             assert frame.rank not in self.sections, "each once"
             self.sections.add(frame.rank)

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from kvindex.index.replicas.entries import (
-    Applied,
+from kvindex.index.replicas.messages import (
+    BatchApplied,
     Message,
-    Restored,
-    Shown,
+    SectionRestored,
+    StatusChanged,
     decode_message,
     encode_message,
     follow_names,
 )
-from kvindex.index.replicas.tap import StreamTap
+from kvindex.index.replicas.outflow import StreamTap
 from kvindex.subscribe import RankAdded, RankLost, RankRemoved, RanksRenamed
 from kvindex.subscribe.sequencer import State
 from kvindex.testing import ManualClock
@@ -73,7 +73,9 @@ def test_a_turn_is_one_message_with_the_statuses_last() -> None:
         tap.item(item)
     tap.batch(A, b"payload")
     tap.statuses([status(A)])
-    assert sent.messages == [Message(0, 7.0, [*items, Applied(A, b"payload"), Shown(status(A))])]
+    assert sent.messages == [
+        Message(0, 7.0, [*items, BatchApplied(A, b"payload"), StatusChanged(status(A))])
+    ]
     assert tap.statistics() == {"entries": 4, "heartbeats": 0}
 
 
@@ -105,9 +107,9 @@ def test_what_a_rank_begins_with_goes_before_it_and_alone_where_it_is_long() -> 
         tap.item(RankAdded(rank))
     tap.statuses([])
     assert [m.entries for m in sent.messages] == [
-        [Restored(A, section)],
+        [SectionRestored(A, section)],
         [RankAdded(A)],
-        [Restored(B, section)],
+        [SectionRestored(B, section)],
         [RankAdded(B)],
     ]
 
@@ -188,8 +190,8 @@ def test_a_status_that_cannot_be_encoded_is_cut_and_ends_nothing(
     assert tap.statistics() == {"entries": 6, "heartbeats": 0, "statuses_cut": 2}
     for message in sent.messages:
         first, cut, other = message.entries
-        assert (first, other) == (Applied(A, b"payload"), Shown(status(B)))
-        assert isinstance(cut, Shown)
+        assert (first, other) == (BatchApplied(A, b"payload"), StatusChanged(status(B)))
+        assert isinstance(cut, StatusChanged)
         assert cut.status.trust[:2] == bad.trust[:2]
         assert "could not be sent on" in cut.status.reason
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from kvindex.subscribe.discovery.answers import (
     MAX_RANKS,
-    Told,
+    Announcement,
+    is_sglang,
     named_models,
+    reach,
     read_server_info,
     read_sources,
-    tells_sglang,
 )
-from kvindex.subscribe.discovery.reach import reach
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +33,10 @@ VLLM_033 = {  # vLLM 0.33.0, --data-parallel-size 2: KVEventsConfig by rank
     }
     for rank in range(2)
 }
-BOTH = [Told(0, "tcp://*:5557", "tcp://*:5657"), Told(1, "tcp://*:5558", "tcp://*:5658")]
+BOTH = [
+    Announcement(0, "tcp://*:5557", "tcp://*:5657"),
+    Announcement(1, "tcp://*:5558", "tcp://*:5658"),
+]
 LISTED = [
     {"data_parallel_rank": 1, "endpoint": "tcp://*:5558", "replay_endpoint": "tcp://*:5658"},
     {"data_parallel_rank": 0, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"},
@@ -92,10 +95,11 @@ def test_what_has_another_form_is_refused(answer: Any) -> None:
 
 
 def test_sglang_says_it_as_it_came_to_be() -> None:
-    told, block_size = read_server_info(SGLANG_0523)
+    announced, block_size = read_server_info(SGLANG_0523)
     assert block_size == 32
-    assert told == [
-        Told(rank, "tcp://*:5557", "tcp://*:5657", "kv", names_base=True) for rank in range(2)
+    assert announced == [
+        Announcement(rank, "tcp://*:5557", "tcp://*:5657", "kv", names_base=True)
+        for rank in range(2)
     ]
 
 
@@ -107,11 +111,13 @@ def test_sglang_says_it_as_it_came_to_be() -> None:
     ],
 )
 def test_an_older_sglang_shows_its_option(config: Any) -> None:
-    told, block_size = read_server_info(
+    announced, block_size = read_server_info(
         {"kv_events_config": config, "dp_size": 2, "page_size": 64, "kv_events": None}
     )
     assert block_size == 64
-    assert told == [Told(r, "tcp://*:6000", "tcp://*:6100", "", names_base=True) for r in range(2)]
+    assert announced == [
+        Announcement(r, "tcp://*:6000", "tcp://*:6100", "", names_base=True) for r in range(2)
+    ]
 
 
 @pytest.mark.parametrize("config", [None, "", '{"publisher": "null"}', "{}", {}])
@@ -136,9 +142,9 @@ def test_an_sglang_that_cannot_be_understood_is_refused(info: Any) -> None:
 
 
 def test_the_server_info_of_vllm_is_not_taken_for_sglangs() -> None:
-    assert not tells_sglang({"vllm_config": "model='llama'"})
-    assert not tells_sglang(["page_size"])
-    assert tells_sglang(SGLANG_0523)
+    assert not is_sglang({"vllm_config": "model='llama'"})
+    assert not is_sglang(["page_size"])
+    assert is_sglang(SGLANG_0523)
 
 
 def test_models_that_are_malformed_are_left_out() -> None:
@@ -176,26 +182,26 @@ def known(host: str) -> frozenset[str]:
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "engine", "10.0.0.5"])
 def test_a_wildcard_and_the_engines_own_address_become_the_host_asked(host: str) -> None:
-    found = reach(f"tcp://{host}:5557", "engine", offset=1, resolve=known)
-    assert (found.endpoint, found.note) == ("tcp://engine:5558", "")
+    reached = reach(f"tcp://{host}:5557", "engine", offset=1, resolve=known)
+    assert (reached.endpoint, reached.note) == ("tcp://engine:5558", "")
 
 
 def test_an_engine_asked_by_ipv6_is_connected_to_by_ipv6() -> None:
-    found = reach("tcp://*:5557", "fd00::5", offset=0, resolve=known)
-    assert found.endpoint == "tcp://[fd00::5]:5557"
+    reached = reach("tcp://*:5557", "fd00::5", offset=0, resolve=known)
+    assert reached.endpoint == "tcp://[fd00::5]:5557"
 
 
 def test_another_host_is_used_as_told_and_said_to_be() -> None:
-    found = reach("tcp://10.0.0.8:5557", "engine", offset=0, resolve=known)
-    assert found.endpoint == "tcp://10.0.0.8:5557"
-    assert "another host than engine" in found.note
-    assert "connects there instead of listening" in found.note
+    reached = reach("tcp://10.0.0.8:5557", "engine", offset=0, resolve=known)
+    assert reached.endpoint == "tcp://10.0.0.8:5557"
+    assert "another host than engine" in reached.note
+    assert "connects there instead of listening" in reached.note
 
 
 def test_the_loopback_of_another_host_is_not_ours() -> None:
-    found = reach("tcp://127.0.0.1:5557", "engine", offset=0, resolve=known)
-    assert found.endpoint == "tcp://engine:5557"
-    assert "loopback" in found.note
+    reached = reach("tcp://127.0.0.1:5557", "engine", offset=0, resolve=known)
+    assert reached.endpoint == "tcp://engine:5557"
+    assert "loopback" in reached.note
     local = reach("tcp://127.0.0.1:5557", "localhost", offset=0, resolve=known)
     assert "loopback" not in local.note
 
@@ -205,6 +211,6 @@ def test_the_loopback_of_another_host_is_not_ours() -> None:
     ["inproc://kv", "tcp://*:0", "tcp://*:70000", "udp://*:1", "ipc:///tmp/kv", "tcp://a b:1:2"],
 )
 def test_what_cannot_be_reached_is_said_to_be(endpoint: str) -> None:
-    found = reach(endpoint, "engine", offset=0, resolve=known)
-    assert found.endpoint is None
-    assert found.note
+    reached = reach(endpoint, "engine", offset=0, resolve=known)
+    assert reached.endpoint is None
+    assert reached.note

@@ -26,8 +26,8 @@ from kvindex import (
 from kvindex.subscribe.discovery import (
     Discovery,
     DiscoveryOptions,
+    Engine,
     EngineSource,
-    Found,
     Target,
     ask_engine,
 )
@@ -83,8 +83,8 @@ def test_a_url_is_all_that_a_client_needs(
         best = client.match(PROMPT).best
         assert best is not None
         assert best.tokens == engine.lookup(PROMPT).tokens
-        found = client.statistics()["discovery"]["engines"][name_of(server)]
-        assert (found["ranks"], found["is_added"], found["model"]) == (1, True, "fake-model")
+        shown = client.statistics()["discovery"]["engines"][name_of(server)]
+        assert (shown["ranks"], shown["is_added"], shown["model"]) == (1, True, "fake-model")
 
 
 def test_urls_and_workers_may_be_mixed(engine: FakeEngine) -> None:
@@ -133,7 +133,7 @@ def test_an_engine_that_moves_and_grows_is_followed(engine: FakeEngine) -> None:
             worker = name_of(server)
             client.wait_live(PATIENCE)
             server.replies["/kv_event_sources"] = (200, sources_of(engine, second))
-            assert client.wait_for(lambda found: len(found) == 2, PATIENCE)
+            assert client.wait_for(lambda ranks: len(ranks) == 2, PATIENCE)
             client.wait_live(PATIENCE)
             for rank in (engine, second):
                 assert client.match(PROMPT)[Rank(worker, rank.rank.dp_rank)].tokens == (
@@ -220,8 +220,8 @@ def test_a_callback_that_fails_stops_nothing(engine: FakeEngine, caplog: Any) ->
     calls: list[str] = []
     second = threading.Event()
 
-    def add(found: Found) -> None:
-        calls.append(found.worker.name)
+    def add(engine: Engine) -> None:
+        calls.append(engine.worker.name)
         if len(calls) == 1:
             raise RuntimeError("the consumer is broken")
         second.set()
@@ -269,11 +269,11 @@ def test_a_source_that_fails_is_called_again() -> None:
         def close(self) -> None:
             self.closed.set()
 
-    found: list[Found] = []
-    with Discovery(Flaky(), found.append, print) as discovery:
+    added: list[Engine] = []
+    with Discovery(Flaky(), added.append, print) as discovery:
         assert discovery.wait_found(PATIENCE) == {}
         assert discovery.statistics()["sources"]["flaky"]["failures"] == 1
-    assert [one.worker.name for one in found] == ["a"]
+    assert [engine.worker.name for engine in added] == ["a"]
 
 
 @pytest.mark.parametrize("given", ["engine:8000", "http://", 7, [7], ["http://a:1", "http://a:1"]])

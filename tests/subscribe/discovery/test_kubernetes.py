@@ -40,33 +40,33 @@ def kube() -> Iterator[KubeServer]:
 
 
 class Watched:
-    """A source that is watched by a thread of its own, and what it told."""
+    """A source that is watched by a thread of its own, and what it reported."""
 
     def __init__(self, source: KubernetesSource) -> None:
         source._pause = 0.01
         self.source = source
-        self.told: queue.Queue[list[Target] | DiscoveryError] = queue.Queue()
+        self.reports: queue.Queue[list[Target] | DiscoveryError] = queue.Queue()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
     def _watch(self) -> None:
         while not self.source._closed.is_set():
             try:
-                self.source.watch(lambda targets: self.told.put(list(targets)))
+                self.source.watch(lambda targets: self.reports.put(list(targets)))
             except DiscoveryError as error:
-                self.told.put(error)
+                self.reports.put(error)
                 self.source._closed.wait(0.05)
 
     def next(self) -> list[str]:
-        """Return the URLs that were told next."""
-        found = self.told.get(timeout=PATIENCE)
-        assert isinstance(found, list), found
-        return [target.url.rpartition(":")[2] for target in found]
+        """Return the URLs that were reported next."""
+        report = self.reports.get(timeout=PATIENCE)
+        assert isinstance(report, list), report
+        return [target.url.rpartition(":")[2] for target in report]
 
     def error(self) -> DiscoveryError:
-        found = self.told.get(timeout=PATIENCE)
-        assert isinstance(found, DiscoveryError), found
-        return found
+        report = self.reports.get(timeout=PATIENCE)
+        assert isinstance(report, DiscoveryError), report
+        return report
 
     def close(self) -> None:
         self.source.close()
@@ -133,9 +133,9 @@ def test_a_pod_that_comes_back_under_its_name_is_another_one(kube: KubeServer) -
         kube.put(pod("a", 1, uid="second", ip="127.0.0.9", ready=False))  # not ready yet there
         assert watched.next() == []
         kube.put(pod("a", 1, uid="second", ip="127.0.0.9"))
-        found = watched.told.get(timeout=PATIENCE)
-        assert isinstance(found, list)
-        assert [(t.url, t.version) for t in found] == [("http://127.0.0.9:1", "second")]
+        report = watched.reports.get(timeout=PATIENCE)
+        assert isinstance(report, list)
+        assert [(t.url, t.version) for t in report] == [("http://127.0.0.9:1", "second")]
 
 
 def test_a_watch_that_breaks_goes_on_where_it_was(kube: KubeServer) -> None:
@@ -186,11 +186,11 @@ def test_a_version_that_is_too_old_is_answered_by_a_new_list(
             del kube.pods["a"]  # while nobody looks
         kube.compact()
         kube.drop()
-        found = watched.told.get(timeout=PATIENCE)
-        while not isinstance(found, list):  # where the watch broke before it got anywhere
-            assert found.reason == "unreachable"
-            found = watched.told.get(timeout=PATIENCE)
-        assert [target.name for target in found] == ["b"]
+        report = watched.reports.get(timeout=PATIENCE)
+        while not isinstance(report, list):  # where the watch broke before it got anywhere
+            assert report.reason == "unreachable"
+            report = watched.reports.get(timeout=PATIENCE)
+        assert [target.name for target in report] == ["b"]
     assert kube.lists >= 2
 
 
@@ -229,9 +229,9 @@ def test_a_token_that_is_renewed_is_read_again(tmp_path: Path) -> None:
             kube.drop()
             kube.wait_watched(2, PATIENCE)
             kube.put(pod("b", 2))
-            while not isinstance(found := watched.told.get(timeout=PATIENCE), list):
-                assert found.reason == "unreachable"
-            assert len(found) == 2
+            while not isinstance(report := watched.reports.get(timeout=PATIENCE), list):
+                assert report.reason == "unreachable"
+            assert len(report) == 2
 
 
 CURVE = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
@@ -296,14 +296,14 @@ def test_a_pool_has_its_selector_and_its_ports(kube: KubeServer) -> None:
     kube.replies[POOL] = pool(**LLM)
     kube.put(pod("a", 1), pod("b", 1, labels={"app": "other"}))
     with Watched(source_of(kube, selector="", pool="llama")) as watched:
-        found = watched.told.get(timeout=PATIENCE)
-        assert isinstance(found, list)
-        assert [(t.name, t.url) for t in found] == [
+        report = watched.reports.get(timeout=PATIENCE)
+        assert isinstance(report, list)
+        assert [(t.name, t.url) for t in report] == [
             ("a:8000", "http://127.0.0.1:8000"),
             ("a:8001", "http://127.0.0.1:8001"),
         ]
         # One rank in each, where the ports of an engine with two ranks would be.
-        workers = [t.worker for t in found if t.worker is not None]
+        workers = [t.worker for t in report if t.worker is not None]
         assert [w.publishers()[0].endpoint for w in workers] == [
             "tcp://127.0.0.1:5557",
             "tcp://127.0.0.1:5558",
@@ -312,9 +312,9 @@ def test_a_pool_has_its_selector_and_its_ports(kube: KubeServer) -> None:
         kube.replies[POOL] = pool(app="other")
         kube.bookmark()
         kube.drop()
-        while not isinstance(found := watched.told.get(timeout=PATIENCE), list):
-            assert found.reason == "unreachable"
-        assert [target.name for target in found] == ["b:8000", "b:8001"]
+        while not isinstance(report := watched.reports.get(timeout=PATIENCE), list):
+            assert report.reason == "unreachable"
+        assert [target.name for target in report] == ["b:8000", "b:8001"]
 
 
 def test_a_pool_that_is_missing_is_named(kube: KubeServer) -> None:
@@ -344,7 +344,7 @@ def test_closing_ends_a_watch_at_once(kube: KubeServer) -> None:
         watched.next()
         kube.wait_watched(1, PATIENCE)
     watched.close()
-    assert watched.told.empty()
+    assert watched.reports.empty()
 
 
 # The whole way: pods, engines, index ----------------------------------------------------------
@@ -457,15 +457,15 @@ def assert_follows(client: Any, pods: Pods, but: str = "") -> None:
     held = {engine.rank: engine.lookup(PROMPT).tokens for engine in engines}
 
     def follows() -> bool:
-        found = {one.rank: one.tokens for one in client.match(PROMPT) if one.state == "live"}
-        return held.items() <= found.items()
+        tokens = {m.rank: m.tokens for m in client.match(PROMPT) if m.state == "live"}
+        return held.items() <= tokens.items()
 
     until(follows)
 
 
 def wait_ranks(client: Any, ranks: str) -> None:
     wanted = set(ranks.split())
-    assert client.wait_for(lambda found: {str(rank) for rank in found} == wanted, PATIENCE), (
+    assert client.wait_for(lambda ranks: {str(rank) for rank in ranks} == wanted, PATIENCE), (
         client.ranks
     )
 

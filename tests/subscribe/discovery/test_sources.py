@@ -21,7 +21,14 @@ from kvindex.subscribe.discovery import (
     read_targets,
     split_engines,
 )
-from kvindex.subscribe.discovery.pods import Pod, PodRules, pod_of, pool_of, rules_of, targets_of
+from kvindex.subscribe.discovery.kubernetes import (
+    Pod,
+    PodRules,
+    pod_of,
+    pool_of,
+    rules_of,
+    targets_of,
+)
 from tests.kube import pod
 from tests.live import PATIENCE
 
@@ -33,17 +40,17 @@ class Watching:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.told: queue.Queue[list[Target] | DiscoveryError] = queue.Queue()
+        self.reports: queue.Queue[list[Target] | DiscoveryError] = queue.Queue()
         self._thread = threading.Thread(target=self._watch)
 
     def _watch(self) -> None:
         try:
-            self.source.watch(lambda targets: self.told.put(list(targets)))
+            self.source.watch(lambda targets: self.reports.put(list(targets)))
         except DiscoveryError as error:
-            self.told.put(error)
+            self.reports.put(error)
 
     def next(self) -> Any:
-        return self.told.get(timeout=PATIENCE)
+        return self.reports.get(timeout=PATIENCE)
 
     def __enter__(self) -> Watching:
         self._thread.start()
@@ -170,10 +177,10 @@ def test_a_file_that_is_being_written_is_believed_once_it_stays_the_same(tmp_pat
 def test_what_was_read_while_the_file_changed_is_not_believed(tmp_path: Path) -> None:
     class Written(FileSource):
         def read(self) -> tuple[Target, ...]:
-            found = super().read()
-            if len(found) == 1:
+            targets = super().read()
+            if len(targets) == 1:
                 self.path.write_text('["http://a:1", "http://b:2"]')
-            return found
+            return targets
 
     path = tmp_path / "engines.json"
     path.write_text('["http://a:1"]')
@@ -289,10 +296,10 @@ def test_what_matters_of_a_pod_is_read() -> None:
     )
 
 
-@pytest.mark.parametrize("found", [None, [], {}, {"metadata": {"name": 7}}, {"metadata": []}])
-def test_what_is_no_pod_is_refused(found: Any) -> None:
+@pytest.mark.parametrize("listed", [None, [], {}, {"metadata": {"name": 7}}, {"metadata": []}])
+def test_what_is_no_pod_is_refused(listed: Any) -> None:
     with pytest.raises(ValueError, match="has no name"):
-        pod_of(found)
+        pod_of(listed)
 
 
 def test_a_pod_with_odd_parts_is_borne() -> None:
@@ -304,10 +311,10 @@ def test_a_pod_with_odd_parts_is_borne() -> None:
     assert pod_of(odd) == Pod("a")
 
 
-@pytest.mark.parametrize("found", [None, {}, {"spec": {"selector": {"matchLabels": {"a": 1}}}}])
-def test_what_is_no_pool_is_refused(found: Any) -> None:
+@pytest.mark.parametrize("listed", [None, {}, {"spec": {"selector": {"matchLabels": {"a": 1}}}}])
+def test_what_is_no_pool_is_refused(listed: Any) -> None:
     with pytest.raises(ValueError, match="matchLabels"):
-        pool_of(found)
+        pool_of(listed)
 
 
 def test_a_pod_is_asked_at_its_label_or_its_container_port_or_8000() -> None:

@@ -34,8 +34,8 @@ class Fleet:
             jitter=lambda: 0.5,
         )
 
-    def told(self, *targets: Target, source: str = "pods") -> None:
-        self.tracker.told(source, targets, self.now)
+    def listed(self, *targets: Target, source: str = "pods") -> None:
+        self.tracker.listed(source, targets, self.now)
         self.take()
 
     def answer(self, target: Target, *ranks: int, host: str = "10.0.0.1", model: str = "") -> None:
@@ -55,8 +55,8 @@ class Fleet:
         return due
 
     def take(self) -> None:
-        for step in self.tracker.take():
-            worker = step.found.worker
+        for step in self.tracker.take_steps():
+            worker = step.engine.worker
             if worker.name in self.refuses:
                 self.tracker.refused(step, self.refuses[worker.name], self.now)
                 continue
@@ -70,8 +70,8 @@ class Fleet:
                     del known[address.dp_rank]
             if not known:
                 del self.ranks[worker.name]
-            self.models[worker.name] = step.found.model
-            self.tracker.done(step)
+            self.models[worker.name] = step.engine.model
+            self.tracker.carried_out(step)
 
 
 def report(target: Target, *ranks: int, host: str = "10.0.0.1", model: str = "") -> EngineReport:
@@ -94,7 +94,7 @@ def fleet() -> Fleet:
 
 def test_an_engine_is_asked_when_it_is_told_of_and_added_when_it_answers(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     assert fleet.pass_time(0.0) == [pod]
     assert fleet.ranks == {}
     assert fleet.tracker.missing() == {pod.url: "was not asked yet"}
@@ -106,7 +106,7 @@ def test_an_engine_is_asked_when_it_is_told_of_and_added_when_it_answers(fleet: 
 
 def test_an_engine_is_asked_again_and_again_but_never_twice_at_a_time(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     assert fleet.pass_time(0.0) == [pod]
     assert fleet.pass_time(1000.0) == []
     fleet.answer(pod, 0)
@@ -118,19 +118,19 @@ def test_an_engine_is_asked_again_and_again_but_never_twice_at_a_time(fleet: Fle
 
 
 def test_an_engine_that_its_source_no_longer_tells_of_goes_at_once(fleet: Fleet) -> None:
-    fleet.told(target("a"), target("b"))
+    fleet.listed(target("a"), target("b"))
     fleet.answer(target("a"), 0)
     fleet.answer(target("b"), 0)
-    fleet.told(target("b"))
+    fleet.listed(target("b"))
     assert set(fleet.ranks) == {"b"}
-    fleet.told()
+    fleet.listed()
     assert fleet.ranks == {}
 
 
 def test_an_answer_that_comes_after_the_engine_has_gone_adds_nothing(fleet: Fleet) -> None:
-    fleet.told(target())
+    fleet.listed(target())
     fleet.pass_time(0.0)
-    fleet.told()
+    fleet.listed()
     fleet.answer(target(), 0)
     assert fleet.steps == []
 
@@ -138,15 +138,15 @@ def test_an_answer_that_comes_after_the_engine_has_gone_adds_nothing(fleet: Flee
 def test_a_name_server_that_forgets_an_engine_does_not_remove_it_at_once() -> None:
     fleet = Fleet(sources=[("dns", False)])
     pod = target()
-    fleet.told(pod, source="dns")
+    fleet.listed(pod, source="dns")
     fleet.answer(pod, 0)
-    fleet.told(source="dns")
+    fleet.listed(source="dns")
     fleet.pass_time(FORGET_AFTER - 1)
     assert set(fleet.ranks) == {"pod-0"}
-    fleet.told(pod, source="dns")  # it is back
+    fleet.listed(pod, source="dns")  # it is back
     fleet.pass_time(FORGET_AFTER)
     assert set(fleet.ranks) == {"pod-0"}
-    fleet.told(source="dns")
+    fleet.listed(source="dns")
     fleet.pass_time(FORGET_AFTER)
     assert fleet.ranks == {}
 
@@ -156,7 +156,7 @@ def test_an_engine_that_does_not_answer_is_kept_for_a_while(
 ) -> None:
     caplog.set_level(logging.INFO)
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.answer(pod, 0)
     for _ in range(8):
         fleet.pass_time(INTERVAL)
@@ -176,7 +176,7 @@ def test_an_engine_that_does_not_answer_is_kept_for_a_while(
 
 def test_a_silent_engine_whose_events_still_come_is_kept(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.answer(pod, 0)
     fleet.fail(pod)
     fleet.alive.add("pod-0")
@@ -191,7 +191,7 @@ def test_a_silent_engine_whose_events_still_come_is_kept(fleet: Fleet) -> None:
 
 def test_an_engine_whose_events_are_switched_off_is_kept_for_a_while_too(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.answer(pod, 0)
     fleet.answer(pod)
     assert set(fleet.ranks) == {"pod-0"}
@@ -201,7 +201,7 @@ def test_an_engine_whose_events_are_switched_off_is_kept_for_a_while_too(fleet: 
 
 def test_an_engine_that_moves_is_removed_and_added(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.answer(pod, 0, 1)
     fleet.answer(pod, 0, 1, host="10.0.0.2")
     assert [step.do for step in fleet.steps] == ["add", "remove", "add"]
@@ -211,11 +211,11 @@ def test_an_engine_that_moves_is_removed_and_added(fleet: Fleet) -> None:
 
 def test_a_pod_that_comes_back_elsewhere_is_asked_at_once(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.pass_time(0.0)
     fleet.answer(pod, 0)
     moved = Target("pod-0", "http://10.0.0.9:8000")
-    fleet.told(moved)
+    fleet.listed(moved)
     assert fleet.pass_time(0.0) == [moved]
     fleet.answer(pod, 0, 1)  # of the old one, and late
     assert list(fleet.ranks["pod-0"]) == [0]
@@ -226,20 +226,20 @@ def test_a_pod_that_comes_back_elsewhere_is_asked_at_once(fleet: Fleet) -> None:
 def test_what_is_known_of_a_pod_goes_when_another_has_its_name_and_does_not_answer(
     fleet: Fleet,
 ) -> None:
-    fleet.told(target())
+    fleet.listed(target())
     fleet.answer(target(), 0)
     other = target(version="uid-2")
-    fleet.told(other)
+    fleet.listed(other)
     fleet.fail(other)
     assert fleet.ranks == {}
 
 
 def test_an_engine_that_grows_keeps_the_ranks_that_it_has(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.answer(pod, 0)
     fleet.answer(pod, 0, 1, 2)
-    assert [(step.do, step.found.is_part) for step in fleet.steps] == [
+    assert [(step.do, step.engine.is_part) for step in fleet.steps] == [
         ("add", False),
         ("add", True),
     ]
@@ -248,7 +248,7 @@ def test_an_engine_that_grows_keeps_the_ranks_that_it_has(fleet: Fleet) -> None:
 
 def test_ranks_go_when_two_answers_lack_them(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.answer(pod, 0, 1, 2)
     fleet.pass_time(0.0)
     fleet.answer(pod, 0, 1)  # it may be a flaw
@@ -264,7 +264,7 @@ def test_ranks_go_when_two_answers_lack_them(fleet: Fleet) -> None:
 
 def test_an_answer_without_a_model_moves_nobody(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.answer(pod, 0, model="llama")
     fleet.answer(pod, 0)
     assert len(fleet.steps) == 1
@@ -278,7 +278,7 @@ def test_ports_are_assumed_for_an_engine_that_does_not_say_until_it_does(
 ) -> None:
     caplog.set_level(logging.INFO)
     pod = target(worker=Worker("pod-0", "tcp://10.0.0.1:5557"))
-    fleet.told(pod)
+    fleet.listed(pod)
     for _ in range(3):
         fleet.fail(pod, "unsaid")
     assert fleet.ranks == {"pod-0": {0: "tcp://10.0.0.1:5557"}}
@@ -292,7 +292,7 @@ def test_ports_are_assumed_for_an_engine_that_does_not_say_until_it_does(
 
 def test_ports_are_not_assumed_of_an_engine_that_publishes_nothing(fleet: Fleet) -> None:
     pod = target(worker=Worker("pod-0", "tcp://10.0.0.1:5557"))
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.fail(pod, "off")
     assert fleet.ranks == {}
     assert "off" in fleet.tracker.missing()[pod.url]
@@ -300,7 +300,7 @@ def test_ports_are_not_assumed_of_an_engine_that_publishes_nothing(fleet: Fleet)
 
 def test_an_engine_that_never_answered_is_asked_less_and_less_often(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     pauses = []
     for _ in range(6):
         fleet.fail(pod)
@@ -309,14 +309,14 @@ def test_an_engine_that_never_answered_is_asked_less_and_less_often(fleet: Fleet
 
 
 def test_a_worker_that_is_told_whole_is_added_without_a_question(fleet: Fleet) -> None:
-    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
     assert set(fleet.ranks) == {"a"}
     assert fleet.pass_time(1e6) == []
-    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", dp_size=2)))
+    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", dp_size=2)))
     assert sorted(fleet.ranks["a"]) == [0, 1]
-    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
     assert sorted(fleet.ranks["a"]) == [0]  # a file that says so says it once
-    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", topic="kv")))
+    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", topic="kv")))
     assert [step.do for step in fleet.steps[-2:]] == ["remove", "add"]
 
 
@@ -324,7 +324,7 @@ def test_a_worker_that_is_refused_is_tried_again(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet.refuses["a"] = "the port is taken"
-    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
     for _ in range(3):
         fleet.pass_time(INTERVAL)
     assert fleet.tracker.missing() == {"a": "cannot be added: the port is taken"}
@@ -337,7 +337,7 @@ def test_a_worker_that_is_refused_is_tried_again(
 
 def test_further_ranks_that_are_refused_are_tried_again(fleet: Fleet) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     fleet.answer(pod, 0)
     fleet.refuses["pod-0"] = "no"
     fleet.answer(pod, 0, 1)
@@ -349,17 +349,17 @@ def test_further_ranks_that_are_refused_are_tried_again(fleet: Fleet) -> None:
 def test_a_source_that_fails_takes_nobody_away_and_is_told_of_once(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert fleet.tracker.missing() == {"pods": "has not told which engines there are yet"}
+    assert fleet.tracker.missing() == {"pods": "has not listed its engines yet"}
     fleet.tracker.source_failed("pods", "no such file")
     assert fleet.tracker.missing() == {"pods": "no such file"}
-    fleet.told(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
     for _ in range(3):
         fleet.tracker.source_failed("pods", "it is gone")
     assert caplog.text.count("it is gone; 1 engines known from it are kept") == 1
     assert set(fleet.ranks) == {"a"}
     assert fleet.tracker.statistics(0.0)["sources"]["pods"] == {
         "engines": 1,
-        "told": 1,
+        "reports": 1,
         "failures": 4,
         "error": "it is gone",
     }
@@ -371,19 +371,19 @@ def test_a_name_belongs_to_the_first_source_that_tells_of_it(
     fleet = Fleet(sources=[("file", True), ("pods", True)])
     mine = Target("a", worker=Worker("a", "tcp://10.0.0.1:5557"))
     theirs = Target("a", worker=Worker("a", "tcp://10.0.0.2:5557"))
-    fleet.told(theirs)
-    fleet.told(mine, source="file")
+    fleet.listed(theirs)
+    fleet.listed(mine, source="file")
     assert fleet.ranks["a"] == {0: "tcp://10.0.0.1:5557"}
-    fleet.told(theirs)
-    assert caplog.text.count("pods a is left out: file tells of that name already") == 1
+    fleet.listed(theirs)
+    assert caplog.text.count("pods a is left out: file lists that name already") == 1
     assert fleet.tracker.statistics(0.0)["counters"]["refused"] == 1
-    fleet.told(source="file")
+    fleet.listed(source="file")
     assert fleet.ranks["a"] == {0: "tcp://10.0.0.2:5557"}
 
 
 def test_engines_beyond_the_limit_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
-    fleet.told(*(target(f"pod-{n}") for n in range(MAX_ENGINES + 5)))
+    fleet.listed(*(target(f"pod-{n}") for n in range(MAX_ENGINES + 5)))
     assert len(fleet.pass_time(0.0)) == MAX_ENGINES
     assert f"more than {MAX_ENGINES} engines" in caplog.text
 
@@ -392,7 +392,7 @@ def test_a_report_that_names_other_hosts_says_so_once(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     pod = target()
-    fleet.told(pod)
+    fleet.listed(pod)
     noted = EngineReport(
         pod.url,
         publishes=True,

@@ -60,8 +60,8 @@ class Script:
     def live(self, *batches: Batch | int) -> list[Action]:
         out = []
         for item in batches:
-            one = batch(item) if isinstance(item, int) else item
-            out += self.sequencer.live(one, self.now)
+            accepted = batch(item) if isinstance(item, int) else item
+            out += self.sequencer.live(accepted, self.now)
         return self._note(out)
 
     def reply(self, *batches: Batch | int, end: bool = False) -> list[Action]:
@@ -69,8 +69,8 @@ class Script:
         request = self.request
         out = []
         for item in batches:
-            one = batch(item) if isinstance(item, int) else item
-            out += self.sequencer.replayed(request, one, self.now)
+            accepted = batch(item) if isinstance(item, int) else item
+            out += self.sequencer.replayed(request, accepted, self.now)
         if end:
             out += self.sequencer.replay_ended(request, self.now)
         return self._note(out)

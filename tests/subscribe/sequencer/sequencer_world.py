@@ -346,12 +346,12 @@ class World:
                 self._check_delivered(action)
         deadline = self.sequencer.deadline
         assert deadline is None or self.sequencer.state is not State.CLOSED
-        assert len(self.sequencer._machine.held) <= self.config.max_held
+        assert len(self.sequencer.held) <= self.config.max_held
         self._check_waiting()
 
     def _check_waiting(self) -> None:
         """Without replay no batch waits behind holes for longer than one time-out."""
-        oldest = self.sequencer._machine.held.waiting_since
+        oldest = self.sequencer.held.waiting_since
         if self.config.has_replay or oldest is None or not self.connected:
             return
         assert self.now - oldest <= self.config.replay_policy.timeout + 0.001

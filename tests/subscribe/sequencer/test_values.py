@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig, State
-from kvindex.subscribe.sequencer.held import Held, HeldBatch
+from kvindex.subscribe.sequencer.batches import Held, HeldBatch
 from kvindex.wire.errors import ConfigurationError
 from tests.subscribe.sequencer.sequencer_script import batch
 

@@ -1,4 +1,4 @@
-"""The two sides of a publisher, each as the events that it brings.
+"""From sockets to events: the two sides of a publisher, and what their messages contain.
 
 **The live side** is a row of SUB sockets, each for one connection. ZeroMQ would reconnect the same
 socket by itself, and messages of both connections would then stand in one queue. If the engine was
@@ -8,41 +8,210 @@ a disconnect the link reads the socket until it is empty, and then opens a new o
 In three cases the link drops the unread messages instead (`unread_dropped`), and replay brings
 those that are still needed: ZeroMQ has reconnected already; the socket is bound, and must keep its
 port; or it was opened less than `pause` seconds ago. In the last case it stays, because a new
-socket connects at once, and would dial a peer that hangs up each time without a rest. ZeroMQ makes
-pauses.
+socket would dial a peer that hangs up each time without the pauses that ZeroMQ makes.
 
 **The replay side** is a DEALER socket for each request.
 
-Owned by the subscriber's thread.
+**Messages.** Nearly every live message is ordinary: three frames, the wanted topic, the next seq, a
+payload that can be decoded, and no news of the publisher's dp_rank. Such messages are read by the
+run: one event for all of them. Owned by the subscriber's thread.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
 
 import zmq
 
 from kvindex.subscribe.connection import Connection
-from kvindex.subscribe.notes import Notes
-from kvindex.subscribe.reading import Connected, Disconnected, Event, Reader, ReplayOver
-from kvindex.subscribe.sequencer import AskReplay
-from kvindex.wire import replay_request
-from kvindex.wire.errors import ConfigurationError
+from kvindex.subscribe.delivery import Decode, DecodedBatch, Fingerprint
+from kvindex.subscribe.diagnosis import Notes, TopicCheck
+from kvindex.subscribe.sequencer import AskReplay, Batch
+from kvindex.wire import parse_live, parse_replay, replay_request
+from kvindex.wire.errors import ConfigurationError, DecodeError
 
-__all__ = ["LiveLink", "ReplayLink"]
+__all__ = [
+    "Connected",
+    "Damaged",
+    "Disconnected",
+    "Event",
+    "LiveLink",
+    "Named",
+    "Reader",
+    "ReplayLink",
+    "ReplayOver",
+    "Replied",
+    "Run",
+]
+
+_unpack_seq = struct.Struct(">Q").unpack
+
+
+class Connected(NamedTuple):
+    """There is a new connection to the publisher's live side."""
+
+
+class Disconnected(NamedTuple):
+    """The connection to the live side is over, and its messages were yielded."""
+
+
+class Named(NamedTuple):
+    """A batch names the publisher's dp_rank, for the first time; its event comes next."""
+
+    dp_rank: int
+
+
+class Run(NamedTuple):
+    """Live batches numbered without a hole; one at least."""
+
+    first_seq: int
+    batches: list[DecodedBatch]
+    timestamps: list[float]  # `ts` of each batch
+    fingerprints: list[int]  # a hash of each payload
+    sizes: list[int]  # bytes of each payload
+
+
+class Damaged(NamedTuple):
+    """A live message that cannot be read; its seq, where that was legible."""
+
+    seq: int | None
+
+
+class Replied(NamedTuple):
+    """A reply to a replay request; its batch is None where that cannot be decoded."""
+
+    request: int
+    seq: int
+    batch: Batch | None
+
+
+class ReplayOver(NamedTuple):
+    """A replay request is over: its end marker came, or it could not be sent."""
+
+    request: int
+    failed: bool
+
+
+Event: TypeAlias = Connected | Disconnected | Named | Run | Damaged | Replied | ReplayOver
+
+
+class Reader:
+    """Reads the messages of one publisher.
+
+    Attributes:
+        topic: whether the topic is right.
+        named: the dp_rank that batches name; None while they have named none.
+    """
+
+    def __init__(
+        self,
+        topic: bytes,
+        decode: Decode,
+        fingerprint: Fingerprint,
+        notes: Notes,
+        time_left: Callable[[], bool],
+    ) -> None:
+        self.topic = TopicCheck(topic)
+        self.named: int | None = None
+        self._decode = decode
+        self._fingerprint = fingerprint
+        self._notes = notes
+        self._time_left = time_left
+
+    def live(self, messages: deque[list[bytes]]) -> Iterator[Event]:
+        """Yield the events of live messages, and remove those messages from `messages`."""
+        while messages:
+            was_named = self.named is not None
+            run = self._run(messages) if self.topic.confirmed else None
+            event = self._odd(messages.popleft()) if run is None else run
+            if self.named is not None and not was_named:
+                yield Named(self.named)
+            if event is not None:
+                yield event
+
+    def _run(self, messages: deque[list[bytes]]) -> Run | None:
+        """Remove the ordinary messages in front; None if the first is not ordinary."""
+        topic, decode, fingerprint = self.topic.topic, self._decode, self._fingerprint
+        time_left, named = self._time_left, self.named
+        batches: list[DecodedBatch] = []
+        timestamps: list[float] = []
+        fingerprints: list[int] = []
+        sizes: list[int] = []
+        next_seq = 0
+        try:
+            for sent_topic, head, payload in messages:
+                (seq,) = _unpack_seq(head)
+                if (batches and seq != next_seq) or not sent_topic.startswith(topic):
+                    break
+                batch = decode(payload)
+                if named is None and batch.data_parallel_rank is not None:
+                    if batches:
+                        break
+                    self.named = named = batch.data_parallel_rank
+                batches.append(batch)
+                timestamps.append(batch.ts)
+                fingerprints.append(fingerprint(payload))
+                sizes.append(len(payload))
+                next_seq = seq + 1
+                if not time_left():
+                    break
+        except (ValueError, struct.error, DecodeError):
+            pass  # not three frames, no seq of eight bytes, or no batch
+        if not batches:
+            return None
+        for _ in batches:
+            messages.popleft()
+        return Run(next_seq - len(batches), batches, timestamps, fingerprints, sizes)
+
+    def _odd(self, frames: list[bytes]) -> Run | Damaged | None:
+        """Read one live message, whatever it is; None for one of another topic."""
+        try:
+            live = parse_live(frames)
+        except DecodeError as error:
+            self._notes.damaged("bad_frames", error)
+            return Damaged(None)
+        if not self.topic.fits(live.topic):
+            return None
+        batch = self._decoded(live.seq, live.payload)
+        if batch is None:
+            return Damaged(live.seq)
+        return Run(batch.seq, [batch.content], [batch.ts], [batch.fingerprint], [batch.size])
+
+    def reply(self, request: int, frames: list[bytes]) -> Iterator[Event]:
+        """Yield the events of a reply to a replay request: none, if it cannot be read at all."""
+        try:
+            reply = parse_replay(frames)
+        except DecodeError as error:
+            self._notes.damaged("bad_frames", error)
+            return
+        if reply.end:
+            yield ReplayOver(request, failed=False)
+            return
+        if reply.topic is not None and not self.topic.confirmed:
+            self.topic.fits(reply.topic)
+        was_named = self.named is not None
+        batch = self._decoded(reply.seq, reply.payload)
+        if self.named is not None and not was_named:
+            yield Named(self.named)
+        yield Replied(request, reply.seq, batch)
+
+    def _decoded(self, seq: int, payload: bytes) -> Batch | None:
+        try:
+            batch = self._decode(payload)
+        except DecodeError as error:
+            self._notes.damaged("undecodable", error)
+            return None
+        if self.named is None:
+            self.named = batch.data_parallel_rank
+        return Batch(seq, batch.ts, batch, self._fingerprint(payload), len(payload))
 
 
 class LiveLink:
-    """Yields the events of a publisher's live side, in the order in which to handle them.
-
-    Raises:
-        ConfigurationError: ZeroMQ refuses the endpoint.
-
-    Attributes:
-        connection: the present connection.
-    """
+    """Yields the events of a publisher's live side, in the order in which to handle them."""
 
     def __init__(
         self,
@@ -52,7 +221,7 @@ class LiveLink:
         *,
         bind: bool,  # one port, which must stay bound
         hwm: int,  # messages that a socket holds at most
-        pause: float,  # seconds that a socket must have been there to be replaced
+        pause: float,  # seconds that a socket must have been open to be replaced
     ) -> None:
         self._connect = connect
         self._reader = reader
@@ -68,12 +237,12 @@ class LiveLink:
         self.connection = self._open()
 
     def take(self, now: float) -> Iterator[Event]:
-        """Yield what has come, up to a bound.
+        """Yield the events of what was received, up to a bound.
 
-        Whoever stops taking in between is to look again: the next `take` goes on from there.
+        A caller that stops in between must look again: the next `take` goes on from there.
         """
-        # Messages first, then the monitor: so a message of a new connection is never handled
-        # before the end of the old one is known.
+        # Messages first, then the monitor: so no message of a new connection is handled before the
+        # end of the old one is known.
         parting = self._parting
         self._receive()
         for connected in self.connection.changes(now):
@@ -84,11 +253,12 @@ class LiveLink:
             else:
                 # This socket has another connection already, and nothing shows which messages came
                 # before it.
-                self._drop_received()
+                self._drop(self._unread)
                 yield from self._part(now)
                 break
         for event in self._reader.live(self._unread):
-            self._narrow()
+            if self._listens_to_all:
+                self._narrow()
             yield event
         if parting and self._parting and self._drained:
             yield from self._part(now)
@@ -101,9 +271,9 @@ class LiveLink:
         return bool(self._unread) or not self.connection.drained
 
     def shed(self) -> int:
-        """Drop messages where more bytes wait than may; return how many.
+        """Drop messages where more bytes wait than may, but the newest; return how many.
 
-        The newest message stays: its number shows what is missing.
+        Its number shows what is missing.
         """
         connection = self.connection
         count, newest = connection.drop() if connection.is_overfull() else (0, [])
@@ -126,7 +296,7 @@ class LiveLink:
         self._notes.counters["reopened"] += 1
         self._opened_at = now
         self._parting = False
-        self._drop_received()
+        self._drop(self._unread)
         given_up.close()
         return True
 
@@ -142,7 +312,7 @@ class LiveLink:
 
     def _narrow(self) -> None:
         """Listen to the wanted topic only, once the topic is confirmed."""
-        if self._listens_to_all and self._reader.topic.confirmed:
+        if self._reader.topic.confirmed:
             self._listens_to_all = False
             self.connection.socket.unsubscribe(b"")
             self.connection.look_again()
@@ -167,30 +337,27 @@ class LiveLink:
         if self.connection.connected:
             yield Connected()
 
-    def _drop_received(self) -> None:
-        self._note_dropped(len(self._unread))
-        self._unread.clear()
-
     def _drop_unread(self) -> None:
         """Drop the messages received so far: at most a socketful, for more may come."""
         left = self._hwm
         self.connection.drained = False
         while left > 0 and not self.connection.drained:
-            dropped = len(self.connection.receive())
-            self._note_dropped(dropped)
-            left -= dropped
+            left -= self._drop(self.connection.receive())
         self.connection.look_again()
 
-    def _note_dropped(self, count: int) -> None:
-        if count:
-            self._notes.counters["unread_dropped"] += count
+    def _drop(self, messages: deque[list[bytes]] | list[list[bytes]]) -> int:
+        count = len(messages)
+        self._notes.counters["unread_dropped"] += count
+        messages.clear()
+        return count
 
 
 class ReplayLink:
     """Sends replay requests, one at a time, and yields the replies.
 
     Attributes:
-        connection: the open request's, or None.
+        request: the open request's number, or None.
+        connection: its connection, or None.
     """
 
     def __init__(
@@ -205,14 +372,14 @@ class ReplayLink:
         self._reader = reader
         self._notes = notes
         self._look_again = look_again
-        self._request: int | None = None
+        self.request: int | None = None
         self._unread: deque[list[bytes]] = deque()
         self._cut = False  # whether replies were cut off, since too much waited
 
     def ask(self, ask: AskReplay) -> None:
         """Send a request on a fresh socket: no reply to an earlier one can mix in."""
         self.close()
-        self._request = ask.request
+        self.request = ask.request
         try:
             self.connection = self._connect()
             self.connection.socket.send_multipart(replay_request(ask.start_seq), zmq.NOBLOCK)
@@ -223,19 +390,17 @@ class ReplayLink:
         self._look_again()
 
     def take(self, now: float) -> Iterator[Event]:
-        """Yield what has come, up to a bound.
-
-        Whoever stops taking in between is to look again: the next `take` goes on from there.
-        """
-        request, connection = self._request, self.connection
+        """Yield the received replies, as `LiveLink.take`."""
+        request, connection = self.request, self.connection
         if request is None:
             return
         if connection is None and not self._unread:
-            self._request = None
+            self.request = None
             yield ReplayOver(request, failed=True)
             return
         if connection is not None:
-            self._receive(connection)
+            if not self._unread:
+                self._receive(connection)
             for _ in connection.changes(now):
                 pass  # only `trouble()` cares
         while self._unread:  # a new request has no replies yet
@@ -259,8 +424,6 @@ class ReplayLink:
         return True
 
     def _receive(self, connection: Connection) -> None:
-        if self._unread:
-            return
         self._unread.extend(connection.receive())
         if not connection.drained:
             self._look_again()
@@ -270,8 +433,8 @@ class ReplayLink:
 
     def close(self, request: int | None = None) -> None:
         """Close the socket of this request, or of any; idempotent."""
-        if request is None or request == self._request:
-            self._request = None
+        if request is None or request == self.request:
+            self.request = None
             self._unread.clear()
             self._close_socket()
 

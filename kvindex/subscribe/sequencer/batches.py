@@ -1,15 +1,146 @@
-"""The batches that wait behind the next expected one: bounded, sorted, each with its evidence."""
+"""The batches of a stream: those delivered, as far as they are remembered, and those that wait."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 from sortedcontainers import SortedDict
 
-from kvindex.subscribe.sequencer.values import Batch
+from kvindex.subscribe.sequencer.values import Batch, Cursor
 
-__all__ = ["Held", "HeldBatch"]
+__all__ = ["Applied", "Held", "HeldBatch"]
+
+
+class Applied:
+    """The batches applied so far, as far as they are remembered. Owner: one sequencer.
+
+    Attributes:
+        epoch: restarts so far.
+        count: batches applied, over all epochs.
+        seq, ts: the last batch applied; seq is None before the first one of the epoch.
+        next_seq: the seq that must follow; None while the epoch may start anywhere.
+        complete: whether every batch from the publisher's first on was applied.
+        oldest_ts: batches older than this belong to an earlier epoch (unless replay contains them).
+        skipped: whether there was a loss in this epoch.
+        unproven: whether the connection broke since; another publisher may be sending.
+        start_in_doubt: whether the first batch of the epoch must come by replay: a live one may
+            be a straggler of another publisher.
+        replayed_to: the last seq that came by replay, -1 if none of the epoch did.
+    """
+
+    def __init__(self, *, recent: int) -> None:
+        self.epoch = 0
+        self.count = 0
+        self.seq: int | None = None
+        self.ts = -math.inf
+        self.next_seq: int | None = None
+        self.complete = False
+        self.oldest_ts = -math.inf
+        self.skipped = False
+        self.unproven = False
+        self.start_in_doubt = False
+        self.replayed_to = -1
+        self._recent: dict[int, int] = {}
+        self._capacity = recent
+
+    def start(self, seq: int) -> None:
+        """Let the epoch start at `seq`: complete if that is the publisher's first."""
+        self.next_seq = seq
+        self.complete = seq == 0
+
+    def forget_start(self) -> None:
+        """Take back `start` while nothing has been applied."""
+        self.next_seq = None
+        self.complete = False
+
+    def apply(self, batch: Batch) -> None:
+        """Advance over `batch`, which must be the next one."""
+        # Replay is believed against the clock: a lower ts there means that the clock was set back.
+        self.oldest_ts = batch.ts if self.seq is None else min(self.oldest_ts, batch.ts)
+        self.start_in_doubt = False
+        self.count += 1
+        self.seq, self.next_seq, self.ts = batch.seq, batch.seq + 1, batch.ts
+        self._recent[batch.seq] = batch.fingerprint
+        if len(self._recent) > self._capacity:
+            self._forget_oldest()
+
+    def apply_run(self, timestamps: Sequence[float], fingerprints: Sequence[int]) -> None:
+        """Advance over several batches, the next ones, none of them older than `oldest_ts`.
+
+        The same as `apply` for each; an epoch that has yet to begin needs `apply`.
+        """
+        assert self.seq is not None
+        assert self.next_seq is not None
+        first, end = self.next_seq, self.next_seq + len(fingerprints)
+        self.count += len(fingerprints)
+        self.seq, self.next_seq, self.ts = end - 1, end, timestamps[-1]
+        self._recent.update(zip(range(first, end), fingerprints, strict=True))
+        if len(self._recent) > self._capacity:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        for seq in list(islice(self._recent, len(self._recent) - self._capacity)):
+            del self._recent[seq]
+
+    def skip_to(self, seq: int) -> None:
+        """Advance over a loss that ends before `seq`."""
+        self.next_seq = seq
+        self.complete = False
+        self.skipped = True
+
+    def recognise(self, batch: Batch) -> bool | None:
+        """Return whether `batch` was applied under its seq; None if not remembered."""
+        known = self._recent.get(batch.seq)
+        return None if known is None else known == batch.fingerprint
+
+    def restart(self, trigger: Batch | None) -> None:
+        """Begin a new epoch; `trigger` is the batch that showed the restart, if one did."""
+        self.epoch += 1
+        if trigger is not None:
+            self.oldest_ts = trigger.ts
+        elif self.seq is not None:
+            self.oldest_ts = math.nextafter(self.ts, math.inf)
+        self.seq = None
+        self.ts = -math.inf
+        self.skipped = self.unproven = self.start_in_doubt = False
+        self.replayed_to = -1
+        self.forget_start()
+        self._recent.clear()
+
+    def cursor(self, *, losses_kept: bool) -> Cursor | None:
+        """Return all this as a value; None before the first batch of the epoch.
+
+        `losses_kept` is whether a loss leaves what was applied before it in place.
+        """
+        if self.seq is None or self.next_seq is None:
+            return None
+        return Cursor(
+            epoch=self.epoch,
+            seq=self.seq,
+            ts=self.ts,
+            next_seq=self.next_seq,
+            complete=self.complete,
+            oldest_ts=self.oldest_ts,
+            kept_losses=self.skipped and losses_kept,
+            recent=dict(self._recent),
+        )
+
+    def resume(self, cursor: Cursor) -> None:
+        """Stand where the cursor says, and wait for proof that the publisher is the same."""
+        self.epoch = cursor.epoch
+        self.seq = cursor.seq
+        self.ts = cursor.ts
+        self.next_seq = cursor.next_seq
+        self.complete = cursor.complete
+        self.oldest_ts = cursor.oldest_ts
+        self.skipped = cursor.kept_losses
+        self.unproven = True
+        self._recent.update(sorted(cursor.recent.items()))
+        if len(self._recent) > self._capacity:
+            self._forget_oldest()
 
 
 class HeldBatch:
@@ -46,6 +177,8 @@ class Held:
         refuted_by: how many replays must have ended without a held batch for it to be discarded.
 
     Attributes:
+        entries: the batches held, by seq.
+        damaged: when each known batch came damaged, by seq.
         size: bytes held.
         dropped: highest seq of a batch that was not held for want of room; -1 if none.
 
@@ -55,8 +188,8 @@ class Held:
     def __init__(self, *, max_batches: int, max_bytes: int, refuted_by: int = 2) -> None:
         self.size = 0
         self.dropped = -1
-        self._entries: SortedDict[int, HeldBatch] = SortedDict()
-        self._damaged: SortedDict[int, float] = SortedDict()  # seqs, and when they came damaged
+        self.entries: SortedDict[int, HeldBatch] = SortedDict()
+        self.damaged: SortedDict[int, float] = SortedDict()
         # The same in the order of arrival. A plain dict would step over all removed entries.
         self._arrivals: OrderedDict[int, float] = OrderedDict()
         self._max_batches = max_batches
@@ -64,43 +197,43 @@ class Held:
         self._refuted_by = refuted_by
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __bool__(self) -> bool:
-        return bool(self._entries or self._damaged)
+        return bool(self.entries or self.damaged)
 
     def __contains__(self, seq: object) -> bool:
-        return seq in self._entries
+        return seq in self.entries
 
     @property
     def first(self) -> int | None:
         """Lowest seq held, or None."""
-        return self._entries.peekitem(0)[0] if self._entries else None
+        return self.entries.peekitem(0)[0] if self.entries else None
 
     @property
     def hole_end(self) -> int | None:
         """Lowest seq held or damaged: the hole in front ends before it. None without any."""
-        ends = [seqs.peekitem(0)[0] for seqs in (self._entries, self._damaged) if seqs]
+        ends = [seqs.peekitem(0)[0] for seqs in (self.entries, self.damaged) if seqs]
         return min(ends, default=None)
 
     @property
     def highest(self) -> int:
         """Highest seq known to exist: held, damaged or dropped; -1 if none is."""
         known = [self.dropped]
-        known += [seqs.peekitem(-1)[0] for seqs in (self._entries, self._damaged) if seqs]
+        known += [seqs.peekitem(-1)[0] for seqs in (self.entries, self.damaged) if seqs]
         return max(known)
 
     @property
     def waiting_since(self) -> float | None:
         """When the batch held for longest came, or the first damaged one; or None."""
         times = [next(iter(self._arrivals.values()))] if self._arrivals else []
-        if self._damaged:
-            times.append(self._damaged.peekitem(0)[1])
+        if self.damaged:
+            times.append(self.damaged.peekitem(0)[1])
         return min(times, default=None)
 
     def get(self, seq: int) -> HeldBatch | None:
         """Return the entry of `seq`, or None."""
-        entry: HeldBatch | None = self._entries.get(seq)
+        entry: HeldBatch | None = self.entries.get(seq)
         return entry
 
     def add(self, entry: HeldBatch) -> bool:
@@ -112,17 +245,17 @@ class Held:
         self.pop(entry.batch.seq)
         size = entry.batch.size
         full = len(self) >= self._max_batches or self.size + size > self._max_bytes
-        if full and self._entries:
+        if full and self.entries:
             return False
-        self._entries[entry.batch.seq] = entry
+        self.entries[entry.batch.seq] = entry
         self._arrivals[entry.batch.seq] = entry.arrived_at
         self.size += size
         return True
 
     def pop(self, seq: int) -> HeldBatch | None:
         """Remove `seq`; return its entry, or None."""
-        self._damaged.pop(seq, None)
-        entry: HeldBatch | None = self._entries.pop(seq, None)
+        self.damaged.pop(seq, None)
+        entry: HeldBatch | None = self.entries.pop(seq, None)
         if entry is not None:
             self.size -= entry.batch.size
             del self._arrivals[seq]
@@ -130,22 +263,22 @@ class Held:
 
     def discard(self, unwanted: Callable[[HeldBatch], bool]) -> int:
         """Remove the entries that `unwanted` names; return how many. Complexity: O(n)."""
-        seqs = [seq for seq, entry in self._entries.items() if unwanted(entry)]
+        seqs = [seq for seq, entry in self.entries.items() if unwanted(entry)]
         for seq in seqs:
             self.pop(seq)
         return len(seqs)
 
     def discard_below(self, seq: int) -> int:
         """Remove the entries below `seq`; return how many."""
-        seqs = list(self._entries.irange(maximum=seq, inclusive=(True, False)))
+        seqs = list(self.entries.irange(maximum=seq, inclusive=(True, False)))
         for below in seqs:
             self.pop(below)
         return len(seqs)
 
     def clear(self) -> int:
         """Forget everything; return how many batches there were."""
-        count = len(self._entries)
-        self._entries.clear()
+        count = len(self.entries)
+        self.entries.clear()
         self._arrivals.clear()
         self.size = 0
         self.forget_losses()
@@ -153,7 +286,7 @@ class Held:
 
     def start_of_run(self, seq: int) -> int:
         """Return the lowest h such that h … seq - 1 are all held (`seq` itself if none is)."""
-        while seq - 1 in self._entries:
+        while seq - 1 in self.entries:
             seq -= 1
         return seq
 
@@ -161,21 +294,21 @@ class Held:
 
     def note_damaged(self, seq: int, now: float) -> None:
         """Remember that the batch of `seq` came damaged, unless it is held or too many came so."""
-        if seq not in self._entries and len(self._damaged) < self._max_batches:
-            self._damaged.setdefault(seq, now)
+        if seq not in self.entries and len(self.damaged) < self._max_batches:
+            self.damaged.setdefault(seq, now)
 
     def is_damaged(self, seq: int | None) -> bool:
         """Return whether the batch of `seq` came damaged."""
-        return seq in self._damaged
+        return seq in self.damaged
 
     def forget_damaged(self, last: int) -> None:
         """Forget the damaged batches up to and with `last`."""
-        for seq in list(self._damaged.irange(maximum=last)):
-            del self._damaged[seq]
+        for seq in list(self.damaged.irange(maximum=last)):
+            del self.damaged[seq]
 
     def forget_losses(self) -> None:
         """Forget every batch that came damaged or found no room."""
-        self._damaged.clear()
+        self.damaged.clear()
         self.dropped = -1
 
     # Evidence ---------------------------------------------------------------------------------
@@ -185,7 +318,7 @@ class Held:
 
         `ends_at` is the seq that it ended with, if it brought nothing new.
         """
-        for seq, entry in self._entries.items():
+        for seq, entry in self.entries.items():
             if not entry.confirmed and entry.asked < request:
                 entry.missed += 1
                 entry.denied |= ends_at is not None and ends_at < seq
@@ -197,7 +330,7 @@ class Held:
 
     def is_any_denied(self) -> bool:
         """Return whether a refuted batch was denied: the replay may not be its publisher's."""
-        entries = self._entries.values()
+        entries = self.entries.values()
         return any(entry.missed >= self._refuted_by and entry.denied for entry in entries)
 
     def discard_refuted(self) -> int:
@@ -229,12 +362,12 @@ class Held:
 
     def is_first_unconfirmed(self) -> bool:
         """Return whether no replay has contained the lowest batch held: it may be bogus."""
-        return bool(self._entries) and not self._entries.peekitem(0)[1].confirmed
+        return bool(self.entries) and not self.entries.peekitem(0)[1].confirmed
 
     def is_hole_older_than(self, request: int) -> bool:
         """Return whether a batch in replay has shown the hole in front since before `request`."""
         first = self.first
         if first is None or first != self.hole_end:
             return False
-        entry: HeldBatch = self._entries[first]
+        entry: HeldBatch = self.entries[first]
         return entry.confirmed and entry.asked < request

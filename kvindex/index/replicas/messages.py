@@ -1,0 +1,273 @@
+"""The messages through the ring and the frames over the socket between server and replicas.
+
+**The ring** has numbered messages. Each is one msgpack array: its number, the server's monotonic
+clock when it was sent, and the entries in the order in which the server's own index applied them. A
+message without entries is a heartbeat.
+
+**The socket** has frames. A frame is its length (u32, big-endian) and a msgpack map; the bytes of a
+section follow its `RankSection` as they are.
+
+```
+joiner                                      server
+JoinRequest(protocol, …) ─────────────────►
+                                  ◄──────── Admission(place, ring, seed, …) or Refused(reason)
+Attached() ───────────────────────────────►   lets it into the ring, then
+                                  ◄──────── Begin(number)
+                                  ◄──────── RankSection(rank, …), section   for each rank
+                                  ◄──────── End(number)
+   …                                           the connection stays as long as both live
+Leave() ──────────────────────────────────►
+
+ReportRequest() ──────────────────────────►   in place of JoinRequest
+                                  ◄──────── ServerReport(json_bytes), the JSON; the connection ends
+```
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from kvindex.shm.ring import Buffer, RingHandle
+from kvindex.subscribe import (
+    RankAdded,
+    RankLost,
+    RankRemoved,
+    RankRestarted,
+    RanksRenamed,
+    RankStatus,
+    StreamItem,
+)
+from kvindex.wire.errors import DecodeError
+from kvindex.wire.rank import Rank
+
+__all__ = [
+    "LENGTH",
+    "MAX_FRAME_BYTES",
+    "MAX_SECTION_BYTES",
+    "PROTOCOL",
+    "Admission",
+    "Attached",
+    "BatchApplied",
+    "Begin",
+    "End",
+    "Entry",
+    "JoinRequest",
+    "JoinersFrame",
+    "Leave",
+    "Message",
+    "RankSection",
+    "Refused",
+    "ReportRequest",
+    "SectionRestored",
+    "ServerReport",
+    "ServersFrame",
+    "StatusChanged",
+    "decode_joiners",
+    "decode_message",
+    "decode_servers",
+    "encode_frame",
+    "encode_message",
+    "follow_names",
+    "frame_bytes",
+    "size_of",
+]
+
+PROTOCOL = 3
+LENGTH = struct.Struct(">I")
+MAX_FRAME_BYTES = 1 << 20
+MAX_SECTION_BYTES = 1 << 34
+_AROUND_BYTES = 64  # of an entry around its payload, and of a name that is not unusual
+_OTHER_BYTES = 512
+
+
+# Through the ring -----------------------------------------------------------------------------
+
+
+class BatchApplied(msgspec.Struct, frozen=True, tag=True):
+    """A batch that was applied, as its publisher sent it."""
+
+    rank: Rank
+    payload: bytes
+
+
+class StatusChanged(msgspec.Struct, frozen=True, tag=True):
+    """A rank's status, shown from here on."""
+
+    status: RankStatus
+
+
+class SectionRestored(msgspec.Struct, frozen=True, tag=True):
+    """A rank that is being added begins with its saved section."""
+
+    rank: Rank
+    section: bytes
+
+
+Entry: TypeAlias = (
+    BatchApplied
+    | StatusChanged
+    | SectionRestored
+    | RankAdded
+    | RankLost
+    | RankRestarted
+    | RanksRenamed
+    | RankRemoved
+)
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Entries that are sent together, in order."""
+
+    number: int  # counts the messages from 0
+    sent_at: float  # the server's CLOCK_MONOTONIC, which all processes of a machine share
+    entries: list[Entry]
+
+
+encode_message = msgspec.msgpack.Encoder().encode
+"""Return a message as bytes."""
+
+_decode_message = msgspec.msgpack.Decoder(Message).decode
+
+
+def decode_message(body: Buffer) -> Message:
+    """Return the message that `encode_message` encoded; raises DecodeError."""
+    try:
+        return _decode_message(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(f"not a message of a fan-out: {error}", size=len(body)) from error
+
+
+def size_of(entry: Entry) -> int:
+    """Return about how many bytes an entry takes in a message."""
+    if isinstance(entry, BatchApplied):
+        return len(entry.payload) + _AROUND_BYTES
+    if isinstance(entry, SectionRestored):
+        return len(entry.section) + _AROUND_BYTES
+    return _OTHER_BYTES
+
+
+def follow_names(names: dict[Rank, Rank], item: StreamItem | Entry) -> None:
+    """Update `names`, from the rank of a port to its present name, by an entry.
+
+    The server and its replicas keep the same names.
+    """
+    if isinstance(item, RankAdded):
+        names.setdefault(item.rank, item.rank)
+    elif isinstance(item, RanksRenamed):
+        renamed = dict(item.names)
+        for port, rank in names.items():
+            names[port] = renamed.get(rank, rank)
+    elif isinstance(item, RankRemoved):
+        for port in [port for port, rank in names.items() if rank == item.rank]:
+            del names[port]
+
+
+# Over the socket ------------------------------------------------------------------------------
+
+
+class JoinRequest(msgspec.Struct, frozen=True, tag=True):
+    """A process wants to join."""
+
+    protocol: int  # of these frames
+    backend: str  # of its index
+    pid: int  # for people to read
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """The joiner holds its place in the ring."""
+
+
+class ReportRequest(msgspec.Struct, frozen=True, tag=True):
+    """A process asks for the server's report, and does not join."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The joiner leaves in good order."""
+
+
+class Admission(msgspec.Struct, frozen=True, tag=True):
+    """The joiner may attach, and make an index like the server's."""
+
+    place: int
+    ring: RingHandle
+    seed: bytes  # 16 bytes, little-endian
+    max_blocks_per_rank: int | None
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The joiner may not attach: why, what to do, and whether trying again is useless."""
+
+    reason: str
+    final: bool
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """A snapshot begins, or begins again: sections so far are void."""
+
+    number: int  # of the next message in the ring
+
+
+class RankSection(msgspec.Struct, frozen=True, tag=True):
+    """A rank as it was just before a message; its section, from `Index.dump`, follows."""
+
+    rank: Rank
+    number: int  # of that message
+    status: RankStatus | None  # then, if it was subscribed to
+    section_bytes: int
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """The snapshot is whole."""
+
+    number: int  # of the next message in the ring
+    names: list[tuple[Rank, Rank]]  # the rank of a port, and its present name
+
+
+class ServerReport(msgspec.Struct, frozen=True, tag=True):
+    """The server's report: its counters as JSON follow."""
+
+    json_bytes: int
+
+
+JoinersFrame: TypeAlias = JoinRequest | Attached | Leave | ReportRequest
+ServersFrame: TypeAlias = Admission | Refused | Begin | RankSection | End | ServerReport
+
+_Frame = TypeVar("_Frame")
+
+_encode = msgspec.msgpack.Encoder().encode
+_joiners: msgspec.msgpack.Decoder[JoinersFrame] = msgspec.msgpack.Decoder(JoinersFrame)
+_servers: msgspec.msgpack.Decoder[ServersFrame] = msgspec.msgpack.Decoder(ServersFrame)
+
+
+def encode_frame(frame: JoinersFrame | ServersFrame) -> bytes:
+    """Return a frame as it is sent."""
+    body = _encode(frame)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_joiners(body: bytes) -> JoinersFrame:
+    """Return a joiner's frame; raises DecodeError."""
+    return _decoded(_joiners, body)
+
+
+def decode_servers(body: bytes) -> ServersFrame:
+    """Return a server's frame; raises DecodeError."""
+    return _decoded(_servers, body)
+
+
+def frame_bytes(head: bytes | bytearray, most: int) -> int:
+    """Return how long the frame is whose head this is; raises DecodeError beyond `most`."""
+    (length,) = LENGTH.unpack(head)
+    if length > most:
+        raise DecodeError(f"a frame of {length} bytes: at most {most} are read", size=length)
+    return int(length)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Frame], body: bytes) -> _Frame:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(f"no frame of a fan-out: {error}", size=len(body)) from error
