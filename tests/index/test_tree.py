@@ -9,8 +9,9 @@ import pytest
 
 from kvindex import AllBlocksCleared, Index, Rank
 from kvindex.index import reference
-from kvindex.index.keys import KeyMaker, Namespace
-from kvindex.index.tree import Block, Owner, RadixTree
+from kvindex.index.keys import Namespace
+from kvindex.index.reference.keys import KeyMaker
+from kvindex.index.reference.tree import Block, Owner, RadixTree
 from kvindex.wire import Event
 from kvindex.wire.errors import InvariantError
 from tests.index.index_events import A, B, apply, index_of, prompt, removed, stored

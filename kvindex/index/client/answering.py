@@ -8,19 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from kvindex.index import (
-    Explanation,
-    ExtraKeys,
-    Index,
-    Lora,
-    Match,
-    MatchOptions,
-    TokenIds,
-)
+from kvindex.index import Explanation, Index, Match, MatchOptions, TokenIds
 from kvindex.subscribe import Following, RankStatus, State
 from kvindex.wire.errors import ClosedError, UnknownRankError
 from kvindex.wire.rank import Rank, Trust
-from kvindex.wire.rank_lookup import RankName
 
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
@@ -56,18 +47,7 @@ class Answering(Following):
     def index(self) -> Index:
         """The index that the events fill."""
 
-    def match(
-        self,
-        token_ids: TokenIds,
-        *,
-        lora: Lora = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        media: Iterable[str] | str | None = None,
-        ranks: Iterable[RankName] | str | None = None,
-        block_size: int | None = None,
-        recomputed: int = 0,
-    ) -> Match:
+    def match(self, token_ids: TokenIds, **options: Unpack[MatchOptions]) -> Match:
         """Return how much of a prompt each rank holds, with each rank's trust.
 
         A rank of the index that is not followed, or was not when this began, is "connecting".
@@ -75,23 +55,13 @@ class Answering(Following):
         It takes microseconds (docs/benchmarks.md has figures) and waits for nothing but the index's
         lock, so async code calls it directly.
 
-        Args: as `Index.match`.
+        Args: as `Index.match`; `MatchOptions` has the options.
 
         Raises: as `Index.match`, and
             ClosedError: this was closed.
         """
         self.check_open()
-        return self.index.match(
-            token_ids,
-            lora=lora,
-            salt=salt,
-            extra_keys=extra_keys,
-            media=media,
-            ranks=ranks,
-            block_size=block_size,
-            recomputed=recomputed,
-            trust=self._trust(),
-        )
+        return self.index.match(token_ids, trust=self._trust(), **options)
 
     def match_many(
         self, prompts: Iterable[TokenIds], **options: Unpack[MatchOptions]

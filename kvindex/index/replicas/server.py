@@ -17,6 +17,7 @@ from kvindex.index.replicas.meeting_point import Listener
 from kvindex.index.replicas.outflow import Outflow
 from kvindex.index.replicas.reception import Reception
 from kvindex.index.replicas.tap import StreamTap
+from kvindex.index.snapshot import require_native
 from kvindex.subscribe import ReplayPolicy, SocketOptions
 from kvindex.subscribe.discovery import DiscoveryOptions, Engines
 from kvindex.wire.errors import ClosedError, ConfigurationError
@@ -91,6 +92,7 @@ class FanOut:
     ) -> None:
         if not 0 < patience < math.inf:
             raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
+        require_native()
         self.path = os.fspath(path)
         self._pid = os.getpid()
         self._ended = threading.Event()

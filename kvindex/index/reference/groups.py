@@ -10,22 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd, lcm
-from typing import Protocol
 
-from kvindex.index.keys import stored_namespace
-from kvindex.index.rank_image import MAX_SHAPES, GroupImage, RankImage
+from kvindex.index.reference.keys import stored_namespace
+from kvindex.index.spans import main_group
 from kvindex.wire import BlockStored, CacheSettings, GroupSpec
 from kvindex.wire.quirks import fold_medium, medium_tier
 
-__all__ = ["Group", "RankGroups", "main_group"]
+__all__ = ["Group", "RankGroups"]
 
 # Bounds against a publisher that invents ever new names: each namespace costs every query a walk.
 _MAX_GROUPS = 64
-
-
-class _HasSpec(Protocol):
-    @property
-    def spec(self) -> GroupSpec: ...
+_MAX_SHAPES = 16  # distinct (block size, lookahead)
 
 
 class Group:
@@ -37,8 +32,6 @@ class Group:
         told: whether the kind is known; otherwise it counts as full attention.
         block_size: tokens per block, 0 until one is stored.
     """
-
-    __slots__ = ("block_size", "configured", "spec", "told")
 
     def __init__(self, spec: GroupSpec | None = None) -> None:
         self.spec = spec or GroupSpec()
@@ -56,8 +49,6 @@ class RankGroups:
         windows_only: whether no group of a known kind needs all blocks: then no event may name
             all of them.
     """
-
-    __slots__ = ("_groups", "_main", "_shapes", "settings", "unit", "windows_only")
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -164,44 +155,6 @@ class RankGroups:
         self.unit = 0
         self.configure(self.settings)
 
-    def image(self) -> tuple[list[GroupImage], list[tuple[int, int]]]:
-        """Return the groups and the shapes of stored blocks; see `RankImage`."""
-        groups = [
-            GroupImage(
-                group_idx=group_idx,
-                kind=group.spec.kind.encode("utf-8", "surrogatepass"),
-                sliding_window=group.spec.sliding_window,
-                attention_chunk_size=group.spec.attention_chunk_size,
-                configured=group.configured,
-                told=group.told,
-                block_size=group.block_size,
-            )
-            for group_idx, group in self._groups.items()
-        ]
-        return groups, sorted(self._shapes)
-
-    def restore(self, image: RankImage) -> None:
-        """Restore the groups of an image; no group must be known yet."""
-        configured = {}
-        for some in image.groups:
-            group = Group(some.spec())
-            group.configured, group.told = some.configured, some.told
-            group.block_size = some.block_size
-            self._groups[some.group_idx] = group
-            if group.configured:
-                configured[some.group_idx] = group.spec
-        self._choose_main()
-        self._shapes.update(image.shapes)
-        self.unit = image.unit
-        self.settings = CacheSettings(
-            groups=configured,
-            report_mode="full" if image.reports_full else "incremental",
-            eagle=image.eagle if isinstance(image.eagle, bool) else tuple(image.eagle),
-            hash_block_size=image.hash_block_size,
-            upper_bound=image.upper_bound,
-            resets_connector=image.resets_connector,
-        )
-
     def learn_size(self, event: BlockStored) -> None:
         """Learn a group's block size, and adapt the unit.
 
@@ -240,18 +193,10 @@ class RankGroups:
             return "partial_block"
         shape = stored_namespace(event, self.unit)[::2]
         if shape not in self._shapes:
-            if len(self._shapes) >= MAX_SHAPES:
+            if len(self._shapes) >= _MAX_SHAPES:
                 return "too_many_block_sizes"
             self._shapes.add(shape)
         return None
-
-
-def main_group(groups: Mapping[int, _HasSpec]) -> int:
-    """Return the index of the group whose blocks an answer counts.
-
-    That is the first that needs all blocks before the cut, else the first.
-    """
-    return min(groups, key=lambda group_idx: (not groups[group_idx].spec.needs_all, group_idx))
 
 
 def _learn_kind(group: Group, kind: str, window: int | None) -> str | None:

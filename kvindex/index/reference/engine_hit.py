@@ -13,20 +13,10 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from kvindex.index.spans import Spans, extend_spans
 from kvindex.wire import GroupSpec
 
-__all__ = [
-    "Cache",
-    "GroupCoverage",
-    "Spans",
-    "TieredHit",
-    "engine_hit",
-    "extend_spans",
-    "tiered_hit",
-]
-
-Spans = list[tuple[int, int]]
-"""Resident stretches [start, stop) of a prompt's units, ascending and not touching."""
+__all__ = ["Cache", "GroupCoverage", "TieredHit", "engine_hit", "tiered_hit"]
 
 
 class Cache(NamedTuple):
@@ -55,14 +45,6 @@ class GroupCoverage(NamedTuple):
     block_size: int
     spans: Spans
     eagle: bool = False
-
-
-def extend_spans(spans: Spans, start: int, stop: int) -> None:
-    """Add [start, stop) to spans whose last one does not reach beyond it."""
-    if spans and spans[-1][1] >= start:
-        spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
-    else:
-        spans.append((start, stop))
 
 
 class TieredHit(NamedTuple):

@@ -36,7 +36,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvindex.index.keys import Key, KeyMaker, Lora, Namespace, PromptKeys
+from kvindex.index.keys import Lora, Namespace
+from kvindex.index.reference.keys import Key, KeyMaker, PromptKeys
 from kvindex.wire.errors import InvariantError
 from kvindex.wire.rank import Rank
 
@@ -125,10 +126,6 @@ class RadixTree:
         """Return every namespace that holds anything."""
         return [namespace for roots in self._roots.values() for namespace in roots]
 
-    def find_root(self, namespace: Namespace) -> Run | None:
-        """Return the run before a namespace's first blocks, if it holds anything."""
-        return self._roots.get(namespace.lora, {}).get(namespace)
-
     def extend(
         self,
         parent: Block | None,
@@ -144,19 +141,8 @@ class RadixTree:
         """
         key = self._keys.root(namespace) if parent is None else parent.key
         keys = [key := self._keys.child(key, content) for content in contents]
-        return self.extend_keys(parent, namespace, keys, salted=salted)
-
-    def extend_keys(
-        self,
-        parent: Block | None,
-        namespace: Namespace,
-        keys: Sequence[Key],
-        *,
-        salted: bool = False,
-    ) -> list[Block]:
-        """As `extend`, given the blocks' keys."""
         if parent is None:
-            run, used = self._root(namespace), 0
+            run, used = self.root(namespace), 0
         else:
             run, used = parent.run, parent.depth - parent.run.blocks[0].depth + 1
         chain: list[Block] = []
@@ -195,21 +181,13 @@ class RadixTree:
         """Drop the blocks that `extend` made up to this one, unless they have an owner."""
         self._tidy(block.run)
 
-    def settle(self, blocks: Iterable[Block]) -> None:
-        """Join runs where possible among blocks that were put in at once, with owners or without.
-
-        Each of them must have an owner or a block after it.
-        """
-        for block in blocks:
-            self._tidy(block.run)
-
     def walk(self, namespace: Namespace, keys: PromptKeys) -> Iterator[Segment]:
         """Yield the prompt's segments from its start to where the tree no longer agrees.
 
         Keys are made one by one as the walk goes, so a caller that stops early pays only for the
         segments it has seen.
         """
-        run = self.find_root(namespace)
+        run: Run | None = self._roots.get(namespace.lora, {}).get(namespace)
         depth = 0
         while run is not None and (key := keys[depth]) is not None:
             run = run.children.get(key)
@@ -224,7 +202,8 @@ class RadixTree:
             if depth - start < len(run.blocks):
                 return
 
-    def _root(self, namespace: Namespace) -> Run:
+    def root(self, namespace: Namespace) -> Run:
+        """Return the run before a namespace's first blocks, made where missing."""
         roots = self._roots.setdefault(namespace.lora, {})
         root = roots.get(namespace)
         if root is None:
