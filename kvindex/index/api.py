@@ -460,10 +460,10 @@ class BaseIndex(ABC):
             ...         block_hashes=[1, 2, last], token_ids=[1, 2, last], block_size=1
             ...     )
             ...     index.apply(Rank(worker), EventBatch(ts=0.0, events=[stored]))
-            >>> found = index.prefixes()
-            >>> [(node.parent, node.depth, node.blocks, node.by_medium) for node in found.nodes]
+            >>> prefixes = index.prefixes()
+            >>> [(node.parent, node.depth, node.blocks, node.by_medium) for node in prefixes.nodes]
             [(-1, 0, 2, {'GPU': 2}), (0, 2, 1, {'GPU': 1}), (0, 2, 1, {'GPU': 1})]
-            >>> found.holders(found.nodes[2])
+            >>> prefixes.holders(prefixes.nodes[2])
             (Rank(worker='b', dp_rank=0),)
         """
 

@@ -251,10 +251,10 @@ class _Facts:
         """Return the groups that a hit depends on."""
         kinds = {
             int(idx): _Kind(
-                GroupSpec(told["kind"], told["sliding_window"], told["attention_chunk_size"]),
-                told["block_size"],
+                GroupSpec(facts["kind"], facts["sliding_window"], facts["attention_chunk_size"]),
+                facts["block_size"],
             )
-            for idx, told in self.known.get("groups", {}).items()
+            for idx, facts in self.known.get("groups", {}).items()
         }
         return {idx: kind for idx, kind in kinds.items() if kind.size and kind.spec.takes_part}
 

@@ -199,9 +199,9 @@ class Index(BaseIndex):
         known, wanted_ids = self._narrowed(directory, question.ranks)
         answer, held = self._core.look(token_ids, *_core_options(question, wanted_ids))
         holdings = [
-            Holding(directory.ranks[rank_id], *of_rank)
-            for rank_id, *of_rank in held
-            if rank_id in directory.ranks
+            Holding(directory.ranks[of_rank[0]], *of_rank[1:])
+            for of_rank in held
+            if of_rank[0] in directory.ranks
         ]
         return Match(NativeContents(answer, directory), known, trust), holdings
 

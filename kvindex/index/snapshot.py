@@ -424,8 +424,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _truncated(expected: int, found: int) -> SnapshotError:
+def _truncated(expected: int, left: int) -> SnapshotError:
     return SnapshotError(
-        f"the snapshot is cut off: {found} bytes are left where {expected} should follow",
+        f"the snapshot is cut off: {left} bytes are left where {expected} should follow",
         reason="truncated",
     )

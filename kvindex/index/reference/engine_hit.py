@@ -126,14 +126,14 @@ def engine_hit(cache: Cache, length: int, groups: Sequence[GroupCoverage]) -> in
             if drop and not group.spec.is_mamba:  # the block that is dropped may lie beyond
                 margin = min(cache.alignment, group.block_size)
                 limit = min(current + margin, length - length % cache.unit)
-            found = _find(group, cache, limit, drop=drop)
+            reach = _find(group, cache, limit, drop=drop)
             if drop:
                 dropped.add(number)
-            elif found < current:
+            elif reach < current:
                 dropped.clear()
-            current = found
+            current = reach
             if group.spec.needs_all:
-                reached[number] = found
+                reached[number] = reach
         if one_round or current >= hit:
             return current
         hit = current

@@ -29,14 +29,14 @@ class Group:
     Attributes:
         spec: its kind.
         configured: whether the user set the kind; events do not change it then.
-        told: whether the kind is known; otherwise it counts as full attention.
+        known: whether the kind is known; otherwise it counts as full attention.
         block_size: tokens per block, 0 until one is stored.
     """
 
     def __init__(self, spec: GroupSpec | None = None) -> None:
         self.spec = spec or GroupSpec()
         self.configured = spec is not None
-        self.told = spec is not None
+        self.known = spec is not None
         self.block_size = 0
 
 
@@ -70,8 +70,8 @@ class RankGroups:
         """Choose the main group anew: groups, their kinds or their sizes have changed."""
         hashed = self.hashed()
         self._main = main_group(hashed) if hashed else None
-        told = [group.spec.needs_all for group in hashed.values() if group.told]
-        self.windows_only = bool(told) and not any(told)
+        needs_all = [group.spec.needs_all for group in hashed.values() if group.known]
+        self.windows_only = bool(needs_all) and not any(needs_all)
 
     def hashed(self) -> dict[int, Group]:
         """Return the groups that take part in prefix caching and have stored a block.
@@ -82,10 +82,10 @@ class RankGroups:
         return {i: group for i, group in known if group.spec.takes_part and group.block_size}
 
     @property
-    def kinds_untold(self) -> bool:
+    def kinds_unknown(self) -> bool:
         """Whether there are several groups, some of unknown kind (vLLM up to 0.21)."""
         groups = self.hashed().values()
-        return len(groups) > 1 and not all(group.told for group in groups)
+        return len(groups) > 1 and not all(group.known for group in groups)
 
     @property
     def upper_bound(self) -> bool:
@@ -94,7 +94,7 @@ class RankGroups:
         In report mode "full" some announcements look like copies.
         """
         announces = self.settings.report_mode == "full"
-        return self.settings.upper_bound or announces or self.kinds_untold
+        return self.settings.upper_bound or announces or self.kinds_unknown
 
     def drops_last(self, group_idx: int) -> bool:
         """Whether EAGLE drops the last block of a group: set for the group or one of its kind."""
@@ -133,19 +133,19 @@ class RankGroups:
         groups = self.hashed().values()
         dense = any(group.spec.needs_all and group.block_size == unit for group in groups)
         wider = any(group.block_size != unit for group in groups)
-        return not dense or (wider and (self.kinds_untold or bool(self.settings.eagle)))
+        return not dense or (wider and (self.kinds_unknown or bool(self.settings.eagle)))
 
     def configure(self, settings: CacheSettings) -> None:
         """Apply the user's settings for what the events do not state."""
         self.settings = settings
         for group_idx, group in self._groups.items():
             if group.configured and group_idx not in settings.groups:  # events may set it again
-                group.spec, group.configured, group.told = GroupSpec(), False, False
+                group.spec, group.configured, group.known = GroupSpec(), False, False
         for group_idx, spec in settings.groups.items():
-            told = Group(spec)
+            group = Group(spec)
             before = self._groups.get(group_idx)
-            told.block_size = before.block_size if before is not None else 0
-            self._groups[group_idx] = told
+            group.block_size = before.block_size if before is not None else 0
+            self._groups[group_idx] = group
         self._choose_main()
 
     def forget(self) -> None:
@@ -200,11 +200,11 @@ class RankGroups:
 
 
 def _learn_kind(group: Group, kind: str, window: int | None) -> str | None:
-    if group.told and (group.spec.kind, group.spec.sliding_window) == (kind, window):
+    if group.known and (group.spec.kind, group.spec.sliding_window) == (kind, window):
         return None
     try:
         group.spec = GroupSpec(kind, window)
     except ValueError:
         return "group_kind"
-    group.told = True
+    group.known = True
     return None

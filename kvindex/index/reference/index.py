@@ -164,15 +164,18 @@ class Index(BaseIndex):
     ) -> Held:
         """Return what any rank holds of a prompt: as far as `wanted` can match, or all of it."""
         held: Held = {}
-        for namespace in self._tree.namespaces(question.lora):
-            if question.block_size in (None, namespace.block_size):
-                keys = PromptKeys(self._keys, namespace, prompt, question.extras)
-                may_skip_holes = wanted is None or any(
-                    blocks.groups.may_skip_holes(namespace.block_size) for blocks in wanted.values()
-                )
-                held[namespace] = held_blocks(
-                    self._tree, namespace, keys, question.media, may_skip_holes
-                )
+        for namespace in self._tree.namespaces():
+            if namespace.lora != question.lora:
+                continue
+            if question.block_size not in (None, namespace.block_size):
+                continue
+            keys = PromptKeys(self._keys, namespace, prompt, question.extras)
+            may_skip_holes = wanted is None or any(
+                blocks.groups.may_skip_holes(namespace.block_size) for blocks in wanted.values()
+            )
+            held[namespace] = held_blocks(
+                self._tree, namespace, keys, question.media, may_skip_holes
+            )
         return held
 
     def _match(
@@ -188,7 +191,7 @@ class Index(BaseIndex):
 
     def _block_sizes(self, lora: Lora) -> Collection[int]:
         with self._guard.lock:
-            return {namespace.block_size for namespace in self._tree.namespaces(lora)}
+            return {size for size, of_lora, _ in self._tree.namespaces() if of_lora == lora}
 
     def _stored_text(self) -> bool:
         with self._guard.lock:
@@ -306,7 +309,7 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
         "groups": {
             str(group_idx): {
                 "kind": group.spec.kind,
-                "told": group.told,
+                "told": group.known,
                 "sliding_window": group.spec.sliding_window,
                 "attention_chunk_size": group.spec.attention_chunk_size,
                 "block_size": group.block_size,

@@ -198,7 +198,7 @@ class Labels:
         for label in self._labels.values():
             names.update((block, owner) for owner, held in label.copies.items() for block in held)
             for block in label.blocks:
-                prompts[block.run.prompts] += len(label.groups_of(block))
+                prompts[_prompts(block)] += len(label.groups_of(block))
         for block, owner in names:
             if owner not in block.run.owners:
                 raise InvariantError(f"{owner!r} does not own block {block.depth} of a label")
@@ -214,13 +214,17 @@ class Labels:
             return False
         self._size += 1
         budget.used += 1
-        self._prompts[block.run.prompts] += 1
+        self._prompts[_prompts(block)] += 1
         return True
 
     def _shrink(self, block: Block) -> None:
         self._size -= 1
         self._budget.used -= 1
-        prompts = block.run.prompts
+        prompts = _prompts(block)
         self._prompts[prompts] -= 1
         if not self._prompts[prompts]:
             del self._prompts[prompts]  # names that a publisher invents must not pile up
+
+
+def _prompts(block: Block) -> tuple[Lora, bool]:
+    return block.run.namespace.lora, block.run.salted

@@ -86,8 +86,8 @@ def _match_one_way(
 ) -> RankMatch:
     groups = blocks.groups
     hashed = groups.hashed()
-    if groups.kinds_untold:
-        hashed = _longest_untold(groups, hashed, spans_of)
+    if groups.kinds_unknown:
+        hashed = _with_longest_unknown(groups, hashed, spans_of)
     cache = Cache(groups.unit, groups.alignment)
     tiers = {medium_tier(owner.medium) for owner in spans_of}
     coverage = {tier: _coverage(groups, hashed, spans_of, tier) for tier in tiers}
@@ -116,10 +116,10 @@ def _match_one_way(
     )
 
 
-def _longest_untold(
+def _with_longest_unknown(
     groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans]
 ) -> dict[int, Group]:
-    """Return the groups without those of an untold kind, but for the one that reaches furthest.
+    """Return the groups without those of an unknown kind, but for the one that reaches furthest.
 
     One of them has full attention, and holds every block that any of them needs.
     """
@@ -130,9 +130,9 @@ def _longest_untold(
         )
         return spans[0][1] if spans and spans[0][0] == 0 else 0
 
-    untold = [group_idx for group_idx, group in hashed.items() if not group.told]
-    longest = max(untold, key=lambda group_idx: (reach(group_idx), -group_idx))
-    return {i: group for i, group in hashed.items() if group.told or i == longest}
+    unknown = [group_idx for group_idx, group in hashed.items() if not group.known]
+    longest = max(unknown, key=lambda group_idx: (reach(group_idx), -group_idx))
+    return {i: group for i, group in hashed.items() if group.known or i == longest}
 
 
 def _coverage(

@@ -119,7 +119,7 @@ class PrefixWalk:
     def run(self) -> Prefixes:
         """Return the walk's result."""
         start = _Counts()
-        for namespace in sorted(self._tree.all_namespaces(), key=_order):
+        for namespace in sorted(self._tree.namespaces(), key=_order):
             root = self._tree.root(namespace)
             self._look(-1, start, [child.blocks[0] for child in root.children.values()])
         while self._queue and len(self._shown) < self._max_nodes:

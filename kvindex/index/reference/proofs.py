@@ -118,14 +118,14 @@ def proven_places(
     hashes: Sequence[BlockHash], steps: Sequence[Step], scale: int
 ) -> list[int] | None:
     """Return which blocks of a chain, each of `scale` steps, labels name; None if unsure."""
-    found: list[int] = []
+    places: list[int] = []
     ends = enumerate(steps[scale - 1 :: scale])
     for block_hash in hashes:
         place = next((i for i, step in ends if _names(block_hash, step.digest)), None)
         if place is None:
             return None
-        found.append(place)
-    return found
+        places.append(place)
+    return places
 
 
 def step_key(label: BlockHash) -> int:

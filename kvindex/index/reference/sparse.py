@@ -119,11 +119,11 @@ class Sparse:
             last = first
             while last < len(starts) and starts[last] == stop:
                 stop, last = stop + chain.scale, last + 1
-            some = chain._replace(
+            row = chain._replace(
                 hashes=chain.hashes[first:last], contents=chain.contents[start:stop]
             )
             # Blocks without an owner stay where a block after them has one.
-            parent = self._placing.place(parent, some, unnamed=chain.contents[reached:start])
+            parent = self._placing.place(parent, row, unnamed=chain.contents[reached:start])
             if parent is None:
                 self._placing.ignored[self._placing.no_room()] += len(starts) - last
                 return
@@ -165,7 +165,7 @@ class Sparse:
         """
         group = self._groups.known()[owner.group_idx]
         step, scale = self._groups.alignment // self._groups.unit, size // self._groups.unit
-        if not group.spec.has_window or self._groups.kinds_untold:
+        if not group.spec.has_window or self._groups.kinds_unknown:
             return []
         if step <= count * scale:
             return []

@@ -33,10 +33,10 @@ Thread safety: none; the index's lock owns the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvindex.index.keys import Lora, Namespace
+from kvindex.index.keys import Namespace
 from kvindex.index.reference.keys import Key, KeyMaker, PromptKeys
 from kvindex.wire.errors import InvariantError
 from kvindex.wire.rank import Rank
@@ -73,11 +73,10 @@ class Block:
 class Run:
     """A chain of blocks with one set of owners; a root has no blocks and no parent.
 
-    `prompts` is the key under which its blocks are counted: their LoRA, and whether their prompts
-    start under a salt or other extra keys.
+    `salted` says whether its prompts start under a salt, or other extra keys.
     """
 
-    __slots__ = ("blocks", "children", "namespace", "owners", "parent", "prompts")
+    __slots__ = ("blocks", "children", "namespace", "owners", "parent", "salted")
 
     def __init__(
         self,
@@ -93,12 +92,7 @@ class Run:
         self.blocks = blocks
         self.children: dict[Key, Run] = {}
         self.owners = owners
-        self.prompts = (namespace.lora, salted)
-
-    @property
-    def salted(self) -> bool:
-        """Whether its prompts start under a salt, or other extra keys."""
-        return self.prompts[1]
+        self.salted = salted
 
 
 class Segment(NamedTuple):
@@ -114,17 +108,13 @@ class RadixTree:
 
     def __init__(self, keys: KeyMaker) -> None:
         self._keys = keys
-        self._roots: dict[Lora, dict[Namespace, Run]] = {}
+        self._roots: dict[Namespace, Run] = {}
         self.run_count = 0
         self.block_count = 0
 
-    def namespaces(self, lora: Lora) -> Iterable[Namespace]:
-        """Return the namespaces of one LoRA that hold anything."""
-        return self._roots.get(lora, {})
-
-    def all_namespaces(self) -> list[Namespace]:
+    def namespaces(self) -> list[Namespace]:
         """Return every namespace that holds anything."""
-        return [namespace for roots in self._roots.values() for namespace in roots]
+        return list(self._roots)
 
     def extend(
         self,
@@ -187,7 +177,7 @@ class RadixTree:
         Keys are made one by one as the walk goes, so a caller that stops early pays only for the
         segments it has seen.
         """
-        run: Run | None = self._roots.get(namespace.lora, {}).get(namespace)
+        run = self._roots.get(namespace)
         depth = 0
         while run is not None and (key := keys[depth]) is not None:
             run = run.children.get(key)
@@ -204,11 +194,9 @@ class RadixTree:
 
     def root(self, namespace: Namespace) -> Run:
         """Return the run before a namespace's first blocks, made where missing."""
-        roots = self._roots.setdefault(namespace.lora, {})
-        root = roots.get(namespace)
-        if root is None:
-            root = roots[namespace] = Run(namespace, None, [])
-        return root
+        if namespace not in self._roots:
+            self._roots[namespace] = Run(namespace, None, [])
+        return self._roots[namespace]
 
     def _append(self, parent: Run, keys: Sequence[Key], salted: bool) -> list[Block]:
         first = parent.blocks[-1].depth + 1 if parent.blocks else 0
@@ -278,7 +266,8 @@ class RadixTree:
             self.block_count -= len(run.blocks)
             run = run.parent
         if run.parent is None:
-            self._drop_empty_root(run)
+            if not run.children:
+                self._roots.pop(run.namespace, None)
             return
         if len(run.children) == 1:
             (child,) = run.children.values()
@@ -290,14 +279,6 @@ class RadixTree:
         if above.owners == run.owners:
             self._join(above, run)
 
-    def _drop_empty_root(self, root: Run) -> None:
-        if root.children:
-            return
-        roots = self._roots.get(root.namespace.lora, {})
-        roots.pop(root.namespace, None)
-        if not roots:
-            self._roots.pop(root.namespace.lora, None)
-
     def check(self) -> None:
         """Assert every invariant named in the module's docstring.
 
@@ -306,15 +287,14 @@ class RadixTree:
         """
         runs = blocks = 0
         resident: dict[Owner, int] = {}
-        for roots in self._roots.values():
-            for root in roots.values():
-                _require(bool(root.children), "a root without children was kept")
-                for run in _descendants(root):
-                    _check_run(run)
-                    runs += 1
-                    blocks += len(run.blocks)
-                    for owner in run.owners:
-                        resident[owner] = resident.get(owner, 0) + len(run.blocks)
+        for root in self._roots.values():
+            _require(bool(root.children), "a root without children was kept")
+            for run in _descendants(root):
+                _check_run(run)
+                runs += 1
+                blocks += len(run.blocks)
+                for owner in run.owners:
+                    resident[owner] = resident.get(owner, 0) + len(run.blocks)
         _require(runs == self.run_count, f"{runs} runs, counted {self.run_count}")
         _require(blocks == self.block_count, f"{blocks} blocks, counted {self.block_count}")
         for owner, count in resident.items():
