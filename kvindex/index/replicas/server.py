@@ -51,9 +51,9 @@ class FanOut:
         path: where it listens.
 
     Raises:
-        ConfigurationError: a value cannot work, a living server is at `path`, or others could write
-            there.
-        SegmentError: the shared memory cannot be made, or there is no native module.
+        ConfigurationError: a value cannot work, a living server is at `path`, others could write
+            there, or the index is the Python one.
+        SegmentError: the shared memory cannot be made.
         OSError: the socket cannot be made.
 
     Thread safety: every method may be called from any thread.
