@@ -127,8 +127,7 @@ class Index(BaseIndex):
         with self._guard.lock:
             self._changes.check()
             wanted = self._wanted(question.ranks)
-            held = self._held(prompt, question, wanted)
-            match = self._match(held, wanted, prompt, trust)
+            match = self._match(self._held(prompt, question), wanted, prompt, trust)
             if not match:
                 sizes = [blocks.groups.unit for blocks in wanted.values()]
                 check_block_size(question.block_size, sizes)
@@ -141,7 +140,7 @@ class Index(BaseIndex):
         with self._guard.lock:
             self._changes.check()
             wanted = self._wanted(question.ranks)
-            held = self._held(prompt, question._replace(media=None), None)
+            held = self._held(prompt, question._replace(media=None))
             holdings = [
                 Holding(owner.rank, owner.group_idx, owner.medium, size, lookahead, spans)
                 for (size, _, lookahead), spans_of in held.items()
@@ -159,23 +158,14 @@ class Index(BaseIndex):
             }
             return self._match(counted, wanted, prompt, trust), holdings
 
-    def _held(
-        self, prompt: Prompt, question: Question, wanted: Mapping[Rank, RankBlocks] | None
-    ) -> Held:
-        """Return what any rank holds of a prompt: as far as `wanted` can match, or all of it."""
+    def _held(self, prompt: Prompt, question: Question) -> Held:
+        """Return what any rank holds of a prompt."""
         held: Held = {}
         for namespace in self._tree.namespaces():
-            if namespace.lora != question.lora:
-                continue
-            if question.block_size not in (None, namespace.block_size):
-                continue
-            keys = PromptKeys(self._keys, namespace, prompt, question.extras)
-            may_skip_holes = wanted is None or any(
-                blocks.groups.may_skip_holes(namespace.block_size) for blocks in wanted.values()
-            )
-            held[namespace] = held_blocks(
-                self._tree, namespace, keys, question.media, may_skip_holes
-            )
+            of_size = question.block_size in (None, namespace.block_size)
+            if of_size and namespace.lora == question.lora:
+                keys = PromptKeys(self._keys, namespace, prompt, question.extras)
+                held[namespace] = held_blocks(self._tree, namespace, keys, question.media)
         return held
 
     def _match(

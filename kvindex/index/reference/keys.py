@@ -106,14 +106,6 @@ def has_own_extras(event: BlockStored, block: int) -> bool:
     return not (at_start and all(isinstance(item, str) for item in items)) and bool(items)
 
 
-def _first_extra(event: BlockStored) -> bytes:
-    """Return the canonical extra keys, salt included, of a stored event's first block."""
-    items = event.extra_keys[0] if event.extra_keys else None
-    if not items and not event.cache_salt:
-        return b""
-    return pack_extra(items, lora=event_lora(event), salt=event.cache_salt)
-
-
 class Salts:
     """The last LoRAs and extra keys that a rank's prompts started under, for `explain` to try."""
 
@@ -127,7 +119,8 @@ class Salts:
 
     def learn(self, event: BlockStored, namespace: Namespace) -> bool:
         """Remember the extra keys that an event's prompt starts under; return if it has some."""
-        extra = _first_extra(event)
+        items = event.extra_keys[0] if event.extra_keys else None
+        extra = pack_extra(items, lora=namespace.lora, salt=event.cache_salt)
         if extra and len(extra) <= _MAX_SALT_BYTES:
             self._known.pop((namespace.lora, extra), None)
             self._known[namespace.lora, extra] = None
@@ -163,12 +156,7 @@ def block_contents(event: BlockStored, unit: int, *, at_root: bool) -> list[byte
         for start in range(0, size, unit)
     ]
     salt = event.cache_salt if at_root else None
-    if event.extra_keys is None and not salt:
-        return contents
-    lora = event_lora(event)
-    extras = event.extra_keys or [None] * len(blocks)
-    for i, items in enumerate(extras):
-        if items or (salt and i == 0):
-            packed_extra = pack_extra(items, lora=lora, salt=salt if i == 0 else None)
-            contents[i * (size // unit)] += packed_extra
+    for i, items in enumerate(event.extra_keys or [None]):
+        extra = pack_extra(items, lora=event_lora(event), salt=salt if i == 0 else None)
+        contents[i * (size // unit)] += extra
     return contents

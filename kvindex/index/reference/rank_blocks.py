@@ -23,7 +23,6 @@ from kvindex.wire import (
     BlockHash,
     BlockRemoved,
     BlockStored,
-    CacheSettings,
     EventBatch,
 )
 from kvindex.wire.errors import InvariantError
@@ -103,10 +102,6 @@ class RankBlocks:
         self.rank = rank
         for owner in self._owners.values():
             owner.rank = rank
-
-    def configure(self, settings: CacheSettings) -> None:
-        """Apply the user's settings for what the events do not state."""
-        self.groups.configure(settings)
 
     def clear(self) -> None:
         """Forget everything held and learned: the next events may be another engine's."""

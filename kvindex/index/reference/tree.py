@@ -33,7 +33,7 @@ Thread safety: none; the index's lock owns the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvindex.index.keys import Namespace
@@ -228,30 +228,25 @@ class RadixTree:
             tail = Run(run.namespace, run, run.blocks[offset:], run.owners, salted=run.salted)
             tail.children, run.children = run.children, {tail.blocks[0].key: tail}
             del run.blocks[offset:]
-            _adopt(tail)
+            _adopt(tail, tail.blocks, tail.children)
             return run, tail
         head = Run(run.namespace, parent, run.blocks[:offset], run.owners, salted=run.salted)
         del run.blocks[:offset]
         head.children[run.blocks[0].key] = run
         run.parent = head
         parent.children[head.blocks[0].key] = head
-        for block in head.blocks:
-            block.run = head
+        _adopt(head, head.blocks, {})
         return head, run
 
     def _join(self, parent: Run, child: Run) -> Run:
         """Make one run of a run and its only child of equal owners; the smaller half moves."""
         self.run_count -= 1
         if len(child.blocks) <= len(parent.blocks):
-            parent.children = child.children
-            for block in child.blocks:
-                block.run = parent
-            for grandchild in parent.children.values():
-                grandchild.parent = parent
+            _adopt(parent, child.blocks, child.children)
             parent.blocks += child.blocks
+            parent.children = child.children
             return parent
-        for block in parent.blocks:
-            block.run = child
+        _adopt(child, parent.blocks, {})
         child.blocks[:0] = parent.blocks
         child.parent = parent.parent
         assert child.parent is not None
@@ -323,11 +318,11 @@ def _segments(blocks: Sequence[Block]) -> Iterator[list[Block]]:
         yield segment
 
 
-def _adopt(run: Run) -> None:
-    """Point a run's blocks and children at it."""
-    for block in run.blocks:
+def _adopt(run: Run, blocks: Sequence[Block], children: Mapping[Key, Run]) -> None:
+    """Point blocks and children that a run gets at it."""
+    for block in blocks:
         block.run = run
-    for child in run.children.values():
+    for child in children.values():
         child.parent = run
 
 
