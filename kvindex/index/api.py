@@ -133,7 +133,7 @@ class BaseIndex(ABC):
     @property
     @abstractmethod
     def ranks(self) -> tuple[Rank, ...]:
-        """The known ranks, sorted: the same tuple until one comes, goes or is renamed. O(1)."""
+        """The known ranks, sorted: the same tuple until one is added, removed or renamed. O(1)."""
 
     @abstractmethod
     def add(self, rank: Rank) -> None:
@@ -209,7 +209,7 @@ class BaseIndex(ABC):
 
         It takes microseconds (docs/benchmarks.md has figures) and waits for nothing but the index's
         lock, so async code calls it directly. An engine never hits a whole prompt, because the last
-        token must be computed: to predict its own hit, ask with `recomputed=1`.
+        token must be computed; `recomputed=1` predicts its own hit.
 
         Args:
             token_ids: list or tuple of ints, `array`, or a contiguous buffer of 4- or 8-byte
@@ -256,12 +256,12 @@ class BaseIndex(ABC):
     ) -> Explanation:
         """Return, for each rank, where its match ends and why; `print` it.
 
-        It asks again with every LoRA of the ranks' blocks (the 64 with most of each rank), and with
-        the last 64 salts (or other first extra keys, up to 256 bytes long) under which each rank
-        stored blocks since it became known to this process. The index is locked for one question
-        at a time, so events may come in between.
+        The index repeats the question with every LoRA of the ranks' blocks (the 64 with most of
+        each rank), and with the last 64 salts (or other first extra keys, up to 256 bytes long)
+        under which each rank stored blocks since it became known to this process. The index is
+        locked for one question at a time, so events may be applied in between.
 
-        Args and Raises: as `match`, except that any `block_size` may be asked for, and
+        Args and Raises: as `match`, except that any `block_size` may be given, and
             notes: called with each rank; returns further notes, as sentences.
 
         Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
@@ -337,8 +337,8 @@ class BaseIndex(ABC):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a snapshot to a file, which replaces an existing file once all is written.
 
-        Each rank is written as it is when its turn comes. The file is readable by its owner only,
-        since it contains the seed.
+        Each rank is written as it is at its turn. Only the file's owner can read it, since it
+        contains the seed.
 
         Raises:
             OSError: it cannot be written; an existing file is unchanged.
@@ -429,9 +429,9 @@ class BaseIndex(ABC):
         """Return which ranks hold which prefixes: the tree from its roots on, up to `max_nodes`.
 
         For a picture of what ranks share. The next node is always the one that most ranks hold;
-        of several the longest, then the one whose first block came first. So nodes that many ranks
-        share come before those that few share. Below a hole (a node that no rank holds), nodes come
-        last.
+        of several the longest, then the one whose first block was stored first. So nodes that many
+        ranks share precede those that few share. Nodes below a hole (a node that no rank holds)
+        are last.
 
         Args:
             max_nodes: at most this many nodes.
@@ -447,10 +447,9 @@ class BaseIndex(ABC):
             256 × `max_nodes` in all, however much the index holds, and for one node at a quarter of
             the looks that are left. Each look costs O(blocks of the child / 64).
 
-        Thread safety: as all of the index, but the lock is given back about every thousand looks (a
-            tenth of a millisecond in the native index). Events may come in between. Each node
-            existed when it was looked at; nodes that were looked at in different pieces are of
-            different moments.
+        Thread safety: as all of the index, but the native index releases its lock about every
+            thousand looks (a tenth of a millisecond). Events may be applied in between, so nodes
+            may be of different moments. Each node existed when it was looked at.
 
         Examples:
             >>> from kvindex import BlockStored, EventBatch, Index, Rank

@@ -1,4 +1,4 @@
-"""Finds out why each rank's match of a prompt ends where it does."""
+"""Explains why each rank's match of a prompt ends where it does."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def explain(
 def _try_other_prompts(
     index: Explained, tokens: array[int], question: Question, facts: Mapping[Rank, _Facts]
 ) -> None:
-    """Ask again as if for each LoRA and salt that a rank is known to have."""
+    """Repeat the question with each LoRA and salt that a rank is known to have."""
     own = question.extras[0] if question.extras else b""
     tries: dict[tuple[Lora, bytes], list[Rank]] = {}
     for rank, of_rank in facts.items():
@@ -161,7 +161,7 @@ class _Facts:
             ending = Ending.BLOCK_SIZE
             text = (
                 f"its blocks have {self.match.block_size} tokens, "
-                f"not the {self.question.block_size} that were asked for"
+                f"not the {self.question.block_size} of the question"
             )
         elif self._countable < self.match.block_size:
             ending = Ending.SHORT
@@ -222,10 +222,10 @@ class _Facts:
             on_device = f"{match.device_tokens} of these tokens are on the device"
             yield f"{on_device}; the engine decides whether it loads the rest"
         elif match.tokens and match.upper_bound:
-            yield "an upper bound: its events do not tell all that limits a hit"
+            yield "an upper bound: its events do not report all that limits a hit"
         if match.lower_bound:
             waiting = f" ({self.known['orphans']} wait)" if self.known.get("orphans") else ""
-            yield f"a lower bound: no event told where some of its blocks belong{waiting}"
+            yield f"a lower bound: no event reported where some of its blocks belong{waiting}"
         if self.known.get("ignored"):
             reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.known["ignored"].items()))
             yield f"blocks were ignored: {reasons}"

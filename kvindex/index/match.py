@@ -39,7 +39,7 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
             engine decides for itself.
         lower_bound: whether the engine's own hit may be longer: the rank has stored blocks whose
             place no event has given so far, and any of them may continue the prompt.
-        state: stream state when asked through a client, else None.
+        state: stream state; None without a client.
         complete: whether all of the rank's history was seen; None without a client.
         lag: batches known of but not applied yet; None without a client.
     """
@@ -147,7 +147,7 @@ class Match:
 
     Args:
         contents: which ranks hold how much.
-        ranks: the ranks that were asked for.
+        ranks: the ranks of the question.
         trust: how far each of them can be trusted, as for `Index.match`.
 
     Thread safety: immutable.
@@ -180,7 +180,7 @@ class Match:
     def best(self) -> RankMatch | None:
         """The candidate that holds most of the prompt, or None if there is no candidate.
 
-        So it is None if live ranks hold nothing of the prompt, even if a rank that is not live
+        The result is None if live ranks hold nothing of the prompt, even if a rank that is not live
         does. A rank that is not live is returned only while no rank of the answer is live.
 
         Complexity: O(1) if the rank that holds most is live, else as `top`.
@@ -206,7 +206,7 @@ class Match:
         """Return the tokens that each of these ranks holds as columns, whether it is live or not.
 
         Args:
-            rows: the ranks; those that are not known, or were not asked for, hold nothing.
+            rows: the ranks; those that are not known, or that the question left out, hold nothing.
             live: for each row, whether its rank's tokens count: a row whose byte is 0 gets zeros.
 
         Raises:
@@ -242,7 +242,7 @@ class Match:
         """Return a rank's match; 0 blocks for a known rank that holds nothing of the prompt.
 
         Raises:
-            UnknownRankError: the rank is not known, or was not asked for (a KeyError).
+            UnknownRankError: the rank is not known, or the question left it out (a KeyError).
         """
         return self._of(find_rank(rank, self._ranks))
 

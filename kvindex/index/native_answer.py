@@ -53,7 +53,7 @@ class NativeContents:
         return next(map(self.get, self.longest()), None)
 
     def longest(self) -> list[Rank]:
-        # Missing: the rank became known while the core was being asked.
+        # Missing: the rank became known while the core answered.
         names = map(self._directory.ranks.get, self._answer.longest())
         return [rank for rank in names if rank is not None]
 

@@ -118,12 +118,12 @@ def check_recomputed(recomputed: object) -> None:
         raise ConfigurationError(f"recomputed must be 0 tokens or more, not {recomputed!r}")
 
 
-def check_block_size(asked: int | None, sizes: Collection[int]) -> None:
+def check_block_size(wanted: int | None, sizes: Collection[int]) -> None:
     """Reject a block size that no rank has, once every rank's is known (0: unknown)."""
-    if asked is None or not sizes or 0 in sizes or asked in sizes:
+    if wanted is None or not sizes or 0 in sizes or wanted in sizes:
         return
     known = ", ".join(map(str, sorted(set(sizes))))
-    raise ConfigurationError(f"no rank has block_size={asked}; the ranks' block sizes: {known}")
+    raise ConfigurationError(f"no rank has block_size={wanted}; the ranks' block sizes: {known}")
 
 
 def check_extra_keys(question: Question, sizes: Collection[int]) -> None:
@@ -160,7 +160,7 @@ def _packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -
 
 
 def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> list[Rank]:
-    """Return the ranks that a query asks for; raises UnknownRankError for a text that is none's."""
+    """Return the ranks that a query names; raises UnknownRankError for a text that is none's."""
     if isinstance(ranks, tuple) and any(isinstance(rank, int) for rank in ranks):
         raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
     names = [ranks] if isinstance(ranks, str) else list(ranks)

@@ -83,7 +83,7 @@ _RANK_FOLLOWS, _END_FOLLOWS = b"\x01", b"\x00"
 _NO_CURSOR = 2**32 - 1
 _MAX_NAME_BYTES = 65_536
 _CHECKSUM_BYTES = 32
-_STEP = 2**20  # bytes read at once, whatever a length says
+_STEP = 2**20  # bytes read at once, whatever length is written
 _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
 
 
@@ -139,7 +139,7 @@ class SnapshotWriter:
 
     Args:
         file: open for writing; it is not closed.
-        seed: `Index.seed` of the index whose sections come.
+        seed: `Index.seed` of the index whose sections follow.
     """
 
     def __init__(self, file: BinaryIO, *, seed: int) -> None:
@@ -314,7 +314,7 @@ class SnapshotReader:
 def write_snapshot(
     target: SnapshotTarget, index: BaseIndex, *, cursors: Mapping[Rank, bytes] = _NO_CURSORS
 ) -> None:
-    """Write an index, each rank as it is when its turn comes.
+    """Write an index, each rank as it is at its turn.
 
     Args:
         target: a path, whose file is replaced when all is written, or a file open for writing.

@@ -207,7 +207,7 @@ def test_answers_that_are_upper_bounds_are_noted() -> None:
 def test_orphans_and_ignored_blocks_are_noted() -> None:
     index = index_of(stored(0), stored(5, 6), stored(9, block_size=3))
     text = str(index.explain(prompt(9)))
-    assert "a lower bound: no event told where some of its blocks belong (2 wait)" in text
+    assert "a lower bound: no event reported where some of its blocks belong (2 wait)" in text
     assert "blocks were ignored: token_count 1" in text
 
 

@@ -66,7 +66,7 @@ def tiered_hit(
 ) -> TieredHit:
     """Return how many leading tokens of a prompt the engine holds, up to each tier.
 
-    The device's prefix comes first; each further tier can only go on from where the one before
+    The device's prefix comes first; each further tier can only continue where the one before
     ended. Once a prefix is left for a further tier, the engine does not return.
 
     Args:
@@ -112,7 +112,7 @@ def engine_hit(cache: Cache, length: int, groups: Sequence[GroupCoverage]) -> in
         return _find(groups[0], cache, length, drop=groups[0].eagle) if groups else 0
     groups = sorted(groups, key=lambda group: not group.spec.needs_all)
     one_round = len(groups) == 2 and groups[0].spec.needs_all
-    reached: dict[int, int] = {}  # by groups that need all blocks: they are asked once
+    reached: dict[int, int] = {}  # by groups that need all blocks: one look-up each
     dropped: set[int] = set()  # groups that have dropped their block for the present length
     hit = length
     while True:
@@ -153,7 +153,7 @@ def _find(group: GroupCoverage, cache: Cache, length: int, *, drop: bool) -> int
 def _find_all(group: GroupCoverage, cache: Cache, length: int, *, drop: bool) -> int:
     size, alignment = group.block_size, cache.alignment
     hit = _reach(group, cache, 0, length)
-    if alignment < size:  # a hit may end within a block, where an entry of its own says so
+    if alignment < size:  # a hit may end within a block, where it has an entry of its own
         last = min(hit + size - alignment, length - length % alignment)
         ends = range(last, hit, -alignment)
         hit = next((stop for stop in ends if _holds(group, cache, stop)), hit)

@@ -76,7 +76,7 @@ class RankGroups:
     def hashed(self) -> dict[int, Group]:
         """Return the groups that take part in prefix caching and have stored a block.
 
-        They stand in the order in which the engine asks them.
+        Their order is that of the engine's look-ups.
         """
         known = sorted(self._groups.items())
         return {i: group for i, group in known if group.spec.takes_part and group.block_size}

@@ -56,7 +56,7 @@ class KeyMaker:
 
 
 class PromptKeys:
-    """The keys of a prompt's blocks in one namespace, made one after the other when asked.
+    """The keys of a prompt's blocks in one namespace, made one after the other, on demand.
 
     `keys[i]` is the key of block `i`, or None where the prompt has no whole block `i` (with its
     lookahead tokens, if the namespace covers any).

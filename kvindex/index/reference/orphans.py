@@ -74,7 +74,7 @@ class Orphans:
         self._make_room()
 
     def pop(self, block_hash: BlockHash) -> Orphan | None:
-        """Hold a block no longer, and return it."""
+        """Remove a held block, and return it."""
         orphan = self._held.pop(block_hash, None)
         if orphan is not None:
             self._bytes -= len(orphan.content)
@@ -82,7 +82,7 @@ class Orphans:
         return orphan
 
     def pop_children(self, parent_hash: BlockHash) -> list[tuple[BlockHash, Orphan]]:
-        """Hold the children of a block no longer, and return them in the order they came."""
+        """Remove the held children of a block, and return them, the oldest first."""
         hashes = list(self._waiting.get(parent_hash, ()))
         return [(h, orphan) for h in hashes if (orphan := self.pop(h)) is not None]
 

@@ -2,7 +2,7 @@
 
 A *node* is a chain of at most 8,192 blocks that has no branch and on which the same ranks hold the
 same media. The walk starts with the first nodes of all prompts, and keeps those that it has looked
-at in a queue. It takes the best one out, shows it, looks at the nodes that follow it, and goes on
+at in a queue. The walk removes the best one, shows it, and looks at the nodes that follow it,
 until it has shown as many as are wanted. The best node is the one
 
 1. that most ranks hold,

@@ -1,10 +1,11 @@
 """Places of blocks that no event names whole, proven by vLLM's own hash chain.
 
-Models that have only sliding windows or Mamba leave blocks out of their events, unnamed: the tokens
-of a whole range come with the labels of some of its blocks. vLLM makes labels by a chain of SHA-256
-over pickles of (hash before, tokens, extra keys), from a root that is public unless PYTHONHASHSEED
-is set. So the chain over the tokens of a range shows which of its blocks a label names: a label of
-64 bits that is found there is the proof. Where the engine hashes otherwise, no label is ever found.
+Models that have only sliding windows or Mamba leave blocks out of their events: an event has the
+tokens of a whole range, and the labels of some of its blocks. vLLM makes labels by a chain of
+SHA-256 over pickles of (hash before, tokens, extra keys), from a root that is public unless
+PYTHONHASHSEED is set. So the chain over the tokens of a range shows which of its blocks a label
+names: a label of 64 bits in that chain is the proof. Where the engine hashes otherwise, no label
+ever is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Proofs", "Step", "proven_places", "step_key"]
 
 _MAX_STEPS = 1 << 17
 _MAX_STEP_BYTES = 1 << 26  # of the steps' tokens: a publisher chooses its block size
-_MAX_UNIT = 8192  # tokens; pickles of more come in several frames
+_MAX_UNIT = 8192  # tokens; longer pickles have several frames
 _MAX_SALT_BYTES = 255  # pickles of longer ones begin otherwise
 # Steps that may be gone back to find a resident block, and how many each hashed one adds: so a
 # store costs in proportion to what was sent.

@@ -139,7 +139,7 @@ class RankBlocks:
                 self._drop_cleared()
 
     def _learn_sizes(self, batch: EventBatch) -> None:
-        """Learn the unit from all of a batch first: its groups' sizes come one after the other."""
+        """Learn the unit from all of a batch first: its events have one group's size each."""
         unit = self.groups.unit
         for event in batch.events:
             if isinstance(event, BlockStored):
@@ -249,7 +249,7 @@ class RankBlocks:
     def _store_at_root(self, event: BlockStored, chain: Chain) -> None:
         if event.parent_block_hash is None and _hashes_content_only(event):
             # SGLang 0.5.1-0.5.5 names no parent for any node's first page, and its hashes do not
-            # tell the position either: to place the page would be a guess.
+            # show the position either: to place the page would be a guess.
             self._positions_unknown = True
             self.ignored["position_unknown"] += len(chain.hashes)
         elif self._is_announced_again(event, chain):

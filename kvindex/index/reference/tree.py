@@ -126,7 +126,7 @@ class RadixTree:
     ) -> list[Block]:
         """Return the chain of blocks with these contents after a parent, made where missing.
 
-        `salted` is said of a chain without a parent, and is inherited. New blocks have no owner
+        `salted` is for a chain without a parent; others inherit it. New blocks have no owner
         yet: the caller must `own` the last of them, or `prune` it, before anything else.
         """
         key = self._keys.root(namespace) if parent is None else parent.key
