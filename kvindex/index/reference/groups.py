@@ -121,6 +121,20 @@ class RankGroups:
         )
         return self.unit if fine else lcm(*(group.block_size for group in groups))
 
+    def may_skip_holes(self, unit: int) -> bool:
+        """Whether a match may go on after a unit that no group holds.
+
+        It may not where some group needs all blocks, each of one unit. But where kinds are unknown,
+        any group may turn out to be the one that counts; and the block that EAGLE drops reaches
+        further in groups of larger blocks.
+        """
+        if unit != self.unit:
+            return False
+        groups = self.hashed().values()
+        dense = any(group.spec.needs_all and group.block_size == unit for group in groups)
+        wider = any(group.block_size != unit for group in groups)
+        return not dense or (wider and (self.kinds_unknown or bool(self.settings.eagle)))
+
     def configure(self, settings: CacheSettings) -> None:
         """Apply the user's settings for what the events do not state."""
         self.settings = settings

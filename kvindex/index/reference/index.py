@@ -127,7 +127,8 @@ class Index(BaseIndex):
         with self._guard.lock:
             self._changes.check()
             wanted = self._wanted(question.ranks)
-            match = self._match(self._held(prompt, question), wanted, prompt, trust)
+            held = self._held(prompt, question, wanted)
+            match = self._match(held, wanted, prompt, trust)
             if not match:
                 sizes = [blocks.groups.unit for blocks in wanted.values()]
                 check_block_size(question.block_size, sizes)
@@ -140,7 +141,7 @@ class Index(BaseIndex):
         with self._guard.lock:
             self._changes.check()
             wanted = self._wanted(question.ranks)
-            held = self._held(prompt, question._replace(media=None))
+            held = self._held(prompt, question._replace(media=None), None)
             holdings = [
                 Holding(owner.rank, owner.group_idx, owner.medium, size, lookahead, spans)
                 for (size, _, lookahead), spans_of in held.items()
@@ -158,14 +159,23 @@ class Index(BaseIndex):
             }
             return self._match(counted, wanted, prompt, trust), holdings
 
-    def _held(self, prompt: Prompt, question: Question) -> Held:
-        """Return what any rank holds of a prompt."""
+    def _held(
+        self, prompt: Prompt, question: Question, wanted: Mapping[Rank, RankBlocks] | None
+    ) -> Held:
+        """Return what any rank holds of a prompt: as far as `wanted` can match, or all of it."""
         held: Held = {}
         for namespace in self._tree.namespaces():
-            of_size = question.block_size in (None, namespace.block_size)
-            if of_size and namespace.lora == question.lora:
-                keys = PromptKeys(self._keys, namespace, prompt, question.extras)
-                held[namespace] = held_blocks(self._tree, namespace, keys, question.media)
+            if namespace.lora != question.lora:
+                continue
+            if question.block_size not in (None, namespace.block_size):
+                continue
+            keys = PromptKeys(self._keys, namespace, prompt, question.extras)
+            may_skip_holes = wanted is None or any(
+                blocks.groups.may_skip_holes(namespace.block_size) for blocks in wanted.values()
+            )
+            held[namespace] = held_blocks(
+                self._tree, namespace, keys, question.media, may_skip_holes
+            )
         return held
 
     def _match(

@@ -27,16 +27,28 @@ def held_blocks(
     namespace: Namespace,
     keys: PromptKeys,
     media: frozenset[str] | None,
+    may_skip_holes: bool,
 ) -> dict[Owner, Spans]:
-    """Return which of a prompt's blocks each owner holds on these media; None for all.
+    """Return which of the prompt's blocks each owner holds, as far as any rank's match can go.
 
-    The native core ends the walk where no rank's match can go on.
+    Args:
+        tree: the tree to walk.
+        namespace: where to walk.
+        keys: the prompt's keys there.
+        media: folded names of the media that count, or None for all.
+        may_skip_holes: whether some rank's match may go on after blocks that it does not hold.
     """
     held: dict[Owner, Spans] = {}
+    alive: set[Rank] | None = None
     for segment in tree.walk(namespace, keys):
+        holders = set()
         for owner in segment.owners:
             if media is None or owner.medium in media:
+                holders.add(owner.rank)
                 extend_spans(held.setdefault(owner, []), segment.start, segment.stop)
+        alive = holders if alive is None else alive & holders
+        if not alive and not may_skip_holes:
+            break
     return held
 
 
