@@ -31,6 +31,12 @@ if not find_spec("kvindex.wire._native"):  # nothing to compare with
         "routing/test_choosing_agrees.py",
         "service/queries/test_backends_agree.py",
     ]
+if kvindex.BACKEND == "python":  # which has no snapshots
+    collect_ignore += [
+        "index/replicas",
+        *("index/client/test_warm_restart.py", "index/client/test_warm_restart_later.py"),
+        *("index/client/test_saved_state.py", "index/client/test_saved_state_histories.py"),
+    ]
 _LONG = [
     _TESTS / name
     for name in ("docs/test_site.py", "engines", "service/http", "tools/cli/test_top_live.py")

@@ -2,13 +2,13 @@
 
 The files here use neither sockets nor engines. `client/` feeds an index from engines and adds
 trust to its answers; `replicas/` copies such an index into other processes.
-Read first: `api.py` and `match.py`, then `tree.py`, the specification of the native core.
+Read first: `api.py` and `match.py`, then `reference/`, the specification of the native core.
 May import: `kvindex.wire`; `client/` and `replicas/` also `kvindex.subscribe` and `kvindex.shm`.
 """
 
 from typing import TYPE_CHECKING
 
-from kvindex.index.api import TreeView
+from kvindex.index.api import ResidentBlock, TreeView
 from kvindex.index.explanation import (
     Ending,
     Explanation,
@@ -18,7 +18,6 @@ from kvindex.index.explanation import (
 )
 from kvindex.index.hits import Hits, RankRows
 from kvindex.index.keys import ExtraKeys, Lora
-from kvindex.index.labels import ResidentBlock
 from kvindex.index.match import Match, RankMatch, Trusts
 from kvindex.index.prefixes import Prefixes, PrefixNode
 from kvindex.index.questions import MatchOptions

@@ -9,33 +9,27 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from kvindex.index.explaining import Asked, Holding, explain
+import msgspec
+
+from kvindex.index.explaining import Holding, explain
 from kvindex.index.explanation import Explanation, Notes
-from kvindex.index.keys import ExtraKeys, Lora
-from kvindex.index.labels import ResidentBlock
+from kvindex.index.keys import Lora
 from kvindex.index.match import Match, Trusts
 from kvindex.index.prefixes import Prefixes
-from kvindex.index.questions import (
-    MatchOptions,
-    check_options,
-    folded_media,
-    packed_extras,
-    wanted_ranks,
+from kvindex.index.questions import MatchOptions, Question, check_extra_keys, read_question
+from kvindex.index.snapshot import (
+    SnapshotReader,
+    SnapshotSource,
+    require_native,
+    write_snapshot,
 )
-from kvindex.index.snapshot import SnapshotReader, SnapshotSource, write_snapshot
-from kvindex.index.snapshot_section import (
-    Identity,
-    bytes_of,
-    open_section,
-    seal_section,
-    wrong_backend,
-)
+from kvindex.index.snapshot_section import bytes_of
 from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.wire import CacheSettings, EventBatch
+from kvindex.wire import BlockHash, CacheSettings, EventBatch
 from kvindex.wire.backend import Backend
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
@@ -44,14 +38,31 @@ from kvindex.wire.rank_lookup import RankName, find_rank
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = [
-    "BaseIndex",
-    "TreeView",
-    "check_limits",
-    "rank_limit",
-]
+__all__ = ["BaseIndex", "ResidentBlock", "TreeView"]
 
-_SomeIndex = TypeVar("_SomeIndex", bound="BaseIndex")
+_AnyIndex = TypeVar("_AnyIndex", bound="BaseIndex")
+
+
+class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """One resident block of a rank, as `TreeView.walk` yields it.
+
+    Attributes:
+        block_hash: the engine's label (ints modulo 2**64).
+        depth: blocks before it in its prompt.
+        medium: where it is.
+        group_idx: KV cache group (0 when the engine names none).
+        copies: physical copies there.
+        block_size: tokens per block.
+        lora: LoRA name or id, or None.
+    """
+
+    block_hash: BlockHash
+    depth: int
+    medium: str
+    group_idx: int
+    copies: int
+    block_size: int
+    lora: str | int | None
 
 
 class BaseIndex(ABC):
@@ -67,11 +78,10 @@ class BaseIndex(ABC):
         max_orphans: at most this many blocks of a rank are held for want of their parent;
             beyond it the oldest are dropped and counted.
 
-    Thread safety: every method may be called from any thread; one lock guards the whole index. A
-    signal handler may call every method, too; but it gets InUseError where it interrupted a change
-    (Python index), or interrupted a change of the set of ranks and would change that set (native
-    index). A forked child has an index of its own, as it was at the fork; it may have part of a
-    change of more than 1,024 blocks that another thread was making.
+    Thread safety: every method may be called from any thread; one lock guards the whole index. Do
+    not call any from a signal handler or a finalizer, which interrupt a call of their thread. A
+    forked child has an index of its own, as it was at the fork; of the native index it may have
+    part of a change of more than 1,024 blocks that another thread was making.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index, Rank
@@ -86,11 +96,8 @@ class BaseIndex(ABC):
     """
 
     backend: ClassVar[Backend]
-    """Which implementation this is; snapshots are taken back by the same one only."""
+    """Which implementation this is. The Python index has no snapshots."""
 
-    _max_blocks_per_rank: int | None
-
-    @abstractmethod
     def __init__(
         self,
         *,
@@ -98,7 +105,15 @@ class BaseIndex(ABC):
         max_blocks: int | None = None,
         max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
-    ) -> None: ...
+    ) -> None:
+        _check_limits(seed, max_blocks, max_blocks_per_rank, max_orphans)
+        self._seed = int.from_bytes(os.urandom(16), "little") if seed is None else seed
+        self._max_blocks_per_rank = _rank_limit(max_blocks, max_blocks_per_rank)
+        self._start(max_blocks, max_orphans)
+
+    @abstractmethod
+    def _start(self, max_blocks: int | None, max_orphans: int) -> None:
+        """Begin empty; the other limits are known."""
 
     @property
     def max_blocks_per_rank(self) -> int | None:
@@ -106,19 +121,19 @@ class BaseIndex(ABC):
         return self._max_blocks_per_rank
 
     @property
-    @abstractmethod
     def seed(self) -> int:
         """The seed of the prefix keys: what `Index(seed=...)` needs to restore from this one.
 
         Keep it secret from clients that send prompts: with it, prompts could be made to collide.
         """
+        return self._seed
 
     # Ranks -----------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def ranks(self) -> tuple[Rank, ...]:
-        """The known ranks, sorted: the same tuple until one comes, goes or is renamed. O(1)."""
+        """The known ranks, sorted: the same tuple until one is added, removed or renamed. O(1)."""
 
     @abstractmethod
     def add(self, rank: Rank) -> None:
@@ -183,45 +198,29 @@ class BaseIndex(ABC):
 
     # Queries ---------------------------------------------------------------------------------
 
-    @abstractmethod
     def match(
         self,
         token_ids: TokenIds,
         *,
-        lora: Lora = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        media: Iterable[str] | str | None = None,
-        ranks: Iterable[RankName] | str | None = None,
-        block_size: int | None = None,
-        recomputed: int = 0,
         trust: Trusts | None = None,
+        **options: Unpack[MatchOptions],
     ) -> Match:
         """Return how much of a prompt each rank holds, from its start.
 
         It takes microseconds (docs/benchmarks.md has figures) and waits for nothing but the index's
         lock, so async code calls it directly. An engine never hits a whole prompt, because the last
-        token must be computed: to predict its own hit, ask with `recomputed=1`.
+        token must be computed; `recomputed=1` predicts its own hit.
 
         Args:
             token_ids: list or tuple of ints, `array`, or a contiguous buffer of 4- or 8-byte
                 integers. Plain `bytes` are refused, since they may be text; pass
                 `memoryview(data).cast("I")` for 32-bit tokens. Strings count as tokens once a
                 rank has stored text tokens (TensorRT-LLM).
-            lora: LoRA adapter name (or numeric id, for engines that send no name).
-            salt: cache salt of the request.
-            extra_keys: for each block, what its identity covers besides tokens, in the engine's
-                form (e.g. `[None, [("image-digest", 3)]]`); missing blocks have none.
-            media: count only blocks on these media, e.g. "GPU"; any medium by default.
-            ranks: answer for these ranks only; all by default. "a/0" stands for `Rank("a", 0)`, "a"
-                for all ranks of worker a.
-            block_size: look at ranks with this block size only. While the size of some rank is not
-                known yet, a size that no rank has gives an empty answer.
-            recomputed: so many tokens at the end of the prompt do not take part, because the engine
-                computes them in any case: as if they were cut off, but nothing is copied.
             trust: how far each rank can be trusted, for `RankMatch.state`, `complete` and `lag`,
                 and so for `best`: a mapping, or a function that is called when a rank is looked at.
                 `Client.match` fills it in.
+            options: `lora`, `salt`, `extra_keys`, `media`, `ranks`, `block_size` and `recomputed`;
+                see `MatchOptions`.
 
         Raises:
             TokenError: the tokens have a type, layout or range that cannot be read.
@@ -232,6 +231,7 @@ class BaseIndex(ABC):
 
         Complexity: O(matched blocks × block size + runs × owners).
         """
+        return self._answer(token_ids, self._question(options), trust)
 
     def match_many(
         self,
@@ -250,47 +250,48 @@ class BaseIndex(ABC):
         self,
         token_ids: TokenIds,
         *,
-        lora: Lora = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        media: Iterable[str] | str | None = None,
-        ranks: Iterable[RankName] | str | None = None,
-        block_size: int | None = None,
-        recomputed: int = 0,
         trust: Trusts | None = None,
         notes: Notes | None = None,
+        **options: Unpack[MatchOptions],
     ) -> Explanation:
         """Return, for each rank, where its match ends and why; `print` it.
 
-        It asks again with every LoRA of the ranks' blocks (the 64 with most of each rank), and with
-        the last 64 salts (or other first extra keys, up to 256 bytes long) under which each rank
-        stored blocks since it became known to this process. The index is locked for one question
-        at a time, so events may come in between.
+        The index repeats the question with every LoRA of the ranks' blocks (the 64 with most of
+        each rank), and with the last 64 salts (or other first extra keys, up to 256 bytes long)
+        under which each rank stored blocks since it became known to this process. The index is
+        locked for one question at a time, so events may be applied in between.
 
-        Args and Raises: as `match`, except that any `block_size` may be asked for, and
+        Args and Raises: as `match`, except that any `block_size` may be given, and
             notes: called with each rank; returns further notes, as sentences.
 
         Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
         """
-        check_options(lora, salt, block_size, recomputed)
-        if extra_keys is not None and block_size is None:
-            self.match([], lora=lora, extra_keys=extra_keys)  # rejects keys of unclear blocks
-        asked = Asked(
-            lora or None,
-            packed_extras(extra_keys, lora, salt),
-            folded_media(media),
-            None if ranks is None else wanted_ranks(ranks, self.ranks),
-            block_size,
-            trust,
-        )
-        prompt = Prompt(token_ids, recomputed, text=self._stored_text)
+        question = self._question(options)
+        prompt = Prompt(token_ids, question.recomputed, text=self._stored_text)
         tokens = array("q")
         tokens.frombytes(prompt.packed(0, prompt.length))
-        return explain(self, tokens, asked, notes)
+        return explain(self, tokens, question._replace(recomputed=0), trust, notes)
+
+    def _question(self, options: MatchOptions) -> Question:
+        """Return the question that these options ask, checked against what is resident."""
+        question = read_question(self.ranks, **options)
+        if question.sizes_matter:
+            check_extra_keys(question, self._block_sizes(question.lora))
+        return question
 
     @abstractmethod
-    def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
+    def _answer(self, token_ids: TokenIds, question: Question, trust: Trusts | None) -> Match:
+        """Return the answer to a question."""
+
+    @abstractmethod
+    def _look(
+        self, token_ids: TokenIds, question: Question, trust: Trusts | None
+    ) -> tuple[Match, list[Holding]]:
         """Return an answer, and all blocks of the prompt that the ranks hold at that moment."""
+
+    @abstractmethod
+    def _block_sizes(self, lora: Lora) -> Collection[int]:
+        """Return the sizes of the blocks that prompts of a LoRA have."""
 
     @abstractmethod
     def _stored_text(self) -> bool:
@@ -298,6 +299,9 @@ class BaseIndex(ABC):
 
     # Snapshots -------------------------------------------------------------------------------
 
+    # Only the native index has them: each of these raises ConfigurationError in the Python one.
+
+    @abstractmethod
     def dump(self, rank: Rank) -> bytes:
         """Return all that the index holds of a rank, for `restore` into an index of this seed.
 
@@ -308,8 +312,8 @@ class BaseIndex(ABC):
 
         Complexity: O(blocks of the rank and before them), some 20 bytes for each.
         """
-        return seal_section(self._dump(rank), self._identity())
 
+    @abstractmethod
     def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
         """Replace all that the index holds of a rank by a section from `dump`.
 
@@ -319,7 +323,7 @@ class BaseIndex(ABC):
 
         Args:
             rank: the rank that holds the contents from now on.
-            section: the result of `dump`, of an index with the same backend and seed.
+            section: the result of `dump`, of an index with the same seed.
 
         Raises:
             SnapshotError: the section cannot be restored here; the index is as before. Its
@@ -329,13 +333,12 @@ class BaseIndex(ABC):
 
         Complexity: O(blocks of the section and of the rank).
         """
-        self._restore(rank, open_section(section, self._identity()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a snapshot to a file, which replaces an existing file once all is written.
 
-        Each rank is written as it is when its turn comes. The file is readable by its owner only,
-        since it contains the seed.
+        Each rank is written as it is at its turn. Only the file's owner can read it, since it
+        contains the seed.
 
         Raises:
             OSError: it cannot be written; an existing file is unchanged.
@@ -350,13 +353,13 @@ class BaseIndex(ABC):
 
     @classmethod
     def load(
-        cls: type[_SomeIndex],
+        cls: type[_AnyIndex],
         source: SnapshotSource,
         *,
         max_blocks: int | None = None,
         max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
-    ) -> _SomeIndex:
+    ) -> _AnyIndex:
         """Return the index in a snapshot.
 
         Args:
@@ -377,9 +380,8 @@ class BaseIndex(ABC):
             >>> Index.load(index.to_bytes()).ranks
             (Rank(worker='vllm-0', dp_rank=0),)
         """
+        require_native(cls.backend)
         with SnapshotReader(source) as reader:
-            if reader.backend != cls.backend:
-                raise wrong_backend(reader.backend, cls.backend)
             index = cls(
                 seed=reader.seed,
                 max_blocks=max_blocks,
@@ -392,13 +394,13 @@ class BaseIndex(ABC):
 
     @classmethod
     def from_bytes(
-        cls: type[_SomeIndex],
+        cls: type[_AnyIndex],
         data: bytes | bytearray | memoryview,
         *,
         max_blocks: int | None = None,
         max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
-    ) -> _SomeIndex:
+    ) -> _AnyIndex:
         """Return the index in the bytes of a snapshot.
 
         Raises:
@@ -414,21 +416,6 @@ class BaseIndex(ABC):
             max_orphans=max_orphans,
         )
 
-    def _identity(self) -> Identity:
-        return Identity(self.backend, self.seed, self._key_check())
-
-    @abstractmethod
-    def _key_check(self) -> bytes:
-        """Return prefix keys of contents that never change."""
-
-    @abstractmethod
-    def _dump(self, rank: Rank) -> bytes:
-        """Return the body of a rank's section; raises UnknownRankError."""
-
-    @abstractmethod
-    def _restore(self, rank: Rank, body: memoryview) -> None:
-        """Restore a rank from the body of a section; raises SnapshotError."""
-
     # Insight ---------------------------------------------------------------------------------
 
     @abstractmethod
@@ -442,9 +429,9 @@ class BaseIndex(ABC):
         """Return which ranks hold which prefixes: the tree from its roots on, up to `max_nodes`.
 
         For a picture of what ranks share. The next node is always the one that most ranks hold;
-        of several the longest, then the one whose first block came first. So nodes that many ranks
-        share come before those that few share. Below a hole (a node that no rank holds), nodes come
-        last.
+        of several the longest, then the one whose first block was stored first. So nodes that many
+        ranks share precede those that few share. Nodes below a hole (a node that no rank holds)
+        are last.
 
         Args:
             max_nodes: at most this many nodes.
@@ -460,10 +447,9 @@ class BaseIndex(ABC):
             256 × `max_nodes` in all, however much the index holds, and for one node at a quarter of
             the looks that are left. Each look costs O(blocks of the child / 64).
 
-        Thread safety: as all of the index, but the lock is given back about every thousand looks (a
-            tenth of a millisecond in the native index). Events may come in between. Each node
-            existed when it was looked at; nodes that were looked at in different pieces are of
-            different moments.
+        Thread safety: as all of the index, but the native index releases its lock about every
+            thousand looks (a tenth of a millisecond). Events may be applied in between, so nodes
+            may be of different moments. Each node existed when it was looked at.
 
         Examples:
             >>> from kvindex import BlockStored, EventBatch, Index, Rank
@@ -473,10 +459,10 @@ class BaseIndex(ABC):
             ...         block_hashes=[1, 2, last], token_ids=[1, 2, last], block_size=1
             ...     )
             ...     index.apply(Rank(worker), EventBatch(ts=0.0, events=[stored]))
-            >>> found = index.prefixes()
-            >>> [(node.parent, node.depth, node.blocks, node.by_medium) for node in found.nodes]
+            >>> prefixes = index.prefixes()
+            >>> [(node.parent, node.depth, node.blocks, node.by_medium) for node in prefixes.nodes]
             [(-1, 0, 2, {'GPU': 2}), (0, 2, 1, {'GPU': 1}), (0, 2, 1, {'GPU': 1})]
-            >>> found.holders(found.nodes[2])
+            >>> prefixes.holders(prefixes.nodes[2])
             (Rank(worker='b', dp_rank=0),)
         """
 
@@ -563,14 +549,16 @@ class TreeView:
         return self._index._view_walk(self.rank)
 
 
-def check_limits(
-    seed: object, max_blocks: int | None, max_blocks_per_rank: int | None, max_orphans: int
+def _check_limits(
+    seed: int | None, max_blocks: int | None, max_blocks_per_rank: int | None, max_orphans: int
 ) -> None:
     """Reject settings of an index that cannot work."""
     limits = (("max_blocks", max_blocks), ("max_blocks_per_rank", max_blocks_per_rank))
     for name, value in (("seed", seed), *limits):
         if not isinstance(value, (int, type(None))):
             raise ConfigurationError(f"{name} must be an int or None, not {value!r}")
+    if seed is not None and not 0 <= seed < 1 << 128:
+        raise ConfigurationError(f"seed must be in 0 … 2**128 - 1, not {seed}")
     for name, limit in limits:
         if limit is not None and limit < 1:
             raise ConfigurationError(f"{name} must be at least 1 block, not {limit}")
@@ -578,7 +566,7 @@ def check_limits(
         raise ConfigurationError(f"max_orphans must be at least 0 blocks, not {max_orphans}")
 
 
-def rank_limit(max_blocks: int | None, max_blocks_per_rank: int | None) -> int | None:
+def _rank_limit(max_blocks: int | None, max_blocks_per_rank: int | None) -> int | None:
     """Return how many blocks one rank may have: by default not all of a large `max_blocks`."""
     if max_blocks is None or max_blocks_per_rank is not None:
         return max_blocks_per_rank

@@ -1,9 +1,9 @@
-"""Finds out why each rank's match of a prompt ends where it does."""
+"""Explains why each rank's match of a prompt ends where it does."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from kvindex.index.explanation import (
@@ -14,27 +14,16 @@ from kvindex.index.explanation import (
     OtherPrompts,
     RankExplanation,
 )
-from kvindex.index.groups import Spans, extend_spans
 from kvindex.index.keys import Lora
 from kvindex.index.match import Match, RankMatch, Trusts
-from kvindex.index.rank_groups import main_group
+from kvindex.index.questions import Question
+from kvindex.index.spans import Spans, main_group, union
 from kvindex.index.tokens import TokenIds
 from kvindex.wire import GroupSpec
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Asked", "Holding", "explain"]
-
-
-class Asked(NamedTuple):
-    """A question to an index, checked; `extras` are the canonical extra keys by block."""
-
-    lora: Lora
-    extras: list[bytes]
-    media: frozenset[str] | None
-    ranks: list[Rank] | None
-    block_size: int | None
-    trust: Trusts | None = None
+__all__ = ["Holding", "explain"]
 
 
 class Holding(NamedTuple):
@@ -51,43 +40,55 @@ class Holding(NamedTuple):
 class Explained(Protocol):
     """An index that also returns its holdings."""
 
-    def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]: ...
+    def _look(
+        self, token_ids: TokenIds, question: Question, trust: Trusts | None
+    ) -> tuple[Match, list[Holding]]: ...
 
     def _view_statistics(self, rank: Rank) -> dict[str, Any]: ...
 
     def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]: ...
 
 
-def explain(index: Explained, tokens: array[int], asked: Asked, notes: Notes | None) -> Explanation:
+def explain(
+    index: Explained,
+    tokens: array[int],
+    question: Question,
+    trust: Trusts | None,
+    notes: Notes | None,
+) -> Explanation:
     """Return why each rank's match of a prompt ends; see `BaseIndex.explain`."""
-    match, holdings = index._look(tokens, asked)
+    match, holdings = index._look(tokens, question, trust)
     negative = next(((place, token) for place, token in enumerate(tokens) if token < 0), None)
-    seen = {found.rank: _Seen(index, found, asked, len(tokens), negative) for found in match}
+    facts = {
+        rank_match.rank: _Facts(index, rank_match, question, len(tokens), negative)
+        for rank_match in match
+    }
     for holding in holdings:
-        if holding.rank in seen:
-            seen[holding.rank].holdings.append(holding)
-    _try_other_prompts(index, tokens, asked, seen)
-    return Explanation(match, [some.explain(notes) for some in seen.values()])
+        if holding.rank in facts:
+            facts[holding.rank].holdings.append(holding)
+    _try_other_prompts(index, tokens, question, facts)
+    return Explanation(match, [of_rank.explain(notes) for of_rank in facts.values()])
 
 
 def _try_other_prompts(
-    index: Explained, tokens: array[int], asked: Asked, seen: Mapping[Rank, _Seen]
+    index: Explained, tokens: array[int], question: Question, facts: Mapping[Rank, _Facts]
 ) -> None:
-    """Ask again as if for each LoRA and salt that a rank is known to have."""
-    own = asked.extras[0] if asked.extras else b""
+    """Repeat the question with each LoRA and salt that a rank is known to have."""
+    own = question.extras[0] if question.extras else b""
     tries: dict[tuple[Lora, bytes], list[Rank]] = {}
-    for rank, some in seen.items():
-        if some.whole:
+    for rank, of_rank in facts.items():
+        if of_rank.whole:
             continue
-        starts = {*some.salts, *((lora, extra) for lora in some.loras for extra in (b"", own))}
-        for start in starts - {(asked.lora, own)}:
+        starts = {*of_rank.salts, *((lora, e) for lora in of_rank.loras for e in (b"", own))}
+        for start in starts - {(question.lora, own)}:
             tries.setdefault(start, []).append(rank)
     for (lora, extra), ranks in tries.items():
-        extras = [extra, *asked.extras[1:]]
-        found, _ = index._look(tokens, asked._replace(lora=lora, extras=extras, ranks=None))
+        extras = [extra, *question.extras[1:]]
+        other = question._replace(lora=lora, extras=extras, ranks=None)
+        match, _ = index._look(tokens, other, None)
         for rank in ranks:
-            if rank in found:
-                seen[rank].tried(lora, extra, found[rank].tokens)
+            if rank in match:
+                facts[rank].note_answer(lora, extra, match[rank].tokens)
 
 
 class _Kind(NamedTuple):
@@ -97,19 +98,19 @@ class _Kind(NamedTuple):
     size: int
 
 
-class _Seen:
+class _Facts:
     """The facts about one rank and a prompt."""
 
     def __init__(
         self,
         index: Explained,
         match: RankMatch,
-        asked: Asked,
+        question: Question,
         length: int,
         negative: tuple[int, int] | None,
     ) -> None:
         self.match = match
-        self.asked = asked
+        self.question = question
         self.length = length
         self.negative = negative
         self.holdings: list[Holding] = []
@@ -136,16 +137,16 @@ class _Seen:
 
     @property
     def _other_block_size(self) -> bool:
-        asked = self.asked.block_size
-        return asked not in (None, self.match.block_size) and not self.holdings
+        size = self.question.block_size
+        return size not in (None, self.match.block_size) and not self.holdings
 
-    def tried(self, lora: Lora, extra: bytes, tokens: int) -> None:
+    def note_answer(self, lora: Lora, extra: bytes, tokens: int) -> None:
         """Note the answer to another question."""
         if tokens > max(self.match.tokens, self.other.tokens if self.other else 0):
             self.other = OtherPrompts(lora=lora, salted=bool(extra), tokens=tokens)
 
     def explain(self, notes: Notes | None) -> RankExplanation:
-        groups = self._groups(self.asked.media)
+        groups = self._groups(self.question.media)
         main = self._main()
         held = groups.get(main) if main is not None else None
         leading = _leading(held)
@@ -159,8 +160,8 @@ class _Seen:
         elif self._other_block_size:
             ending = Ending.BLOCK_SIZE
             text = (
-                f"its blocks have {self.match.block_size} tokens, not the {self.asked.block_size} "
-                "that were asked for"
+                f"its blocks have {self.match.block_size} tokens, "
+                f"not the {self.question.block_size} of the question"
             )
         elif self._countable < self.match.block_size:
             ending = Ending.SHORT
@@ -195,9 +196,9 @@ class _Seen:
 
     def _other_prompts(self) -> str:
         assert self.other is not None
-        asked = f"LoRA {self.asked.lora!r}" if self.asked.lora else "no LoRA"
+        asked = f"LoRA {self.question.lora!r}" if self.question.lora else "no LoRA"
         lora = f"LoRA {self.other.lora!r}" if self.other.lora else "no LoRA"
-        own = bool(self.asked.extras and self.asked.extras[0])
+        own = bool(self.question.extras and self.question.extras[0])
         salt = " and no salt" if own else ""
         if self.other.salted:
             which = "another salt" if own else "a salt"
@@ -221,14 +222,14 @@ class _Seen:
             on_device = f"{match.device_tokens} of these tokens are on the device"
             yield f"{on_device}; the engine decides whether it loads the rest"
         elif match.tokens and match.upper_bound:
-            yield "an upper bound: its events do not tell all that limits a hit"
+            yield "an upper bound: its events do not report all that limits a hit"
         if match.lower_bound:
             waiting = f" ({self.known['orphans']} wait)" if self.known.get("orphans") else ""
-            yield f"a lower bound: no event told where some of its blocks belong{waiting}"
+            yield f"a lower bound: no event reported where some of its blocks belong{waiting}"
         if self.known.get("ignored"):
             reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.known["ignored"].items()))
             yield f"blocks were ignored: {reasons}"
-        strange = sorted((self.asked.media or frozenset()) - self.known.get("media", {}).keys())
+        strange = sorted((self.question.media or frozenset()) - self.known.get("media", {}).keys())
         if strange and self.known.get("blocks"):
             held = ", ".join(sorted(self.known["media"]))
             yield f"none of its blocks is on {' or '.join(strange)}; its media: {held}"
@@ -250,10 +251,10 @@ class _Seen:
         """Return the groups that a hit depends on."""
         kinds = {
             int(idx): _Kind(
-                GroupSpec(told["kind"], told["sliding_window"], told["attention_chunk_size"]),
-                told["block_size"],
+                GroupSpec(facts["kind"], facts["sliding_window"], facts["attention_chunk_size"]),
+                facts["block_size"],
             )
-            for idx, told in self.known.get("groups", {}).items()
+            for idx, facts in self.known.get("groups", {}).items()
         }
         return {idx: kind for idx, kind in kinds.items() if kind.size and kind.spec.takes_part}
 
@@ -266,7 +267,7 @@ class _Seen:
                 if holding.group_idx == idx and (media is None or holding.medium in media):
                     spans = by_lookahead.setdefault(holding.lookahead, [])
                     spans += _in_tokens(holding, size)
-            unions = [tuple(_union(spans)) for spans in by_lookahead.values()]
+            unions = [tuple(union(spans)) for spans in by_lookahead.values()]
             groups[idx] = GroupHeld(
                 group_idx=idx,
                 kind=spec.kind,
@@ -276,7 +277,7 @@ class _Seen:
         return groups
 
     def _on_other_media(self, main: int | None) -> int:
-        if self.asked.media is None or main is None:
+        if self.question.media is None or main is None:
             return 0
         return _leading(self._groups(None)[main])
 
@@ -290,13 +291,6 @@ def _in_tokens(holding: Holding, block_size: int) -> Iterator[tuple[int, int]]:
     size = holding.block_size
     for start, stop in holding.spans:
         yield max(0, (start + 1) * size - max(size, block_size)), stop * size
-
-
-def _union(parts: Iterable[tuple[int, int]]) -> Spans:
-    union: Spans = []
-    for start, stop in sorted(parts):
-        extend_spans(union, start, stop)
-    return union
 
 
 def _leading(held: GroupHeld | None) -> int:

@@ -15,7 +15,7 @@ from kvindex.wire.rank_lookup import RankName, find_rank
 __all__ = ["Ending", "Explanation", "GroupHeld", "Notes", "OtherPrompts", "RankExplanation"]
 
 Notes: TypeAlias = Callable[[Rank], Iterable[str]]
-"""Says what else may matter of a rank, in sentences."""
+"""Returns what else may matter of a rank, in sentences."""
 
 
 class Ending(str, enum.Enum):
@@ -124,7 +124,7 @@ class Explanation:
         """Return a rank's explanation.
 
         Raises:
-            UnknownRankError: the rank is not known, or was not asked for.
+            UnknownRankError: the rank is not known, or the question left it out.
         """
         return self._ranks[find_rank(rank, self._ranks)]
 
@@ -137,7 +137,7 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "no ranks are known"
 
-    __repr__ = __str__  # so that a console shows what was asked for
+    __repr__ = __str__  # so that a console shows the explanation
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return plain JSON-ready values: each rank's explanation by `str(rank)`."""

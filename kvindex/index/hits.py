@@ -22,8 +22,8 @@ class Hits(NamedTuple):
         device: tokens that the engine's device holds by itself (`RankMatch.device_tokens`).
         host: those that the device and the host hold together (`RankMatch.host_tokens`).
         tokens: those that all tiers hold together (`RankMatch.tokens`).
-        block_size: tokens per block of the rank, whether it was asked for or not; 0 while it has
-            stored nothing yet, or is not known.
+        block_size: tokens per block of the rank, whether the question named it or not; 0 while it
+            has stored nothing yet, or is not known.
     """
 
     device: array[int]

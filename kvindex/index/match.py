@@ -13,7 +13,7 @@ from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank, State, Trust
 from kvindex.wire.rank_lookup import RankName, find_rank
 
-__all__ = ["Found", "FoundMatches", "Match", "RankMatch", "Trusts"]
+__all__ = ["Contents", "Match", "PlainContents", "RankMatch", "Trusts"]
 
 Trusts: TypeAlias = Callable[[Rank], Trust | None] | Mapping[Rank, Trust]
 """How far each rank's answer can be trusted; None, or no entry, where nothing is known of it."""
@@ -39,7 +39,7 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
             engine decides for itself.
         lower_bound: whether the engine's own hit may be longer: the rank has stored blocks whose
             place no event has given so far, and any of them may continue the prompt.
-        state: stream state when asked through a client, else None.
+        state: stream state; None without a client.
         complete: whether all of the rank's history was seen; None without a client.
         lag: batches known of but not applied yet; None without a client.
     """
@@ -58,7 +58,7 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
     lag: int | None = None
 
 
-class Found(Protocol):
+class Contents(Protocol):
     """The contents behind a `Match`: which ranks hold how much of a prompt."""
 
     def get(self, rank: Rank) -> RankMatch | None:
@@ -77,36 +77,36 @@ class Found(Protocol):
         """Return the answer as columns; see `Match.hits`."""
 
 
-class FoundMatches:
+class PlainContents:
     """The matches that the Python index found.
 
     Args:
-        found: the matches of the ranks that hold anything.
+        matches: of the ranks that hold anything.
         nothing: the match of every rank of the index if it holds nothing.
     """
 
-    __slots__ = ("_found", "_nothing")
+    __slots__ = ("_matches", "_nothing")
 
-    def __init__(self, found: Iterable[RankMatch], nothing: Mapping[Rank, RankMatch]) -> None:
-        by_length = sorted((one for one in found if one.tokens), key=_longest)
-        self._found = {one.rank: one for one in by_length}
+    def __init__(self, matches: Iterable[RankMatch], nothing: Mapping[Rank, RankMatch]) -> None:
+        by_length = sorted((match for match in matches if match.tokens), key=_longest)
+        self._matches = {match.rank: match for match in by_length}
         self._nothing = nothing
 
     def get(self, rank: Rank) -> RankMatch | None:
-        """Return a rank's match; see `Found`."""
-        return self._found.get(rank)
+        """Return a rank's match; see `Contents`."""
+        return self._matches.get(rank)
 
     def nothing(self, rank: Rank) -> RankMatch:
-        """Return the match of a rank that holds nothing; see `Found`."""
+        """Return the match of a rank that holds nothing; see `Contents`."""
         return self._nothing[rank]
 
     def first(self) -> RankMatch | None:
-        """Return the longest match; see `Found`."""
-        return next(iter(self._found.values()), None)
+        """Return the longest match; see `Contents`."""
+        return next(iter(self._matches.values()), None)
 
     def longest(self) -> Iterable[Rank]:
-        """Return the ranks in order; see `Found`."""
-        return self._found
+        """Return the ranks in order; see `Contents`."""
+        return self._matches
 
     def hits(self, rows: RankRows, live: bytes | bytearray | None) -> Hits:
         """Return the answer as columns; see `Match.hits`."""
@@ -116,11 +116,11 @@ class FoundMatches:
         for row, rank in enumerate(rows):
             nothing = self._nothing.get(rank)
             columns.block_size[row] = 0 if nothing is None else nothing.block_size
-            found = self._found.get(rank)
-            if found is not None and (live is None or live[row]):
-                columns.device[row] = found.device_tokens
-                columns.host[row] = found.host_tokens
-                columns.tokens[row] = found.tokens
+            match = self._matches.get(rank)
+            if match is not None and (live is None or live[row]):
+                columns.device[row] = match.device_tokens
+                columns.host[row] = match.host_tokens
+                columns.tokens[row] = match.tokens
         return columns
 
 
@@ -146,8 +146,8 @@ class Match:
     `RankMatch` objects are made when they are read.
 
     Args:
-        found: the contents.
-        ranks: the ranks that were asked for.
+        contents: which ranks hold how much.
+        ranks: the ranks of the question.
         trust: how far each of them can be trusted, as for `Index.match`.
 
     Thread safety: immutable.
@@ -167,10 +167,12 @@ class Match:
         [('a', 4), ('b', 0)]
     """
 
-    __slots__ = ("_found", "_ranks", "_trust")
+    __slots__ = ("_contents", "_ranks", "_trust")
 
-    def __init__(self, found: Found, ranks: Collection[Rank], trust: Trusts | None = None) -> None:
-        self._found = found
+    def __init__(
+        self, contents: Contents, ranks: Collection[Rank], trust: Trusts | None = None
+    ) -> None:
+        self._contents = contents
         self._ranks = ranks
         self._trust = trust if trust is None or callable(trust) else trust.get
 
@@ -178,12 +180,12 @@ class Match:
     def best(self) -> RankMatch | None:
         """The candidate that holds most of the prompt, or None if there is no candidate.
 
-        So it is None if live ranks hold nothing of the prompt, even if a rank that is not live
+        The result is None if live ranks hold nothing of the prompt, even if a rank that is not live
         does. A rank that is not live is returned only while no rank of the answer is live.
 
         Complexity: O(1) if the rank that holds most is live, else as `top`.
         """
-        first = self._found.first()
+        first = self._contents.first()
         if first is None or self._is_live(first.rank):
             return first and self._trusted(first)
         return next(self._candidates(), None)
@@ -204,7 +206,7 @@ class Match:
         """Return the tokens that each of these ranks holds as columns, whether it is live or not.
 
         Args:
-            rows: the ranks; those that are not known, or were not asked for, hold nothing.
+            rows: the ranks; those that are not known, or that the question left out, hold nothing.
             live: for each row, whether its rank's tokens count: a row whose byte is 0 gets zeros.
 
         Raises:
@@ -224,23 +226,23 @@ class Match:
             >>> match.hits(rows, live=bytes([0, 1])).tokens
             array('q', [0, 0])
         """
-        return self._found.hits(rows, live)
+        return self._contents.hits(rows, live)
 
     def _candidates(self) -> Iterator[RankMatch]:
-        holders = self._found.longest()
+        holders = self._contents.longest()
         if not any(map(self._is_live, holders)) and not any(map(self._is_live, self._ranks)):
             return map(self._of, holders)
         return map(self._of, filter(self._is_live, holders))
 
     def __bool__(self) -> bool:
         """Return whether any rank, live or not, holds part of the prompt. O(1)."""
-        return self._found.first() is not None
+        return self._contents.first() is not None
 
     def __getitem__(self, rank: RankName) -> RankMatch:
         """Return a rank's match; 0 blocks for a known rank that holds nothing of the prompt.
 
         Raises:
-            UnknownRankError: the rank is not known, or was not asked for (a KeyError).
+            UnknownRankError: the rank is not known, or the question left it out (a KeyError).
         """
         return self._of(find_rank(rank, self._ranks))
 
@@ -260,7 +262,7 @@ class Match:
 
     def __iter__(self) -> Iterator[RankMatch]:
         """Iterate over all ranks, most tokens first, of equal ones the smallest first."""
-        holders = self._found.longest()
+        holders = self._contents.longest()
         others = sorted(set(self._ranks).difference(holders))
         return map(self._of, chain(holders, others))
 
@@ -269,18 +271,16 @@ class Match:
 
     def __repr__(self) -> str:
         best = self.best
-        found = f"best {best.rank} with {best.tokens} tokens" if best else "no candidate"
-        return f"<Match of {len(self)} ranks: {found}>"
+        what = f"best {best.rank} with {best.tokens} tokens" if best else "no candidate"
+        return f"<Match of {len(self)} ranks: {what}>"
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return plain JSON-ready values: each rank's match by `str(rank)`, longest first."""
         return {str(rank_match.rank): _plain(rank_match) for rank_match in self}
 
     def _of(self, rank: Rank) -> RankMatch:
-        found = self._found.get(rank)
-        if found is None:
-            found = self._found.nothing(rank)
-        return self._trusted(found)
+        rank_match = self._contents.get(rank)
+        return self._trusted(self._contents.nothing(rank) if rank_match is None else rank_match)
 
     def _trusted(self, rank_match: RankMatch) -> RankMatch:
         trust = None if self._trust is None else self._trust(rank_match.rank)

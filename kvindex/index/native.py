@@ -10,27 +10,25 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvindex.index.api import BaseIndex, check_limits, rank_limit
-from kvindex.index.explaining import Asked, Holding
+from kvindex.index.api import BaseIndex, ResidentBlock
+from kvindex.index.explaining import Holding
 from kvindex.index.guard import Guard
-from kvindex.index.keys import ExtraKeys, KeyMaker, Lora, Namespace, lora_tag, tagged_lora
-from kvindex.index.labels import ResidentBlock, no_room
+from kvindex.index.keys import Lora, Namespace, lora_tag, tagged_lora
 from kvindex.index.match import Match, Trusts
-from kvindex.index.native_answer import Directory, NativeFound
+from kvindex.index.native_answer import Directory, NativeContents
 from kvindex.index.packing import group_number, pack_batch, pack_text
 from kvindex.index.prefixes import Holders, Prefixes, made_node, walk_limits
 from kvindex.index.questions import (
-    ambiguous_extras,
+    MatchOptions,
+    Question,
     check_block_size,
-    check_options,
     check_recomputed,
-    folded_media,
-    packed_extras,
     wanted_ranks,
 )
 from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
+from kvindex.index.snapshot_section import Identity, no_room, open_section, seal_section
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire._native import SECRET_BYTES, PackedBatch, decode
@@ -40,12 +38,15 @@ from kvindex.wire.errors import InvariantError, SnapshotError, UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
+if TYPE_CHECKING:  # no dependency: editors and type checkers have it
+    from typing_extensions import Unpack
+
 __all__ = ["Index", "read_batch"]
 
 _APPLIED = 0  # what Core.apply returns if all went well
 _MAX_WINDOW = 2**63 - 1
 
-_Told = TypeVar("_Told")
+_Value = TypeVar("_Value")
 
 
 def read_batch(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatch:
@@ -73,32 +74,17 @@ class Index(BaseIndex):
 
     backend = "native"
 
-    def __init__(
-        self,
-        *,
-        seed: int | None = None,
-        max_blocks: int | None = None,
-        max_blocks_per_rank: int | None = None,
-        max_orphans: int = 16_384,
-    ) -> None:
-        check_limits(seed, max_blocks, max_blocks_per_rank, max_orphans)
-        self._seed = KeyMaker(seed).seed
-        secrets = _secrets(self._seed)
+    def _start(self, max_blocks: int | None, max_orphans: int) -> None:
         # More than 64 bits is no limit, and no machine holds that many orphans.
-        self._max_blocks_per_rank = rank_limit(max_blocks, max_blocks_per_rank)
         total, of_rank = (
             None if limit is None else min(limit, 2**64 - 1)
             for limit in (max_blocks, self._max_blocks_per_rank)
         )
-        self._core = Core(secrets, total, of_rank, min(max_orphans, 2**63 - 1))
+        self._core = Core(_secrets(self._seed), total, of_rank, min(max_orphans, 2**63 - 1))
         self._core_apply = self._core.apply
         self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
         self._directory = Directory(self._ids, {}, ())
         self._guard = Guard(self._core)  # of the directory, while it is replaced
-
-    @property
-    def seed(self) -> int:
-        return self._seed
 
     # Ranks -----------------------------------------------------------------------------------
 
@@ -110,17 +96,15 @@ class Index(BaseIndex):
         self._add(rank)
 
     def remove(self, rank: Rank) -> None:
-        def remove() -> None:
+        with self._guard.lock:
             ids = dict(self._directory.ids)
             rank_id = ids.pop(rank, None)
             if rank_id is not None:
                 self._replace(ids)
                 self._core.remove(rank_id)
 
-        self._guard.change(remove)
-
     def rename(self, names: Mapping[Rank, Rank]) -> None:
-        def rename() -> None:
+        with self._guard.lock:
             ids = dict(self._directory.ids)
             moved = {new: ids.pop(old) for old, new in names.items() if old in ids}
             replaced = [ids.pop(rank) for rank in moved if rank in ids]
@@ -128,8 +112,6 @@ class Index(BaseIndex):
             self._replace(ids)
             for rank_id in replaced:
                 self._core.remove(rank_id)
-
-        self._guard.change(rename)
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
         groups = {
@@ -180,112 +162,63 @@ class Index(BaseIndex):
         self,
         token_ids: TokenIds,
         *,
-        lora: Lora = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        media: Iterable[str] | str | None = None,
-        ranks: Iterable[RankName] | str | None = None,
-        block_size: int | None = None,
-        recomputed: int = 0,
         trust: Trusts | None = None,
+        **options: Unpack[MatchOptions],
     ) -> Match:
+        # Called for every request: a common one has no options but the last tokens to leave out.
+        recomputed = options.get("recomputed", 0)
+        for name, value in options.items():
+            if value is not None and name != "recomputed":
+                return self._answer(token_ids, self._question(options), trust)
         directory = self._directory
-        if (
-            lora is None
-            and salt is None
-            and extra_keys is None
-            and media is None
-            and ranks is None
-            and block_size is None
-        ):
-            answer = self._core.match(token_ids, recomputed)
-            if answer is None:
-                answer = self._core.match(self._readable(token_ids, recomputed), 0)
-            assert answer is not None
-            return Match(NativeFound(answer, directory), directory.ids.keys(), trust)
-        return self._match_with(
-            token_ids,
-            directory,
-            lora,
-            salt,
-            extra_keys,
-            media,
-            ranks,
-            block_size,
-            recomputed,
-            trust,
-        )
-
-    def _match_with(
-        self,
-        token_ids: TokenIds,
-        directory: Directory,
-        lora: Lora,
-        salt: str | None,
-        extra_keys: ExtraKeys | None,
-        media: Iterable[str] | str | None,
-        ranks: Iterable[RankName] | str | None,
-        block_size: int | None,
-        recomputed: int,
-        trust: Trusts | None,
-    ) -> Match:
-        wanted_media = folded_media(media)
-        check_options(lora, salt, block_size, recomputed)
-        wanted = None if ranks is None else wanted_ranks(ranks, directory.ids.keys())
-        known, wanted_ids = self._narrowed(directory, wanted)
-        tag = lora_tag(lora)
-        if extra_keys is not None and block_size is None:
-            sizes = self._core.block_sizes(tag)
-            if len(sizes) > 1:
-                raise ambiguous_extras(sizes)
-        options = (
-            tag,
-            packed_extras(extra_keys, lora, salt),
-            None if wanted_media is None else [pack_text(medium) for medium in wanted_media],
-            wanted_ids,
-            min(block_size or 0, 2**32 - 1),
-        )
-        answer = self._core.match_with(token_ids, recomputed, *options)
+        answer = self._core.match(token_ids, recomputed)
         if answer is None:
-            answer = self._core.match_with(self._readable(token_ids, recomputed), 0, *options)
+            answer = self._core.match(self._readable(token_ids, recomputed), 0)
         assert answer is not None
-        if block_size is not None and answer.best is None:
-            units = answer.units()
-            asked = directory.ids.values() if wanted_ids is None else wanted_ids
-            check_block_size(block_size, [units.get(rank_id, 0) for rank_id in asked])
-        return Match(NativeFound(answer, directory), known, trust)
+        return Match(NativeContents(answer, directory), directory.ids.keys(), trust)
 
-    def _look(self, token_ids: TokenIds, asked: Asked) -> tuple[Match, list[Holding]]:
+    def _answer(self, token_ids: TokenIds, question: Question, trust: Trusts | None) -> Match:
         directory = self._directory
-        known, wanted_ids = self._narrowed(directory, asked.ranks)
-        answer, found = self._core.look(
-            token_ids,
-            lora_tag(asked.lora),
-            asked.extras,
-            None if asked.media is None else [pack_text(medium) for medium in asked.media],
-            wanted_ids,
-            min(asked.block_size or 0, 2**32 - 1),
-        )
+        known, wanted_ids = self._narrowed(directory, question.ranks)
+        options = _core_options(question, wanted_ids)
+        answer = self._core.match_with(token_ids, question.recomputed, *options)
+        if answer is None:
+            tokens = self._readable(token_ids, question.recomputed)
+            answer = self._core.match_with(tokens, 0, *options)
+        assert answer is not None
+        if question.block_size is not None and answer.best is None:
+            units = answer.units()
+            ids = directory.ids.values() if wanted_ids is None else wanted_ids
+            check_block_size(question.block_size, [units.get(rank_id, 0) for rank_id in ids])
+        return Match(NativeContents(answer, directory), known, trust)
+
+    def _look(
+        self, token_ids: TokenIds, question: Question, trust: Trusts | None
+    ) -> tuple[Match, list[Holding]]:
+        directory = self._directory
+        known, wanted_ids = self._narrowed(directory, question.ranks)
+        answer, held = self._core.look(token_ids, *_core_options(question, wanted_ids))
         holdings = [
-            Holding(directory.ranks[held[0]], *held[1:])
-            for held in found
-            if held[0] in directory.ranks
+            Holding(directory.ranks[of_rank[0]], *of_rank[1:])
+            for of_rank in held
+            if of_rank[0] in directory.ranks
         ]
-        return Match(NativeFound(answer, directory), known, asked.trust), holdings
+        return Match(NativeContents(answer, directory), known, trust), holdings
+
+    def _block_sizes(self, lora: Lora) -> Collection[int]:
+        return self._core.block_sizes(lora_tag(lora))
 
     def _stored_text(self) -> bool:
         return self._core.stored_text()
 
     # Snapshots -------------------------------------------------------------------------------
 
-    def _key_check(self) -> bytes:
-        return self._core.key_check().to_bytes(8, "little")
+    def dump(self, rank: Rank) -> bytes:
+        return seal_section(self._of_rank(rank, self._core.dump), self._identity())
 
-    def _dump(self, rank: Rank) -> bytes:
-        return self._of_rank(rank, self._core.dump)
-
-    def _restore(self, rank: Rank, body: memoryview) -> None:
-        def restore() -> None:
+    def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
+        body = open_section(section, self._identity())
+        with self._guard.lock:
             ids = dict(self._directory.ids)
             rank_id = ids.get(rank)
             restored = self._core.restore(rank_id, body)
@@ -297,7 +230,8 @@ class Index(BaseIndex):
                 ids[rank if type(rank) is Rank else Rank(*rank)] = restored
                 self._replace(ids)
 
-        self._guard.change(restore)
+    def _identity(self) -> Identity:
+        return Identity(self._seed, self._core.key_check().to_bytes(8, "little"))
 
     # Insight ---------------------------------------------------------------------------------
 
@@ -318,7 +252,7 @@ class Index(BaseIndex):
             max_nodes, min_blocks, list(rows.values()), ranks is not None
         )
         namespaces = [Namespace(size, tagged_lora(tag), ahead) for size, ahead, tag in spaces]
-        held = {number: Holders(*some) for number, some in holders.items()}
+        held = {number: Holders(*of_rows) for number, of_rows in holders.items()}
         return Prefixes(
             nodes=tuple(
                 made_node((*node[:3], *node[5:]), namespaces[node[3]], held[node[4]])
@@ -355,14 +289,12 @@ class Index(BaseIndex):
         if rank_id is not None:
             return rank_id
 
-        def add() -> int:
+        with self._guard.lock:
             ids = dict(self._directory.ids)
             if rank not in ids:
                 ids[rank if type(rank) is Rank else Rank(*rank)] = self._core.add()
                 self._replace(ids)
             return ids[rank]
-
-        return self._guard.change(add)
 
     def _replace(self, ids: Mapping[Rank, int]) -> None:
         ranks = {rank_id: rank for rank, rank_id in ids.items()}
@@ -399,13 +331,13 @@ class Index(BaseIndex):
             raise UnknownRankError(rank, directory.ids)
         return rank_id
 
-    def _of_rank(self, rank: Rank, ask: Callable[[int], _Told | None]) -> _Told:
+    def _of_rank(self, rank: Rank, ask: Callable[[int], _Value | None]) -> _Value:
         """Return the core's values for a rank; None for a rank that was removed just now."""
         directory = self._directory
-        told = ask(self._known(rank, directory))
-        if told is None:
+        value = ask(self._known(rank, directory))
+        if value is None:
             raise UnknownRankError(rank, directory.ids)
-        return told
+        return value
 
     def _view_size(self, rank: Rank) -> int:
         return self._of_rank(rank, self._core.size)
@@ -426,6 +358,18 @@ class Index(BaseIndex):
         return map(_resident_block, self._of_rank(rank, self._core.walk))
 
 
+def _core_options(question: Question, wanted_ids: list[int] | None) -> tuple[Any, ...]:
+    """Return a question in the core's form."""
+    media = question.media
+    return (
+        lora_tag(question.lora),
+        question.extras,
+        None if media is None else [pack_text(medium) for medium in media],
+        wanted_ids,
+        min(question.block_size or 0, 2**32 - 1),
+    )
+
+
 def _named_loras(statistics: dict[str, Any]) -> dict[str, Any]:
     loras = {tagged_lora(tag): count for tag, count in statistics["loras"].items()}
     return with_advice({**statistics, "loras": shown_loras(loras)})
@@ -435,8 +379,8 @@ def _bounded(tokens: int | None) -> int | None:
     return None if tokens is None else min(tokens, _MAX_WINDOW)
 
 
-def _resident_block(found: tuple[Any, int, str, int, int, int, bytes]) -> ResidentBlock:
-    block_hash, depth, medium, group_idx, copies, block_size, tag = found
+def _resident_block(values: tuple[Any, int, str, int, int, int, bytes]) -> ResidentBlock:
+    block_hash, depth, medium, group_idx, copies, block_size, tag = values
     return ResidentBlock(
         block_hash=block_hash,
         depth=depth,

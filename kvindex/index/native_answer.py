@@ -11,7 +11,7 @@ from kvindex.wire._native import Answer
 from kvindex.wire._native import RankRows as CoreRows
 from kvindex.wire.rank import Rank
 
-__all__ = ["Directory", "NativeFound"]
+__all__ = ["Directory", "NativeContents"]
 
 
 class Directory(NamedTuple):
@@ -22,8 +22,8 @@ class Directory(NamedTuple):
     order: tuple[Rank, ...]
 
 
-class NativeFound:
-    """The core's answer, with the ranks' names at the time of the question; see `Found`."""
+class NativeContents:
+    """The core's answer, with the ranks' names at the time of the question; see `Contents`."""
 
     __slots__ = ("_answer", "_directory")
 
@@ -33,8 +33,8 @@ class NativeFound:
 
     def get(self, rank: Rank) -> RankMatch | None:
         rank_id = self._directory.ids.get(rank)
-        found = None if rank_id is None else self._answer.get(rank_id)
-        return None if found is None else _rank_match(rank, found)
+        values = None if rank_id is None else self._answer.get(rank_id)
+        return None if values is None else _rank_match(rank, values)
 
     def nothing(self, rank: Rank) -> RankMatch:
         rank_id = self._directory.ids.get(rank)
@@ -44,16 +44,16 @@ class NativeFound:
         return RankMatch(rank=rank, block_size=block_size, lower_bound=lower_bound)
 
     def first(self) -> RankMatch | None:
-        found = self._answer.best
-        if found is None:
+        values = self._answer.best
+        if values is None:
             return None
-        rank = self._directory.ranks.get(found[0])
+        rank = self._directory.ranks.get(values[0])
         if rank is not None:
-            return _rank_match(rank, found)
+            return _rank_match(rank, values)
         return next(map(self.get, self.longest()), None)
 
     def longest(self) -> list[Rank]:
-        # Missing: the rank became known while the core was being asked.
+        # Missing: the rank became known while the core answered.
         names = map(self._directory.ranks.get, self._answer.longest())
         return [rank for rank in names if rank is not None]
 
@@ -67,11 +67,11 @@ class NativeFound:
         return columns
 
 
-_FoundRank = tuple[int, int, int, int, dict[str, int], int, int, bool, bool]
+_RankValues = tuple[int, int, int, int, dict[str, int], int, int, bool, bool]
 
 
-def _rank_match(rank: Rank, found: _FoundRank) -> RankMatch:
-    _, blocks, tokens, block_size, by_medium, device_tokens, host_tokens, *bounds = found
+def _rank_match(rank: Rank, values: _RankValues) -> RankMatch:
+    _, blocks, tokens, block_size, by_medium, device_tokens, host_tokens, *bounds = values
     return RankMatch(
         rank=rank,
         blocks=blocks,

@@ -29,7 +29,7 @@ class Fingerprints:
     __slots__ = ("identity", "of")
 
     def __init__(self, seed: int = 0) -> None:
-        self.of = Core(_secrets(seed)).of  # bound here: it is asked for every message
+        self.of = Core(_secrets(seed)).of  # bound here: called for every message
         self.identity = f"nh64:{self.of(KNOWN_PAYLOAD) % 2**64:016x}"
 
 

@@ -6,7 +6,7 @@ itself, and payloads that the native decoder leaves to `kvindex.wire.decode_batc
 
 from __future__ import annotations
 
-from kvindex.index.keys import Lora, lora_tag, pack_extra
+from kvindex.index.keys import Lora, event_lora, lora_tag, pack_extra
 from kvindex.index.tokens import pack_tokens
 from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvindex.wire._native import PackedBatch
@@ -44,7 +44,7 @@ def pack_batch(batch: EventBatch) -> PackedBatch:
 
 
 def _pack_stored(packed: PackedBatch, event: BlockStored) -> None:
-    lora = event.lora_name or event.lora_id or None
+    lora = event_lora(event)
     extras, salted_first = _extras(event, lora)
     kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
     parent = event.parent_block_hash

@@ -23,7 +23,7 @@ class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
         parent: row of the node before it in `Prefixes.nodes`, always a smaller one; -1 where
             prompts begin.
         depth: blocks before it in its prompts.
-        blocks: blocks of its own, at most 8,192: a longer chain goes on in its only child.
+        blocks: blocks of its own, at most 8,192: a longer chain continues in its only child.
         block_size: tokens per block. Of ranks whose groups have several block sizes, this is
             what divides all of them, and a block is held where an engine's block ends.
         lora: LoRA name or id, or None.

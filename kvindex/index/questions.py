@@ -1,10 +1,10 @@
-"""Checks of a question's arguments, and their canonical forms."""
+"""A question to an index: the options of `match` and its like, checked and in canonical form."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Final, TypedDict
+from typing import Final, NamedTuple, TypedDict
 
 from kvindex.index.keys import ExtraKeys, Lora, pack_extra
 from kvindex.wire.errors import ConfigurationError
@@ -14,12 +14,11 @@ from kvindex.wire.rank_lookup import RankName, RankNames, find_ranks
 
 __all__ = [
     "MatchOptions",
-    "ambiguous_extras",
+    "Question",
     "check_block_size",
-    "check_options",
+    "check_extra_keys",
     "check_recomputed",
-    "folded_media",
-    "packed_extras",
+    "read_question",
     "wanted_ranks",
 ]
 
@@ -28,9 +27,22 @@ _FEW_NAMES: Final = 4  # to find more, a table of all names is quicker
 
 
 class MatchOptions(TypedDict, total=False):
-    """The keyword options of `Index.match` and `Client.match`, which say what each one means.
+    """The keyword options of `match`, `match_many` and `explain`, of an index and of a client.
 
     Functions that pass options on can take `**options: Unpack[MatchOptions]`.
+
+    Attributes:
+        lora: LoRA adapter name (or numeric id, for engines that send no name).
+        salt: cache salt of the request.
+        extra_keys: for each block, what its identity covers besides tokens, in the engine's
+            form (e.g. `[None, [("image-digest", 3)]]`); missing blocks have none.
+        media: count only blocks on these media, e.g. "GPU"; any medium by default.
+        ranks: answer for these ranks only; all by default. "a/0" stands for `Rank("a", 0)`, "a"
+            for all ranks of worker a.
+        block_size: look at ranks with this block size only. While the size of some rank is not
+            known yet, a size that no rank has gives an empty answer.
+        recomputed: so many tokens at the end of the prompt do not take part, because the engine
+            computes them in any case: as if they were cut off, but nothing is copied.
     """
 
     lora: Lora
@@ -42,8 +54,46 @@ class MatchOptions(TypedDict, total=False):
     recomputed: int
 
 
-def check_options(lora: object, salt: object, block_size: object, recomputed: object) -> None:
-    """Reject options that could match nothing, whatever is resident."""
+class Question(NamedTuple):
+    """Checked options in canonical form.
+
+    Attributes:
+        lora: None for none, however that was spelled.
+        extras: the canonical extra keys by block, salt included, as far as any block has some.
+        media: folded names; None for all.
+        ranks: None for all.
+        block_size: None for any.
+        recomputed: tokens at the end that do not take part.
+        sizes_matter: whether extra keys were given for blocks of a size that was not.
+    """
+
+    lora: Lora
+    extras: list[bytes]
+    media: frozenset[str] | None
+    ranks: list[Rank] | None
+    block_size: int | None
+    recomputed: int
+    sizes_matter: bool
+
+
+def read_question(
+    known: Collection[Rank],
+    *,
+    lora: Lora = None,
+    salt: str | None = None,
+    extra_keys: ExtraKeys | None = None,
+    media: Iterable[str] | str | None = None,
+    ranks: Iterable[RankName] | str | None = None,
+    block_size: int | None = None,
+    recomputed: int = 0,
+) -> Question:
+    """Return the question that `MatchOptions` ask an index with these ranks.
+
+    Raises:
+        ConfigurationError: the options could match nothing, whatever is resident.
+        UnknownRankError: a text in `ranks` is no rank's name.
+    """
+    folded = _folded_media(media)
     if not isinstance(lora, (str, int, type(None))) or isinstance(lora, bool):
         raise ConfigurationError(f"lora must be a name or a numeric id, not {lora!r}")
     if not isinstance(salt, (str, type(None))):
@@ -51,6 +101,15 @@ def check_options(lora: object, salt: object, block_size: object, recomputed: ob
     if block_size is not None and not (isinstance(block_size, int) and block_size > 0):
         raise ConfigurationError(f"block_size must be 1 token or more, not {block_size!r}")
     check_recomputed(recomputed)
+    return Question(
+        lora=lora or None,
+        extras=_packed_extras(extra_keys, lora, salt),
+        media=folded,
+        ranks=None if ranks is None else wanted_ranks(ranks, known),
+        block_size=block_size,
+        recomputed=recomputed,
+        sizes_matter=extra_keys is not None and block_size is None,
+    )
 
 
 def check_recomputed(recomputed: object) -> None:
@@ -59,15 +118,24 @@ def check_recomputed(recomputed: object) -> None:
         raise ConfigurationError(f"recomputed must be 0 tokens or more, not {recomputed!r}")
 
 
-def check_block_size(asked: int | None, sizes: Collection[int]) -> None:
+def check_block_size(wanted: int | None, sizes: Collection[int]) -> None:
     """Reject a block size that no rank has, once every rank's is known (0: unknown)."""
-    if asked is None or not sizes or 0 in sizes or asked in sizes:
+    if wanted is None or not sizes or 0 in sizes or wanted in sizes:
         return
     known = ", ".join(map(str, sorted(set(sizes))))
-    raise ConfigurationError(f"no rank has block_size={asked}; the ranks' block sizes: {known}")
+    raise ConfigurationError(f"no rank has block_size={wanted}; the ranks' block sizes: {known}")
 
 
-def folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
+def check_extra_keys(question: Question, sizes: Collection[int]) -> None:
+    """Reject extra keys whose blocks could be of several sizes."""
+    if question.sizes_matter and len(sizes) > 1:
+        raise ConfigurationError(
+            f"extra_keys are per block, and the index holds block sizes {sorted(sizes)}: "
+            "say which with block_size="
+        )
+
+
+def _folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
     """Return the media that count, by their folded names; None for all."""
     if media is None:
         return None
@@ -80,7 +148,7 @@ def folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
     return folded
 
 
-def packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -> list[bytes]:
+def _packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -> list[bytes]:
     """Return the canonical extra keys of a query's blocks, as far as any has some."""
     if extra_keys is None and not salt:
         return []
@@ -91,16 +159,8 @@ def packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) ->
     ]
 
 
-def ambiguous_extras(sizes: Iterable[int]) -> ConfigurationError:
-    """Return the error for extra keys whose blocks could be of several sizes."""
-    return ConfigurationError(
-        f"extra_keys are per block, and the index holds block sizes {sorted(sizes)}: "
-        "say which with block_size="
-    )
-
-
 def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> list[Rank]:
-    """Return the ranks that a query asks for; raises UnknownRankError for a text that is none's."""
+    """Return the ranks that a query names; raises UnknownRankError for a text that is none's."""
     if isinstance(ranks, tuple) and any(isinstance(rank, int) for rank in ranks):
         raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
     names = [ranks] if isinstance(ranks, str) else list(ranks)

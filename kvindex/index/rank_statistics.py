@@ -16,17 +16,17 @@ def with_advice(statistics: dict[str, Any]) -> dict[str, Any]:
     """Return a rank's statistics with advice on its `CacheSettings`."""
     advice = []
     stored = {idx: group for idx, group in statistics["groups"].items() if group["block_size"]}
-    untold = [idx for idx, group in stored.items() if not group["told"]]
-    if untold and len(stored) > 1:
+    unknown = [idx for idx, group in stored.items() if not group["told"]]
+    if unknown and len(stored) > 1:
         advice.append(
-            f"the events do not tell the kinds of groups {', '.join(untold)}: answers are upper "
-            "bounds until CacheSettings(groups={...}) tells them"
+            f"the events do not report the kinds of groups {', '.join(unknown)}: answers are "
+            "upper bounds until CacheSettings(groups={...}) names them"
         )
     for idx, group in stored.items():
         if group["kind"] == "chunked_local_attention" and group["attention_chunk_size"] is None:
             advice.append(
-                f"the events do not tell the size of group {idx}'s chunks: answers are too low "
-                "until GroupSpec(attention_chunk_size=...) tells it"
+                f"the events do not report the size of group {idx}'s chunks: answers are too low "
+                "until GroupSpec(attention_chunk_size=...) names it"
             )
     if statistics["reannounced"] and statistics["removed_unknown"]:
         advice.append(

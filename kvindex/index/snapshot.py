@@ -4,7 +4,7 @@ r"""Snapshots: an index as a file, rank by rank.
  bytes  what
      8  magic b"\x89KVI\r\n\x1a\n"
      2  version of the format, little-endian as all numbers: 1
-     1  backend: 1 native, 2 python
+     1  1: the index is the native one
      1  0
     16  seed of the index
         then for each rank
@@ -45,8 +45,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from kvindex.index.snapshot_section import BACKEND_NUMBERS, backend_named, bytes_of
-from kvindex.wire.backend import Backend
+from kvindex.index.snapshot_section import NATIVE, bytes_of, check_backend
+from kvindex.wire.backend import BACKEND, Backend
 from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
 from kvindex.wire.rank import Rank
 
@@ -62,8 +62,10 @@ __all__ = [
     "SnapshotSource",
     "SnapshotTarget",
     "SnapshotWriter",
+    "needs_native",
     "read_snapshot",
     "replaced_file",
+    "require_native",
     "write_snapshot",
 ]
 
@@ -81,8 +83,27 @@ _RANK_FOLLOWS, _END_FOLLOWS = b"\x01", b"\x00"
 _NO_CURSOR = 2**32 - 1
 _MAX_NAME_BYTES = 65_536
 _CHECKSUM_BYTES = 32
-_STEP = 2**20  # bytes read at once, whatever a length says
+_STEP = 2**20  # bytes read at once, whatever length is written
 _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
+
+
+def require_native(backend: Backend = BACKEND) -> None:
+    """Reject the Python index where an index is saved, loaded or copied to another process.
+
+    Raises:
+        ConfigurationError: it is the Python index.
+    """
+    if backend != "native":
+        raise needs_native()
+
+
+def needs_native() -> ConfigurationError:
+    """Return the error which says that the Python index has no snapshots."""
+    return ConfigurationError(
+        "the Python index has no snapshots: saving, loading, warm restarts and replicas need the"
+        " native module. Unset KVINDEX_BACKEND if it is python; else install a C++20 compiler, then"
+        " kvindex again with `pip install --no-cache-dir --force-reinstall`"
+    )
 
 
 class SnapshotRecord(NamedTuple):
@@ -103,12 +124,10 @@ class Snapshot(NamedTuple):
     """A whole snapshot in memory.
 
     Attributes:
-        backend: which implementation of the index made it.
-        seed: of that index; sections restore into `Index(seed=seed)`.
+        seed: of the index; sections restore into `Index(seed=seed)`.
         ranks: a record for each rank, in the order of the file.
     """
 
-    backend: Backend
     seed: int
     ranks: tuple[SnapshotRecord, ...]
 
@@ -120,16 +139,14 @@ class SnapshotWriter:
 
     Args:
         file: open for writing; it is not closed.
-        backend: `Index.backend` of the index whose sections come.
-        seed: `Index.seed` of it.
+        seed: `Index.seed` of the index whose sections follow.
     """
 
-    def __init__(self, file: BinaryIO, *, backend: Backend, seed: int) -> None:
+    def __init__(self, file: BinaryIO, *, seed: int) -> None:
         self._file = file
         self._digest = blake2b(digest_size=_CHECKSUM_BYTES)
         self._ranks: set[Rank] = set()
-        number = BACKEND_NUMBERS[backend]
-        self._put(_HEAD.pack(_MAGIC, SNAPSHOT_VERSION, number, seed.to_bytes(16, "little")))
+        self._put(_HEAD.pack(_MAGIC, SNAPSHOT_VERSION, NATIVE, seed.to_bytes(16, "little")))
 
     def add(self, rank: Rank, section: bytes, cursor: bytes | None = None) -> None:
         """Write one rank.
@@ -172,8 +189,7 @@ class SnapshotReader:
             the end of the snapshot and not closed.
 
     Attributes:
-        backend: which implementation of the index made it.
-        seed: of that index.
+        seed: of the index that was written.
 
     Raises:
         SnapshotError: by the constructor and by iterating; it is no (whole) snapshot.
@@ -181,7 +197,6 @@ class SnapshotReader:
         OSError: the file cannot be read.
     """
 
-    backend: Backend
     seed: int
 
     def __init__(self, source: SnapshotSource) -> None:
@@ -245,7 +260,7 @@ class SnapshotReader:
                 f" {SNAPSHOT_VERSION}: synchronize from the engines, and write a new one",
                 reason="version",
             )
-        self.backend = backend_named(backend)
+        check_backend(backend)
         self.seed = int.from_bytes(seed, "little")
 
     def _read_record(self) -> SnapshotRecord:
@@ -299,7 +314,7 @@ class SnapshotReader:
 def write_snapshot(
     target: SnapshotTarget, index: BaseIndex, *, cursors: Mapping[Rank, bytes] = _NO_CURSORS
 ) -> None:
-    """Write an index, each rank as it is when its turn comes.
+    """Write an index, each rank as it is at its turn.
 
     Args:
         target: a path, whose file is replaced when all is written, or a file open for writing.
@@ -307,10 +322,11 @@ def write_snapshot(
         cursors: for each rank, at most 64 KiB that `read_snapshot` returns.
 
     Raises:
-        ConfigurationError: a cursor or a rank's name is too long; or the target is neither a path
-            nor a writable file.
+        ConfigurationError: a cursor or a rank's name is too long; the target is neither a path
+            nor a writable file; or it is the Python index, which has no snapshots.
         OSError: the file cannot be written; an existing file is unchanged.
     """
+    require_native(index.backend)
     if isinstance(target, (str, os.PathLike)):
         with replaced_file(target) as file:
             write_snapshot(file, index, cursors=cursors)
@@ -320,7 +336,7 @@ def write_snapshot(
             "a snapshot is written to a path or a file open for writing, not to "
             f"{type(target).__name__}"
         )
-    writer = SnapshotWriter(target, backend=index.backend, seed=index.seed)
+    writer = SnapshotWriter(target, seed=index.seed)
     for rank in index.ranks:
         with suppress(UnknownRankError):  # removed just now
             writer.add(rank, index.dump(rank), cursors.get(rank))
@@ -335,7 +351,7 @@ def read_snapshot(source: SnapshotSource) -> Snapshot:
         OSError: the file cannot be read.
     """
     with SnapshotReader(source) as reader:
-        return Snapshot(reader.backend, reader.seed, tuple(reader))
+        return Snapshot(reader.seed, tuple(reader))
 
 
 @contextmanager
@@ -408,8 +424,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _truncated(expected: int, found: int) -> SnapshotError:
+def _truncated(expected: int, left: int) -> SnapshotError:
     return SnapshotError(
-        f"the snapshot is cut off: {found} bytes are left where {expected} should follow",
+        f"the snapshot is cut off: {left} bytes are left where {expected} should follow",
         reason="truncated",
     )

@@ -1,17 +1,17 @@
-"""Sections: one rank's contents, as bytes that only an index of the same kind restores.
+"""Sections: one rank's contents, as bytes that only an index of the same seed restores.
 
-A section is a head, a body that only its backend understands, and two digests:
+A section is a head, a body that only the native core understands, and two digests:
 
 ```
  offset  bytes  what
       0      4  magic b"KVIR"
       4      2  version of the format, little-endian as all numbers: 2
-      6      1  backend: 1 native, 2 python
+      6      1  1: the index is the native one
       7      1  0
       8      8  length of the body
      16      n  body
    16+n     32  checksum: BLAKE2b of everything before it
-   48+n     16  seal: BLAKE2b of backend, key check and checksum, keyed with the index's seed
+   48+n     16  seal: BLAKE2b of b"native", key check and checksum, keyed with the index's seed
 ```
 
 The checksum finds damage. The seal finds sections of an index with another seed, whose prefix keys
@@ -22,24 +22,24 @@ from __future__ import annotations
 
 import struct
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from kvindex.wire.backend import Backend
 from kvindex.wire.errors import ConfigurationError, SnapshotError
 
 __all__ = [
-    "BACKEND_NUMBERS",
+    "NATIVE",
     "SECTION_VERSION",
     "Identity",
-    "backend_named",
     "bytes_of",
+    "check_backend",
+    "no_room",
     "open_section",
     "seal_section",
-    "wrong_backend",
 ]
 
 SECTION_VERSION = 2
-BACKEND_NUMBERS: dict[Backend, int] = {"native": 1, "python": 2}
+NATIVE: Final = 1
+"""The backend in the head of a section and of a snapshot. The Python index has none."""
 
 _MAGIC = b"KVIR"
 _HEAD = struct.Struct("<4sHBxQ")
@@ -52,20 +52,18 @@ class Identity(NamedTuple):
     """The properties that two indexes must share to restore each other's sections.
 
     Attributes:
-        backend: which implementation it is.
         seed: of the prefix keys.
         key_check: prefix keys of contents that never change, so that a release which computes
             keys in another way rejects the sections of this one.
     """
 
-    backend: Backend
     seed: int
     key_check: bytes
 
     def seal(self, checksum: bytes) -> bytes:
         """Return the seal of a section with this checksum."""
         return blake2b(
-            self.backend.encode() + self.key_check + checksum,
+            b"native" + self.key_check + checksum,
             digest_size=_SEAL_BYTES,
             key=self.seed.to_bytes(16, "little"),
             person=b"kvindex section",
@@ -74,7 +72,7 @@ class Identity(NamedTuple):
 
 def seal_section(body: bytes, identity: Identity) -> bytes:
     """Return a section with this body."""
-    head = _HEAD.pack(_MAGIC, SECTION_VERSION, BACKEND_NUMBERS[identity.backend], len(body))
+    head = _HEAD.pack(_MAGIC, SECTION_VERSION, NATIVE, len(body))
     checksum = _checksum(head, body)
     return b"".join((head, body, checksum, identity.seal(checksum)))
 
@@ -110,7 +108,7 @@ def open_section(section: bytes | bytearray | memoryview, identity: Identity) ->
             f"the section of {size} bytes is damaged: its checksum does not agree",
             reason="checksum",
         )
-    _check_backend(backend, identity)
+    check_backend(backend)
     if identity.seal(checksum) != seal:
         raise SnapshotError(
             "the section was made by an index with another seed (or of a release with other prefix"
@@ -135,31 +133,27 @@ def bytes_of(data: object, what: str) -> memoryview:
         ) from None
 
 
-def backend_named(number: int) -> Backend:
-    """Return the backend with this number in a header.
+def check_backend(number: int) -> None:
+    """Reject a head of another implementation of the index.
 
     Raises:
-        SnapshotError: there is none.
+        SnapshotError: it is not the native one's.
     """
-    for name, known in BACKEND_NUMBERS.items():
-        if known == number:
-            return name
-    raise SnapshotError(f"the snapshot names backend {number}, which nobody knows", reason="format")
+    if number != NATIVE:
+        raise SnapshotError(
+            f"the snapshot names backend {number}; this release reads those of the native index"
+            f" ({NATIVE}): synchronize from the engines instead",
+            reason="backend",
+        )
 
 
-def wrong_backend(made_by: Backend, here: Backend) -> SnapshotError:
-    """Return the error for a section of another implementation of the index."""
+def no_room(wanted: int, room: int, limit: str) -> SnapshotError:
+    """Return the error for a section that is larger than a limit allows."""
     return SnapshotError(
-        f"the snapshot was made by the {made_by} index, this is the {here} one, and their prefix"
-        f" keys differ: set KVINDEX_BACKEND={made_by} to load it, or synchronize from the engines",
-        reason="backend",
+        f"the section has {wanted} resident blocks, and {limit} leaves room for {max(room, 0)}:"
+        f" give the index a higher {limit}, or synchronize the rank from its engine",
+        reason="room",
     )
-
-
-def _check_backend(number: int, identity: Identity) -> None:
-    made_by = backend_named(number)
-    if made_by != identity.backend:
-        raise wrong_backend(made_by, identity.backend)
 
 
 def _checksum(*parts: bytes | memoryview) -> bytes:

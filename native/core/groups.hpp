@@ -1,6 +1,6 @@
 // What is known of a rank's KV cache groups: their kinds, their block sizes, the tree's unit.
 //
-// The Python twin, kvindex/index/rank_groups.py, says why each rule is as it is.
+// The Python twin, kvindex/index/reference/groups.py, says why each rule is as it is.
 #pragma once
 
 #include <cstdint>

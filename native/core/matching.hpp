@@ -1,6 +1,6 @@
 // One walk for all ranks: from a prompt's keys to what each rank holds of it.
 //
-// The Python twin is kvindex/index/matching.py.
+// The Python twin is kvindex/index/reference/matching.py.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // What one rank holds, as its events tell it: each event's meaning, engine by engine.
 //
-// The Python twin, kvindex/index/rank_blocks.py, says why each rule is as it is. Owned by the index,
+// The Python twin, kvindex/index/reference/rank_blocks.py, says why each rule is as it is. Owned by the index,
 // under its lock.
 #pragma once
 

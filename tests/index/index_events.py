@@ -55,6 +55,11 @@ def index_of(*events: Event, rank: Rank = A, **options: Any) -> Index:
     return index
 
 
+def restored(index: Index) -> Index:
+    """The index after a restart from a snapshot; the Python one, which has none, as it is."""
+    return Index.from_bytes(index.to_bytes()) if index.backend == "native" else index
+
+
 def matched(index: BaseIndex, token_ids: Iterable[int], rank: Rank = A, **options: Any) -> int:
     """How many blocks of the prompt the rank holds."""
     return index.match(list(token_ids), **options)[rank].blocks

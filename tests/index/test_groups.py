@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvindex import AllBlocksCleared, BlockStored, CacheSettings, EventBatch, GroupSpec, Index
-from kvindex.index.groups import Cache, GroupCoverage, Spans, engine_hit
+from kvindex.index.reference.engine_hit import Cache, GroupCoverage, engine_hit
+from kvindex.index.spans import Spans
 from kvindex.wire import Event
 from tests.index.index_events import (
     SIZE,

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvindex import BlockStored, EventBatch, Index, Prefixes, Rank
-from kvindex.index import prefix_walk, reference
 from kvindex.index.api import BaseIndex
+from kvindex.index.reference import prefix_walk
 from kvindex.wire import BlockHash
 from kvindex.wire.errors import ConfigurationError, UnknownRankError
 from tests.index.index_events import SIZE, A, B, apply, index_of, removed, stored
 
 pytestmark = pytest.mark.unit
-
-_T = TypeVar("_T")
 
 
 def store(index: BaseIndex, rank: Rank, *prompts: str, **fields: Any) -> None:
@@ -221,24 +218,6 @@ def test_a_wide_node_leaves_looks_for_the_others() -> None:
     assert (wide_node.children, wide_node.left_out) == (1600, 1599)
     assert wide_node.left_out_blocks < 1599 * 5, "not all were looked at"
     assert found.nodes[1].left_out_blocks == 4, "all were looked at"
-
-
-def test_a_walk_in_pieces_passes_over_what_goes_meanwhile() -> None:
-    index = reference.Index()
-    store(index, A, *[f"p{chr(0x4E00 + child)}xy" for child in range(3)])
-    asked = 0
-
-    def ask(question: Callable[[], _T]) -> _T:
-        nonlocal asked
-        asked += 1
-        if asked == 4:  # the three prompts wait
-            gone = [1 + hash_of(f"p{chr(0x4E00)}xy"[:stop]) for stop in (4, 3, 2)]
-            index.apply(A, EventBatch(ts=0.0, events=[removed(*gone, base=0)]))
-        return question()
-
-    walk = prefix_walk.PrefixWalk(index._tree, {A: 0}, only_rows=False, max_nodes=9, min_blocks=1)
-    found = walk.run(ask)
-    assert lines(found) == [(-1, 0, 1, 1), (0, 1, 3, 1), (0, 1, 3, 1)]
 
 
 def test_a_walk_is_whole_while_others_change_the_index() -> None:

@@ -26,6 +26,7 @@ from tests.index.index_events import (
     matched,
     prompt,
     removed,
+    restored,
     stored,
     tokens,
     told,
@@ -79,7 +80,7 @@ def test_answers_are_lower_bounds_while_a_blocks_place_is_unknown() -> None:
     assert index.match(prompt(3))[A].lower_bound
     assert index.match(tokens(9))[A].lower_bound, "where the rank holds nothing, too"
     assert index.match(prompt(3)).to_dict()["a/0"]["lower_bound"] is True
-    assert Index.from_bytes(index.to_bytes()).match(prompt(3))[A].lower_bound
+    assert restored(index).match(prompt(3))[A].lower_bound
     apply(index, A, stored(1))
     assert not index.match(prompt(3))[A].lower_bound
     assert not index.match(tokens(9))[A].lower_bound
@@ -90,7 +91,7 @@ def test_answers_are_lower_bounds_while_a_blocks_place_is_unknown() -> None:
 def test_answers_stay_lower_bounds_after_an_orphan_was_given_up_until_all_is_cleared() -> None:
     index = index_of(stored(5), max_orphans=0)
     assert index.match(prompt(1))[A].lower_bound
-    assert Index.from_bytes(index.to_bytes()).match(prompt(1))[A].lower_bound
+    assert restored(index).match(prompt(1))[A].lower_bound
     apply(index, A, AllBlocksCleared())
     assert not index.match(prompt(1))[A].lower_bound
 
@@ -223,7 +224,7 @@ def test_a_clear_leaves_what_vllm_holds_off_the_device_as_upper_bounds() -> None
 
 def test_a_reset_with_the_connector_leaves_only_what_lies_in_storage() -> None:
     index = tiers(resets_connector=True)
-    index = Index.from_bytes(index.to_bytes())
+    index = restored(index)
     apply(index, A, AllBlocksCleared())
     found = index.match(prompt(5))[A]
     assert (found.blocks, found.host_tokens, found.by_medium) == (3, 0, {"STORAGE": 3})

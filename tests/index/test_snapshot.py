@@ -17,7 +17,16 @@ from typing import Any, BinaryIO
 import msgspec
 import pytest
 
-from kvindex import BACKEND, AllBlocksCleared, CacheSettings, EventBatch, GroupSpec, Index, Rank
+from kvindex import (
+    BACKEND,
+    AllBlocksCleared,
+    CacheSettings,
+    Client,
+    EventBatch,
+    GroupSpec,
+    Index,
+    Rank,
+)
 from kvindex.index import (
     SnapshotReader,
     SnapshotRecord,
@@ -27,16 +36,11 @@ from kvindex.index import (
     replaced_file,
     write_snapshot,
 )
-from kvindex.index.api import BaseIndex
-from kvindex.index.keys import Namespace
-from kvindex.index.orphans import Orphans
-from kvindex.index.rank_image import RankImage, read_image, write_image
-from kvindex.index.snapshot_section import open_section
-from kvindex.index.tree import Owner
+from kvindex.index.client.saved_state import read_saved
+from kvindex.index.snapshot_section import open_section, seal_section
 from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
 from kvindex.wire.quirks import content_hash
 from tests.index.index_events import (
-    SIZE,
     A,
     B,
     apply,
@@ -50,7 +54,10 @@ from tests.index.index_events import (
     told,
 )
 
-pytestmark = pytest.mark.unit
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.skipif(BACKEND != "native", reason="the Python index has no snapshots"),
+]
 
 HEAD = 28  # bytes of a snapshot before its first rank
 
@@ -138,14 +145,6 @@ def test_siblings_wait_in_the_order_in_which_they_were_told_last() -> None:
     assert matched(some, tokens(0, 1)) == 1
 
 
-def test_orphans_are_bounded_in_bytes_too() -> None:
-    image = python_image()
-    orphans = Orphans(10, max_bytes=SIZE * 8)
-    namespaces = [Namespace(*namespace) for namespace in image.namespaces]
-    orphans.restore(image, namespaces, [Owner(A, "GPU", 0), Owner(A, "CPU", 0)])
-    assert (len(orphans), orphans.dropped) == (1, 1)
-
-
 def test_the_newest_block_of_a_label_is_still_the_newest() -> None:
     index = index_of(stored(5, parent=None, base=2), stored(3, parent=None, base=4))  # both are 7
     for some in (index, Index.from_bytes(index.to_bytes())):
@@ -223,13 +222,6 @@ def test_text_of_any_code_points_comes_along() -> None:
     assert matched(copy, prompt(1), media="\ud800") == 1
 
 
-def test_a_python_rank_with_numbers_beyond_64_bits_cannot_be_dumped() -> None:
-    index = reference.Index()
-    apply(index, A, stored(0, group_idx=2**70))
-    with pytest.raises(ConfigurationError, match="64 bits"):
-        index.dump(A)
-
-
 # Room
 
 
@@ -281,107 +273,66 @@ def test_a_section_of_another_seed_is_refused() -> None:
     assert refused(lambda: Index().restore(A, section)) == "backend"
 
 
-def test_the_other_backend_is_named() -> None:
-    other: type[BaseIndex] = reference.Index
-    if BACKEND == "python":
-        other = type("Other", (reference.Index,), {"backend": "native"})
-    made = other(seed=1)
-    made.add(A)
-    for call in (
-        lambda: Index(seed=1).restore(A, made.dump(A)),
-        lambda: Index.from_bytes(made.to_bytes()),
-    ):
-        with pytest.raises(SnapshotError, match=f"KVINDEX_BACKEND={made.backend}") as caught:
-            call()
-        assert caught.value.reason == "backend"
-
-
-def python_image() -> RankImage:
-    index = reference.Index(seed=1)
-    apply(index, A, stored(0, 1, 2), stored(7, 8), located(1, medium="CPU"))
-    return read_image(open_section(index.dump(A), index._identity()))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"chains": [(0, b"." * 16)]},
-        {"chains": [(-3, b"." * 48)]},
-        {"chains": [(-1, b"." * 47)]},
-        {"chains": [(-1, b"." * 48), (-1, b"." * 16)]},
-        {"chains": []},
-        {
-            "chains": [(-1, b"a" * 16 + b"b" * 16 + b"c" * 16), (0, b"b" * 16)],
-            "labels": [(1, [(2, [(0, 1)])]), (2, [(3, [(0, 1)])])],
-        },
-        {"places": []},
-        {"places": [(b"GPU", 0), (b"GPU", 0)]},
-        {"places": [(b"\xff", 0), (b"CPU", 0)]},
-        {"places": [(b"%d" % i, 0) for i in range(65)]},
-        {"labels": []},
-        {"labels": [(1, [])]},
-        {"labels": [(1, [(2, [])])]},
-        {"labels": [(1, [(2, [(0, 0)])])]},
-        {"labels": [(1, [(2, [(0, 1), (0, 1)])])]},
-        {"labels": [(1, [(2, [(2, 1)])])]},
-        {"labels": [(1, [(3, [(0, 1)])])]},
-        {"labels": [(1, [(2, [(0, 1)]), (2, [(0, 1)])])]},
-        {"labels": [(1, [(2, [(0, 1)])]), (1, [(2, [(0, 1)])])]},
-        {"labels": [(-1, [(2, [(0, 1)])])]},
-        {"labels": [(b"", [(2, [(0, 1)])])]},
-        {"orphans": []},
-        {"waiting": [(0, 1, 0, b""), (0, 1, 0, b"")]},
-        {"waiting": [(0, 1, 1, b"")]},
-        {"groups": [(0, b"sliding_window", None, False, 4)]},
-        {"groups": [(0, b"mamba", None, False, -1)]},
-        {"shapes": []},
-        {"shapes": [(size, 0) for size in range(1, 18)]},
-        {"namespaces": [(4, "", 0)]},
-        {"namespaces": [(0, None, 0)], "shapes": [(0, 0)]},
-        {"skipped": [(b"%d" % i, 1) for i in range(66)]},
-        {"ambiguous": -1},
-        {"torn": list(range(65_537))},
-    ],
-    ids=lambda change: "-".join(change),
-)
-def test_an_image_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
-    image = python_image()
-    for name, value in change.items():
-        setattr(image, name, value)
-    assert refused(lambda: read_image(write_image(image))) == "content"
-
-
 @pytest.mark.parametrize("text", ["DISK", "sqlx", "mamba", "TagX"])
 def test_what_is_no_text_is_refused(text: str) -> None:
     index = Index(seed=1)
     index.configure(A, CacheSettings(groups={1: GroupSpec("mamba")}))
     index.apply(A, EventBatch(ts=0.0, events=[stored(0, medium="DISK", lora_name="sqlx")]))
     index.apply(A, msgspec.msgpack.encode([0.0, [["TagX"]], None]))
-    body = index._dump(A)
+    body = body_of(index)
     other = Index(seed=1)
-    other._restore(A, memoryview(body))
+    restore(other, A, body)
     assert other.statistics()["ranks"] == index.statistics()["ranks"]
     for damage in (b"\xff", b"\x80", b"\xc3"):
         damaged = body.replace(text.encode(), damage + text.encode()[1:])
         assert damaged != body
-        assert refused(partial(other._restore, B, memoryview(damaged))) == "content"
+        assert refused(partial(restore, other, B, damaged)) == "content"
     assert other.ranks == (A,)
 
 
-@pytest.mark.skipif(BACKEND != "native", reason="of the native section's form")
 @pytest.mark.parametrize("tag", [b"s", b"i", b"x12", b"i0", b"i1x", b"i-", b"i" + b"1" * 641])
 def test_a_lora_that_none_can_have_is_refused(tag: bytes) -> None:
     index = index_of(stored(0, lora_name="sqlx"), seed=1)
     for good in (b"i12", b"i-7", b"s\xed\xa0\x80"):
-        index._restore(B, memoryview(with_lora(index._dump(A), good)))
+        restore(index, B, with_lora(body_of(index), good))
         assert list(index.tree(B).walk())
-    body = with_lora(index._dump(A), tag)
-    assert refused(lambda: index._restore(B, memoryview(body))) == "content"
+    body = with_lora(body_of(index), tag)
+    assert refused(lambda: restore(index, B, body)) == "content"
+
+
+def body_of(index: Index) -> bytes:
+    return bytes(open_section(index.dump(A), index._identity()))
+
+
+def restore(index: Index, rank: Rank, body: bytes) -> None:
+    index.restore(rank, seal_section(body, index._identity()))
 
 
 def with_lora(body: bytes, tag: bytes) -> bytes:
     size = bytes([len(tag)]) if len(tag) < 128 else bytes([0x80 | len(tag) & 0x7F, len(tag) >> 7])
     return body.replace(b"\x05ssqlx", size + tag)
+
+
+# The Python index
+
+
+def test_the_python_index_says_that_snapshots_need_the_native_module(tmp_path: Path) -> None:
+    index: Any = reference.Index()
+    path = tmp_path / "state"
+    message = r"need the native module.*pip install"
+    for call in (
+        partial(index.dump, A),
+        partial(index.restore, A, b""),
+        partial(index.save, path),
+        index.to_bytes,
+        partial(reference.Index.load, two_ranks().to_bytes()),
+        partial(read_saved, path, index),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            call()
+    with Client(index=index) as client, pytest.raises(ConfigurationError, match=message):
+        client.save(path)
+    assert not path.exists()
 
 
 # Files
@@ -434,14 +385,14 @@ def test_cursors_come_back_as_they_were() -> None:
     file = io.BytesIO()
     write_snapshot(file, index, cursors={A: b"", Rank("gone"): b"?"})
     snapshot = read_snapshot(file.getvalue())
-    assert (snapshot.backend, snapshot.seed) == (BACKEND, index.seed)
+    assert snapshot.seed == index.seed
     assert [(record.rank, record.cursor) for record in snapshot.ranks] == [(A, b""), (B, None)]
 
 
 def test_records_are_written_and_read_one_by_one() -> None:
     file = io.BytesIO(b"before")
     file.seek(6)
-    writer = SnapshotWriter(file, backend="python", seed=2**128 - 1)
+    writer = SnapshotWriter(file, seed=2**128 - 1)
     records = [
         SnapshotRecord(Rank("ä\ud800", -3), b"section", b"cursor" * 10_000),
         SnapshotRecord(Rank("", 2**40), bytes(3 * 2**20), None),
@@ -454,7 +405,7 @@ def test_records_are_written_and_read_one_by_one() -> None:
     file.write(b"after")
     file.seek(6)
     with SnapshotReader(file) as reader:
-        assert (reader.backend, reader.seed) == ("python", 2**128 - 1)
+        assert reader.seed == 2**128 - 1
         assert list(reader) == records
     assert file.read() == b"after"  # a file that was opened elsewhere may go on
 
@@ -478,6 +429,7 @@ def test_what_is_no_snapshot_is_refused_with_the_reason() -> None:
         "format": [b"PK\x03\x04", b"no snapshot, however long it is.....", data + b"."],
         "truncated": [b"", data[:5], data[: HEAD - 1], data[:HEAD], data[: HEAD + 9], data[:-1]],
         "version": [changed(data, 8, b"\x02")],
+        "backend": [changed(data, 10, b"\x02")],
         "checksum": [changed(data, -1, bytes([data[-1] ^ 1])), changed(data, HEAD, b"\x05")],
     }
     for reason, snapshots in reasons.items():
@@ -520,7 +472,7 @@ def test_lengths_are_not_believed() -> None:
 
 
 def signed(write: Callable[[SnapshotWriter], None], file: BinaryIO) -> None:
-    writer = SnapshotWriter(file, backend=BACKEND, seed=1)
+    writer = SnapshotWriter(file, seed=1)
     write(writer)
     writer.finish()
 

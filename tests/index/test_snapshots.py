@@ -1,29 +1,25 @@
-"""Whatever happened to an index, what was restored from it answers and goes on as it does.
-
-Both backends are tested, whichever runs; the native one where it was built.
-"""
+"""Whatever happened to an index, what was restored from it answers and goes on as it does."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex import KVIndexError, Rank
-from kvindex.index import reference
-from kvindex.index.api import BaseIndex
+from kvindex import BACKEND, Index, KVIndexError, Rank
 from kvindex.index.snapshot_section import open_section, seal_section
 from kvindex.wire.errors import SnapshotError
 from tests.examples import examples
 from tests.index.index_queries import Query, about, queries
 from tests.index.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
 
-pytestmark = pytest.mark.property
+pytestmark = [
+    pytest.mark.property,
+    pytest.mark.skipif(BACKEND != "native", reason="the Python index has no snapshots"),
+]
 
 many = examples(30)
 
@@ -34,17 +30,6 @@ SWEEP = [
     for options in ({}, {"lora": "lora"})
 ]
 
-
-def backends() -> list[type[BaseIndex]]:
-    found: list[type[BaseIndex]] = [reference.Index]
-    if find_spec("kvindex.wire._native"):
-        from kvindex.index import native
-
-        found.append(native.Index)
-    return found
-
-
-each_backend = pytest.mark.parametrize("backend", backends(), ids=lambda made: made.backend)
 
 limits = st.fixed_dictionaries(
     {},
@@ -58,7 +43,7 @@ histories = themes.flatmap(
 )
 
 
-def take(index: BaseIndex, step: Sent | Call) -> None:
+def take(index: Index, step: Sent | Call) -> None:
     if isinstance(step, Call):
         step.on(index)
         return
@@ -68,19 +53,18 @@ def take(index: BaseIndex, step: Sent | Call) -> None:
         pass  # damaged
 
 
-def counted(index: BaseIndex) -> dict[str, Any]:
-    """The statistics; of the native index without the one that tells how the tree is kept."""
+def counted(index: Index) -> dict[str, Any]:
+    """The statistics without the one that tells how the tree is kept."""
     statistics = index.statistics()
-    if index.backend == "native":
-        del statistics["runs"]
+    del statistics["runs"]
     return statistics
 
 
-def held(index: BaseIndex) -> dict[Rank, Counter[Any]]:
+def held(index: Index) -> dict[Rank, Counter[Any]]:
     return {rank: Counter(index.tree(rank).walk()) for rank in index.ranks}
 
 
-def answer(index: BaseIndex, query: Query) -> Any:
+def answer(index: Index, query: Query) -> Any:
     try:
         match = index.match(query.tokens(), **query.options)
     except KVIndexError as error:
@@ -88,7 +72,7 @@ def answer(index: BaseIndex, query: Query) -> Any:
     return list(match), match.best
 
 
-def assert_equal(index: BaseIndex, copy: BaseIndex, asked: list[Query]) -> None:
+def assert_equal(index: Index, copy: Index, asked: list[Query]) -> None:
     copy.check()
     assert copy.ranks == index.ranks
     assert counted(copy) == counted(index)
@@ -102,7 +86,7 @@ def asked_about(step: Sent | Call) -> list[Query]:
     return [about(some, RANKS[step.rank]) for some in told]
 
 
-def refusal(index: BaseIndex, rank: Rank, section: bytes) -> str | None:
+def refusal(index: Index, rank: Rank, section: bytes) -> str | None:
     """Restore a section; return why that was refused, if it was."""
     try:
         index.restore(rank, section)
@@ -111,7 +95,7 @@ def refusal(index: BaseIndex, rank: Rank, section: bytes) -> str | None:
     return None
 
 
-def copy_ranks(index: BaseIndex, copy: BaseIndex) -> None:
+def copy_ranks(index: Index, copy: Index) -> None:
     """Restore every rank into the copy, and forget those that are gone."""
     for rank in set(copy.ranks) - set(index.ranks):
         copy.remove(rank)
@@ -129,20 +113,18 @@ def copy_ranks(index: BaseIndex, copy: BaseIndex) -> None:
                 copy.remove(rank)
 
 
-@each_backend
 @many
 @given(limits, histories, histories, queries)
 def test_a_restored_index_answers_and_goes_on_as_the_dumped_one(
-    backend: Callable[..., BaseIndex],
     limits: dict[str, Any],
     before: list[Sent | Call],
     after: list[Sent | Call],
     query: Query,
 ) -> None:
-    index = backend(seed=SEED, **limits)
+    index = Index(seed=SEED, **limits)
     for step in before:
         take(index, step)
-    copy = type(index).from_bytes(index.to_bytes(), **limits)
+    copy = Index.from_bytes(index.to_bytes(), **limits)
     assert_equal(index, copy, [*SWEEP, query])
     for step in after:
         take(index, step)
@@ -153,15 +135,13 @@ def test_a_restored_index_answers_and_goes_on_as_the_dumped_one(
     assert copy.statistics()["unique_blocks"] == len(copy) == 0
 
 
-@each_backend
 @many
 @given(limits, themes.flatmap(lambda theme: st.lists(st.tuples(sendings(theme), st.booleans()))))
 def test_a_replica_that_is_restored_now_and_then_is_whole_each_time(
-    backend: Callable[..., BaseIndex],
     limits: dict[str, Any],
     steps: list[tuple[Sent, bool]],
 ) -> None:
-    index, replica = backend(seed=SEED, **limits), backend(seed=SEED, **limits)
+    index, replica = Index(seed=SEED, **limits), Index(seed=SEED, **limits)
     for step, also in steps:
         take(index, step)
         if also:
@@ -186,16 +166,14 @@ edits = st.lists(
 )
 
 
-@each_backend
 @examples(25, nightly=20_000)
 @given(histories, histories, st.lists(edits, min_size=1, max_size=8))
 def test_a_section_made_by_an_enemy_is_refused_or_restored_whole(
-    backend: Callable[..., BaseIndex],
     before: list[Sent | Call],
     after: list[Sent | Call],
     changes: list[list[tuple[int, int, bytes]]],
 ) -> None:
-    index = backend(seed=SEED)
+    index = Index(seed=SEED)
     for step in before:
         take(index, step)
     identity = index._identity()
@@ -206,7 +184,7 @@ def test_a_section_made_by_an_enemy_is_refused_or_restored_whole(
             for at, cut, put in change:
                 at %= len(forged) + 1
                 forged[at : at + cut] = put
-            copy = backend(seed=SEED)
+            copy = Index(seed=SEED)
             for step in after:
                 take(copy, step)
             expected = (counted(copy), held(copy))
@@ -225,20 +203,18 @@ def test_a_section_made_by_an_enemy_is_refused_or_restored_whole(
             assert copy.statistics()["unique_blocks"] == len(copy) == 0
 
 
-@each_backend
 @many
 @given(histories, st.binary(max_size=64), st.lists(edits, min_size=1, max_size=4))
 def test_damaged_snapshots_are_refused(
-    backend: Callable[..., BaseIndex],
     before: list[Sent | Call],
     noise: bytes,
     changes: list[list[tuple[int, int, bytes]]],
 ) -> None:
-    index = backend(seed=SEED)
+    index = Index(seed=SEED)
     for step in before:
         take(index, step)
     data = index.to_bytes()
-    load = type(index).from_bytes
+    load = Index.from_bytes
     with pytest.raises(SnapshotError):
         load(noise)
     for change in changes:

@@ -11,11 +11,21 @@ import msgspec
 import pytest
 
 from kvindex import AllBlocksCleared, EventBatch, Index
-from kvindex.index.keys import KeyMaker
+from kvindex.index.reference.keys import KeyMaker
 from kvindex.index.tokens import Prompt, pack_tokens
 from kvindex.wire import text_token
 from kvindex.wire.errors import TokenError
-from tests.index.index_events import A, B, index_of, matched, prompt, removed, stored, told
+from tests.index.index_events import (
+    A,
+    B,
+    index_of,
+    matched,
+    prompt,
+    removed,
+    restored,
+    stored,
+    told,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -149,9 +159,7 @@ def test_text_is_a_token_once_a_rank_has_stored_such() -> None:
 def test_text_in_a_typed_event_and_after_a_restart_from_a_snapshot() -> None:
     index = index_of(stored(0, token_ids=TEXT))
     assert index.match(TEXT)[A].blocks == 1
-    restored = Index(seed=index.seed)
-    restored.restore(A, index.dump(A))
-    assert restored.match(TEXT)[A].blocks == 1
+    assert restored(index).match(TEXT)[A].blocks == 1
 
 
 def test_text_can_always_be_asked_as_the_int_that_stands_for_it() -> None:

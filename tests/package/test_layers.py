@@ -37,6 +37,7 @@ FOLLOWERS = {"kvindex.index.client", "kvindex.index.replicas"}
 # Parts that know less than their room may.
 UNKNOWN: dict[str, set[str]] = {
     "index/*.py": {"zmq", "socket", "kvindex.subscribe", "kvindex.shm"} | FOLLOWERS,
+    "index/reference/*.py": {"zmq", "socket", "kvindex.subscribe", "kvindex.shm"} | FOLLOWERS,
     "routing/*.py": {"zmq", "socket", "kvindex.subscribe", "kvindex.shm"} | FOLLOWERS,
     "service/**/*.py": {"kvindex.testing"},
     "subscribe/sequencer/*.py": IO,

@@ -8,19 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from kvindex.index import (
-    Explanation,
-    ExtraKeys,
-    Index,
-    Lora,
-    Match,
-    MatchOptions,
-    TokenIds,
-)
+from kvindex.index import Explanation, Index, Match, MatchOptions, TokenIds
 from kvindex.subscribe import Following, RankStatus, State
 from kvindex.wire.errors import ClosedError, UnknownRankError
 from kvindex.wire.rank import Rank, Trust
-from kvindex.wire.rank_lookup import RankName
 
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
@@ -48,7 +39,7 @@ class Answering(Following):
         if self._closed:
             raise ClosedError(
                 f"this {type(self).__name__} is closed, so its answers would be out of date; its"
-                " `index` can still be asked what the ranks held"
+                " `index` still answers what the ranks held"
             )
 
     @property
@@ -56,18 +47,7 @@ class Answering(Following):
     def index(self) -> Index:
         """The index that the events fill."""
 
-    def match(
-        self,
-        token_ids: TokenIds,
-        *,
-        lora: Lora = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        media: Iterable[str] | str | None = None,
-        ranks: Iterable[RankName] | str | None = None,
-        block_size: int | None = None,
-        recomputed: int = 0,
-    ) -> Match:
+    def match(self, token_ids: TokenIds, **options: Unpack[MatchOptions]) -> Match:
         """Return how much of a prompt each rank holds, with each rank's trust.
 
         A rank of the index that is not followed, or was not when this began, is "connecting".
@@ -75,23 +55,13 @@ class Answering(Following):
         It takes microseconds (docs/benchmarks.md has figures) and waits for nothing but the index's
         lock, so async code calls it directly.
 
-        Args: as `Index.match`.
+        Args: as `Index.match`; `MatchOptions` has the options.
 
         Raises: as `Index.match`, and
             ClosedError: this was closed.
         """
         self.check_open()
-        return self.index.match(
-            token_ids,
-            lora=lora,
-            salt=salt,
-            extra_keys=extra_keys,
-            media=media,
-            ranks=ranks,
-            block_size=block_size,
-            recomputed=recomputed,
-            trust=self._trust(),
-        )
+        return self.index.match(token_ids, trust=self._trust(), **options)
 
     def match_many(
         self, prompts: Iterable[TokenIds], **options: Unpack[MatchOptions]
@@ -121,8 +91,8 @@ class Answering(Following):
     def live_ranks(self) -> frozenset[Rank]:
         """Return the ranks that are live now.
 
-        It is the same object until a rank comes, goes or changes its state: `is` detects a change
-        cheaply. While the thread that follows the streams is stuck, no rank is live.
+        The object is the same until a rank is added, removed or changes its state: `is` detects a
+        change cheaply. While the thread that follows the streams is stuck, no rank is live.
 
         Complexity: O(1), and O(ranks) once after a change.
         """
@@ -131,15 +101,15 @@ class Answering(Following):
     def connected_ranks(self) -> frozenset[Rank]:
         """Return the ranks whose publisher is connected now: neither "connecting" nor "closed".
 
-        It is the same object until a rank's connection changes, as with `live_ranks`.
+        The object is the same until a rank's connection changes, as with `live_ranks`.
         """
         return self._board.connected()
 
     def _trust(self) -> Callable[[Rank], Trust]:
         """Return how far each rank can be trusted now.
 
-        Call it before the index is asked: changes in between make an answer better than its trust,
-        not worse. A rank that comes in between may hold blocks that are not proven yet.
+        Call it before the index answers: changes in between make an answer better than its trust,
+        not worse. A rank that is added in between may hold blocks that are not proven yet.
         """
         trusts = self._board.trusts()
         return lambda rank: trusts.get(rank, _JUST_ADDED)
@@ -178,7 +148,7 @@ class Answering(Following):
 
         Of a `Client` also `thread`: the subscriber's own counters; and `resume`: of the ranks in a
         saved file, those set `aside` until their worker is added, and their bytes; those
-        `restored`, whose own counters say whether they continued; those `dropped`, by reason.
+        `restored`, whose own counters show whether they continued; those `dropped`, by reason.
 
         Of a `Replica` also `replica`: `joins`; `rejoins` and `join_failures` by reason; `messages`
         and `batches` that were applied, `entries_passed` that were in a snapshot already;

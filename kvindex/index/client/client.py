@@ -15,7 +15,12 @@ import msgspec
 from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.client.answering import Answering
 from kvindex.index.client.saved_state import SavedState, read_saved
-from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter, replaced_file
+from kvindex.index.snapshot import (
+    SnapshotRecord,
+    SnapshotWriter,
+    replaced_file,
+    require_native,
+)
 from kvindex.subscribe import (
     RankAdded,
     RankLost,
@@ -304,7 +309,9 @@ class Client(Answering):
             OSError: it cannot be written; an existing file is unchanged.
             ClosedError: the client is closed.
             BusyError: the subscriber's thread was blocked for too long.
+            ConfigurationError: the index is the Python one, which has no snapshots.
         """
+        require_native(self.index.backend)
         with replaced_file(path) as file:
             for _ in range(_SAVE_ATTEMPTS):
                 file.seek(0)
@@ -326,7 +333,7 @@ class Client(Answering):
     def _write(self, file: BinaryIO) -> tuple[Rank, ...]:
         """Write a snapshot; return its ranks."""
         written = []
-        writer = SnapshotWriter(file, backend=self.index.backend, seed=self.index.seed)
+        writer = SnapshotWriter(file, seed=self.index.seed)
         # At once: a rank whose worker is being added is in one of the two.
         ranks, aside = self.subscriber.call(lambda: (self.ranks, self._saved.records()))
         for rank in ranks:

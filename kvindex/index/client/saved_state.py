@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvindex.index import Index
-from kvindex.index.snapshot import SnapshotReader, SnapshotRecord
-from kvindex.index.snapshot_section import wrong_backend
+from kvindex.index.snapshot import SnapshotReader, SnapshotRecord, require_native
 from kvindex.subscribe import SavedRanks
 from kvindex.wire.errors import ConfigurationError, SnapshotError
 from kvindex.wire.rank import Rank
@@ -31,7 +30,7 @@ def read_saved(
         max_blocks_per_rank: of a new one.
 
     Raises:
-        ConfigurationError: `path` is no path.
+        ConfigurationError: `path` is no path; or the index is the Python one.
         SnapshotError: the file is no whole snapshot of such an index; the message names it.
         OSError: it cannot be read.
     """
@@ -39,6 +38,7 @@ def read_saved(
         raise ConfigurationError(
             f"resume must be the path of a file that Client.save wrote, not {type(path).__name__}"
         )
+    require_native(Index.backend if index is None else index.backend)
     try:
         with SnapshotReader(path) as reader:
             index = _index_for(reader, index, max_blocks_per_rank)
@@ -65,8 +65,6 @@ def _index_for(
     reader: SnapshotReader, index: Index | None, max_blocks_per_rank: int | None
 ) -> Index:
     """Return the index that accepts a snapshot's sections, or raise SnapshotError."""
-    if reader.backend != Index.backend:
-        raise wrong_backend(reader.backend, Index.backend)
     if index is None:
         return Index(seed=reader.seed, max_blocks_per_rank=max_blocks_per_rank)
     if index.seed != reader.seed:

@@ -14,6 +14,7 @@ from kvindex.index.client import Client, ClientOptions
 from kvindex.index.replicas.meeting_point import Listener
 from kvindex.index.replicas.outflow import Outflow, StreamTap
 from kvindex.index.replicas.reception import Reception
+from kvindex.index.snapshot import require_native
 from kvindex.subscribe.discovery import Engines
 from kvindex.wire.errors import ClosedError, ConfigurationError
 
@@ -47,9 +48,9 @@ class FanOut:
         path: where it listens.
 
     Raises:
-        ConfigurationError: a value cannot work, a living server is at `path`, or others could write
-            there.
-        SegmentError: the shared memory cannot be made, or there is no native module.
+        ConfigurationError: a value cannot work, a living server is at `path`, others could write
+            there, or the index is the Python one.
+        SegmentError: the shared memory cannot be made.
         OSError: the socket cannot be made.
 
     Thread safety: every method may be called from any thread.
@@ -79,6 +80,7 @@ class FanOut:
     ) -> None:
         if not 0 < patience < math.inf:
             raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
+        require_native()
         self.path = os.fspath(path)
         self._pid = os.getpid()
         self._ended = threading.Event()

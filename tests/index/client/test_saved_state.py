@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import BACKEND, BlockStored, EventBatch, Index, Rank
+from kvindex import BlockStored, EventBatch, Index, Rank
 from kvindex.index.client.saved_state import SavedState, read_saved
 from kvindex.index.snapshot import SnapshotReader, SnapshotRecord, SnapshotWriter
 from kvindex.testing import ManualClock
@@ -153,9 +153,9 @@ def test_a_time_that_cannot_be_is_refused(within: float) -> None:
 # The file -----------------------------------------------------------------------------------------
 
 
-def written(path: Path, *records: SnapshotRecord, backend: str = BACKEND) -> Path:
+def written(path: Path, *records: SnapshotRecord) -> Path:
     with path.open("wb") as file:
-        writer = SnapshotWriter(file, backend=backend, seed=SEED)  # type: ignore[arg-type]
+        writer = SnapshotWriter(file, seed=SEED)
         for record in records:
             writer.add(*record)
         writer.finish()
@@ -189,12 +189,6 @@ def test_an_index_of_another_seed_is_refused_whoever_is_added(tmp_path: Path) ->
     with pytest.raises(SnapshotError, match="seed") as refused:
         read_saved(path, Index(seed=SEED + 1))
     assert refused.value.reason == "backend"
-
-
-def test_the_other_backend_is_refused(tmp_path: Path) -> None:
-    other = "python" if BACKEND == "native" else "native"
-    with pytest.raises(SnapshotError, match=f"KVINDEX_BACKEND={other}"):
-        read_saved(written(tmp_path / "file", backend=other), None)
 
 
 def test_a_file_that_ends_too_early_is_refused_before_anything_is_restored(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, Worker
+from kvindex import BlockStored, Client, EventBatch, Index, Rank, Worker
 from kvindex.index import Fingerprints
 from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
 from kvindex.subscribe.resumption import SavedCursor
@@ -54,7 +54,7 @@ def blocks_of(rank: Rank) -> int:
 def write_first(path: Path) -> None:
     index = Index(seed=SEED)
     with path.open("wb") as file:
-        writer = SnapshotWriter(file, backend=BACKEND, seed=SEED)
+        writer = SnapshotWriter(file, seed=SEED)
         for rank in RANKS:
             hashes: list[int | bytes] = list(range(1, blocks_of(rank) + 1))
             stored = BlockStored(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvindex import (
-    BACKEND,
     ClosedError,
     ConfigurationError,
     EventBatch,
@@ -333,14 +332,6 @@ def test_a_damaged_file_is_refused_and_nothing_of_it_stays(path: Path) -> None:
             assert index.ranks == ()
 
 
-def test_a_file_of_the_other_backend_is_refused(path: Path) -> None:
-    with path.open("wb") as file:
-        SnapshotWriter(file, backend="python" if BACKEND == "native" else "native", seed=1).finish()
-    with pytest.raises(SnapshotError) as refused:
-        client_of(resume=path)
-    assert refused.value.reason == "backend"
-
-
 def test_an_index_of_another_seed_is_refused(path: Path) -> None:
     with FakeEngine("engine") as engine:
         engine.run(BEFORE)
@@ -368,9 +359,9 @@ def test_a_cursor_that_cannot_be_read_is_a_restart(path: Path, bad: bytes) -> No
         save_of(engine, path=path)
         with SnapshotReader(path) as reader:
             [record] = list(reader)
-            seed, backend = reader.seed, reader.backend
+            seed = reader.seed
         with path.open("wb") as file:
-            writer = SnapshotWriter(file, backend=backend, seed=seed)
+            writer = SnapshotWriter(file, seed=seed)
             writer.add(record.rank, record.section, bad)
             writer.finish()
         with client_of(worker_of(engine), resume=path) as client:

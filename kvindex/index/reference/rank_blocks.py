@@ -5,29 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvindex.index.chains import chain_images, needed_runs, restored_blocks
-from kvindex.index.guard import Hold
-from kvindex.index.keys import (
-    Lora,
-    Namespace,
+from kvindex.index.keys import Lora
+from kvindex.index.reference.groups import RankGroups
+from kvindex.index.reference.keys import (
     Salts,
     block_contents,
     has_own_extras,
     stored_namespace,
 )
-from kvindex.index.labels import Budget, Label
-from kvindex.index.placing import Chain, Placing
-from kvindex.index.rank_groups import RankGroups
-from kvindex.index.rank_image import MAX_PLACES, RankImage
-from kvindex.index.sparse import MAX_UNITS, Sparse
+from kvindex.index.reference.labels import Budget
+from kvindex.index.reference.placing import Chain, Placing
+from kvindex.index.reference.sparse import MAX_UNITS, Sparse
+from kvindex.index.reference.tree import Block, Owner, RadixTree
 from kvindex.index.tokens import holds_text
-from kvindex.index.tree import Owner, RadixTree
 from kvindex.wire import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
-    CacheSettings,
     EventBatch,
 )
 from kvindex.wire.errors import InvariantError
@@ -43,6 +38,7 @@ from kvindex.wire.rank import Rank
 
 __all__ = ["RankBlocks"]
 
+_MAX_PLACES = 64  # distinct (medium, group) places
 _MAX_TAGS = 64  # distinct unknown event tags counted by name
 # Looks at held blocks that clears may take to find what they drop, and how many each stored block
 # adds: so clears, too, cost in proportion to what was sent.
@@ -107,70 +103,11 @@ class RankBlocks:
         for owner in self._owners.values():
             owner.rank = rank
 
-    def configure(self, settings: CacheSettings) -> None:
-        """Apply the user's settings for what the events do not state."""
-        self.groups.configure(settings)
-
-    def clear(self, hold: Hold) -> None:
+    def clear(self) -> None:
         """Forget everything held and learned: the next events may be another engine's."""
-        self._drop_all(hold)
+        self._drop_all()
         self.groups.forget()
         self._owners.clear()
-
-    def image(self) -> RankImage:
-        """Return all blocks and facts, as plain values."""
-        runs = needed_runs(label.block for _, label in self.labels.placements())
-        names = [*[run.namespace for run in runs], *self.orphans.namespaces()]
-        namespaces = {namespace: i for i, namespace in enumerate(dict.fromkeys(names))}
-        places = {owner: i for i, owner in enumerate(self._owners.values())}
-        chains, positions = chain_images(runs, namespaces)
-        orphans, waiting = self.orphans.image(namespaces, places)
-        groups, shapes = self.groups.image()
-        return RankImage(
-            namespaces=[(size, lora, lookahead) for size, lora, lookahead in namespaces],
-            places=[(_packed(owner.medium), owner.group_idx) for owner in places],
-            chains=chains,
-            salted=[i for i, run in enumerate(runs) if chains[i][0] < 0 and run.salted],
-            labels=self.labels.image(positions, places),
-            orphans=orphans,
-            waiting=waiting,
-            groups=groups,
-            shapes=shapes,
-            torn=list(self._placing.torn),
-            skipped=[(_packed(tag), count) for tag, count in self.skipped.items()],
-            counters=dict(self.counters),
-            ignored=dict(self.ignored),
-            orphans_dropped=self.orphans.dropped,
-            orphans_forgotten=self.orphans.forgot,
-            ambiguous=self.labels.ambiguous,
-            duplicates=self.labels.duplicates,
-            unit=self.groups.unit,
-            reports_full=self.groups.settings.report_mode == "full",
-            eagle=_plain_eagle(self.groups.settings.eagle),
-            hash_block_size=self.groups.settings.hash_block_size,
-            upper_bound=self.groups.settings.upper_bound,
-            resets_connector=self.groups.settings.resets_connector,
-            positions_unknown=self._positions_unknown,
-        )
-
-    def restore(self, image: RankImage) -> None:
-        """Restore an image; the rank must be empty, and there must be room."""
-        namespaces = [Namespace(*namespace) for namespace in image.namespaces]
-        owners = [Owner(self.rank, _unpacked(medium), group) for medium, group in image.places]
-        self._owners.clear()  # not a new dict: `_sparse` has this one
-        self._owners.update({(owner.medium, owner.group_idx): owner for owner in owners})
-        blocks = restored_blocks(self._tree, image.chains, frozenset(image.salted), namespaces)
-        for owner, held in self.labels.restore(image.labels, blocks, owners).items():
-            self._tree.own(held, owner)
-        self._tree.settle(blocks)
-        self.labels.ambiguous, self.labels.duplicates = image.ambiguous, image.duplicates
-        self.orphans.restore(image, namespaces, owners)
-        self.groups.restore(image)
-        self.counters.update(image.counters)
-        self.ignored.update(image.ignored)
-        self.skipped.update({_unpacked(tag): count for tag, count in image.skipped})
-        self._positions_unknown = image.positions_unknown
-        self._placing.torn.update(image.torn)
 
     def check(self) -> None:
         """Assert that labels, copies and the tree's owners agree.
@@ -183,27 +120,26 @@ class RankBlocks:
             if owned[owner] != owner.resident:
                 raise InvariantError(f"{owner!r}: {owned[owner]} blocks have labels")
 
-    def apply(self, batch: EventBatch, hold: Hold) -> None:
+    def apply(self, batch: EventBatch) -> None:
         """Apply a batch's events in order."""
         for tag in batch.skipped:
             known = tag in self.skipped or len(self.skipped) < _MAX_TAGS
             self.skipped[tag if known else "(other)"] += 1
         self._announced = None
-        self._learn_sizes(batch, hold)
+        self._learn_sizes(batch)
         for event in batch.events:
             if isinstance(event, BlockStored):
-                self._store(event, hold)
+                self._store(event)
             elif isinstance(event, BlockRemoved):
                 self._announced = None  # its blocks may be gone
-                self._remove(event, hold)
+                self._remove(event)
             elif isinstance(event, AllBlocksCleared):
                 self._announced = None
                 self.counters["cleared"] += 1
-                self._drop_cleared(hold)
-            hold.did(1)
+                self._drop_cleared()
 
-    def _learn_sizes(self, batch: EventBatch, hold: Hold) -> None:
-        """Learn the unit from all of a batch first: its groups' sizes come one after the other."""
+    def _learn_sizes(self, batch: EventBatch) -> None:
+        """Learn the unit from all of a batch first: its events have one group's size each."""
         unit = self.groups.unit
         for event in batch.events:
             if isinstance(event, BlockStored):
@@ -212,9 +148,9 @@ class RankBlocks:
             # The held blocks lie in the tree by the old unit, where no new block would meet them.
             if len(self.labels):
                 self.ignored["unit_changed"] += len(self.labels)
-            self._drop_all(hold)
+            self._drop_all()
 
-    def _drop_cleared(self, hold: Hold) -> None:
+    def _drop_cleared(self) -> None:
         """Drop the blocks that the engine clears: vLLM keeps those off the device.
 
         A rank whose clears exceed their allowed cost loses its blocks off the device as well.
@@ -231,20 +167,20 @@ class RankBlocks:
             if looks <= self._clear_looks:
                 self._clear_looks -= looks
                 self.orphans.drop_places(gone)
-                self.labels.drop_places(held, self._tree, hold)
+                self.labels.drop_places(held, self._tree)
                 if len(self.labels) or len(self.orphans):
                     return
-        self._drop_all(hold)
+        self._drop_all()
 
-    def _drop_all(self, hold: Hold) -> None:
-        self._placing.clear(hold)
+    def _drop_all(self) -> None:
+        self._placing.clear()
         self._sparse.clear()
         self._positions_unknown = False
         self._salts.clear()
 
     # Storing ---------------------------------------------------------------------------------
 
-    def _store(self, event: BlockStored, hold: Hold) -> None:
+    def _store(self, event: BlockStored) -> None:
         hashes = [fold_hash(block_hash) for block_hash in event.block_hashes]
         self._clear_looks += _CLEAR_LOOKS_A_BLOCK * len(hashes)
         self._clear_looks = min(self._clear_looks, _CLEAR_LOOKS)
@@ -253,23 +189,23 @@ class RankBlocks:
             self.ignored["too_many_media"] += max(1, len(hashes))
             return
         if not event.token_ids:
-            self._placing.relocate(hashes, owner, hold)
+            self._placing.relocate(hashes, owner)
             return
         fault = _shape_fault(event) or self.groups.learn(event, owner.group_idx)
         if fault is not None:
             self.ignored[fault] += max(1, len(hashes))
-        elif self.groups.windows_only and self._sparse.store_proven(event, hashes, owner, hold):
+        elif self.groups.windows_only and self._sparse.store_proven(event, hashes, owner):
             pass
         elif not hashes:
             pass  # a sparse event of no block
         elif len(event.token_ids) != len(hashes) * event.block_size:
-            self._sparse.store(event, hashes, owner, hold)
+            self._sparse.store(event, hashes, owner)
         elif self._names_only(event, hashes):
-            self._placing.relocate(hashes, owner, hold)
+            self._placing.relocate(hashes, owner)
         elif event.block_size // self.groups.unit > MAX_UNITS:
             self.ignored["too_many_units"] += len(hashes)
         else:
-            self._store_chain(event, hashes, owner, hold)
+            self._store_chain(event, hashes, owner)
 
     def _names_only(self, event: BlockStored, hashes: Sequence[BlockHash]) -> bool:
         """Whether only the labels of an event can be used: the blocks' contents are unknown.
@@ -284,9 +220,7 @@ class RankBlocks:
             return False
         return any(has_own_extras(event, block) for block in range(len(hashes)))
 
-    def _store_chain(
-        self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner, hold: Hold
-    ) -> None:
+    def _store_chain(self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner) -> None:
         unit = self.groups.unit
         namespace = stored_namespace(event, unit)
         if holds_text(event.token_ids):
@@ -298,30 +232,30 @@ class RankBlocks:
         chain = Chain(namespace, hashes, contents, event.block_size // unit, owner)
         if at_root:
             chain = chain._replace(salted=self._salts.learn(event, namespace))
-            self._store_at_root(event, chain, hold)
+            self._store_at_root(event, chain)
         elif parent is not None and parent_hash is not None:
-            self._store_after(parent, fold_hash(parent_hash), chain, hold)
+            self._store_after(parent, fold_hash(parent_hash), chain)
         else:
-            self._store_detached(event, chain, hold)
+            self._store_detached(event, chain)
 
     def _owner(self, medium: str | None, group_idx: int | None) -> Owner | None:
         """Return the place that an event names, or None if the rank has too many."""
         place = (fold_medium(medium), group_idx or 0)
         owner = self._owners.get(place)
-        if owner is None and len(self._owners) < MAX_PLACES:
+        if owner is None and len(self._owners) < _MAX_PLACES:
             owner = self._owners[place] = Owner(self.rank, *place)
         return owner
 
-    def _store_at_root(self, event: BlockStored, chain: Chain, hold: Hold) -> None:
+    def _store_at_root(self, event: BlockStored, chain: Chain) -> None:
         if event.parent_block_hash is None and _hashes_content_only(event):
             # SGLang 0.5.1-0.5.5 names no parent for any node's first page, and its hashes do not
-            # tell the position either: to place the page would be a guess.
+            # show the position either: to place the page would be a guess.
             self._positions_unknown = True
             self.ignored["position_unknown"] += len(chain.hashes)
         elif self._is_announced_again(event, chain):
             self.counters["reannounced"] += len(chain.hashes)
         else:
-            self._placing.place(None, chain, hold)
+            self._placing.place(None, chain)
 
     def _is_announced_again(self, event: BlockStored, chain: Chain) -> bool:
         """Whether vLLM's report mode "full" announces blocks that a request found cached.
@@ -350,20 +284,20 @@ class RankBlocks:
         )
 
     def _is_held(self, block_hash: BlockHash, medium: str, group_idx: int) -> bool:
-        label = self.labels.get(block_hash)
         owner = self._owners.get((medium, group_idx))
-        return label is not None and owner is not None and owner in label.copies
+        return owner is not None and self.labels.get(block_hash) in self.labels.held_in(
+            block_hash, owner
+        )
 
-    def _store_after(self, parent: Label, parent_hash: BlockHash, chain: Chain, hold: Hold) -> None:
-        if parent.block.run.namespace != chain.namespace:
+    def _store_after(self, parent: Block, parent_hash: BlockHash, chain: Chain) -> None:
+        if parent.run.namespace != chain.namespace:
             self.ignored["parent_namespace"] += len(chain.hashes)
-        elif parent.other is not None or self._placing.is_torn(parent_hash):
-            # One hash names several blocks (see `Label`), and the event does not say which.
+        elif not self._placing.names_one(parent_hash):
             self.ignored["parent_ambiguous"] += len(chain.hashes)
         else:
-            self._placing.place(parent.block, chain, hold)
+            self._placing.place(parent, chain)
 
-    def _store_detached(self, event: BlockStored, chain: Chain, hold: Hold) -> None:
+    def _store_detached(self, event: BlockStored, chain: Chain) -> None:
         """Store blocks whose parent is not resident: known ones need none, others wait."""
         if self._positions_unknown or _hashes_content_only(event):
             self.ignored["position_unknown"] += len(chain.hashes)
@@ -371,11 +305,12 @@ class RankBlocks:
         assert event.parent_block_hash is not None
         parent_hash = fold_hash(event.parent_block_hash)
         for i, block_hash in enumerate(chain.hashes):
-            label = self.labels.get(block_hash)
-            if label is not None and label.block.run.namespace == chain.namespace:
-                if self._placing.add_copies(block_hash, label.block, {chain.owner: 1}):
+            block = self.labels.get(block_hash)
+            if block is not None and block.run.namespace == chain.namespace:
+                if self._placing.add_copies(block_hash, block, {chain.owner: 1}):
                     self.counters["stored"] += 1
-                    self._placing.place(label.block, chain.after(i + 1), hold)
+                    if i + 1 < len(chain.hashes):
+                        self._placing.place(block, chain.after(i + 1))
                 return
             if chain.scale == 1:
                 content = chain.contents[i]
@@ -384,28 +319,15 @@ class RankBlocks:
                 self.orphans.hold_label(block_hash, chain.owner)
             self.counters["orphaned"] += 1
             parent_hash = block_hash
-            hold.did(1)
 
     # Removing --------------------------------------------------------------------------------
 
-    def _remove(self, event: BlockRemoved, hold: Hold) -> None:
+    def _remove(self, event: BlockRemoved) -> None:
         owner = self._owners.get((fold_medium(event.medium), event.group_idx or 0))
         if owner is None:
             self.counters["removed_unknown"] += len(event.block_hashes)
             return
-        self._placing.remove(event.block_hashes, owner, hold)
-
-
-def _plain_eagle(eagle: bool | tuple[int, ...]) -> bool | list[int]:
-    return eagle if isinstance(eagle, bool) else list(eagle)
-
-
-def _packed(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _unpacked(text: bytes) -> str:
-    return text.decode("utf-8", "surrogatepass")
+        self._placing.remove(event.block_hashes, owner)
 
 
 def _hashes_content_only(event: BlockStored) -> bool:

@@ -13,20 +13,10 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from kvindex.index.spans import Spans, extend_spans
 from kvindex.wire import GroupSpec
 
-__all__ = [
-    "Cache",
-    "GroupCoverage",
-    "Spans",
-    "TieredHit",
-    "engine_hit",
-    "extend_spans",
-    "tiered_hit",
-]
-
-Spans = list[tuple[int, int]]
-"""Resident stretches [start, stop) of a prompt's units, ascending and not touching."""
+__all__ = ["Cache", "GroupCoverage", "TieredHit", "engine_hit", "tiered_hit"]
 
 
 class Cache(NamedTuple):
@@ -57,14 +47,6 @@ class GroupCoverage(NamedTuple):
     eagle: bool = False
 
 
-def extend_spans(spans: Spans, start: int, stop: int) -> None:
-    """Add [start, stop) to spans whose last one does not reach beyond it."""
-    if spans and spans[-1][1] >= start:
-        spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
-    else:
-        spans.append((start, stop))
-
-
 class TieredHit(NamedTuple):
     """How many leading tokens of a prompt the engine holds.
 
@@ -84,7 +66,7 @@ def tiered_hit(
 ) -> TieredHit:
     """Return how many leading tokens of a prompt the engine holds, up to each tier.
 
-    The device's prefix comes first; each further tier can only go on from where the one before
+    The device's prefix comes first; each further tier can only continue where the one before
     ended. Once a prefix is left for a further tier, the engine does not return.
 
     Args:
@@ -130,7 +112,7 @@ def engine_hit(cache: Cache, length: int, groups: Sequence[GroupCoverage]) -> in
         return _find(groups[0], cache, length, drop=groups[0].eagle) if groups else 0
     groups = sorted(groups, key=lambda group: not group.spec.needs_all)
     one_round = len(groups) == 2 and groups[0].spec.needs_all
-    reached: dict[int, int] = {}  # by groups that need all blocks: they are asked once
+    reached: dict[int, int] = {}  # by groups that need all blocks: one look-up each
     dropped: set[int] = set()  # groups that have dropped their block for the present length
     hit = length
     while True:
@@ -144,14 +126,14 @@ def engine_hit(cache: Cache, length: int, groups: Sequence[GroupCoverage]) -> in
             if drop and not group.spec.is_mamba:  # the block that is dropped may lie beyond
                 margin = min(cache.alignment, group.block_size)
                 limit = min(current + margin, length - length % cache.unit)
-            found = _find(group, cache, limit, drop=drop)
+            reach = _find(group, cache, limit, drop=drop)
             if drop:
                 dropped.add(number)
-            elif found < current:
+            elif reach < current:
                 dropped.clear()
-            current = found
+            current = reach
             if group.spec.needs_all:
-                reached[number] = found
+                reached[number] = reach
         if one_round or current >= hit:
             return current
         hit = current
@@ -171,7 +153,7 @@ def _find(group: GroupCoverage, cache: Cache, length: int, *, drop: bool) -> int
 def _find_all(group: GroupCoverage, cache: Cache, length: int, *, drop: bool) -> int:
     size, alignment = group.block_size, cache.alignment
     hit = _reach(group, cache, 0, length)
-    if alignment < size:  # a hit may end within a block, where an entry of its own says so
+    if alignment < size:  # a hit may end within a block, where it has an entry of its own
         last = min(hit + size - alignment, length - length % alignment)
         ends = range(last, hit, -alignment)
         hit = next((stop for stop in ends if _holds(group, cache, stop)), hit)

@@ -10,22 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd, lcm
-from typing import Protocol
 
-from kvindex.index.keys import stored_namespace
-from kvindex.index.rank_image import MAX_SHAPES, GroupImage, RankImage
+from kvindex.index.reference.keys import stored_namespace
+from kvindex.index.spans import main_group
 from kvindex.wire import BlockStored, CacheSettings, GroupSpec
 from kvindex.wire.quirks import fold_medium, medium_tier
 
-__all__ = ["Group", "RankGroups", "main_group"]
+__all__ = ["Group", "RankGroups"]
 
 # Bounds against a publisher that invents ever new names: each namespace costs every query a walk.
 _MAX_GROUPS = 64
-
-
-class _HasSpec(Protocol):
-    @property
-    def spec(self) -> GroupSpec: ...
+_MAX_SHAPES = 16  # distinct (block size, lookahead)
 
 
 class Group:
@@ -34,16 +29,14 @@ class Group:
     Attributes:
         spec: its kind.
         configured: whether the user set the kind; events do not change it then.
-        told: whether the kind is known; otherwise it counts as full attention.
+        known: whether the kind is known; otherwise it counts as full attention.
         block_size: tokens per block, 0 until one is stored.
     """
-
-    __slots__ = ("block_size", "configured", "spec", "told")
 
     def __init__(self, spec: GroupSpec | None = None) -> None:
         self.spec = spec or GroupSpec()
         self.configured = spec is not None
-        self.told = spec is not None
+        self.known = spec is not None
         self.block_size = 0
 
 
@@ -56,8 +49,6 @@ class RankGroups:
         windows_only: whether no group of a known kind needs all blocks: then no event may name
             all of them.
     """
-
-    __slots__ = ("_groups", "_main", "_shapes", "settings", "unit", "windows_only")
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -79,22 +70,22 @@ class RankGroups:
         """Choose the main group anew: groups, their kinds or their sizes have changed."""
         hashed = self.hashed()
         self._main = main_group(hashed) if hashed else None
-        told = [group.spec.needs_all for group in hashed.values() if group.told]
-        self.windows_only = bool(told) and not any(told)
+        needs_all = [group.spec.needs_all for group in hashed.values() if group.known]
+        self.windows_only = bool(needs_all) and not any(needs_all)
 
     def hashed(self) -> dict[int, Group]:
         """Return the groups that take part in prefix caching and have stored a block.
 
-        They stand in the order in which the engine asks them.
+        Their order is that of the engine's look-ups.
         """
         known = sorted(self._groups.items())
         return {i: group for i, group in known if group.spec.takes_part and group.block_size}
 
     @property
-    def kinds_untold(self) -> bool:
+    def kinds_unknown(self) -> bool:
         """Whether there are several groups, some of unknown kind (vLLM up to 0.21)."""
         groups = self.hashed().values()
-        return len(groups) > 1 and not all(group.told for group in groups)
+        return len(groups) > 1 and not all(group.known for group in groups)
 
     @property
     def upper_bound(self) -> bool:
@@ -103,7 +94,7 @@ class RankGroups:
         In report mode "full" some announcements look like copies.
         """
         announces = self.settings.report_mode == "full"
-        return self.settings.upper_bound or announces or self.kinds_untold
+        return self.settings.upper_bound or announces or self.kinds_unknown
 
     def drops_last(self, group_idx: int) -> bool:
         """Whether EAGLE drops the last block of a group: set for the group or one of its kind."""
@@ -142,19 +133,19 @@ class RankGroups:
         groups = self.hashed().values()
         dense = any(group.spec.needs_all and group.block_size == unit for group in groups)
         wider = any(group.block_size != unit for group in groups)
-        return not dense or (wider and (self.kinds_untold or bool(self.settings.eagle)))
+        return not dense or (wider and (self.kinds_unknown or bool(self.settings.eagle)))
 
     def configure(self, settings: CacheSettings) -> None:
         """Apply the user's settings for what the events do not state."""
         self.settings = settings
         for group_idx, group in self._groups.items():
             if group.configured and group_idx not in settings.groups:  # events may set it again
-                group.spec, group.configured, group.told = GroupSpec(), False, False
+                group.spec, group.configured, group.known = GroupSpec(), False, False
         for group_idx, spec in settings.groups.items():
-            told = Group(spec)
+            group = Group(spec)
             before = self._groups.get(group_idx)
-            told.block_size = before.block_size if before is not None else 0
-            self._groups[group_idx] = told
+            group.block_size = before.block_size if before is not None else 0
+            self._groups[group_idx] = group
         self._choose_main()
 
     def forget(self) -> None:
@@ -163,44 +154,6 @@ class RankGroups:
         self._shapes.clear()
         self.unit = 0
         self.configure(self.settings)
-
-    def image(self) -> tuple[list[GroupImage], list[tuple[int, int]]]:
-        """Return the groups and the shapes of stored blocks; see `RankImage`."""
-        groups = [
-            GroupImage(
-                group_idx=group_idx,
-                kind=group.spec.kind.encode("utf-8", "surrogatepass"),
-                sliding_window=group.spec.sliding_window,
-                attention_chunk_size=group.spec.attention_chunk_size,
-                configured=group.configured,
-                told=group.told,
-                block_size=group.block_size,
-            )
-            for group_idx, group in self._groups.items()
-        ]
-        return groups, sorted(self._shapes)
-
-    def restore(self, image: RankImage) -> None:
-        """Restore the groups of an image; no group must be known yet."""
-        configured = {}
-        for some in image.groups:
-            group = Group(some.spec())
-            group.configured, group.told = some.configured, some.told
-            group.block_size = some.block_size
-            self._groups[some.group_idx] = group
-            if group.configured:
-                configured[some.group_idx] = group.spec
-        self._choose_main()
-        self._shapes.update(image.shapes)
-        self.unit = image.unit
-        self.settings = CacheSettings(
-            groups=configured,
-            report_mode="full" if image.reports_full else "incremental",
-            eagle=image.eagle if isinstance(image.eagle, bool) else tuple(image.eagle),
-            hash_block_size=image.hash_block_size,
-            upper_bound=image.upper_bound,
-            resets_connector=image.resets_connector,
-        )
 
     def learn_size(self, event: BlockStored) -> None:
         """Learn a group's block size, and adapt the unit.
@@ -240,26 +193,18 @@ class RankGroups:
             return "partial_block"
         shape = stored_namespace(event, self.unit)[::2]
         if shape not in self._shapes:
-            if len(self._shapes) >= MAX_SHAPES:
+            if len(self._shapes) >= _MAX_SHAPES:
                 return "too_many_block_sizes"
             self._shapes.add(shape)
         return None
 
 
-def main_group(groups: Mapping[int, _HasSpec]) -> int:
-    """Return the index of the group whose blocks an answer counts.
-
-    That is the first that needs all blocks before the cut, else the first.
-    """
-    return min(groups, key=lambda group_idx: (not groups[group_idx].spec.needs_all, group_idx))
-
-
 def _learn_kind(group: Group, kind: str, window: int | None) -> str | None:
-    if group.told and (group.spec.kind, group.spec.sliding_window) == (kind, window):
+    if group.known and (group.spec.kind, group.spec.sliding_window) == (kind, window):
         return None
     try:
         group.spec = GroupSpec(kind, window)
     except ValueError:
         return "group_kind"
-    group.told = True
+    group.known = True
     return None

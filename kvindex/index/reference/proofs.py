@@ -1,10 +1,11 @@
 """Places of blocks that no event names whole, proven by vLLM's own hash chain.
 
-Models that have only sliding windows or Mamba leave blocks out of their events, unnamed: the tokens
-of a whole range come with the labels of some of its blocks. vLLM makes labels by a chain of SHA-256
-over pickles of (hash before, tokens, extra keys), from a root that is public unless PYTHONHASHSEED
-is set. So the chain over the tokens of a range shows which of its blocks a label names: a label of
-64 bits that is found there is the proof. Where the engine hashes otherwise, no label is ever found.
+Models that have only sliding windows or Mamba leave blocks out of their events: an event has the
+tokens of a whole range, and the labels of some of its blocks. vLLM makes labels by a chain of
+SHA-256 over pickles of (hash before, tokens, extra keys), from a root that is public unless
+PYTHONHASHSEED is set. So the chain over the tokens of a range shows which of its blocks a label
+names: a label of 64 bits in that chain is the proof. Where the engine hashes otherwise, no label
+ever is.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-from kvindex.index.guard import Hold
-from kvindex.index.keys import Namespace, block_contents, stored_namespace
+from kvindex.index.keys import Namespace
+from kvindex.index.reference.keys import block_contents, stored_namespace
 from kvindex.wire import BlockHash, BlockStored
 from kvindex.wire.quirks import fold_hash
 
@@ -24,9 +25,8 @@ __all__ = ["Proofs", "Step", "proven_places", "step_key"]
 
 _MAX_STEPS = 1 << 17
 _MAX_STEP_BYTES = 1 << 26  # of the steps' tokens: a publisher chooses its block size
-_MAX_UNIT = 8192  # tokens; pickles of more come in several frames
+_MAX_UNIT = 8192  # tokens; longer pickles have several frames
 _MAX_SALT_BYTES = 255  # pickles of longer ones begin otherwise
-_TOKENS_PER_BLOCK = 256  # hashing so many takes as long as placing a block
 # Steps that may be gone back to find a resident block, and how many each hashed one adds: so a
 # store costs in proportion to what was sent.
 _LOOKS = 1 << 17
@@ -59,8 +59,6 @@ class Step(NamedTuple):
 class Proofs:
     """A rank's hash chains, as far as later events may go on from them; the oldest go first."""
 
-    __slots__ = ("_looks", "_steps")
-
     def __init__(self) -> None:
         self._steps: OrderedDict[int, Step] = OrderedDict()  # by the last 64 bits of the digest
         self._looks = _LOOKS
@@ -69,7 +67,7 @@ class Proofs:
         """Forget the chains."""
         self._steps.clear()
 
-    def chain(self, event: BlockStored, unit: int, hold: Hold) -> list[Step] | None:
+    def chain(self, event: BlockStored, unit: int) -> list[Step] | None:
         """Return the steps of an event's tokens, or None if they cannot be known.
 
         They are unknown if the chain up to the parent is, and for LoRAs and extra keys other than a
@@ -96,7 +94,6 @@ class Proofs:
             digest = _digest((digest, tuple(tokens[i * unit : (i + 1) * unit]), extra))
             steps.append(Step(digest, parent, content, extra is not None))
             parent, extra = step_key(digest), None
-            hold.did(1 + unit // _TOKENS_PER_BLOCK)
         self._looks = min(self._looks + _LOOKS_A_STEP * len(steps), _LOOKS)
         return steps
 
@@ -122,14 +119,14 @@ def proven_places(
     hashes: Sequence[BlockHash], steps: Sequence[Step], scale: int
 ) -> list[int] | None:
     """Return which blocks of a chain, each of `scale` steps, labels name; None if unsure."""
-    found: list[int] = []
+    places: list[int] = []
     ends = enumerate(steps[scale - 1 :: scale])
     for block_hash in hashes:
         place = next((i for i, step in ends if _names(block_hash, step.digest)), None)
         if place is None:
             return None
-        found.append(place)
-    return found
+        places.append(place)
+    return places
 
 
 def step_key(label: BlockHash) -> int:

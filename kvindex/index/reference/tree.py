@@ -33,10 +33,11 @@ Thread safety: none; the index's lock owns the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvindex.index.keys import Key, KeyMaker, Lora, Namespace, PromptKeys
+from kvindex.index.keys import Namespace
+from kvindex.index.reference.keys import Key, KeyMaker, PromptKeys
 from kvindex.wire.errors import InvariantError
 from kvindex.wire.rank import Rank
 
@@ -72,11 +73,10 @@ class Block:
 class Run:
     """A chain of blocks with one set of owners; a root has no blocks and no parent.
 
-    `prompts` is the key under which its blocks are counted: their LoRA, and whether their prompts
-    start under a salt or other extra keys.
+    `salted` says whether its prompts start under a salt, or other extra keys.
     """
 
-    __slots__ = ("blocks", "children", "namespace", "owners", "parent", "prompts")
+    __slots__ = ("blocks", "children", "namespace", "owners", "parent", "salted")
 
     def __init__(
         self,
@@ -92,12 +92,7 @@ class Run:
         self.blocks = blocks
         self.children: dict[Key, Run] = {}
         self.owners = owners
-        self.prompts = (namespace.lora, salted)
-
-    @property
-    def salted(self) -> bool:
-        """Whether its prompts start under a salt, or other extra keys."""
-        return self.prompts[1]
+        self.salted = salted
 
 
 class Segment(NamedTuple):
@@ -113,21 +108,13 @@ class RadixTree:
 
     def __init__(self, keys: KeyMaker) -> None:
         self._keys = keys
-        self._roots: dict[Lora, dict[Namespace, Run]] = {}
+        self._roots: dict[Namespace, Run] = {}
         self.run_count = 0
         self.block_count = 0
 
-    def namespaces(self, lora: Lora) -> Iterable[Namespace]:
-        """Return the namespaces of one LoRA that hold anything."""
-        return self._roots.get(lora, {})
-
-    def all_namespaces(self) -> list[Namespace]:
+    def namespaces(self) -> list[Namespace]:
         """Return every namespace that holds anything."""
-        return [namespace for roots in self._roots.values() for namespace in roots]
-
-    def find_root(self, namespace: Namespace) -> Run | None:
-        """Return the run before a namespace's first blocks, if it holds anything."""
-        return self._roots.get(namespace.lora, {}).get(namespace)
+        return list(self._roots)
 
     def extend(
         self,
@@ -139,24 +126,13 @@ class RadixTree:
     ) -> list[Block]:
         """Return the chain of blocks with these contents after a parent, made where missing.
 
-        `salted` is said of a chain without a parent, and is inherited. New blocks have no owner
+        `salted` is for a chain without a parent; others inherit it. New blocks have no owner
         yet: the caller must `own` the last of them, or `prune` it, before anything else.
         """
         key = self._keys.root(namespace) if parent is None else parent.key
         keys = [key := self._keys.child(key, content) for content in contents]
-        return self.extend_keys(parent, namespace, keys, salted=salted)
-
-    def extend_keys(
-        self,
-        parent: Block | None,
-        namespace: Namespace,
-        keys: Sequence[Key],
-        *,
-        salted: bool = False,
-    ) -> list[Block]:
-        """As `extend`, given the blocks' keys."""
         if parent is None:
-            run, used = self._root(namespace), 0
+            run, used = self.root(namespace), 0
         else:
             run, used = parent.run, parent.depth - parent.run.blocks[0].depth + 1
         chain: list[Block] = []
@@ -195,21 +171,13 @@ class RadixTree:
         """Drop the blocks that `extend` made up to this one, unless they have an owner."""
         self._tidy(block.run)
 
-    def settle(self, blocks: Iterable[Block]) -> None:
-        """Join runs where possible among blocks that were put in at once, with owners or without.
-
-        Each of them must have an owner or a block after it.
-        """
-        for block in blocks:
-            self._tidy(block.run)
-
     def walk(self, namespace: Namespace, keys: PromptKeys) -> Iterator[Segment]:
         """Yield the prompt's segments from its start to where the tree no longer agrees.
 
         Keys are made one by one as the walk goes, so a caller that stops early pays only for the
         segments it has seen.
         """
-        run = self.find_root(namespace)
+        run = self._roots.get(namespace)
         depth = 0
         while run is not None and (key := keys[depth]) is not None:
             run = run.children.get(key)
@@ -224,12 +192,11 @@ class RadixTree:
             if depth - start < len(run.blocks):
                 return
 
-    def _root(self, namespace: Namespace) -> Run:
-        roots = self._roots.setdefault(namespace.lora, {})
-        root = roots.get(namespace)
-        if root is None:
-            root = roots[namespace] = Run(namespace, None, [])
-        return root
+    def root(self, namespace: Namespace) -> Run:
+        """Return the run before a namespace's first blocks, made where missing."""
+        if namespace not in self._roots:
+            self._roots[namespace] = Run(namespace, None, [])
+        return self._roots[namespace]
 
     def _append(self, parent: Run, keys: Sequence[Key], salted: bool) -> list[Block]:
         first = parent.blocks[-1].depth + 1 if parent.blocks else 0
@@ -261,30 +228,25 @@ class RadixTree:
             tail = Run(run.namespace, run, run.blocks[offset:], run.owners, salted=run.salted)
             tail.children, run.children = run.children, {tail.blocks[0].key: tail}
             del run.blocks[offset:]
-            _adopt(tail)
+            _adopt(tail, tail.blocks, tail.children)
             return run, tail
         head = Run(run.namespace, parent, run.blocks[:offset], run.owners, salted=run.salted)
         del run.blocks[:offset]
         head.children[run.blocks[0].key] = run
         run.parent = head
         parent.children[head.blocks[0].key] = head
-        for block in head.blocks:
-            block.run = head
+        _adopt(head, head.blocks, {})
         return head, run
 
     def _join(self, parent: Run, child: Run) -> Run:
         """Make one run of a run and its only child of equal owners; the smaller half moves."""
         self.run_count -= 1
         if len(child.blocks) <= len(parent.blocks):
-            parent.children = child.children
-            for block in child.blocks:
-                block.run = parent
-            for grandchild in parent.children.values():
-                grandchild.parent = parent
+            _adopt(parent, child.blocks, child.children)
             parent.blocks += child.blocks
+            parent.children = child.children
             return parent
-        for block in parent.blocks:
-            block.run = child
+        _adopt(child, parent.blocks, {})
         child.blocks[:0] = parent.blocks
         child.parent = parent.parent
         assert child.parent is not None
@@ -299,7 +261,8 @@ class RadixTree:
             self.block_count -= len(run.blocks)
             run = run.parent
         if run.parent is None:
-            self._drop_empty_root(run)
+            if not run.children:
+                self._roots.pop(run.namespace, None)
             return
         if len(run.children) == 1:
             (child,) = run.children.values()
@@ -311,14 +274,6 @@ class RadixTree:
         if above.owners == run.owners:
             self._join(above, run)
 
-    def _drop_empty_root(self, root: Run) -> None:
-        if root.children:
-            return
-        roots = self._roots.get(root.namespace.lora, {})
-        roots.pop(root.namespace, None)
-        if not roots:
-            self._roots.pop(root.namespace.lora, None)
-
     def check(self) -> None:
         """Assert every invariant named in the module's docstring.
 
@@ -327,15 +282,14 @@ class RadixTree:
         """
         runs = blocks = 0
         resident: dict[Owner, int] = {}
-        for roots in self._roots.values():
-            for root in roots.values():
-                _require(bool(root.children), "a root without children was kept")
-                for run in _descendants(root):
-                    _check_run(run)
-                    runs += 1
-                    blocks += len(run.blocks)
-                    for owner in run.owners:
-                        resident[owner] = resident.get(owner, 0) + len(run.blocks)
+        for root in self._roots.values():
+            _require(bool(root.children), "a root without children was kept")
+            for run in _descendants(root):
+                _check_run(run)
+                runs += 1
+                blocks += len(run.blocks)
+                for owner in run.owners:
+                    resident[owner] = resident.get(owner, 0) + len(run.blocks)
         _require(runs == self.run_count, f"{runs} runs, counted {self.run_count}")
         _require(blocks == self.block_count, f"{blocks} blocks, counted {self.block_count}")
         for owner, count in resident.items():
@@ -364,11 +318,11 @@ def _segments(blocks: Sequence[Block]) -> Iterator[list[Block]]:
         yield segment
 
 
-def _adopt(run: Run) -> None:
-    """Point a run's blocks and children at it."""
-    for block in run.blocks:
+def _adopt(run: Run, blocks: Sequence[Block], children: Mapping[Key, Run]) -> None:
+    """Point blocks and children that a run gets at it."""
+    for block in blocks:
         block.run = run
-    for child in run.children.values():
+    for child in children.values():
         child.parent = run
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from kvindex.index.groups import Cache, GroupCoverage, Spans, extend_spans, tiered_hit
-from kvindex.index.keys import Namespace, PromptKeys
+from kvindex.index.keys import Namespace
 from kvindex.index.match import RankMatch
-from kvindex.index.rank_blocks import RankBlocks
-from kvindex.index.rank_groups import Group, RankGroups, main_group
-from kvindex.index.tree import Owner, RadixTree
+from kvindex.index.reference.engine_hit import Cache, GroupCoverage, tiered_hit
+from kvindex.index.reference.groups import Group, RankGroups
+from kvindex.index.reference.keys import PromptKeys
+from kvindex.index.reference.rank_blocks import RankBlocks
+from kvindex.index.reference.tree import Owner, RadixTree
+from kvindex.index.spans import Spans, extend_spans, main_group, union
 from kvindex.wire.quirks import medium_tier
 from kvindex.wire.rank import Rank
 
@@ -84,8 +86,8 @@ def _match_one_way(
 ) -> RankMatch:
     groups = blocks.groups
     hashed = groups.hashed()
-    if groups.kinds_untold:
-        hashed = _longest_untold(groups, hashed, spans_of)
+    if groups.kinds_unknown:
+        hashed = _with_longest_unknown(groups, hashed, spans_of)
     cache = Cache(groups.unit, groups.alignment)
     tiers = {medium_tier(owner.medium) for owner in spans_of}
     coverage = {tier: _coverage(groups, hashed, spans_of, tier) for tier in tiers}
@@ -114,33 +116,35 @@ def _match_one_way(
     )
 
 
-def _longest_untold(
+def _with_longest_unknown(
     groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans]
 ) -> dict[int, Group]:
-    """Return the groups without those of an untold kind, but for the one that reaches furthest.
+    """Return the groups without those of an unknown kind, but for the one that reaches furthest.
 
     One of them has full attention, and holds every block that any of them needs.
     """
 
     def reach(group_idx: int) -> int:
-        spans = _union(s for owner, s in spans_of.items() if owner.group_idx == group_idx)
+        spans = union(
+            span for owner, s in spans_of.items() if owner.group_idx == group_idx for span in s
+        )
         return spans[0][1] if spans and spans[0][0] == 0 else 0
 
-    untold = [group_idx for group_idx, group in hashed.items() if not group.told]
-    longest = max(untold, key=lambda group_idx: (reach(group_idx), -group_idx))
-    return {i: group for i, group in hashed.items() if group.told or i == longest}
+    unknown = [group_idx for group_idx, group in hashed.items() if not group.known]
+    longest = max(unknown, key=lambda group_idx: (reach(group_idx), -group_idx))
+    return {i: group for i, group in hashed.items() if group.known or i == longest}
 
 
 def _coverage(
     groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans], tier: int
 ) -> list[GroupCoverage]:
     """Return one tier's coverage in each group."""
-    held: dict[int, list[Spans]] = {group_idx: [] for group_idx in hashed}
+    held: dict[int, Spans] = {group_idx: [] for group_idx in hashed}
     for owner, spans in spans_of.items():
         if owner.group_idx in held and medium_tier(owner.medium) == tier:
-            held[owner.group_idx].append(spans)
+            held[owner.group_idx] += spans
     return [
-        GroupCoverage(group.spec, group.block_size, _union(held[i]), groups.drops_last(i))
+        GroupCoverage(group.spec, group.block_size, union(held[i]), groups.drops_last(i))
         for i, group in hashed.items()
     ]
 
@@ -148,10 +152,3 @@ def _coverage(
 def _blocks(start: int, stop: int, scale: int) -> int:
     """Return how many blocks of `scale` units end in [start, stop)."""
     return max(0, stop // scale - start // scale)
-
-
-def _union(parts: Iterable[Spans]) -> Spans:
-    union: Spans = []
-    for start, stop in sorted(span for spans in parts for span in spans):
-        extend_spans(union, start, stop)
-    return union

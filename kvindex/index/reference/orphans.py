@@ -9,12 +9,10 @@ Two kinds wait here, both bounded and never matched:
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 
 from kvindex.index.keys import Namespace
-from kvindex.index.rank_image import OrphanImage, RankImage, WaitImage
-from kvindex.index.tree import Owner
+from kvindex.index.reference.tree import Owner
 from kvindex.wire import BlockHash
 
 __all__ = ["Orphan", "Orphans"]
@@ -42,14 +40,12 @@ class Orphans:
         forgot: whether dropped blocks may still be resident.
     """
 
-    __slots__ = ("_bytes", "_held", "_limit", "_max_bytes", "_waiting", "dropped", "forgot")
-
     def __init__(self, limit: int, *, max_bytes: int = _MAX_CONTENT_BYTES) -> None:
         self._limit = limit
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._held: OrderedDict[BlockHash, Orphan] = OrderedDict()
-        self._waiting: dict[BlockHash, dict[BlockHash, None]] = {}
+        self._held: dict[BlockHash, Orphan] = {}
+        self._waiting: dict[BlockHash, dict[BlockHash, None]] = {}  # children by their parent
         self.dropped = 0
         self.forgot = False
 
@@ -71,29 +67,27 @@ class Orphans:
     ) -> None:
         """Hold one copy of a block that can be placed once its parent is."""
         orphan = self._add(block_hash, owner)
-        if orphan.parent_hash is not None:
-            self._forget_wait(orphan.parent_hash, block_hash)
+        self._stop_waiting(block_hash, orphan)
         self._bytes += len(content) - len(orphan.content)
         orphan.parent_hash, orphan.namespace, orphan.content = parent_hash, namespace, content
         self._waiting.setdefault(parent_hash, {})[block_hash] = None
         self._make_room()
 
     def pop(self, block_hash: BlockHash) -> Orphan | None:
-        """Hold a block no longer, and return it."""
+        """Remove a held block, and return it."""
         orphan = self._held.pop(block_hash, None)
         if orphan is not None:
             self._bytes -= len(orphan.content)
-            if orphan.parent_hash is not None:
-                self._forget_wait(orphan.parent_hash, block_hash)
+            self._stop_waiting(block_hash, orphan)
         return orphan
 
     def pop_children(self, parent_hash: BlockHash) -> list[tuple[BlockHash, Orphan]]:
-        """Hold the children of a block no longer, and return them in the order they came."""
+        """Remove the held children of a block, and return them, the oldest first."""
         hashes = list(self._waiting.get(parent_hash, ()))
         return [(h, orphan) for h in hashes if (orphan := self.pop(h)) is not None]
 
     def drop_copy(self, block_hash: BlockHash, owner: Owner) -> bool:
-        """Take one copy of a held block away; False if the owner holds none."""
+        """Drop one copy of a held block; False if the owner holds none."""
         orphan = self._held.get(block_hash)
         if orphan is None or owner not in orphan.copies:
             return False
@@ -105,56 +99,11 @@ class Orphans:
         return True
 
     def drop_places(self, owners: Collection[Owner]) -> None:
-        """Take all copies of these owners away."""
-        gone = frozenset(owners)
-        touched = [(h, orphan) for h, orphan in self._held.items() if gone & orphan.copies.keys()]
-        for block_hash, orphan in touched:
-            orphan.copies = {o: count for o, count in orphan.copies.items() if o not in gone}
+        """Drop all copies of these owners."""
+        for block_hash, orphan in list(self._held.items()):
+            orphan.copies = {o: count for o, count in orphan.copies.items() if o not in owners}
             if not orphan.copies:
                 self.pop(block_hash)
-
-    def image(
-        self, namespaces: Mapping[Namespace, int], places: Mapping[Owner, int]
-    ) -> tuple[list[OrphanImage], list[WaitImage]]:
-        """Return the held blocks, and those that wait for a parent; see `RankImage`."""
-        held: list[OrphanImage] = [
-            (block_hash, [(places[owner], count) for owner, count in orphan.copies.items()])
-            for block_hash, orphan in self._held.items()
-        ]
-        numbers = {block_hash: number for number, block_hash in enumerate(self._held)}
-        waiting: list[WaitImage] = []
-        for parent_hash, children in self._waiting.items():
-            for block_hash in children:
-                orphan = self._held[block_hash]
-                assert orphan.namespace is not None
-                namespace = namespaces[orphan.namespace]
-                waiting.append((numbers[block_hash], parent_hash, namespace, orphan.content))
-        return held, waiting
-
-    def restore(
-        self, image: RankImage, namespaces: Sequence[Namespace], owners: Sequence[Owner]
-    ) -> None:
-        """Restore the held blocks of an image as far as there is room; there must be none yet."""
-        hashes = []
-        for block_hash, copies in image.orphans:
-            orphan = self._held[block_hash] = Orphan()
-            orphan.copies = {owners[place]: count for place, count in copies}
-            hashes.append(block_hash)
-        for number, parent_hash, namespace, content in image.waiting:
-            orphan = self._held[hashes[number]]
-            orphan.parent_hash, orphan.namespace = parent_hash, namespaces[namespace]
-            orphan.content = content
-            self._bytes += len(content)
-            self._waiting.setdefault(parent_hash, {})[hashes[number]] = None
-        self.dropped = image.orphans_dropped
-        self.forgot = image.orphans_forgotten
-        self._make_room()
-
-    def namespaces(self) -> Iterator[Namespace]:
-        """Yield the namespace of each held block that knows its own."""
-        for orphan in self._held.values():
-            if orphan.namespace is not None:
-                yield orphan.namespace
 
     def clear(self) -> None:
         """Drop everything held; nothing of it counts as dropped for room."""
@@ -164,9 +113,7 @@ class Orphans:
         self.forgot = False
 
     def _add(self, block_hash: BlockHash, owner: Owner) -> Orphan:
-        orphan = self._held.get(block_hash)
-        if orphan is None:
-            orphan = self._held[block_hash] = Orphan()
+        orphan = self._held.setdefault(block_hash, Orphan())
         orphan.copies[owner] = orphan.copies.get(owner, 0) + 1
         return orphan
 
@@ -176,8 +123,9 @@ class Orphans:
             self.dropped += 1
             self.forgot = True
 
-    def _forget_wait(self, parent_hash: BlockHash, block_hash: BlockHash) -> None:
-        siblings = self._waiting[parent_hash]
-        del siblings[block_hash]
-        if not siblings:
-            del self._waiting[parent_hash]
+    def _stop_waiting(self, block_hash: BlockHash, orphan: Orphan) -> None:
+        if orphan.parent_hash is not None:
+            siblings = self._waiting[orphan.parent_hash]
+            del siblings[block_hash]
+            if not siblings:
+                del self._waiting[orphan.parent_hash]

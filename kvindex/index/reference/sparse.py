@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvindex.index.guard import HOLD_BLOCKS, Hold
-from kvindex.index.keys import Namespace, Salts, stored_namespace
-from kvindex.index.labels import Label
-from kvindex.index.placing import Chain, Placing
-from kvindex.index.proofs import Proofs, Step, proven_places, step_key
-from kvindex.index.rank_groups import RankGroups
-from kvindex.index.tree import Block, Owner, ancestors
+from kvindex.index.keys import Namespace
+from kvindex.index.reference.groups import RankGroups
+from kvindex.index.reference.keys import Salts, stored_namespace
+from kvindex.index.reference.placing import Chain, Placing
+from kvindex.index.reference.proofs import Proofs, Step, proven_places, step_key
+from kvindex.index.reference.tree import Block, Owner, ancestors
 from kvindex.wire import BlockHash, BlockStored
 from kvindex.wire.quirks import fold_hash
 
 __all__ = ["MAX_UNITS", "Sparse"]
 
-MAX_UNITS = HOLD_BLOCKS
-"""Most units of a block: it counts once for all bounds, and is placed in one go."""
+MAX_UNITS = 1024
+"""Most units of a block: all of them together count once for all bounds."""
 
 _MAX_MISSES = 8  # of proofs without a success: then the engine hashes otherwise
 
@@ -45,9 +44,7 @@ class Sparse:
         """Forget the engine's hash chains."""
         self._proofs.clear()
 
-    def store(
-        self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner, hold: Hold
-    ) -> None:
+    def store(self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner) -> None:
         """Store blocks of a sparse event (vLLM's windows, Mamba): it leaves out some, unnamed.
 
         A label's place is known if a whole event has named it, in whichever group. Of a window, the
@@ -58,24 +55,25 @@ class Sparse:
         first = 0
         before: Block | None = None  # the last block whose place is known
         for i, block_hash in enumerate(hashes):
-            label = self._placing.labels.get(block_hash)
-            if label is None:
+            known = self._placing.labels.get(block_hash)
+            if known is None:
                 continue
             if first < i:
                 reach = len(event.token_ids) // self._groups.unit
-                tail = self._tail_before(label, i - first, event.block_size, owner, before, reach)
+                tail: list[Block] = []
+                if not self._placing.labels.is_ambiguous(block_hash):
+                    count = i - first
+                    tail = self._tail_before(known, count, event.block_size, owner, before, reach)
                 for unnamed, block in zip(hashes[first:i], tail, strict=False):
                     if self._placing.add_copies(unnamed, block, {owner: 1}):
                         self._placing.counters["stored"] += 1
-                        self._placing.attach([(unnamed, block)], hold)
+                        self._placing.attach([(unnamed, block)])
                 first = i if tail else first
-            self._placing.relocate(hashes[first : i + 1], owner, hold)
-            first, before = i + 1, label.block
-        self._placing.relocate(hashes[first:], owner, hold)
+            self._placing.relocate(hashes[first : i + 1], owner)
+            first, before = i + 1, known
+        self._placing.relocate(hashes[first:], owner)
 
-    def store_proven(
-        self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner, hold: Hold
-    ) -> bool:
+    def store_proven(self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner) -> bool:
         """Store blocks where the engine's hash chain has their labels; False if that is unsure.
 
         Blocks that a request computes again look like announcements of report mode "full": there
@@ -88,7 +86,7 @@ class Sparse:
         hopeless = counters["proofs_missed"] >= _MAX_MISSES and not counters["proofs"]
         if hopeless or full or scale > MAX_UNITS:
             return False
-        steps = self._proofs.chain(event, unit, hold)
+        steps = self._proofs.chain(event, unit)
         if steps is None:
             return False
         places = proven_places(hashes, steps, scale)
@@ -109,12 +107,10 @@ class Sparse:
         contents = [step.content for step in (*gap, *steps)]
         salted = parent is None and (*gap, *steps)[0].salted
         chain = Chain(namespace, hashes, contents, scale, owner, salted)
-        self._place_sparsely(parent, chain, [len(gap) + place * scale for place in places], hold)
+        self._place_sparsely(parent, chain, [len(gap) + place * scale for place in places])
         return True
 
-    def _place_sparsely(
-        self, parent: Block | None, chain: Chain, starts: Sequence[int], hold: Hold
-    ) -> None:
+    def _place_sparsely(self, parent: Block | None, chain: Chain, starts: Sequence[int]) -> None:
         """Put a chain into the tree of which only blocks that start at these units have labels."""
         first = reached = 0
         while first < len(starts):
@@ -123,11 +119,11 @@ class Sparse:
             last = first
             while last < len(starts) and starts[last] == stop:
                 stop, last = stop + chain.scale, last + 1
-            some = chain._replace(
+            row = chain._replace(
                 hashes=chain.hashes[first:last], contents=chain.contents[start:stop]
             )
             # Blocks without an owner stay where a block after them has one.
-            parent = self._placing.place(parent, some, hold, unnamed=chain.contents[reached:start])
+            parent = self._placing.place(parent, row, unnamed=chain.contents[reached:start])
             if parent is None:
                 self._placing.ignored[self._placing.no_room()] += len(starts) - last
                 return
@@ -145,38 +141,36 @@ class Sparse:
             if step is None:
                 return None
             name = step.digest if by_bytes else key
-            label = self._placing.labels.get(name)
-            if label is not None and label.other is None and not self._placing.is_torn(name):
-                if label.block.run.namespace != namespace:
-                    return None
-                return label.block, gap[::-1]
+            block = self._placing.labels.get(name)
+            if block is not None and self._placing.names_one(name):
+                return (block, gap[::-1]) if block.run.namespace == namespace else None
             gap.append(step)
             key = step.parent
         return None, gap[::-1]
 
     def _tail_before(
         self,
-        label: Label,
+        known: Block,
         count: int,
         size: int,
         owner: Owner,
         before: Block | None,
         reach: int,
     ) -> list[Block]:
-        """Return the places of so many blocks in a row before a label's, or none if unsure.
+        """Return the places of so many blocks in a row before a known one, or none if unsure.
 
-        Blocks are sure between two places where a hit may end, if the label's is the first that
+        Blocks are sure between two places where a hit may end, if the known one is the first that
         ends a tail: every other such place since `before`, as far as the event reaches, has a label
         too, and so would have been named.
         """
         group = self._groups.known()[owner.group_idx]
         step, scale = self._groups.alignment // self._groups.unit, size // self._groups.unit
-        if not group.spec.has_window or self._groups.kinds_untold or label.other is not None:
+        if not group.spec.has_window or self._groups.kinds_unknown:
             return []
         if step <= count * scale:
             return []
         places: list[Block] = []
-        for distance, block in enumerate(ancestors(label.block), 1):
+        for distance, block in enumerate(ancestors(known), 1):
             if distance >= reach or (before is not None and block.depth <= before.depth):
                 break
             if len(places) < count and distance % scale == 0:

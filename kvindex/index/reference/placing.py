@@ -1,0 +1,167 @@
+"""Where one rank's blocks lie: in the tree by their labels, or held until their place is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kvindex.index.keys import Namespace
+from kvindex.index.reference.labels import Budget, Labels
+from kvindex.index.reference.orphans import Orphan, Orphans
+from kvindex.index.reference.tree import Block, Owner, RadixTree
+from kvindex.wire import BlockHash
+from kvindex.wire.quirks import fold_hash
+
+__all__ = ["Chain", "Placing"]
+
+_COUNTERS = (
+    *("stored", "stored_text", "reannounced", "orphaned", "orphans_attached", "unplaced"),
+    *("removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"),
+    *("proofs", "proofs_missed"),
+)
+_MAX_TORN: Final = 65_536  # labels remembered as torn; beyond it every parent counts as such
+
+
+class Chain(NamedTuple):
+    """Consecutive blocks that an event stores at one place, each of `scale` units of the tree."""
+
+    namespace: Namespace
+    hashes: Sequence[BlockHash]
+    contents: Sequence[bytes]  # of each unit
+    scale: int
+    owner: Owner
+    salted: bool = False  # of a chain that starts its prompts
+
+    def after(self, start: int) -> Chain:
+        """Return the chain without its first `start` blocks."""
+        contents = self.contents[start * self.scale :]
+        return self._replace(hashes=self.hashes[start:], contents=contents)
+
+
+class Placing:
+    """Puts one rank's blocks into the shared tree and removes them from it.
+
+    Owned by the rank's `RankBlocks`.
+
+    Attributes:
+        labels: the resident blocks by the engine's hashes.
+        orphans: the held blocks, whose place is not known.
+        counters: how many blocks were stored, removed, held, ….
+        ignored: blocks left out, by reason.
+    """
+
+    def __init__(self, tree: RadixTree, budget: Budget, max_orphans: int) -> None:
+        self.labels = Labels(budget)
+        self.orphans = Orphans(max_orphans)
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self.ignored: Counter[str] = Counter()
+        # Labels of several blocks of which one was removed: which one is unknown.
+        self._torn: set[BlockHash] = set()
+        self._tree = tree
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.labels.clear(self._tree)
+        self.orphans.clear()
+        self._torn.clear()
+
+    def place(
+        self, parent: Block | None, chain: Chain, unnamed: Sequence[bytes] = ()
+    ) -> Block | None:
+        """Put a chain of blocks into the tree, then all held blocks that waited for it.
+
+        Return its last block, or None if there was no room for all. `unnamed` units come before
+        the chain.
+        """
+        contents = [*unnamed, *chain.contents]
+        units = self._tree.extend(parent, chain.namespace, contents, salted=chain.salted)
+        blocks = units[len(unnamed) + chain.scale - 1 :: chain.scale]
+        placed: list[tuple[BlockHash, Block]] = []
+        for block_hash, block in zip(chain.hashes, blocks, strict=True):
+            if not self.labels.add(block_hash, block, chain.owner):
+                break
+            placed.append((block_hash, block))
+        self._tree.own(blocks[: len(placed)], chain.owner)
+        self.counters["stored"] += len(placed)
+        complete = len(placed) == len(blocks)
+        if not complete:
+            self._tree.prune(blocks[-1])
+        if len(self.orphans):
+            self.attach(placed)
+        if not complete:
+            self.ignored[self.no_room()] += len(blocks) - len(placed)
+            return None
+        return blocks[-1]
+
+    def attach(self, placed: list[tuple[BlockHash, Block]]) -> None:
+        """Place held blocks whose place has become known, and so on down the chain."""
+        placed = list(placed)
+        while placed:
+            block_hash, block = placed.pop()
+            held = self.orphans.pop(block_hash)
+            if held is not None:
+                self.add_copies(block_hash, block, held.copies)
+            for child_hash, orphan in self.orphans.pop_children(block_hash):
+                child = self._attach_child(child_hash, orphan, block)
+                if child is not None:
+                    placed.append((child_hash, child))
+
+    def _attach_child(self, block_hash: BlockHash, orphan: Orphan, parent: Block) -> Block | None:
+        if orphan.namespace != parent.run.namespace:
+            self.ignored["parent_namespace"] += 1
+            return None
+        (block,) = self._tree.extend(parent, orphan.namespace, [orphan.content])
+        if not self.add_copies(block_hash, block, orphan.copies):
+            self._tree.prune(block)
+            return None
+        self.counters["orphans_attached"] += 1
+        return block
+
+    def add_copies(self, block_hash: BlockHash, block: Block, copies: dict[Owner, int]) -> bool:
+        """Make a block resident in these owners as far as there is room; return if it is in any."""
+        added = False
+        for owner, count in copies.items():
+            if self.labels.add(block_hash, block, owner, count):
+                self._tree.own([block], owner)
+                added = True
+            else:
+                self.ignored[self.no_room()] += 1
+        return added
+
+    def no_room(self) -> str:
+        """Return why there was no room for a block, by its counter's name."""
+        return "max_blocks_per_rank" if self.labels.full() else "max_blocks"
+
+    def relocate(self, hashes: Sequence[BlockHash], owner: Owner) -> None:
+        """Note a further place of blocks that the event names without their tokens."""
+        for block_hash in hashes:
+            block = self.labels.get(block_hash)
+            if block is None:
+                self.orphans.hold_label(block_hash, owner)
+                self.counters["unplaced"] += 1
+            elif self.add_copies(block_hash, block, {owner: 1}):
+                self.counters["stored"] += 1
+
+    def names_one(self, block_hash: BlockHash) -> bool:
+        """Whether a label stands for exactly one block, which is there."""
+        torn = block_hash in self._torn or len(self._torn) >= _MAX_TORN
+        return not torn and not self.labels.is_ambiguous(block_hash)
+
+    def remove(self, block_hashes: Sequence[BlockHash], owner: Owner) -> None:
+        """Drop one copy of each block from an owner."""
+        gone: list[Block] = []
+        for block_hash in map(fold_hash, block_hashes):
+            blocks = list(self.labels.held_in(block_hash, owner))
+            if not blocks:
+                held = self.orphans.drop_copy(block_hash, owner)
+                self.counters["removed_orphans" if held else "removed_unknown"] += 1
+                continue
+            self.counters["removed"] += 1
+            # The event does not say which of several blocks of one hash is gone: none may count.
+            if len(blocks) > 1:
+                self.counters["removed_ambiguous"] += len(blocks) - 1
+                if len(self._torn) < _MAX_TORN:
+                    self._torn.add(block_hash)
+            gone += [block for block in blocks if self.labels.drop(block_hash, block, owner)]
+        self._tree.disown(gone, owner)
