@@ -88,7 +88,7 @@ def test_options_are_checked_and_answers_are_typed() -> None:
     with pytest.raises(TypeError):
         index.match_many([TOKENS], medium="GPU")  # type: ignore[call-arg]
     with pytest.raises(TypeError):
-        index.match(TOKENS, "sql")  # type: ignore[arg-type]
+        index.match(TOKENS, "sql")  # type: ignore[call-arg, arg-type]
 
 
 def test_settings_of_connections_are_checked() -> None:
