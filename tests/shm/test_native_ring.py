@@ -14,7 +14,7 @@ WITHOUT = """
 import sys
 sys.modules["kvindex.wire._native"] = None  # as on a machine without a compiler
 import kvindex, kvindex.index.replicas, kvindex.shm
-from kvindex.wire.errors import SegmentError
+from kvindex.wire.errors import KVIndexError
 from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
 handle = Handle(
     n_reader=1, local_reader_ranks=[0], buffer_handle=(1, 64, 4, "kvindex-ring"),
@@ -23,7 +23,7 @@ handle = Handle(
 )
 try:
     {use}
-except SegmentError as error:
+except KVIndexError as error:
     print(error)
 """
 USES = {

@@ -36,6 +36,7 @@ class Sequencer(Repairing):
         counters: what happened how often, by name. Read, do not write.
 
     Examples:
+        >>> from kvindex import Rank
         >>> sequencer = Sequencer(Rank("w", 0), SequencerConfig(has_replay=True), now=0.0)
         >>> sequencer.connected(0.0)
         [AskReplay(request=1, start_seq=0)]
