@@ -37,6 +37,7 @@ class Sequencer(Repairing):
 
     Examples:
         >>> from kvindex import Rank
+        >>> from kvindex.subscribe.sequencer import SequencerConfig
         >>> sequencer = Sequencer(Rank("w", 0), SequencerConfig(has_replay=True), now=0.0)
         >>> sequencer.connected(0.0)
         [AskReplay(request=1, start_seq=0)]
