@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from kvindex.service.catalog import Catalog
-from kvindex.service.counters import Counters
+from kvindex.service.guards import Counters
 from kvindex.service.orders import Order, Registered, Start, Stop, write_order
 from kvindex.service.traffic import Traffic
 
@@ -67,7 +67,7 @@ class Children:
         for thread in self._threads:
             thread.start()
 
-    def tell(self, catalog: Catalog) -> None:
+    def follow(self, catalog: Catalog) -> None:
         """Send every process the present registrations."""
         with self._changed:
             self._catalog = catalog

@@ -227,7 +227,7 @@ class Service:
         """
         return self.registry.statuses()
 
-    def shown(self) -> list[tuple[Registration, RankStatus | None]]:
+    def with_block_sizes(self) -> list[tuple[Registration, RankStatus | None]]:
         """Return the same to be shown: the tokens per block are the events' where not registered.
 
         Complexity: O(ranks).

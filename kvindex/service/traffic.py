@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from kvindex.service.catalog import Partition
-from kvindex.service.counters import OTHER
 from kvindex.service.metrics import BUCKETS, Outcomes, Queries, Requests, SeriesLabels
 
-__all__ = ["ASKED", "Rows", "Totals", "Traffic"]
+__all__ = ["ASKED", "OTHER", "Rows", "Totals", "Traffic"]
+
+OTHER: Final = "(other)"
+"""Stands for methods and paths that nobody has a route for, and for names without room."""
 
 ASKED: Final = (
     *("queries", "tokens", "best_match", "nanoseconds"),

@@ -11,7 +11,7 @@ import msgspec
 from kvindex import Hits, Rank
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
 from kvindex.service.dialects.dynamo import check_endpoint
-from kvindex.service.replies import MSGPACK, Reply
+from kvindex.service.messages import MSGPACK, Reply
 from kvindex.wire.errors import RegistrationError
 
 __all__ = ["Question", "answer", "nobody", "packed_tokens", "question", "registration", "which"]

@@ -10,14 +10,28 @@ import msgspec
 
 from kvindex import RankStatus, State
 from kvindex.service.catalog import DEFAULT_GROUP, Catalog, Partition, Registration
+from kvindex.service.messages import Reply, json_reply
 from kvindex.service.registry import Outcome
-from kvindex.service.replies import Reply, json_reply
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["Register", "Unregister", "nobody", "registered", "unregistered", "workers"]
+__all__ = [
+    "U32",
+    "DynamoRegister",
+    "DynamoUnregister",
+    "Endpoint",
+    "check_endpoint",
+    "nobody",
+    "registered",
+    "unregistered",
+    "workers",
+]
 
-_U64 = Annotated[int, msgspec.Meta(ge=0)]  # the rest: _check_u64, since msgspec has no such bound
-_U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+# Bounds that msgspec cannot check are described here, and checked below.
+_U64 = Annotated[int, msgspec.Meta(ge=0, extra_json_schema={"maximum": 2**64 - 1})]
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1, extra_json_schema={"minimum": 1})]
+_TCP = r"^tcp://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:([1-9][0-9]{0,3}|[1-5][0-9]{4})$"
+Endpoint = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": _TCP})]
 
 _MOST_MODELS = 20  # that a 404 names
 _MOST_SHOWN = 200  # characters of a name that it repeats
@@ -33,16 +47,16 @@ STATUS = {
 }
 
 
-class Register(msgspec.Struct, frozen=True):
+class DynamoRegister(msgspec.Struct, frozen=True):
     """The body of POST /register; other fields are ignored, `tenant_id` among them."""
 
     instance_id: _U64
-    endpoint: str
+    endpoint: Endpoint
     model_name: str
-    block_size: _U32
+    block_size: _Size
     routing_group: str = DEFAULT_GROUP
-    dp_rank: _U32 = 0
-    replay_endpoint: str | None = None
+    dp_rank: U32 = 0
+    replay_endpoint: Endpoint | None = None
 
     def __post_init__(self) -> None:
         _check_u64(self.instance_id)
@@ -73,13 +87,13 @@ class Register(msgspec.Struct, frozen=True):
         )
 
 
-class Unregister(msgspec.Struct, frozen=True):
+class DynamoUnregister(msgspec.Struct, frozen=True):
     """The body of POST /unregister; without a routing group the whole instance goes."""
 
     instance_id: _U64
     model_name: str
     routing_group: str | None = None
-    dp_rank: _U32 | None = None
+    dp_rank: U32 | None = None
 
     def __post_init__(self) -> None:
         _check_u64(self.instance_id)

@@ -8,18 +8,18 @@ from typing import Annotated, Any
 import msgspec
 
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
-from kvindex.service.dialects.dynamo import check_endpoint
-from kvindex.service.replies import Reply, json_reply
+from kvindex.service.dialects.dynamo import Endpoint, check_endpoint
+from kvindex.service.messages import Reply, json_reply
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["Register", "Unregister", "registered", "services", "unregistered"]
+__all__ = ["RfcRegister", "RfcUnregister", "registered", "services", "unregistered"]
 
 _DEVICES = ("npu", "xpu", "gpu")  # as MindIE calls the tier whose events an engine publishes
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
-class Register(msgspec.Struct, frozen=True):
+class RfcRegister(msgspec.Struct, frozen=True):
     """The body of POST /register; fields that are not named here are ignored.
 
     MindIE gives `medium_endpoints` in the place of `endpoint`: the device's is subscribed to.
@@ -28,9 +28,9 @@ class Register(msgspec.Struct, frozen=True):
     modelname: str
     instance_id: str
     block_size: _Size
-    endpoint: str | None = None
+    endpoint: Endpoint | None = None
     medium_endpoints: dict[str, str] | None = None
-    replay_endpoint: str | None = None
+    replay_endpoint: Endpoint | None = None
     dp_rank: _Rank = 0
     tenant_id: str | None = None
     type: str = ""
@@ -66,7 +66,7 @@ class Register(msgspec.Struct, frozen=True):
         )
 
 
-class Unregister(msgspec.Struct, frozen=True):
+class RfcUnregister(msgspec.Struct, frozen=True):
     """The body of POST /unregister; without a dp_rank the whole instance goes."""
 
     instance_id: str

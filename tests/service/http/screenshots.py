@@ -17,7 +17,7 @@ from playwright.sync_api import Page as Tab
 from playwright.sync_api import sync_playwright
 
 from kvindex import Client, Worker
-from kvindex.service.app import build_app
+from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.page import Page
 from kvindex.service.service import Service
@@ -179,7 +179,7 @@ def main() -> None:
         workers = fleet(opened)
         registered(service, workers)
         client.wait_live(timeout=PATIENCE)
-        url = opened.enter_context(at_a_port(build_app(service, routes=page.routes)))
+        url = opened.enter_context(at_a_port(app_routes(service, routes=page.routes)))
         trouble(workers, client)
         page.trends = asked_of(service.traffic)
         playwright = opened.enter_context(sync_playwright())

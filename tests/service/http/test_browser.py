@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("playwright")
 pytest.importorskip("httpx")
 
 import httpx
 from playwright.sync_api import Browser, Locator, expect, sync_playwright
 from playwright.sync_api import Page as Tab
-from starlette.applications import Starlette
 
 from kvindex import EventBatch, Rank, State
 from kvindex.service.assets import read_assets
@@ -256,7 +254,7 @@ def test_a_service_that_wants_a_token_shows_its_page_to_who_has_it(
 
 @contextmanager
 def shown(page: Page) -> Iterator[str]:
-    with at_a_port(Starlette(routes=page.routes)) as url:
+    with at_a_port(page.routes) as url:
         yield url
     page.close()
 

@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("httpx")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex import Client, State, Worker
-from kvindex.service.app import build_app
+from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
@@ -39,7 +38,7 @@ class Fleet:
     def __init__(self, engines: list[FakeEngine], client: Client, dialect: str = "auto") -> None:
         self.engines = engines
         self.client = client
-        self.asker = Asker(build_app(Service(client, dialect=dialect)))
+        self.asker = Asker(app_routes(Service(client, dialect=dialect)))
 
     def register(self, engine: FakeEngine, **fields: Any) -> dict[str, Any]:
         return {
@@ -283,7 +282,7 @@ def test_a_server_is_ready_once_each_rank_was_live_and_strict_asks_for_now() -> 
     now = [0.0]
     with client_of() as client:
         service = Service(client, patience=30.0, clock=lambda: now[0])
-        ask = Asker(build_app(service))
+        ask = Asker(app_routes(service))
         assert ask.get("/ready")[0] == 200
         dead = {"modelname": "m", "instance_id": "dead", "block_size": 16}
         ask.post("/register", {**dead, "endpoint": "tcp://127.0.0.1:9"})
@@ -299,7 +298,7 @@ def test_a_server_is_ready_once_each_rank_was_live_and_strict_asks_for_now() -> 
 def test_a_new_rank_that_is_not_live_yet_takes_nobodys_answers_away(fleet: Fleet) -> None:
     now = [0.0]
     service = Service(fleet.client, patience=30.0, clock=lambda: now[0])
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     ask.post("/register", fleet.register(fleet.engines[0]))
     caught_up(fleet.client, fleet.engines[0])
     for seconds in (10.0, 1000.0):  # before the server's patience is over, and long after
@@ -359,7 +358,7 @@ def test_an_engine_that_is_not_found_is_waited_for_and_named() -> None:
     with client_of() as client:
         service = Service(client, patience=30.0, clock=lambda: now[0])
         service.missing = lambda: {"http://127.0.0.1:1": "refuses the connection"}
-        ask = Asker(build_app(service))
+        ask = Asker(app_routes(service))
         status, told = ask.get("/ready")
         assert (status, told["missing"]) == (503, {"http://127.0.0.1:1": "refuses the connection"})
         now[0] = 31.0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex.tools.doctor import Report, Target, examine
 from tests.live import until

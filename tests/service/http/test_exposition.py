@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("httpx")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvindex.service.app import build_app
+from kvindex.service.app import app_routes
 from kvindex.service.exposition import Exposition
-from kvindex.service.gate import Gate
 from kvindex.service.guards import Guard
 from kvindex.service.service import Service
+from kvindex.service.site import Site
 from kvindex.service.traffic import Totals
 from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS
@@ -54,8 +53,8 @@ def exposed() -> str:
             }
 
         metrics = Exposition(service, totals, statistics, dynamo_names=True).write
-        app = build_app(service, metrics=metrics)
-        ask = Asker(Gate(app, guard, service.traffic.request, {"/query", "/register"}))
+        app = app_routes(service, metrics=metrics)
+        ask = Asker(Site(app, guard, service.traffic.request))
         ask.post("/register", body_of(engine))
         engine.serve(PROMPT)
         caught_up(client, engine)

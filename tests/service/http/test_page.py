@@ -14,26 +14,26 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
 import httpx
-from starlette.applications import Starlette
 
 from kvindex import State
 from kvindex.service import event_stream
 from kvindex.service.catalog import Partition
-from kvindex.service.event_stream import EventStreamResponse, StreamCounters
-from kvindex.service.gate import Gate
-from kvindex.service.guards import Guard
+from kvindex.service.event_stream import StreamCounters
+from kvindex.service.event_stream import event_stream as news_of
+from kvindex.service.explaining import TokenizerError, tokenize
+from kvindex.service.guards import Guard, Limits
 from kvindex.service.http import HttpServer
+from kvindex.service.messages import Request, Route, Stream
 from kvindex.service.page import Page
+from kvindex.service.site import Site
 from kvindex.service.timeline import Timeline
-from kvindex.service.tokenizing import TokenizerError, tokenize
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.index.index_events import apply, removed, stored
-from tests.live import PATIENCE, caught_up, wait_status, worker_of
+from tests.live import PATIENCE, caught_up, until, wait_status, worker_of
 from tests.service.http.asking import Asker
 from tests.service.http.page_server import MODEL, ManyRanks, paged, register
 from tests.service.test_fleet_overview import A, status_of
@@ -46,7 +46,7 @@ PROMPT = list(range(48))
 @pytest.fixture
 def asker() -> Iterator[Asker]:
     page = Page(ManyRanks(16))
-    yield Asker(Starlette(routes=page.routes))
+    yield Asker(page.routes)
     page.close()
 
 
@@ -116,7 +116,7 @@ def test_prefixes_of_the_only_partition_have_its_holes_and_the_size_of_the_tree(
     fleet = ManyRanks(2)
     apply(fleet.index, fleet.ranks[0], stored(0, 1, 2, 3), removed(1, 2))
     page = Page(fleet)
-    _, found = Asker(Starlette(routes=page.routes)).get(f"/api/prefixes?model={MODEL.model}")
+    _, found = Asker(page.routes).get(f"/api/prefixes?model={MODEL.model}")
     page.close()
     assert [(node["blocks"], node["ranks"]) for node in found["nodes"]] == [(1, 1), (2, 0), (1, 1)]
     assert found["unique_blocks"] == 4
@@ -132,7 +132,7 @@ def test_what_was_asked_is_told_over_time_and_by_partition() -> None:
     page = Page(fleet)
     fleet.traffic.query(MODEL, 100, 60, 1_000)
     page.look()
-    asker = Asker(Starlette(routes=page.routes))
+    asker = Asker(page.routes)
     page.close()
     _, all_of_it = asker.get("/api/traffic?seconds=300")
     _, other = asker.get("/api/traffic?seconds=300&model=qwen")
@@ -151,7 +151,7 @@ def test_the_timeline_says_since_when_it_has_everything() -> None:
     now = [100.0]
     timeline = Timeline(most=2, clock=lambda: now[0])
     page = Page(ManyRanks(0), timeline=timeline)
-    asker = Asker(Starlette(routes=page.routes))
+    asker = Asker(page.routes)
     timeline.observe(status_of(A))
     assert asker.get("/api/timeline")[1]["since"] == 100.0
     for losses in range(1, 4):
@@ -207,7 +207,7 @@ def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> N
             assert gone.status_code == 502
             assert http.url in gone.json()["error"]
         configured = Page(ManyRanks(1), tokenizer=http.url)
-        gone = Asker(Starlette(routes=configured.routes)).send("POST", "/api/explain", json=asked)
+        gone = Asker(configured.routes).send("POST", "/api/explain", json=asked)
         configured.close()
         assert gone.status_code == 502  # it was asked, though no registration names it
         # An engine that came over HTTP is not asked: who registers could name any address.
@@ -304,30 +304,7 @@ def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() ->
             assert oldest["event"] == "added"
 
 
-def test_a_reader_that_takes_nothing_is_cut_off_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(event_stream, "SEND_WITHIN", 0.05)
-    counters = StreamCounters()
-
-    async def stuck() -> None:
-        never = asyncio.Event()
-
-        async def receive() -> dict[str, Any]:
-            await never.wait()
-            return {}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                await never.wait()
-
-        await EventStreamResponse(Timeline(), dict, counters)({}, receive, send)
-
-    asyncio.run(asyncio.wait_for(stuck(), PATIENCE))
-    assert (counters.opened, counters.open_now, counters.cut_off) == (1, 0, 1)
-
-
-def test_the_server_ends_the_connection_of_a_slow_reader_without_an_error(
+def test_a_slow_reader_is_cut_off_counted_and_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(event_stream, "SEND_WITHIN", 0.05)
@@ -335,47 +312,46 @@ def test_the_server_ends_the_connection_of_a_slow_reader_without_an_error(
     for number in range(1000):
         timeline.observe(status_of(A, (State.LIVE, State.STALE)[number % 2]))
 
-    async def stream(scope: Any, receive: Any, send: Any) -> None:
-        await EventStreamResponse(timeline, dict, counters, "unknown-0")(scope, receive, send)
-        done.set()
+    async def news(_: Request) -> Stream:
+        return news_of(timeline, dict, counters, "unknown-0")
 
-    done = threading.Event()
-    guard = Guard()
-    server = HttpServer(Gate(stream, guard), guard)
+    server = HttpServer(Site([Route("GET", "/events", news)], Guard()))
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        address = listening.getsockname()
         thread.start()
-        client.connect(listening.getsockname())
+        client.connect(address)
         client.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert done.wait(PATIENCE)
+        until(lambda: (counters.cut_off, counters.open_now) == (1, 0))
         server.stop()
         thread.join(PATIENCE)
-    assert (counters.cut_off, counters.open_now) == (1, 0)
+    assert counters.opened == 1
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_no_more_streams_are_open_than_allowed() -> None:
+    page = Page(ManyRanks(1), guard=Guard(limits=Limits(streams=1)))
+    page.streams.open_now = 1
+    answer = Asker(page.routes).send("GET", "/events")
+    page.close()
+    assert (answer.status_code, answer.json()["reason"]) == (503, "streams")
 
 
 def test_a_reader_that_fell_behind_the_history_is_cut_off() -> None:
     counters = StreamCounters()
     timeline = Timeline(most=2)
-    sent: list[bytes] = []
 
-    async def slow() -> None:
-        async def receive() -> dict[str, Any]:
-            await asyncio.Event().wait()
-            return {}
+    async def slow() -> list[bytes]:
+        stream = news_of(timeline, dict, counters)
+        sent = [await stream.pieces.__anext__()]
+        timeline.observe(status_of(A))  # while the first event is on its way, much happens
+        for losses in range(1, 9):
+            timeline.sweep([status_of(A, losses=losses)])
+        return sent + [piece async for piece in stream.pieces]
 
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-            if len(sent) == 2:  # while the first event is on its way, much happens
-                timeline.observe(status_of(A))
-                for losses in range(1, 9):
-                    timeline.sweep([status_of(A, losses=losses)])
-
-        await EventStreamResponse(timeline, dict, counters)({}, receive, send)
-
-    asyncio.run(asyncio.wait_for(slow(), PATIENCE))
+    sent = asyncio.run(asyncio.wait_for(slow(), PATIENCE))
     assert counters.cut_off == 1
     assert b"event: loss" not in b"".join(sent)
 
@@ -384,24 +360,14 @@ def test_a_silent_stream_says_now_and_then_that_it_is_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(event_stream, "HEARTBEAT", 0.01)
-    sent: list[bytes] = []
 
-    async def quiet() -> None:
-        gone = asyncio.Event()
+    async def quiet() -> list[bytes]:
+        pieces = news_of(Timeline(), dict, StreamCounters()).pieces
+        sent = [await pieces.__anext__() for _ in range(3)]
+        await pieces.aclose()
+        return sent
 
-        async def receive() -> dict[str, Any]:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-            if len(sent) == 5:
-                gone.set()
-
-        await EventStreamResponse(Timeline(), dict, StreamCounters())({}, receive, send)
-
-    asyncio.run(asyncio.wait_for(quiet(), PATIENCE))
-    assert sent.count(b": alive\n\n") >= 2
+    assert asyncio.run(asyncio.wait_for(quiet(), PATIENCE))[1:] == [b": alive\n\n"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,24 @@
-"""Queries answered in the connection itself, over real sockets, byte by byte."""
+"""HTTP over real sockets, byte by byte: answers at once, later and in pieces."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs kvindex[server]")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
-from uvicorn.config import Config
-from uvicorn.server import ServerState
-
-from kvindex.service.connections import protocol_of
-from kvindex.service.gate import Gate
+from kvindex.service.connections import Connection
 from kvindex.service.guards import Guard, Limits
 from kvindex.service.http import HttpServer
-from kvindex.service.protocol import query_protocol
-from kvindex.service.replies import Reply
+from kvindex.service.messages import Handler, Reply, Request, Route, Stream
+from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 from tests.live import PATIENCE, until
 
@@ -31,32 +27,45 @@ pytestmark = pytest.mark.service
 TOKEN = "a-token-of-16-characters"
 
 
-async def by_the_app(scope: Any, receive: Any, send: Any) -> None:
-    """Answer what reaches the app: with its path, and how long its body is."""
-    size, more = 0, True
-    if scope["path"] == "/never":
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        return
-    while more:
-        message = await receive()
-        size += len(message.get("body", b""))
-        more = message.get("more_body", False)
-    body = f"app {scope['path']} {size}".encode()
-    headers = [(b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+async def later(request: Request) -> Reply | Stream:
+    """Answer after a while: with the path, and how long the body is."""
+    if request.path == "/never":
+        await asyncio.Event().wait()
+    if request.path == "/pieces":
+        return Stream(pieces(int(request.query or 3)), ())
+    if request.path == "/endless":
+        return Stream(endless(), (), is_endless=True)
+    await asyncio.sleep(0)
+    return Reply(200, f"app {request.path} {len(request.body)}".encode(), b"")
 
 
-def echo(body: bytes, content_type: bytes | None, query_string: bytes) -> Reply | None:
+async def pieces(number: int) -> AsyncGenerator[bytes, None]:
+    for _ in range(number):
+        yield b"piece"
+    if number > 3:
+        raise RuntimeError("this is a bug")
+
+
+async def endless() -> AsyncGenerator[bytes, None]:
+    yield b": hello"
+    await asyncio.Event().wait()
+
+
+def echo(request: Request) -> Reply | Awaitable[Reply | Stream]:
+    body = request.body
     if body == b"unknown":
-        return None
+        return later(request)
     if body == b"broken":
         raise RuntimeError("this is a bug")
     if body == b"long":
         return Reply(200, bytes(1 << 20), b"")
-    told = b"%b %b %d" % (content_type or b"none", query_string, len(body))
-    return Reply(200, told, b"text/plain")
+    kind = request.header(b"content-type") or b"none"
+    return Reply(200, b"%b %b %d" % (kind, request.query, len(body)), b"text/plain")
+
+
+def site_of(guard: Guard, traffic: Traffic | None = None, serve: Handler = echo) -> Site:
+    count = (traffic or Traffic()).request
+    return Site([Route("POST", "/query", serve)], guard, count, otherwise=later)
 
 
 class Served:
@@ -67,13 +76,7 @@ class Served:
         self.guard = guard
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
-        self.server = HttpServer(
-            Gate(by_the_app, guard),
-            guard,
-            base=query_protocol(echo, self.traffic),
-            shutdown_within=1.0,
-            **options,
-        )
+        self.server = HttpServer(site_of(guard, self.traffic), shutdown_within=1.0, **options)
         self._thread = threading.Thread(target=self.server.run, args=([listening],))
         self._thread.start()
 
@@ -148,16 +151,14 @@ def test_a_query_is_answered_and_the_connection_is_kept(served: Served) -> None:
     connection.close()
 
 
-def test_what_is_no_query_goes_to_the_app(served: Served) -> None:
+def test_a_path_is_served_as_a_whole_and_by_its_methods_alone(served: Served) -> None:
     assert served.ask(b"abc", "/query/") == (200, b"app /query/ 3")
     assert served.ask(b"abc", "/queryx") == (200, b"app /queryx 3")
     with served.raw(b"GET /query HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
-        assert responses(connection, 1) == [(200, b"app /query 0")]
+        assert responses(connection, 1)[0][0] == 405
 
 
-def test_a_query_that_cannot_be_answered_here_goes_to_the_app_with_its_body(
-    served: Served,
-) -> None:
+def test_a_request_may_be_answered_later(served: Served) -> None:
     assert served.ask(b"unknown") == (200, b"app /query 7")
 
 
@@ -176,10 +177,10 @@ def test_pipelined_requests_are_answered_in_order_whoever_answers_them(served: S
     assert [answer for _, answer in told] == [
         b"none  1",
         b"app /a 2",
-        b"app /query 3",  # the app has not answered the one before yet
-        b"app /query 4",
+        b"none  3",  # the one before is not answered yet
+        b"none  4",
         b"app /b 5",
-        b"app /query 6",
+        b"none  6",
     ]
 
 
@@ -270,15 +271,15 @@ class Transport(asyncio.Transport):
         return self.unread
 
 
-def connection_on(transport: Transport, ask: Any = echo) -> Any:
+def connection_on(transport: Transport, serve: Handler = echo) -> Connection:
     """Return a connection of a server on a transport. To be called in an event loop."""
-    base = query_protocol(ask, Traffic())
-    config = Config(by_the_app, http=protocol_of(Guard(), base), log_config=None)
-    config.load()
-    make: Any = config.http_protocol_class
-    connection = make(config, ServerState(), {})
+    connection = Connection(site_of(Guard(), serve=serve))
     connection.connection_made(transport)
     return connection
+
+
+def refused_on(connection: Connection, reason: str) -> int:
+    return connection._site.guard.counters.values()[reason]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def test_a_client_that_reads_nothing_or_too_little_of_a_long_answer_is_cut_off(
         transport.unread -= read
         connection.check_time(float(seconds))
         assert transport.closed is not is_served
-        assert connection.guard.counters.values()["slow_reader"] == (not is_served)
+        assert refused_on(connection, "slow_reader") == (not is_served)
 
     asyncio.run(main())
 
@@ -311,7 +312,7 @@ def test_a_client_that_reads_what_is_written_piece_by_piece_is_served() -> None:
             connection.pause_writing()
             connection.check_time(float(second))
             connection.resume_writing()
-        assert connection.guard.counters.values()["slow_reader"] == 0
+        assert refused_on(connection, "slow_reader") == 0
 
     asyncio.run(main())
 
@@ -319,8 +320,8 @@ def test_a_client_that_reads_what_is_written_piece_by_piece_is_served() -> None:
 def test_a_client_that_does_not_read_gets_no_further_answers() -> None:
     asked: list[bytes] = []
 
-    def ask(body: bytes, content_type: bytes | None, query_string: bytes) -> Reply:
-        asked.append(body)
+    def ask(request: Request) -> Reply:
+        asked.append(request.body)
         return Reply(200)
 
     async def main() -> None:
@@ -332,8 +333,6 @@ def test_a_client_that_does_not_read_gets_no_further_answers() -> None:
         assert not transport.closed
         connection.data_received(post(b"/query", body=b"x") * 100)
         assert transport.closed
-        for task in connection.tasks:
-            task.cancel()
 
     asyncio.run(main())
     assert asked == []
@@ -366,7 +365,7 @@ def test_a_shutdown_waits_for_the_query_that_is_being_received() -> None:
     with serving() as served:
         with served.raw(post(b"/query", b"content-length: 3")) as connection:
             connection.sendall(b"ab")
-            until(lambda: len(served.server.server_state.connections) == 1)
+            until(lambda: len(served.server.site.connections) == 1)
             served.server.stop()
             connection.sendall(b"c")
             assert responses(connection, 1) == [(200, b"none  3")]
@@ -392,10 +391,10 @@ def test_a_few_requests_may_wait_on_a_connection_and_no_more(served: Served) -> 
     before = refused()
     asked = b"GET /x HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with served.raw(asked.replace(b"/x", b"/never") + 16 * asked) as connection:
-        state: Any = served.server.server_state
-        until(lambda: [len(held.pipeline) for held in state.connections] == [16])
+        held = served.server.site.connections
+        until(lambda: [len(each._waiting) for each in held if each._waiting] == [16])
         assert refused() == before
-        connection.sendall(asked)
+    with served.raw(asked.replace(b"/x", b"/never") + 17 * asked) as connection:
         assert connection.recv(1) == b""
     assert refused() == before + 1
 
@@ -404,5 +403,62 @@ def test_many_queries_at_once_are_answered_in_turns(served: Served) -> None:
     sent = b"".join(post(b"/query", body=b"x" * (n + 1)) for n in range(20))
     with served.raw(sent) as connection:
         told = responses(connection, 20)
-    assert [answer for _, answer in told[:16]] == [b"none  %d" % (n + 1) for n in range(16)]
-    assert told[16] == (200, b"app /query 17")
+    assert [answer for _, answer in told] == [b"none  %d" % (n + 1) for n in range(20)]
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_an_answer_in_pieces_is_whole(served: Served, version: bytes) -> None:
+    with served.raw(b"GET /pieces HTTP/%b\r\nhost: localhost\r\n\r\n" % version) as connection:
+        head, _, body = read_until(connection, b"0\r\n\r\n" if version == b"1.1" else None)
+    assert b" 200 " in head
+    assert body == (b"5\r\npiece\r\n" * 3 + b"0\r\n\r\n" if version == b"1.1" else b"piece" * 3)
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(served: Served) -> None:
+    connection = served.connect()
+    connection.request("GET", "/pieces?4")
+    with pytest.raises((HTTPException, OSError)):
+        connection.getresponse().read()
+    connection.close()
+
+
+def test_the_head_of_an_answer_comes_without_its_body(served: Served) -> None:
+    for path in ("/pieces", "/other", "/endless"):
+        connection = served.connect()
+        for _ in range(2):
+            connection.request("HEAD", path)
+            response = connection.getresponse()
+            assert (response.status, response.read()) == (200, b"")
+        connection.close()
+
+
+def test_a_stream_without_end_is_whole_when_the_server_ends() -> None:
+    with serving() as served:
+        with served.raw(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
+            read_until(connection, b": hello\r\n")
+            served.server.stop()
+            assert read_until(connection, None)[0] == b"0\r\n\r\n"
+
+
+def test_a_client_that_goes_ends_its_stream() -> None:
+    with serving() as served:
+        with served.raw(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
+            read_until(connection, b": hello\r\n")
+            [held] = served.server.site.connections
+            task = held._task
+        until(lambda: task.done() and not served.server.site.connections)
+
+
+def test_a_kept_connection_that_asks_nothing_is_closed() -> None:
+    with serving(limits=Limits(idle_seconds=0.1)) as served:
+        with served.raw(post(b"/query", body=b"x")) as connection:
+            assert responses(connection, 1) == [(200, b"none  1")]
+            assert connection.recv(1) == b""
+
+
+def read_until(connection: socket.socket, end: bytes | None) -> tuple[bytes, bytes, bytes]:
+    """Read up to some bytes, or to the end; return the head, what parts it, and the body."""
+    read = b""
+    while (end is None or not read.endswith(end)) and (piece := connection.recv(1 << 16)):
+        read += piece
+    return read.partition(b"\r\n\r\n") if read.startswith(b"HTTP") else (read, b"", b"")

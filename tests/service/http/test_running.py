@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex import ConfigurationError, Worker
 from kvindex.service.running import Running, own_directory

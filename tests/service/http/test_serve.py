@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("xxhash")
 
 import xxhash

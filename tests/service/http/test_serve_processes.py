@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import logging
 import os
@@ -14,21 +15,20 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 import msgspec
 
 from kvindex import Client, Worker
 from kvindex.service.catalog import Catalog, Partition, Registration
-from kvindex.service.child import COUNTED, ChildApp, ReplicaService
-from kvindex.service.counters import Counters
-from kvindex.service.gate import Gate
-from kvindex.service.guards import Guard
+from kvindex.service.child import COUNTED, ReplicaService, child_site
+from kvindex.service.guards import Counters, Guard
 from kvindex.service.http import HttpServer
 from kvindex.service.proxy import Proxy
+from kvindex.service.site import Site
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
+from tests.service.http.asking import Asker, request
 from tests.service.http.served import BLOCK, Served, engine, matched, register, serving
 
 pytestmark = [pytest.mark.service, needs_ring]
@@ -195,19 +195,30 @@ def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_d
     with Client(Worker("1", "inproc://nobody-publishes-here")) as client:
         service = ReplicaService(client)
         counters = Counters(COUNTED)
-        app = ChildApp(service, Proxy("/nowhere", Guard(counters=counters)), counters)
+        guard = Guard(counters=counters)
+        site = child_site(service, guard, counters, Proxy("/nowhere", guard))
         tokens = {"token_ids": [1, 2, 3, 4]}
+        packed = msgspec.msgpack.encode({**tokens, "model": "m"})
         asked = [
-            (msgspec.json.encode({**tokens, "model_name": "m"}), b"application/json", b""),
-            (msgspec.json.encode({**tokens, "model": "m"}), b"application/json", b""),
-            (msgspec.msgpack.encode({**tokens, "model": "m"}), b"application/msgpack", b""),
-            (bytes(16), b"application/octet-stream", b"model_name=m"),
+            request("POST", "/query", {**tokens, "model_name": "m"}),
+            request("POST", "/query", {**tokens, "model": "m"}),
+            request("POST", "/query", packed, content_type="application/msgpack"),
+            request(
+                *("POST", "/query?model_name=m", bytes(16)),
+                content_type="application/octet-stream",
+            ),
         ]
-        assert [app.query(*one) for one in asked] == [None] * 4
+
+        async def statuses() -> list[int]:
+            return [(await Asker(site).answer(question)).status_code for question in asked]
+
+        assert asyncio.run(statuses()) == [503] * 4  # the parent is nowhere
+        assert counters.values()["passed_on"] == 4
         one = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
-        service._registry = None  # as with a replica, whose registrations the parent tells
+        service._registry = None  # as with a replica, whose registrations the parent sends
         service.follow(Catalog([one]))
-        assert None not in [app.query(*question) for question in asked]
+        assert asyncio.run(statuses()) == [200, 200, 400, 200]  # the conductor's has no block_size
+        assert counters.values()["passed_on"] == 4
 
 
 def test_a_response_that_breaks_off_behind_a_child_ends_the_connection_without_an_error(
@@ -222,17 +233,18 @@ def test_a_response_that_breaks_off_behind_a_child_ends_the_connection_without_a
     path = str(tmp_path / "http")
     guard = Guard()
     proxy = Proxy(path, guard)
-    server = HttpServer(Gate(proxy, guard), guard)
+    server = HttpServer(Site([], guard, otherwise=proxy))
     with socket.socket(socket.AF_UNIX) as upstream, socket.create_server(("127.0.0.1", 0)) as front:
         upstream.bind(path)
         upstream.listen()
+        port = front.getsockname()[1]
         threads = [
             threading.Thread(target=break_off, args=(upstream,), daemon=True),
-            threading.Thread(target=server.run, kwargs={"sockets": [front]}, daemon=True),
+            threading.Thread(target=server.run, args=([front],), daemon=True),
         ]
         for thread in threads:
             thread.start()
-        client = http.client.HTTPConnection("127.0.0.1", front.getsockname()[1], timeout=PATIENCE)
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         client.request("GET", "/events")
         with pytest.raises((http.client.HTTPException, OSError)):
             client.getresponse().read()
