@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -30,7 +29,7 @@ from benchmarks.measures import (
     routing,
     select,
 )
-from benchmarks.results import Result, as_dict, bars_table, details, write_between
+from benchmarks.results import Report, Result, bars_table, details, read, write
 from benchmarks.scale import FULL, QUICK, SMOKE
 
 MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
@@ -52,54 +51,37 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "http": http.run,
     "routing": routing.run,
 }
-PARTS: dict[str, str] = {
-    "http": "http figures",
-    "queue": "queue figures",
-    "routing": "routing figures",
-    "select": "select figures",
-    "bookings": "select figures",
-}
-"""Between which comments the measures are written that are not in the table of all others."""
 
 
 def main() -> None:
     """Run what was asked for and print it."""
     options = _options()
+    if options.show:
+        report = read(options.show)
+        print(environment.header(report.environment), "", details(report.results), "", sep="\n")
+        print(bars_table(report.results))
+        return
     scale = SMOKE if options.smoke else QUICK if options.quick else FULL
     bench = Bench(
         scale=scale,
         peers=options.peers,
         folder=options.venv,
         traces=tuple(options.trace),
-        images=options.into and options.into.parent / "images",
+        images=options.images,
         native_bench=options.native_bench,
         seed=options.seed,
     )
     facts = environment.facts(shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]))
     print(environment.header(facts), flush=True)
     results: list[Result] = []
-    parts: dict[str, list[Result]] = {}
-    for name in options.measures or _all(options.into):
+    for name in options.measures or MEASURES:
         print(f"… {name}", file=sys.stderr, flush=True)
-        found = MEASURES[name](bench)
-        results += found
-        parts.setdefault(PARTS.get(name, "figures"), []).extend(found)
-        print("\n" + details(found), flush=True)
+        measured = MEASURES[name](bench)
+        results += measured
+        print("\n" + details(measured), flush=True)
+        if options.into:
+            write(options.into / f"{name}.json", Report(facts, measured))
     print("\n" + bars_table(results))
-    for part, members in parts.items() if options.into else ():
-        figures = [environment.header(facts), bars_table(members), details(members)]
-        write_between(options.into, "\n\n".join(figures), part)
-    if options.json:
-        report = {"environment": facts, "results": [as_dict(result) for result in results]}
-        options.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-
-
-def _all(into: Path | None) -> list[str]:
-    """Return all measures, or those that a file has a place for."""
-    if into is None:
-        return list(MEASURES)
-    text = into.read_text()
-    return [name for name in MEASURES if f"<!-- {PARTS.get(name, 'figures')} -->" in text]
 
 
 def _options() -> argparse.Namespace:
@@ -108,7 +90,7 @@ def _options() -> argparse.Namespace:
         "measures",
         nargs="*",
         metavar="MEASURE",
-        help=f"by default all (that FILE of --into has a place for): {', '.join(MEASURES)}",
+        help=f"by default all: {', '.join(MEASURES)}",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="small sizes: about a minute")
@@ -123,12 +105,15 @@ def _options() -> argparse.Namespace:
         help="requests from a trace; `routing` takes several",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the workload (1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument(
         "--into",
         type=Path,
-        metavar="FILE",
-        help="put the tables between this file's comments, as docs/benchmarks.md has them",
+        metavar="FOLDER",
+        help="write MEASURE.json there for each measure, as benchmarks/results has them",
+    )
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print such a file as tables")
+    parser.add_argument(
+        "--images", type=Path, metavar="FOLDER", help="draw the charts of `routing` there"
     )
     parser.add_argument(
         "--venv",

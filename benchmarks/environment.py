@@ -28,7 +28,7 @@ def facts(command: str) -> dict[str, str]:
         "libraries": f"pyzmq {zmq.__version__} (libzmq {zmq.zmq_version()}), "
         f"msgspec {msgspec.__version__}, numpy {np.__version__}",
         "kvindex": f"{kvindex.__version__}, backend {kvindex.BACKEND}",
-        "command": f"`{command}`",
+        "command": command,
     }
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-__all__ = ["OURS", "Bar", "Result", "as_dict", "bars_table", "details", "write_between"]
+import msgspec
+
+__all__ = ["OURS", "Bar", "Report", "Result", "bars_table", "details", "read", "write"]
 
 OURS: Final = "kvindex"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bar:
+class Bar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What ours must reach.
 
     Attributes:
@@ -31,8 +31,7 @@ class Bar:
         return f"{_number(self.times)} × better"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One measure of each side.
 
     Attributes:
@@ -55,8 +54,8 @@ class Result:
     lower: bool = True
     against: tuple[str, ...] = ()
     bar: Bar | None = None
-    marks: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    marks: dict[str, str] = {}
+    notes: list[str] = []
     bar_only: bool = False
 
     @property
@@ -89,15 +88,38 @@ class Result:
         return self.times >= self.bar.times
 
 
-def as_dict(result: Result) -> dict[str, Any]:
-    """Return plain JSON-ready values."""
-    return {
-        **asdict(result),
-        "bar": None if result.bar is None else str(result.bar),
-        "peer": result.peer,
-        "times": result.times,
-        "met": result.met,
-    }
+class Report(msgspec.Struct, frozen=True):
+    """What a file of `benchmarks/results` has.
+
+    Attributes:
+        environment: when, where and with which command the figures were taken.
+        results: the figures.
+    """
+
+    environment: dict[str, str]
+    results: list[Result]
+
+
+def write(file: Path, report: Report) -> None:
+    """Write a report as JSON, one line for each result; a note stands at the first that has it."""
+    written: set[str] = set()
+    lines = []
+    for result in report.results:
+        notes = [note for note in result.notes if result.group + note not in written]
+        written.update(result.group + note for note in notes)
+        lines.append(msgspec.json.encode(msgspec.structs.replace(result, notes=notes)).decode())
+    environment = msgspec.json.format(msgspec.json.encode(report.environment)).decode()
+    rows = ",\n".join(lines)
+    file.write_text(f'{{"environment": {environment},\n"results": [\n{rows}\n]}}\n')
+
+
+def read(file: Path) -> Report:
+    """Return the report that a file has.
+
+    Raises:
+        msgspec.DecodeError: the file has something else.
+    """
+    return msgspec.json.decode(file.read_bytes(), type=Report)
 
 
 def details(results: Sequence[Result]) -> str:
@@ -115,20 +137,6 @@ def bars_table(results: Iterable[Result]) -> str:
         return "No figure here was held against a bar; most bars need the peers (`--peers`)."
     head = ["measure", "unit", "kvindex", "best peer", "times better", "bar", "met"]
     return "### Bars\n\n" + _table(head, rows)
-
-
-def write_between(file: Path, figures: str, part: str) -> None:
-    """Replace what a file has between `<!-- part -->` and `<!-- end of part -->`.
-
-    Raises:
-        ValueError: the file has no such two lines.
-    """
-    first, last = f"<!-- {part} -->", f"<!-- end of {part} -->"
-    before, begin, rest = file.read_text().partition(first)
-    _, end, after = rest.partition(last)
-    if not begin or not end:
-        raise ValueError(f"{file} has no lines {first} and {last}")
-    file.write_text(f"{before}{begin}\n\n{figures}\n\n{end}{after}")
 
 
 def _group(name: str, results: list[Result]) -> str:

@@ -17,11 +17,11 @@ index.apply(rank, EventBatch(ts=0.0, events=[stored]))
 match = index.match(prompt)
 print(f"{rank} holds {match[rank].blocks} blocks, {match[rank].tokens} of {len(prompt)} tokens")
 
-# A hole ends the match: what is after it is resident, but cannot be used by a prefix cache.
+# A hole ends the match: a prefix cache cannot use the resident blocks after it.
 index.apply(rank, EventBatch(ts=1.0, events=[BlockRemoved(block_hashes=[12])]))
 print(f"after block 12 has left: {index.match(prompt)[rank].tokens} tokens")
 
-# When it comes back, the blocks after it count again.
+# When the block is stored again, the blocks after it count again.
 again = BlockStored(block_hashes=[12], parent_block_hash=11, token_ids=prompt[16:32], block_size=16)
 index.apply(rank, EventBatch(ts=2.0, events=[again]))
 print(f"after it has come back: {index.match(prompt)[rank].tokens} tokens")

@@ -1,4 +1,4 @@
-"""Subscribe to engines, wait until their past is known, and ask who holds a prompt.
+"""Subscribe to engines, wait until their past is replayed, and ask which rank holds a prompt.
 
 python examples/02_connect.py                                   # two fake engines
 python examples/02_connect.py tcp://host:5557 tcp://host:5657   # yours: endpoint, replay
@@ -19,13 +19,13 @@ with ExitStack() as stack:
         short = stack.enter_context(FakeEngine("short"))
         long = stack.enter_context(FakeEngine("long"))
         short.serve(prompt[:40])
-        long.serve(prompt)  # both served before we connect: replay tells us all the same
+        long.serve(prompt)  # both served before we connect: replay fetches the events
         workers = [Worker(e.worker, e.endpoint, replay=e.replay_endpoint) for e in (short, long)]
 
     client = stack.enter_context(connect(workers))
-    client.wait_live(timeout=5.0)  # a TimeoutError would name each rank that is not, and why
+    client.wait_live(timeout=5.0)  # a TimeoutError would name each rank that is not live, and why
 
     match = client.match(prompt)
-    for found in match:  # longest first
-        print(f"{found.rank}: {found.tokens} tokens, {found.state}, complete: {found.complete}")
+    for held in match:  # longest first
+        print(f"{held.rank}: {held.tokens} tokens, {held.state}, complete: {held.complete}")
     print("best:", match.best.rank if match.best else "nobody holds a block of it")

@@ -17,7 +17,7 @@ def show(item: StreamItem) -> None:
         kinds = [type(event).__name__ for event in item.batch.events]
         print(f"{item.rank} epoch {item.epoch} seq {item.seq}: {', '.join(kinds)}")
     elif isinstance(item, RankLost):
-        # Removals may be among the lost: whoever mirrors the cache must start afresh.
+        # The lost batches may have had removals: a mirror of the cache must start afresh.
         print(f"{item.rank}: lost from seq {item.first_seq} on ({item.reason})")
     elif isinstance(item, RankRestarted):
         print(f"{item.rank}: a new engine process ({item.reason}): forget what it held")

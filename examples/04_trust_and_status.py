@@ -1,7 +1,7 @@
-"""How far an answer can be trusted: losses, `on_loss`, and what status and statistics tell.
+"""How far an answer can be trusted: losses, `on_loss`, and what status and statistics show.
 
 python examples/04_trust_and_status.py                 # a fake engine, faults
-python examples/04_trust_and_status.py tcp://host:5557 # what is known of yours
+python examples/04_trust_and_status.py tcp://host:5557 # the status of yours
 """
 
 import sys
@@ -24,7 +24,7 @@ def show(status: RankStatus) -> None:
 
 
 def lose_a_batch(on_loss: Literal["reset", "keep"]) -> None:
-    """Drop one batch while replay is silent: then nothing can bring it back."""
+    """Drop one batch while replay is silent: then nothing can repair the gap."""
     with ExitStack() as stack:
         engine = stack.enter_context(FakeEngine("vllm-0"))
         link = stack.enter_context(FaultyLink(engine.endpoint, engine.replay_endpoint))
@@ -55,10 +55,10 @@ if len(sys.argv) > 1:
             print(error)  # names each rank, what is wrong, and what to try
         show(client.status(rank))
 else:
-    lose_a_batch("reset")  # the default: removals may be lost, so what it held is forgotten
+    lose_a_batch("reset")  # the default: removals may be lost, so the rank's blocks are dropped
     lose_a_batch("keep")  # answers stay, flagged: complete is False from now on
 
-    # Nobody listens there: the error says which rank, and what to check.
+    # Nothing listens there: the error names the rank, and what to check.
     with connect([Worker("down-0", "tcp://127.0.0.1:9")]) as client:
         try:
             client.wait_live(timeout=0.5)

@@ -1,4 +1,4 @@
-"""Test your own router without a GPU: fake engines that know their truth, and faults by a seed.
+"""Test your own router without a GPU: fake engines with known caches, and faults by a seed.
 
 python examples/05_test_your_router.py
 """
@@ -16,7 +16,7 @@ def choose(client: Client, token_ids: list[int]) -> Rank:
 
 
 def applied(client: Client, engines: list[FakeEngine], timeout: float) -> bool:
-    """Wait until the client has applied all that the engines published; say whether it has."""
+    """Wait until the client has applied every published batch; return whether it has."""
     last = {engine.rank: engine.published - 1 for engine in engines}
     return client.wait_for(
         lambda statuses: all(statuses[rank].seq == seq for rank, seq in last.items()), timeout
@@ -44,14 +44,14 @@ def test_the_router_finds_the_longest_prefix_in_spite_of_faults() -> None:
         for number, request in enumerate(requests):
             engine = engines[number % 2]
             engine.serve(request.token_ids, new_tokens=request.new_tokens)
-            # A fake engine needs no time, a real one does: let the batch arrive, if it does.
+            # A fake engine needs no time, a real one does: wait for the batch, unless it is lost.
             applied(client, [engine], timeout=0.02)
 
         for link in links:
-            link.quiesce()  # faults off; what was lost until now is for replay to bring back
+            link.quiesce()  # faults off: replay repairs what was lost until now
         assert applied(client, engines, timeout=10.0), client.statistics()
 
-        # The engines themselves say what is right: no expected numbers are written down here.
+        # The engines' own caches are the truth: this file has no expected numbers.
         for request in requests:
             tokens = list(request.token_ids)
             held = {engine.rank: engine.lookup(tokens).tokens for engine in engines}

@@ -1,4 +1,4 @@
-"""A KV-aware router: matched prefix against load, held against round-robin on the same requests.
+"""A KV-aware router: matched prefix against load, compared with round-robin on the same requests.
 
 python examples/06_kv_aware_router.py                                    # compare, four fakes
 python examples/06_kv_aware_router.py a=tcp://h:5557 b=tcp://i:5557 …    # route to yours, dry
@@ -50,7 +50,7 @@ def serve_all(policy: str) -> tuple[float, float]:
             prompt_tokens += served.prompt_tokens
             hit_tokens += served.hit_tokens
             computed[booking.rank] += served.prompt_tokens - served.hit_tokens
-            # A fake engine needs no time, a real one does: let the events arrive before the next.
+            # A fake engine needs no time, a real one does: let the events arrive first.
             wait_until_applied(client, engine)
         return hit_tokens / prompt_tokens, max(computed.values()) / sum(computed.values())
 
@@ -61,7 +61,7 @@ def wait_until_applied(client: Client, engine: FakeEngine) -> None:
 
 
 def route_dry(names: list[str]) -> None:
-    """Print where the first requests would go, by what the engines given hold now."""
+    """Print where the first requests would go, by the present blocks of the given engines."""
     workers = [Worker(name, endpoint) for name, _, endpoint in (n.partition("=") for n in names)]
     with connect(workers) as client:
         client.wait_live()

@@ -1,4 +1,4 @@
-"""Restart the router, not its knowledge: save, and go on from there when it starts again.
+"""Restart the router and keep its index: save, and continue from the file.
 
 python examples/07_warm_restart.py                                      # a fake engine
 python examples/07_warm_restart.py router.kvindex tcp://host:5557 tcp://host:5657  # yours, again
@@ -15,8 +15,8 @@ rank = Rank("vllm-0")
 
 
 def start(path: Path, worker: Worker) -> Client:
-    """Start a router: the same line at the first time and at every other."""
-    client = connect([worker], resume=path)  # no file yet: every rank begins anew
+    """Start a router: the same line at the first start and every other."""
+    client = connect([worker], resume=path)  # no file yet: every rank starts from scratch
     client.wait_live()
     return client
 
@@ -47,13 +47,13 @@ def demonstrate(path: Path) -> None:
 
         engine.run(Workload(5, seed=2))  # the engine does not wait for routers
         client = start(path, worker)
-        show("started again", client)  # only what was missed came by replay
+        show("started again", client)  # replay fetched only the missed batches
         stop(path, client)
 
-        engine.restart()  # its cache is empty now: nothing that was saved is true any more
+        engine.restart()  # its cache is empty now: the saved blocks are gone
         engine.run(Workload(5, seed=3))
         client = start(path, worker)
-        show("engine restarted", client)  # it was noticed, and what was restored was dropped
+        show("engine restarted", client)  # kvindex noticed, and dropped the restored blocks
         client.close()
 
 

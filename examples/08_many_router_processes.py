@@ -33,7 +33,7 @@ REQUESTS = Workload(60, seed=4, max_tokens=500)
 def run_router(listener: socket.socket, path: str) -> None:
     """Answer HTTP on a socket that all router processes share, until SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until `serve` has its own way
-    # After the process has been made: a replica's thread does not live through a fork.
+    # Join in the new process: a replica's thread does not survive a fork.
     with replicas.join(path) as replica:
         asyncio.run(serve(listener, replica))
 
@@ -56,14 +56,14 @@ async def answer(
     )
     token_ids = json.loads(await reader.readexactly(length))
     best = replica.match(token_ids, recomputed=1).best  # some microseconds: no need for a thread
-    found = {
+    answer = {
         "process": os.getpid(),
         "route": str(best.rank) if best else "anywhere",
         "tokens": best.tokens if best else 0,
-        # If the subscriber's process is gone, answers go on; this says what they are worth.
+        # Answers continue after the subscriber's death; the state shows how far to trust them.
         "state": best.state if best else None,
     }
-    body = json.dumps(found).encode()
+    body = json.dumps(answer).encode()
     writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
     writer.write(body)
     await writer.drain()
@@ -75,19 +75,19 @@ async def answer(
 
 
 def ask(address: tuple[str, int], token_ids: list[int]) -> dict[str, object]:
-    """Be somebody who sends a request to the router."""
+    """Send a request to the router, as a client."""
     connection = http.client.HTTPConnection(*address, timeout=20)
     try:
         connection.request("POST", "/route", json.dumps(token_ids))
-        found: dict[str, object] = json.loads(connection.getresponse().read())
-        return found
+        answer: dict[str, object] = json.loads(connection.getresponse().read())
+        return answer
     finally:
         connection.close()
 
 
 def main() -> None:
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())  # this user's alone
+        folder = stack.enter_context(tempfile.TemporaryDirectory())  # only this user may enter
         path = f"{folder}/kvindex.sock"
         if len(sys.argv) > 1:
             workers = [Worker(n, e) for n, _, e in (a.partition("=") for a in sys.argv[1:])]
@@ -108,16 +108,16 @@ def main() -> None:
 
         prompts = [list(request.token_ids) for request in REQUESTS]
         with ThreadPoolExecutor(CLIENTS) as clients:
-            found = list(clients.map(partial(ask, listener.getsockname()), prompts))
+            answers = list(clients.map(partial(ask, listener.getsockname()), prompts))
 
-        asked = Counter(one["process"] for one in found)
-        for process, count in asked.items():
+        served = Counter(answer["process"] for answer in answers)
+        for process, count in served.items():
             print(f"process {process} answered {count} requests")
         right = 0
-        for prompt, one in zip(prompts, found, strict=True):
+        for prompt, answer in zip(prompts, answers, strict=True):
             best = server.client.match(prompt, recomputed=1).best
-            right += one["tokens"] == (best.tokens if best else 0)
-        print(f"{right} of {len(found)} answers are the subscriber's own")
+            right += answer["tokens"] == (best.tokens if best else 0)
+        print(f"{right} of {len(answers)} answers are the subscriber's own")
         print(f"replicas: {server.statistics()['replicas']}, subscribers: 1")
 
         for router in routers:

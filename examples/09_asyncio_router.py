@@ -17,7 +17,7 @@ AT_ONCE = 8
 
 
 class Router:
-    """Knows which ranks are live and how many requests each one has open."""
+    """Tracks which ranks are live and how many requests each one has open."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -34,9 +34,9 @@ class Router:
             print(f"{status.rank} is {status.state}")
 
     def choose(self, token_ids: list[int]) -> Rank:
-        # Microseconds, and nothing is waited for: no await. The last token is always computed.
+        # Takes microseconds and waits for nothing: no await. The last token is always computed.
         best = self.client.match(token_ids, recomputed=1).top(2)
-        candidates = [found.rank for found in best] or sorted(self.live or self.client.ranks)
+        candidates = [held.rank for held in best] or sorted(self.live or self.client.ranks)
         return min(candidates, key=lambda rank: self.open[rank])
 
 
@@ -54,7 +54,7 @@ async def main(engines: dict[Rank, FakeEngine]) -> None:
                 rank = router.choose(list(request.token_ids))
                 router.open[rank] += 1
                 engines[rank].serve(request.token_ids, new_tokens=request.new_tokens)
-                await asyncio.sleep(0.002)  # an engine takes its time, and other requests come
+                await asyncio.sleep(0.002)  # an engine needs time; other requests arrive
                 router.open[rank] -= 1
                 served[rank] += 1
 

@@ -1,4 +1,4 @@
-"""A router in 20 lines: where each request goes, why, and what came of it."""
+"""A router in 20 lines: where each request goes, why, and what the engine found."""
 
 from contextlib import ExitStack
 
@@ -13,9 +13,9 @@ with ExitStack() as stack:
     client.wait_live()
     router = Router(client)
     for request in Workload(40, seed=2):
-        with router.reserve(request.token_ids) as booking:  # chosen, and its load is there
+        with router.reserve(request.token_ids) as booking:  # chosen, and its load booked
             served = engines[booking.rank].serve(request.token_ids)
             booking.first_token()  # the prefill is done
-            booking.finish(cached_tokens=served.hit_tokens)  # the rest of the load is gone
+            booking.finish(cached_tokens=served.hit_tokens)  # releases the rest of the load
         print(booking.decision.reason)
     print(router.statistics()["funnel"]["reported"])

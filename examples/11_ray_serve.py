@@ -27,7 +27,7 @@ class Engine:
         self.engine = FakeEngine(num_blocks=400)
 
     def record_routing_stats(self) -> dict[str, object]:
-        """Tell Ray, and so kvindex's router, where this engine publishes its events."""
+        """Report to Ray, and so to kvindex's router, where this engine publishes its events."""
         return {
             "kvindex": {
                 "endpoint": self.engine.endpoint,
@@ -50,12 +50,12 @@ def deploy(name: str, config: RequestRouterConfig) -> DeploymentHandle:
 
 
 def hit_rate(handle: DeploymentHandle) -> float:
-    """Serve the requests, some at once; return which part of the prompts was found cached."""
+    """Serve the requests, several at once; return the hit rate."""
     hits = tokens = 0
     for start in range(0, len(REQUESTS), AT_ONCE):
         responses = [
-            handle.remote({"token_ids": list(one.token_ids), "new_tokens": list(one.new_tokens)})
-            for one in REQUESTS[start : start + AT_ONCE]
+            handle.remote({"token_ids": list(item.token_ids), "new_tokens": list(item.new_tokens)})
+            for item in REQUESTS[start : start + AT_ONCE]
         ]
         for response in responses:
             hit_tokens, prompt_tokens = response.result(timeout_s=30.0)
@@ -64,7 +64,7 @@ def hit_rate(handle: DeploymentHandle) -> float:
 
 
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-serve.start(proxy_location="Disabled")  # requests come by a handle here, not by HTTP
+serve.start(proxy_location="Disabled")  # requests arrive by a handle here, not by HTTP
 by_queue_length = hit_rate(deploy("rays", RequestRouterConfig()))
 
 handle = deploy(
@@ -75,7 +75,7 @@ handle = deploy(
         request_routing_stats_period_s=0.5,  # how soon a new replica is known
     ),
 )
-# The first request makes the handle's router. Until it knows the engines, the queues decide.
+# The first request makes the handle's router. Until engines are known, the queues decide.
 handle.remote({"token_ids": [1], "new_tokens": []}).result(timeout_s=30.0)
 (router,) = routers
 router.client.wait_for(lambda statuses: len(statuses) == REPLICAS, timeout=30.0)
@@ -84,7 +84,7 @@ by_prefix_and_load = hit_rate(handle)
 
 print(f"shortest of two queues  {by_queue_length:.1%} of the prompts' tokens were cached")
 print(f"kvindex                 {by_prefix_and_load:.1%}")
-for _ in range(1_000):  # Ray tells the router of the last answers a moment later
+for _ in range(1_000):  # Ray notifies the router of the last answers a moment later
     if not router.statistics()["bookings"]["open"]:
         break
     time.sleep(0.01)

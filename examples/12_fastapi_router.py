@@ -1,6 +1,6 @@
-"""A router in a FastAPI app: answers stream, and whoever goes away gives the load back.
+"""A router in a FastAPI app: answers stream, and a client that disconnects releases its load.
 
-python examples/12_fastapi_router.py                     # clients that come and go, no server
+python examples/12_fastapi_router.py                     # clients that disconnect, no server
 python -m uvicorn --app-dir examples 12_fastapi_router:app            # needs uvicorn
 """
 
@@ -22,7 +22,7 @@ NEW_TOKENS = 20
 
 
 class Engines:
-    """Fake engines as a router's upstream: prompts go in, tokens come out one by one."""
+    """Fake engines as a router's upstream: prompts in, tokens out one by one."""
 
     def __init__(self, engines: list[FakeEngine]) -> None:
         self._engines = {engine.rank: engine for engine in engines}
@@ -31,7 +31,7 @@ class Engines:
     async def generate(self, rank: Rank, token_ids: list[int]) -> AsyncIterator[dict[str, int]]:
         served = self._engines[rank].serve(token_ids)
         for token in range(NEW_TOKENS):
-            await asyncio.sleep(0.001)  # an engine takes its time, and other requests come
+            await asyncio.sleep(0.001)  # an engine needs time; other requests arrive
             yield {"token": token}
         yield {"cached_tokens": served.hit_tokens}
 
@@ -58,13 +58,13 @@ async def generate(request: Request, token_ids: list[int]) -> StreamingResponse:
     except NoCandidateError as error:
         raise HTTPException(503, str(error)) from error
     events = stream(booking, state.engines, token_ids)
-    cancel = BackgroundTask(booking.cancel)  # if the stream never began; else it changes nothing
+    cancel = BackgroundTask(booking.cancel)  # if the stream never began; otherwise without effect
     return StreamingResponse(events, media_type="text/event-stream", background=cancel)
 
 
 async def stream(booking: Booking, engines: Engines, token_ids: list[int]) -> AsyncIterator[str]:
     # Finished with the stream, or cancelled by the exception that ends this generator when the
-    # client goes away.
+    # client disconnects.
     with booking:
         yield event({"rank": str(booking.rank)})
         async for output in engines.generate(booking.rank, token_ids):
@@ -80,7 +80,7 @@ def event(data: dict[str, Any]) -> str:
 
 
 async def post(token_ids: list[int], leave_after: int = 1_000) -> int:
-    """Post a prompt as a server would; return the events received before going away."""
+    """Post a prompt as a server would; return the events received before disconnecting."""
     events, gone, asked = 0, asyncio.Event(), False
 
     async def receive() -> dict[str, Any]:

@@ -28,7 +28,7 @@ CHATS = [
 
 
 def tokenize(request: Mapping[str, Any]) -> list[int]:
-    """Return one token for each character. For a real model it is, with its own tokenizer:
+    """Return one token for each character. For a real model, use its own tokenizer:
 
     tokenizer.apply_chat_template(
         request["messages"], tools=request.get("tools"), add_generation_prompt=True
@@ -51,7 +51,7 @@ class Engines(litellm.CustomLLM):  # type: ignore[misc]  # where LiteLLM is not 
     ) -> Any:
         engine = self._engines[model]
         served = engine.serve(tokenize({"messages": messages}))
-        # A fake engine needs no time, a real one does: let the events arrive before the next.
+        # A fake engine needs no time, a real one does: let the events arrive first.
         self._client.wait_for(lambda now: now[engine.rank].seq == engine.published - 1, timeout=5.0)
         self.hit_tokens += served.hit_tokens
         self.prompt_tokens += served.prompt_tokens

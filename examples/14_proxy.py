@@ -77,7 +77,7 @@ with ExitStack() as stack:
         serve(urls, 8080, stack).serve_forever()
     engines = [stack.enter_context(FakeEngine(f"vllm-{number}")) for number in range(3)]
     servers = [stack.enter_context(HttpEngine(engine)) for engine in engines]
-    server = serve([one.url for one in servers], 0, stack)
+    server = serve([engine_server.url for engine_server in servers], 0, stack)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     send_chats(f"http://127.0.0.1:{server.server_port}")

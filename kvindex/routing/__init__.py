@@ -5,36 +5,49 @@ with router.reserve(token_ids) as booking: ...      # select and book, in one st
 router.select(token_ids).reason                     # why this rank, in words
 ```
 
-No sockets, no threads: it asks a `Client`, a `Replica` or an `Index`, and counts its bookings.
+A router asks a `Client`, a `Replica` or an `Index`. It has no sockets and no threads.
 
-`adapters/` plugs it into the routers of Ray, LiteLLM and verl.
-Read first: `router.py`, then `policies.py` (the policies) and `bookings.py`.
+`fleet.py` has the ranks and their load, `policies.py` the choice and its reasons, `bookings.py` the
+requests that are under way. `adapters/` plugs a router into Ray, LiteLLM and verl.
+Read first: `router.py`, then `policies.py` and `bookings.py`.
 May import: `kvindex.wire` and `kvindex.index`; `adapters/` also `kvindex.subscribe`.
 """
 
 from kvindex.routing.bookings import Booking, Stage
-from kvindex.routing.candidates import Candidates, Choice, Policy
-from kvindex.routing.choosing import Weights
-from kvindex.routing.decision import Candidate, Decision
 from kvindex.routing.filters import (
-    Asked,
     Capacity,
     Filter,
+    FilterRequest,
     Labels,
     LoraLoaded,
     OnlyLive,
     Prefer,
 )
-from kvindex.routing.fleet import Followed, Source
-from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard
-from kvindex.routing.policies import POLICIES, CostPolicy, make_policy
-from kvindex.routing.requests import reads_cache
+from kvindex.routing.fleet import (
+    Followed,
+    Load,
+    LoadBoard,
+    LoadColumns,
+    LocalLoadBoard,
+    Source,
+)
+from kvindex.routing.policies import (
+    POLICIES,
+    Candidate,
+    Candidates,
+    Choice,
+    CostPolicy,
+    Decision,
+    Policy,
+    Weights,
+    make_policy,
+)
 from kvindex.routing.router import Router
 from kvindex.wire.errors import DuplicateBookingError, NoCandidateError, UnknownBookingError
+from kvindex.wire.requests import reads_cache
 
 __all__ = [
     "POLICIES",
-    "Asked",
     "Booking",
     "Candidate",
     "Candidates",
@@ -44,6 +57,7 @@ __all__ = [
     "Decision",
     "DuplicateBookingError",
     "Filter",
+    "FilterRequest",
     "Followed",
     "Labels",
     "Load",

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import index
-from typing import Any
+from typing import Any, Final
 
-from kvindex.routing.decision import Decision
-from kvindex.routing.loads import Load, LoadBoard
+from kvindex.routing.fleet import Load, LoadBoard, RoutedRequest
+from kvindex.routing.funnel import Funnel, PrefillRate
+from kvindex.routing.policies import Decision
+from kvindex.routing.predictions import Prediction, Predictions
 from kvindex.wire.errors import ConfigurationError, DuplicateBookingError, UnknownBookingError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Booking", "Bookings", "Stage"]
+__all__ = ["OTHER_ROUTER", "Booking", "Bookings", "Stage"]
 
 
 class Stage(str, enum.Enum):
@@ -39,8 +41,10 @@ class Stage(str, enum.Enum):
         return self.value
 
 
-_NOTHING = Load()
-_ENDS = (Stage.FINISHED, Stage.CANCELLED, Stage.EXPIRED)
+OTHER_ROUTER: Final = "another router"
+"""The policy of decisions that another router made: it counts them in its own funnel."""
+
+_NOTHING: Final = Load()
 
 
 class Booking:
@@ -59,58 +63,53 @@ class Booking:
     """
 
     __slots__ = (
-        "_block_size",
-        "_books",
-        "_counted",
-        "booked_at",
+        "_booked_at",
+        "_bookings",
+        "_load",
+        "_prediction",
+        "_touched_at",
         "decision",
         "output_tokens",
         "request_id",
         "stage",
-        "touched_at",
-        "work_ahead",
     )
 
     def __init__(
         self,
-        books: Bookings,
+        bookings: Bookings,
         request_id: str,
         decision: Decision,
-        block_size: int,
-        work_ahead: float,
+        prediction: Prediction | None,
         now: float,
     ) -> None:
-        self._books = books
+        self._bookings = bookings
         self.request_id = request_id
         self.decision = decision
         self.stage = Stage.CHOSEN
         self.output_tokens = 0
-        self.booked_at = self.touched_at = now
-        self.work_ahead = work_ahead
-        self._block_size = block_size
-        self._counted: Load | None = _NOTHING  # on the board; None: it has ended
+        self._booked_at = self._touched_at = now
+        self._load = _NOTHING  # as the board counts it
+        self._prediction = prediction  # until its end is scheduled
 
     @property
     def rank(self) -> Rank:
         """The rank that was chosen."""
         return self.decision.rank
 
-    def _blocks(self) -> int:
-        """Return how many blocks the prompt and its answer fill."""
-        length = self.decision.prompt_tokens + self.output_tokens
-        return -(-length // self._block_size)
-
     def first_token(self) -> None:
-        """Note that the prefill is done: the first token has come. Idempotent."""
-        self._books.first_token(self)
+        """Report that the prefill is done: the first token has come. Idempotent."""
+        self._bookings.first_token(self)
 
     def output(self, tokens: int = 1) -> None:
-        """Note that so many more tokens were generated; the first of them ends the prefill.
+        """Report that so many more tokens were generated; the first of them ends the prefill.
 
         Raises:
             ConfigurationError: the number is negative, or no number.
         """
-        self._books.output(self, tokens)
+        count = _token_count(tokens)
+        if count is None:
+            raise ConfigurationError(f"output of {tokens!r} tokens; give a number from 0")
+        self._bookings.output(self, count)
 
     def finish(self, cached_tokens: int | None = None) -> None:
         """Release the load: the request has its answer. Idempotent.
@@ -123,14 +122,14 @@ class Booking:
             ConfigurationError: `cached_tokens` is negative, or no number. The load is released
                 all the same.
         """
-        told = _count(cached_tokens)
-        self._books.end(self, Stage.FINISHED, told)
-        if told is None and cached_tokens is not None:
+        count = _token_count(cached_tokens)
+        self._bookings.end(self, Stage.FINISHED, count)
+        if count is None and cached_tokens is not None:
             raise ConfigurationError(f"cached_tokens is {cached_tokens!r}; give a number from 0")
 
     def cancel(self) -> None:
         """Release the load: the request ends without an answer. Idempotent."""
-        self._books.end(self, Stage.CANCELLED, None)
+        self._bookings.end(self, Stage.CANCELLED)
 
     def __enter__(self) -> Booking:
         return self
@@ -145,7 +144,7 @@ class Booking:
         return f"<Booking {self.request_id!r} on {self.rank}: {self.stage}>"
 
 
-def _count(tokens: Any) -> int | None:
+def _token_count(tokens: Any) -> int | None:
     """Return a number from 0 as a plain int; None for anything else."""
     if tokens is None:
         return None
@@ -156,21 +155,24 @@ def _count(tokens: Any) -> int | None:
     return count if count >= 0 else None
 
 
-Ended = Callable[[Booking, int | None], None]
-"""Called when a booking ended, with the tokens that the engine found cached, if it said so."""
-
-
 class Bookings:
-    """The open bookings, and their load on a load board.
+    """The open bookings, and what follows from their news.
+
+    That is the load on the board, the predictions of their blocks, the prefill rate, and the funnel
+    of those that finished. An interrupt (Ctrl-C) at any moment leaves a booking open with the load
+    that the board counts for it, or ended with none: each step is done as a whole or not at all,
+    and what an interrupted call has left is done when the booking ends or expires.
 
     Args:
-        loads: where the load is kept.
+        loads: stores the load.
+        predictions: of the blocks that requests bring; None for none.
         lock: guards everything here, and the board.
         clock: returns monotonic seconds.
         expires_after: seconds without news after which a booking expires.
-        on_first_token: called with a booking and the seconds from the choice to its first token.
-        on_ending: called when a booking is about to end; again, if that was interrupted.
-        on_end: called when a booking has ended.
+
+    Attributes:
+        rate: the prefill rate.
+        funnel: the funnel.
 
     Thread safety: `first_token`, `output` and `end` from any thread; the rest under the lock.
     """
@@ -178,53 +180,56 @@ class Bookings:
     def __init__(
         self,
         loads: LoadBoard,
+        predictions: Predictions | None,
         lock: AbstractContextManager[object],
         clock: Callable[[], float],
         expires_after: float,
-        on_first_token: Callable[[Booking, float], None],
-        on_ending: Callable[[Booking], None],
-        on_end: Ended,
     ) -> None:
+        self.rate = PrefillRate()
+        self.funnel = Funnel()
         self._loads = loads
+        self._predictions = predictions
         self._lock = lock
         self._clock = clock
         self._expires_after = expires_after
-        self._on_first_token = on_first_token
-        self._on_ending = on_ending
-        self._on_end = on_end
         self._open: OrderedDict[str, Booking] = OrderedDict()  # the longest without news first
         self._numbers = itertools.count(1)
-        self.ended: Counter[Stage] = Counter()
-        self.late = 0  # news of bookings that had expired
+        self._ended = dict.fromkeys((Stage.FINISHED, Stage.CANCELLED, Stage.EXPIRED), 0)
+        self._late = 0  # news of bookings that had expired
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def _new_id(self, wanted: str | None) -> str:
-        if wanted is not None:
-            if wanted in self._open:
-                raise DuplicateBookingError(wanted)
-            return wanted
-        while (made := f"kvindex-{next(self._numbers)}") in self._open:
-            pass
-        return made
-
     def book(
-        self, wanted: str | None, decision: Decision, block_size: int, queued: float, now: float
+        self, request_id: str | None, decision: Decision, request: RoutedRequest | None, now: float
     ) -> Booking:
-        """Book a request on the rank that was chosen, behind so many queued tokens.
+        """Book a request on the rank that was chosen.
+
+        Args:
+            request_id: the request's id; None to make one up.
+            decision: the decision.
+            request: the request, to predict; None if another router has it.
+            now: the time.
 
         Raises:
-            DuplicateBookingError: an open booking has the wanted id. This is checked here, not
-                before the choice: a filter or a policy may have booked meanwhile.
+            DuplicateBookingError: an open booking has this id. This is checked here, not before the
+                choice: a filter or a policy may have booked meanwhile.
+            TokenError: as `Predictions.prepare`.
         """
-        ahead = queued + decision.new_tokens
-        request_id = self._new_id(wanted)
-        booking = Booking(self, request_id, decision, block_size, ahead, now)
-        load = Load(decision.new_tokens, 1, booking._blocks())
-        self._loads.give(decision.rank, decision.new_tokens, now)
-        self._count(booking, load, now)
-        self._open[request_id] = booking
+        if request_id is None:
+            request_id = self._new_id()
+        elif request_id in self._open:
+            raise DuplicateBookingError(request_id)
+        sent = None
+        if self._predictions is not None and request is not None:
+            sent = self._predictions.prepare(decision.rank, request, decision.block_size)
+        booking = Booking(self, request_id, decision, None if sent is None else sent[0], now)
+        self._open[request_id] = booking  # first, so that all that follows ends with it
+        new_tokens = decision.new_tokens
+        self._loads.give(decision.rank, new_tokens, now)
+        self._count(booking, Load(new_tokens, 1, _blocks(booking)), now)
+        if self._predictions is not None and sent is not None:
+            self._predictions.add(*sent)
         return booking
 
     def get(self, request_id: str) -> Booking:
@@ -234,103 +239,111 @@ class Bookings:
             raise UnknownBookingError(request_id)
         return booking
 
-    def expire(self, now: float) -> None:
-        """Release bookings without news for too long. O(1) if there are none."""
-        while (booking := self._oldest()) is not None:
-            if now - booking.touched_at < self._expires_after:
-                return
-            self._end(booking, Stage.EXPIRED, None, now)
+    def arrange(self, ranks: Sequence[Rank]) -> None:
+        """Follow a change of the ranks: the loads' rows, and what is kept for each of them."""
+        self._loads.arrange(ranks)
+        self.funnel.keep(ranks)
+        if self._predictions is not None:
+            self._predictions.keep(ranks)
 
-    def _oldest(self) -> Booking | None:
-        for booking in self._open.values():  # between two calls, a handler could end one
-            return booking
-        return None
+    def expire(self, now: float) -> None:
+        """Release bookings without news for too long, and end predictions. O(1) if none are due."""
+        while self._open:
+            oldest = next(iter(self._open.values()))
+            if now - oldest._touched_at < self._expires_after:
+                break
+            self._end(oldest, Stage.EXPIRED, None, now)
+        if self._predictions is not None:
+            self._predictions.expire(now)
 
     def statistics(self) -> dict[str, int]:
         """Return how many are open, how many ended in which way, and news after an expiry."""
-        ended = {str(stage): self.ended[stage] for stage in _ENDS}
-        return {"open": len(self._open), **ended, "late": self.late}
+        ended = {str(stage): count for stage, count in self._ended.items()}
+        return {"open": len(self._open), **ended, "late": self._late}
 
     def first_token(self, booking: Booking) -> None:
         """See `Booking.first_token`."""
         with self._lock:
             now = self._clock()
-            if self._hear(booking, now):
-                self._first_token(booking, now)
+            if self._note_news(booking, now):
+                self._end_prefill(booking, now)
 
     def output(self, booking: Booking, tokens: int) -> None:
         """See `Booking.output`."""
-        told = _count(tokens)
-        if told is None:
-            raise ConfigurationError(f"output of {tokens!r} tokens; give a number from 0")
         with self._lock:
             now = self._clock()
-            if not self._hear(booking, now):
+            if not self._note_news(booking, now):
                 return
-            if told:
-                self._first_token(booking, now)
-            booking.output_tokens += told
-            blocks, counted = booking._blocks(), booking._counted
-            if counted is not None and counted.decode_blocks != blocks:
-                self._count(booking, Load(counted[0], counted[1], blocks), now)
+            if tokens:
+                self._end_prefill(booking, now)
+            booking.output_tokens += tokens
+            before, blocks = booking._load, _blocks(booking)
+            if blocks != before.decode_blocks:
+                self._count(booking, Load(before[0], before[1], blocks), now)
 
-    def end(self, booking: Booking, stage: Stage, cached_tokens: int | None) -> None:
+    def end(self, booking: Booking, stage: Stage, cached_tokens: int | None = None) -> None:
         """See `Booking.finish` and `Booking.cancel`."""
         with self._lock:
             now = self._clock()
-            if self._hear(booking, now):
+            if self._note_news(booking, now):
                 self._end(booking, stage, cached_tokens, now)
 
-    def _hear(self, booking: Booking, now: float) -> bool:
-        """Note news of a booking; return whether it is open."""
-        if not self._is_open(booking):
-            self.late += booking.stage is Stage.EXPIRED
+    def _new_id(self) -> str:
+        while (request_id := f"kvindex-{next(self._numbers)}") in self._open:
+            pass
+        return request_id
+
+    def _note_news(self, booking: Booking, now: float) -> bool:
+        """Note that news of a booking came; return whether it is open."""
+        if self._open.get(booking.request_id) is not booking:
+            self._late += booking.stage is Stage.EXPIRED
             return False
-        booking.touched_at = now
+        booking._touched_at = now
         self._open.move_to_end(booking.request_id)
         return True
 
-    def _is_open(self, booking: Booking) -> bool:
-        open_ones, request_id = self._open, booking.request_id  # no call: no handler in between
-        return request_id in open_ones and open_ones[request_id] is booking
-
-    def _count(self, booking: Booking, load: Load | None, now: float) -> None:
-        """Set a booking's load on the board; None removes it.
-
-        All of it or, interrupted, nothing. A signal handler or a finalizer that is called in
-        between, and ends the booking, sees which part is released, and releases the rest.
-        """
-        rank, old = booking.decision.rank, booking._counted
-        if old is None:
-            return
-        new = _NOTHING if load is None else load
-        booking._counted = load  # no call until here, so that no handler sees half of it
+    def _count(self, booking: Booking, load: Load, now: float) -> None:
+        """Set a booking's load on the board: all of it or, interrupted, nothing."""
+        before, booking._load = booking._load, load
         try:
-            self._loads.add(rank, new[0] - old[0], new[1] - old[1], new[2] - old[2], now)
+            self._loads.add(
+                booking.decision.rank,
+                load[0] - before[0],
+                load[1] - before[1],
+                load[2] - before[2],
+                now,
+            )
         except BaseException:
-            booking._counted = old
+            booking._load = before
             raise
 
-    def _first_token(self, booking: Booking, now: float) -> None:
+    def _end_prefill(self, booking: Booking, now: float) -> None:
         if booking.stage is not Stage.CHOSEN:
             return
-        counted = booking._counted
-        if counted is None:
-            return
-        self._count(booking, Load(0, counted[1], counted[2]), now)
-        if booking.stage is not Stage.CHOSEN:
-            return  # ended meanwhile
+        before = booking._load
+        self._count(booking, Load(0, before[1], before[2]), now)
         booking.stage = Stage.DECODING
-        self._on_first_token(booking, now - booking.booked_at)
+        self.rate.measure(booking.decision.work_ahead, now - booking._booked_at)
+        self._end_prediction(booking, now, at_once=False)
 
     def _end(self, booking: Booking, stage: Stage, cached_tokens: int | None, now: float) -> None:
+        self._count(booking, _NOTHING, now)
+        self._end_prediction(booking, now, at_once=stage is not Stage.FINISHED)
         booking.stage = stage
-        self._on_ending(booking)
-        self._count(booking, None, now)
-        if not self._is_open(booking):
-            return  # ended meanwhile
         del self._open[booking.request_id]
-        try:
-            self.ended[stage] += 1
-        finally:
-            self._on_end(booking, cached_tokens)
+        self._ended[stage] += 1
+        if stage is not Stage.FINISHED or booking.decision.policy == OTHER_ROUTER:
+            return
+        if booking.decision.reads_cache:  # else no cache could help; engines do not count it either
+            self.funnel.count(booking.decision, cached_tokens)
+
+    def _end_prediction(self, booking: Booking, now: float, *, at_once: bool) -> None:
+        if self._predictions is not None and booking._prediction is not None:
+            self._predictions.end(booking._prediction, now, at_once=at_once)
+            booking._prediction = None
+
+
+def _blocks(booking: Booking) -> int:
+    """Return how many blocks a request's prompt and its answer fill."""
+    length = booking.decision.prompt_tokens + booking.output_tokens
+    return -(-length // booking.decision.block_size)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvindex.index import Lora
-from kvindex.routing.loads import LoadColumns
-from kvindex.wire.errors import ConfigurationError
+from kvindex.routing.fleet import Fleet, LoadColumns, RoutedRequest
+from kvindex.wire.errors import ConfigurationError, NoCandidateError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Asked", "Capacity", "Filter", "Labels", "LoraLoaded", "OnlyLive", "Prefer"]
+__all__ = [
+    "Capacity",
+    "Eligible",
+    "Filter",
+    "FilterRequest",
+    "Labels",
+    "LoraLoaded",
+    "OnlyLive",
+    "Prefer",
+]
 
 
-class Asked(NamedTuple):
-    """The request and the ranks about which a filter decides.
+class FilterRequest(NamedTuple):
+    """A request, and the ranks that a filter judges for it.
 
     Attributes:
         ranks: the ranks, sorted.
@@ -34,11 +44,22 @@ class Asked(NamedTuple):
     labels: Mapping[str, str]
 
 
+class Filter(Protocol):
+    """Decides which ranks may be chosen. Called under the router's lock, so it must be quick."""
+
+    @property
+    def name(self) -> str:
+        """Its name in errors and statistics."""
+
+    def keeps(self, request: FilterRequest, /) -> Iterable[object]:
+        """Return for each rank whether it may be chosen (by its truth)."""
+
+
 _Value = TypeVar("_Value")
 ByRank: TypeAlias = Mapping[Rank, _Value] | Mapping[str, _Value]
 
 
-def _told(table: ByRank[_Value], rank: Rank) -> list[_Value]:
+def _values_of(rank: Rank, table: ByRank[_Value]) -> list[_Value]:
     """Return the values given for a rank's worker and for the rank, by any of its names."""
     entries: Mapping[Any, _Value] = table
     return [entries[name] for name in _names(rank) if name in entries]
@@ -47,17 +68,6 @@ def _told(table: ByRank[_Value], rank: Rank) -> list[_Value]:
 @lru_cache(maxsize=4_096)
 def _names(rank: Rank) -> tuple[str, str, Rank]:
     return rank.worker, str(rank), rank
-
-
-class Filter(Protocol):
-    """Decides which ranks may be chosen. Called under the router's lock, so it must be quick."""
-
-    @property
-    def name(self) -> str:
-        """Its name in errors and statistics."""
-
-    def keeps(self, asked: Asked) -> Iterable[object]:
-        """Return for each rank whether it may be chosen (by its truth)."""
 
 
 class Labels:
@@ -76,18 +86,18 @@ class Labels:
     def __init__(self, labels: ByRank[Mapping[str, str]]) -> None:
         self._labels = labels
 
-    def keeps(self, asked: Asked) -> Iterable[object]:
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
         """See `Filter`."""
-        wanted = asked.labels.items()
+        wanted = request.labels.items()
         if not wanted:
-            return _all(asked)
-        return (wanted <= self._of(rank).items() for rank in asked.ranks)
+            return _all(request)
+        return (wanted <= self._of(rank).items() for rank in request.ranks)
 
     def _of(self, rank: Rank) -> Mapping[str, str]:
-        told = _told(self._labels, rank)
-        if len(told) == 1:
-            return told[0]
-        return dict(pair for labels in told for pair in labels.items())
+        tables = _values_of(rank, self._labels)
+        if len(tables) == 1:
+            return tables[0]
+        return dict(pair for table in tables for pair in table.items())
 
 
 class LoraLoaded:
@@ -103,14 +113,14 @@ class LoraLoaded:
     def __init__(self, loaded: ByRank[Collection[str | int]]) -> None:
         self._loaded = loaded
 
-    def keeps(self, asked: Asked) -> Iterable[object]:
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
         """See `Filter`."""
-        lora = asked.lora
+        lora = request.lora
         if lora is None:
-            return _all(asked)
+            return _all(request)
         return (
-            any(lora == some or lora in some for some in _told(self._loaded, rank))
-            for rank in asked.ranks
+            any(lora == loras or lora in loras for loras in _values_of(rank, self._loaded))
+            for rank in request.ranks
         )
 
 
@@ -140,10 +150,10 @@ class Capacity:
             raise ConfigurationError("give Capacity at least one limit")
         self._limits = [limit if limit is not None else float("inf") for limit in limits]
 
-    def keeps(self, asked: Asked) -> Iterable[object]:
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
         """See `Filter`."""
         queued, opened, decode = self._limits
-        columns = zip(asked.loads.queued, asked.loads.open, asked.loads.decode, strict=True)
+        columns = zip(request.loads.queued, request.loads.open, request.loads.decode, strict=True)
         return (q <= queued and o < opened and d <= decode for q, o, d in columns)
 
 
@@ -155,9 +165,9 @@ class OnlyLive:
 
     name = "live"
 
-    def keeps(self, asked: Asked) -> Iterable[object]:
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
         """See `Filter`."""
-        return asked.live
+        return request.live
 
 
 class Prefer:
@@ -175,11 +185,95 @@ class Prefer:
         self._preferred = preferred
         self.name = f"prefer {preferred.name}"
 
-    def keeps(self, asked: Asked) -> Iterable[object]:
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
         """See `Filter`."""
-        kept = list(map(bool, self._preferred.keeps(asked)))
-        return kept if any(kept) else _all(asked)
+        kept = list(map(bool, self._preferred.keeps(request)))
+        return kept if any(kept) else _all(request)
 
 
-def _all(asked: Asked) -> bytes:
-    return b"\1" * len(asked.ranks)
+def _all(request: FilterRequest) -> bytes:
+    return b"\1" * len(request.ranks)
+
+
+class Eligible:
+    """Decides which ranks may be chosen, and counts the refused ones, by reason.
+
+    A rank may be chosen if it is among the wanted ones, not drained, and kept by all filters.
+    Preferences come last, and one that would leave no rank is ignored: first that the publisher is
+    connected, then those of `Prefer`.
+
+    Args:
+        filters: all of them must agree.
+
+    Attributes:
+        filters: the filters.
+        drained: ranks that get no more requests.
+        refused: ranks refused so far, by the reason.
+
+    Thread safety: a router calls it under its lock.
+    """
+
+    def __init__(self, filters: Iterable[Filter]) -> None:
+        self.filters = tuple(filters)
+        self.drained: frozenset[Rank] = frozenset()
+        self.refused: Counter[str] = Counter()
+
+    def rows(self, routed: RoutedRequest, fleet: Fleet, loads: LoadColumns) -> bytearray:
+        """Return a byte for each rank: whether it may be chosen for a request. At least one may.
+
+        Raises:
+            NoCandidateError: none may be chosen.
+            UnknownRankError: a wanted rank is not known.
+            ConfigurationError: a filter does not answer for each rank.
+        """
+        rows, prompt_tokens = bytearray(b"\1") * len(fleet.ranks), len(routed.token_ids)
+        request = FilterRequest(
+            fleet.ranks, fleet.live, loads, prompt_tokens, routed.lora, routed.labels or {}
+        )
+        reasons: list[tuple[str, Iterable[object]]] = []
+        if routed.ranks is not None:
+            reasons.append(("ranks", fleet.mask(routed.ranks)))
+        if self.drained:
+            undrained = rows[:]
+            for rank in self.drained:
+                undrained[fleet.row_of[rank]] = 0
+            reasons.append(("drained", undrained))
+        reasons += [(f.name, f.keeps(request)) for f in self.filters if not isinstance(f, Prefer)]
+        refused: dict[str, int] = {}
+        for reason, keeps in reasons:
+            rows, lost = _narrow(rows, reason, keeps)
+            if lost:
+                refused[reason] = refused.get(reason, 0) + lost
+                self.refused[reason] += lost
+        if 1 not in rows:
+            raise NoCandidateError(len(rows), refused)
+        wishes: list[tuple[str, Iterable[object]]] = []
+        if fleet.connected is not None:
+            wishes.append(("disconnected", fleet.connected))
+        wishes += [(f.name, f.keeps(request)) for f in self.filters if isinstance(f, Prefer)]
+        for reason, keeps in wishes:
+            left, lost = _narrow(rows, reason, keeps)
+            if lost and 1 in left:
+                self.refused[reason] += lost
+                rows = left
+        return rows
+
+
+_TRUTH: Final = bytes([0] + 255 * [1])
+
+
+def _narrow(rows: bytearray, reason: str, keeps: Iterable[object]) -> tuple[bytearray, int]:
+    """Return 1 in each row where both have it, and how many rows of the first are lost by that."""
+    if isinstance(keeps, (bytes, bytearray)):
+        mask: bytes | bytearray = keeps.translate(_TRUTH)
+    else:
+        mask = bytes(map(bool, keeps))
+    if len(mask) != len(rows):
+        raise ConfigurationError(
+            f"filter {reason!r} returned {len(mask)} values for {len(rows)} ranks: one for each is "
+            "needed, true for those that may be chosen"
+        )
+    # As two long numbers, without a loop over the rows.
+    both = int.from_bytes(rows, "little") & int.from_bytes(mask, "little")
+    left = bytearray(both.to_bytes(len(rows), "little"))
+    return left, rows.count(1) - left.count(1)

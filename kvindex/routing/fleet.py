@@ -1,16 +1,40 @@
-"""The ranks that a router chooses among: their rows, and their streams' states."""
+"""The ranks that a router chooses among: their rows, their streams' states, and their load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol, TypeAlias
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from kvindex.index import Index, RankRows
+import msgspec
+
+from kvindex.index import ExtraKeys, Index, Lora, Match, RankRows, TokenIds
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, RankNames
 
-__all__ = ["Fleet", "Followed", "Source", "Standing"]
+__all__ = [
+    "GAUGE_LIFE",
+    "Fleet",
+    "Followed",
+    "Load",
+    "LoadBoard",
+    "LoadColumns",
+    "LocalLoadBoard",
+    "RoutedRequest",
+    "Source",
+    "Standing",
+    "ask",
+    "look",
+]
+
+GAUGE_LIFE: Final = 0.1
+"""Seconds for which an engine's own gauge corrects the booked load; older ones do harm."""
+
+_HALF_LIFE: Final = 60.0  # seconds after which tokens that a rank was given count half
+_MOST_HALVINGS: Final = 500  # doubles reach 2**1023
+_NOTHING: Final = (0.0, 0.0, 0.0)
 
 
 class Followed(Protocol):
@@ -18,7 +42,7 @@ class Followed(Protocol):
 
     @property
     def index(self) -> Index:
-        """The index that the events fill."""
+        """The index that the events fill; a replica has another one after each joining."""
 
     def check_open(self) -> None:
         """Raise ClosedError once it was closed."""
@@ -34,127 +58,364 @@ Source: TypeAlias = Index | Followed
 """What a router asks. All ranks of a bare index count as live."""
 
 
-class Standing(NamedTuple):
-    """The states of the ranks' streams at one moment.
+class Standing(msgspec.Struct, frozen=True):
+    """A source at one moment.
 
     Attributes:
-        live: the ranks that are live.
-        connected: those whose publisher is connected.
+        index: the index, to be asked after the states were read.
+        live: the ranks that are live; None if nobody follows the ranks: all count as live.
+        connected: those whose publisher is connected; None likewise.
     """
 
-    live: frozenset[Rank]
-    connected: frozenset[Rank]
+    index: Index
+    live: frozenset[Rank] | None
+    connected: frozenset[Rank] | None
+
+
+class RoutedRequest(NamedTuple):
+    """A request to route.
+
+    Attributes:
+        token_ids, lora, salt, extra_keys: its prompt, as for `Index.match`.
+        reads_cache: whether the engine will read its cache. It caches the prompt in any case.
+        ranks: the ranks among which to choose; None: all.
+        labels: the labels that a rank must have, for the filter `Labels`; None for none.
+    """
+
+    token_ids: TokenIds
+    lora: Lora
+    salt: str | None
+    extra_keys: ExtraKeys | None
+    reads_cache: bool
+    ranks: Iterable[RankName] | RankName | None = None
+    labels: Mapping[str, str] | None = None
+
+    def match(self, index: Index) -> Match:
+        """Return the ranks' match of the prompt without its last token."""
+        return index.match(
+            self.token_ids,
+            lora=self.lora,
+            salt=self.salt,
+            extra_keys=self.extra_keys,
+            recomputed=1,
+        )
+
+
+def look(source: Source) -> Standing:
+    """Return the states of a source's streams now, and the index to ask after that. O(1)."""
+    if isinstance(source, Index):
+        return Standing(source, None, None)
+    live, connected = source.live_ranks(), source.connected_ranks()
+    return Standing(source.index, live, connected)
+
+
+def ask(source: Source, request: RoutedRequest) -> tuple[Standing, Match]:
+    """Return a source's standing, and after that the ranks' match of a request's prompt.
+
+    Raises:
+        ClosedError: the client or replica was closed, so its index is no longer updated.
+        TokenError, ConfigurationError: as `Index.match`.
+    """
+    if not isinstance(source, Index):
+        source.check_open()
+    standing = look(source)
+    return standing, request.match(standing.index)
 
 
 class Fleet:
-    """The ranks of a source in their order, each a row.
-
-    Args:
-        source: an index, or a follower with one.
+    """The ranks of a source at one moment, each a row, with their streams' states. Immutable.
 
     Attributes:
         ranks: the ranks by row, sorted.
         rows: the same, for `Match.hits`.
+        row_of: each rank's row.
         live: a byte for each row: 0 if the rank is not live.
         connected: a byte for each row: 0 if its publisher is not connected; None if all are.
-
-    Thread safety: a router calls it under its lock, but `standing` from any thread.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._followed = None if isinstance(source, Index) else source
-        self._shown: Standing | None = None
-        self.ranks: tuple[Rank, ...] = ()
-        self.rows = RankRows(())
-        self._row: dict[Rank, int] = {}
-        self._names = RankNames(())
-        self._named: tuple[Rank, ...] = ()  # of which these are the names
-        self.live = b""
+    __slots__ = ("_names", "_standing", "connected", "live", "ranks", "row_of", "rows")
+    rows: RankRows
+    row_of: dict[Rank, int]
+    _names: RankNames
+
+    def __init__(self, standing: Standing | None = None, before: Fleet | None = None) -> None:
+        self._standing = standing
+        ranks = self.ranks = () if standing is None else standing.index.ranks
+        if before is not None and ranks is before.ranks:
+            self.rows, self.row_of, self._names = before.rows, before.row_of, before._names
+        else:
+            self.rows = RankRows(ranks)
+            self.row_of = {rank: row for row, rank in enumerate(ranks)}
+            self._names = RankNames(ranks)
+        live = None if standing is None else standing.live
+        connected = None if standing is None else standing.connected
+        self.live = b"\1" * len(ranks) if live is None else bytes(map(live.__contains__, ranks))
         self.connected: bytes | None = None
+        if connected is not None and not connected.issuperset(ranks):
+            self.connected = bytes(map(connected.__contains__, ranks))
 
-    @property
-    def index(self) -> Index:
-        """The present index; a replica has another index after each joining."""
-        source = self._source
-        return source if isinstance(source, Index) else source.index
+    def follow(self, standing: Standing) -> Fleet:
+        """Return the fleet as it is now: the same object if nothing has changed.
 
-    def check_open(self) -> None:
-        """Raise ClosedError if the source was closed: its index is no longer updated."""
-        if self._followed is not None:
-            self._followed.check_open()
-
-    def standing(self) -> Standing | None:
-        """Return the streams' states now; None where they are not followed. O(1)."""
-        if self._followed is None:
-            return None
-        return Standing(self._followed.live_ranks(), self._followed.connected_ranks())
-
-    def follow(self, standing: Standing | None) -> None:
-        """Update ranks and states; all of it or, interrupted, nothing.
-
-        Complexity: O(1) while nothing has changed, since changed sets and tuples are made anew.
+        Complexity: O(1) then, since changed sets and tuples are made anew.
         """
-        ranks = self.index.ranks
-        if ranks is not self.ranks or not _same(standing, self._shown):
-            self._show(ranks, standing)
+        before = self._standing
+        if (
+            before is not None
+            and standing.index.ranks is self.ranks
+            and standing.live is before.live
+            and standing.connected is before.connected
+        ):
+            return self
+        return Fleet(standing, self)
 
-    def _show(self, ranks: tuple[Rank, ...], standing: Standing | None) -> None:
-        rows, row_of = self.rows, self._row
-        if ranks is not self.ranks:
-            rows, row_of = RankRows(ranks), {rank: row for row, rank in enumerate(ranks)}
-        live, connected = bytes([1]) * len(ranks), None
-        if standing is not None:
-            live = bytes(rank in standing.live for rank in ranks)
-            if not standing.connected.issuperset(ranks):
-                connected = bytes(rank in standing.connected for rank in ranks)
-        # No call from here on, so that no signal handler sees, or leaves, half of it.
-        self.ranks, self.rows, self._row = ranks, rows, row_of
-        self.live, self.connected, self._shown = live, connected, standing
-
-    def named(self, names: Iterable[RankName] | RankName) -> set[Rank]:
-        """Return the ranks that names stand for: "a/0" for one, "a" for all of worker a.
+    def named(self, name: RankName) -> list[Rank]:
+        """Return the ranks that a name stands for: "a/0" for one, "a" for all of worker a.
 
         Raises:
-            UnknownRankError: one of them is not known.
-
-        Complexity: O(names + ranks found), and O(ranks) once when the ranks have changed.
+            UnknownRankError: there is none.
         """
-        ranks = self.index.ranks
-        if ranks is not self._named:
-            self._names, self._named = RankNames(ranks), ranks
-        find = self._names.find
-        return {rank for name in _each(names) for rank in find(name)}
+        return self._names.find(name)
 
     def row(self, name: RankName) -> int:
-        """Return the row of the one rank that a name stands for. O(1), as `named`.
+        """Return the row of the one rank that a name stands for. O(1).
 
         Raises:
             UnknownRankError: it is not known, or the name stands for several.
         """
-        found = self.named([name])
-        rank = next(iter(found))
-        if len(found) > 1:
-            raise UnknownRankError(name, sorted(found), ambiguous=True)
-        if rank not in self._row:  # a rank that came a moment ago has no row yet
-            raise UnknownRankError(name, self.ranks)
-        return self._row[rank]
+        ranks = self._names.find(name)
+        if len(ranks) > 1:
+            raise UnknownRankError(name, ranks, ambiguous=True)
+        return self.row_of[ranks[0]]
 
     def mask(self, names: Iterable[RankName] | RankName) -> bytearray:
-        """Return a byte for each row: 1 if a name stands for its rank; else as `named`."""
+        """Return a byte for each row: 1 if one of the names stands for its rank.
+
+        Raises:
+            UnknownRankError: a name stands for no rank.
+        """
         mask = bytearray(len(self.ranks))
-        for rank in self.named(names):
-            row = self._row.get(rank)  # a rank that came a moment ago has none yet
-            if row is not None:
-                mask[row] = 1
+        for name in [names] if isinstance(names, (str, Rank)) else names:  # a Rank is a tuple, too
+            for rank in self._names.find(name):
+                mask[self.row_of[rank]] = 1
         return mask
 
 
-def _each(names: Iterable[RankName] | RankName) -> Iterable[RankName]:
-    return [names] if isinstance(names, (str, Rank)) else names  # a Rank is a tuple, too
+class Load(NamedTuple):
+    """One rank's load.
+
+    Attributes:
+        queued_tokens: tokens of prompts that it has to prefill.
+        open_requests: requests that it was given and has not finished.
+        decode_blocks: blocks of tokens that these occupy in its cache.
+    """
+
+    queued_tokens: int = 0
+    open_requests: int = 0
+    decode_blocks: int = 0
 
 
-def _same(one: Standing | None, other: Standing | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.live is other.live and one.connected is other.connected
+class LoadColumns(NamedTuple):
+    """The loads of several ranks, one row for each.
+
+    Attributes:
+        queued: tokens to prefill.
+        open: open requests.
+        decode: blocks that these occupy.
+        given: tokens to prefill that the rank was given lately, in a unit that is the same for all
+            rows. It halves within a minute.
+    """
+
+    queued: array[float]
+    open: array[float]
+    decode: array[float]
+    given: array[float]
+
+    def kept(self) -> LoadColumns:
+        """Return copies that do not change any more, of all columns but the last."""
+        return LoadColumns(self.queued[:], self.open[:], self.decode[:], self.given)
+
+
+class LoadBoard(Protocol):
+    """Stores a router's load: in this process (`LocalLoadBoard`), or shared with others.
+
+    A router calls it under its own lock, one call at a time. One board is for one router.
+    """
+
+    def arrange(self, ranks: Sequence[Rank]) -> None:
+        """Set the rows: one for each of these ranks, in this order.
+
+        Load booked on a rank that is not among them is kept until it is released.
+        """
+
+    def columns(self, now: float) -> LoadColumns:
+        """Return the loads as they are now; the router reads them before its next call. O(1)."""
+
+    def add(
+        self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
+    ) -> None:
+        """Add to a rank's load; negative numbers release load. O(1).
+
+        If it raises, such as a KeyboardInterrupt, it has added nothing.
+        """
+
+    def give(self, rank: Rank, new_tokens: int, now: float) -> None:
+        """Note that a rank was given so many tokens to prefill. O(1)."""
+
+    def report(
+        self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
+    ) -> None:
+        """Correct the booked load by an engine's own gauges, until a moment of the clock."""
+
+    def load(self, rank: Rank, now: float) -> Load:
+        """Return one rank's load; nothing for a rank that is not known."""
+
+
+class _Correction(NamedTuple):
+    """The load that an engine's gauges add to the bookings, until a moment."""
+
+    queued: float
+    open: float
+    until: float
+
+
+class LocalLoadBoard:
+    """The load that this process has booked; see `LoadBoard`.
+
+    Gauges that an engine reports correct it for `GAUGE_LIFE`: the engine's load beyond our bookings
+    at that moment is added to them. Numbers never fall below 0.
+
+    Thread safety: a router calls it under its lock.
+
+    Examples:
+        >>> board = LocalLoadBoard()
+        >>> board.arrange([Rank("a"), Rank("b")])
+        >>> board.add(Rank("a"), 1_000, 1, 64, now=0.0)
+        >>> board.load(Rank("a"), now=0.0)
+        Load(queued_tokens=1000, open_requests=1, decode_blocks=64)
+        >>> board.columns(now=0.0).open.tolist()
+        [1.0, 0.0]
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[Rank, int] = {}
+        self._absent: dict[Rank, tuple[float, float, float]] = {}  # load of ranks without a row
+        self._booked = _zeros(0)
+        self._shown = self._booked  # columns of its own while a correction lasts
+        self._corrections: dict[Rank, _Correction] = {}
+        self._earliest_end = math.inf  # of a correction; until then, no call goes over them
+        self._origin = math.inf  # when a token given counts 1
+        self._given_at = math.inf  # when a rank was given tokens last
+
+    def arrange(self, ranks: Sequence[Rank]) -> None:
+        """Set the rows. O(ranks)."""
+        before, rows_before, loads = self._booked, self._rows, dict(self._absent)
+        for rank, row in rows_before.items():
+            loads[rank] = (before.queued[row], before.open[row], before.decode[row])
+        rows, booked = {rank: row for row, rank in enumerate(ranks)}, _zeros(len(ranks))
+        for rank, row in rows.items():
+            load = loads.pop(rank, _NOTHING)
+            booked.queued[row], booked.open[row], booked.decode[row] = load
+            if rank in rows_before:
+                booked.given[row] = before.given[rows_before[rank]]
+        absent = {rank: load for rank, load in loads.items() if load != _NOTHING}
+        corrections = {r: c for r, c in self._corrections.items() if r in rows}
+        self._rows, self._absent, self._corrections = rows, absent, corrections
+        self._booked = self._shown = booked
+        if corrections:
+            self._show()
+
+    def columns(self, now: float) -> LoadColumns:
+        """Return the loads as they are now."""
+        if self._corrections and now >= self._earliest_end:
+            self._end_corrections(now)
+        return self._shown
+
+    def add(
+        self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
+    ) -> None:
+        """Add to a rank's load."""
+        row = self._rows.get(rank)
+        if row is None:
+            queued, opened, decode = self._absent.get(rank, _NOTHING)
+            load = (queued + queued_tokens, opened + open_requests, decode + decode_blocks)
+            self._absent[rank] = load
+            if load == _NOTHING:
+                del self._absent[rank]
+            return
+        if self._shown is not self._booked:
+            self._show_row(rank, row, queued_tokens, open_requests, decode_blocks)
+        booked = self._booked  # last, without calls: an interrupt leaves all of it added, or none
+        booked.queued[row] += queued_tokens
+        booked.open[row] += open_requests
+        booked.decode[row] += decode_blocks
+
+    def give(self, rank: Rank, new_tokens: int, now: float) -> None:
+        """Note that a rank was given tokens to prefill.
+
+        Later tokens weigh more, twice as much after a minute; only the ratios count. The sums start
+        anew after so many halvings that earlier tokens are negligible, and where the clock goes
+        back: else the tokens given before would weigh most for long.
+        """
+        given = self._booked.given
+        if not self._given_at <= now <= self._origin + _MOST_HALVINGS * _HALF_LIFE:
+            self._origin = now
+            given[:] = array("d", bytes(8 * len(given)))
+        self._given_at = now
+        row = self._rows.get(rank)
+        if row is not None:
+            given[row] += new_tokens * 2.0 ** ((now - self._origin) / _HALF_LIFE)
+
+    def report(
+        self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
+    ) -> None:
+        """Correct the booked load by an engine's own gauges."""
+        row = self._rows.get(rank)
+        if row is None:
+            return
+        self._corrections[rank] = _Correction(
+            0.0 if queued_tokens is None else queued_tokens - self._booked.queued[row],
+            0.0 if open_requests is None else open_requests - self._booked.open[row],
+            until,
+        )
+        self._earliest_end = min(self._earliest_end, until)
+        if self._shown is self._booked:
+            self._show()
+        self._show_row(rank, row)
+
+    def load(self, rank: Rank, now: float) -> Load:
+        """Return one rank's load."""
+        columns = self.columns(now)
+        row = self._rows.get(rank)
+        if row is None:
+            return Load(*map(int, self._absent.get(rank, ())))
+        return Load(int(columns.queued[row]), int(columns.open[row]), int(columns.decode[row]))
+
+    def _end_corrections(self, now: float) -> None:
+        ended = [rank for rank, gauges in self._corrections.items() if now >= gauges.until]
+        for rank in ended:
+            del self._corrections[rank]
+            self._show_row(rank, self._rows[rank])
+        ends = (gauges.until for gauges in self._corrections.values())
+        self._earliest_end = min(ends, default=math.inf)
+        if not self._corrections:
+            self._shown = self._booked
+
+    def _show(self) -> None:
+        """Show the booked load with its corrections, in columns of their own."""
+        self._shown = self._booked.kept()
+        for rank in self._corrections:
+            self._show_row(rank, self._rows[rank])
+
+    def _show_row(
+        self, rank: Rank, row: int, queued: float = 0.0, opened: float = 0.0, decode: float = 0.0
+    ) -> None:
+        """Show a rank's load, and the load about to be added."""
+        booked, shown, gauges = self._booked, self._shown, self._corrections.get(rank, _NOTHING)
+        shown.queued[row] = max(0.0, booked.queued[row] + queued + gauges[0])
+        shown.open[row] = max(0.0, booked.open[row] + opened + gauges[1])
+        shown.decode[row] = booked.decode[row] + decode
+
+
+def _zeros(rows: int) -> LoadColumns:
+    return LoadColumns(*(array("d", bytes(8 * rows)) for _ in range(4)))

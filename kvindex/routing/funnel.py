@@ -1,20 +1,20 @@
-"""The stages from the requested tokens to those that engines found cached, and the losses between.
+"""The measurements on requests: the funnel from requested to cached tokens, and the prefill rate.
 
-All stages are in tokens of prompts, of the same requests: those that finished. So they have one
-denominator, the requested tokens.
+All stages of the funnel are in tokens of prompts, of the same requests: those that finished. So
+they have one denominator, the requested tokens.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 from typing import Final
 
-from kvindex.routing.decision import Decision
+from kvindex.routing.policies import Decision
 from kvindex.wire.rank import Rank
 
-__all__ = ["Funnel"]
+__all__ = ["Funnel", "PrefillRate"]
 
 _ENOUGH: Final = 20  # requests of a rank, before it is suspected
 _GROWTH: Final = 1.01  # weight of a request against the one before it: some hundred count
@@ -35,43 +35,21 @@ _ELSEWHERE = (
     "was chosen (header X-data-parallel-rank)"
 )
 _GONE = (
-    "its engine finds less than its events told: blocks are evicted between the choice and the "
+    "its engine finds less than its events reported: blocks are evicted between the choice and the "
     "prefill, or the router's tokens differ from the engine's"
 )
-_UNTOLD = (
-    "its engine finds more than its events told: some were lost (see its status), they come late, "
-    "or another cache feeds it"
+_UNREPORTED = (
+    "its engine finds more than its events reported: some were lost (see its status), they come "
+    "late, or another cache feeds it"
 )
 
-
-@dataclass
-class _Stages:
-    """Sums over finished requests."""
-
-    requests: int = 0
-    asked: int = 0
-    attainable: int = 0
-    chosen: int = 0
-
-    def count(self, decision: Decision) -> None:
-        self.requests += 1
-        self.asked += decision.prompt_tokens
-        self.attainable += decision.attainable
-        self.chosen += decision.tokens
-
-    def plain(self) -> dict[str, int]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+_FIRST_GUESS: Final = 16_000.0  # tokens/s, until something is measured
+_LEAST_TOKENS: Final = 2_048  # a shorter wait shows latencies rather than the rate
+_MEMORY: Final = 2_000_000.0  # tokens after which older measurements have lost most of their weight
 
 
 @dataclass
-class _Reported(_Stages):
-    """The same of requests whose engine reported its cached tokens."""
-
-    delivered: int = 0
-
-
-@dataclass
-class _Lately:
+class _Recent:
     """The recent reports of a rank's engine: sums in which later requests weigh more.
 
     So nothing needs to fade. Only the ratios of the sums count.
@@ -86,11 +64,13 @@ class _Lately:
     chosen: float = 0.0
     delivered: float = 0.0
     missing: float = 0.0  # tokens predicted and not found
-    untold: float = 0.0  # tokens found and not predicted
+    unreported: float = 0.0  # tokens found and not predicted
 
     def count(self, decision: Decision, delivered: int | None) -> None:
-        if self.weight > _HEAVIEST:
-            self._lighten()
+        if self.weight > _HEAVIEST:  # doubles end at 1e308
+            weight = self.weight
+            for sum_ in fields(self):
+                setattr(self, sum_.name, getattr(self, sum_.name) / weight)
         weight = self.weight = self.weight * _GROWTH
         self.requests += weight
         if delivered is None:
@@ -103,41 +83,39 @@ class _Lately:
         self.chosen += weight * chosen
         self.delivered += weight * delivered
         self.missing += weight * max(0, chosen - delivered)
-        self.untold += weight * max(0, delivered - chosen)
-
-    def _lighten(self) -> None:
-        """Divide everything by the last weight: doubles end at 1e308."""
-        weight = self.weight
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) / weight)
+        self.unreported += weight * max(0, delivered - chosen)
 
     def suspicion(self) -> str:
-        reported = self.requests - self.silent
         if self.silent >= _NEARLY_ALL * self.requests:
             return _NO_USAGE
         if self.expected and self.empty >= _NEARLY_ALL * self.expected:
             return _NOTHING_FOUND
-        if self.elsewhere > _WRONG * reported:
+        if self.elsewhere > _WRONG * (self.requests - self.silent):
             return _ELSEWHERE
         if self.missing > _WRONG * self.chosen:
             return _GONE
-        if self.untold > _WRONG * self.delivered:
-            return _UNTOLD
+        if self.unreported > _WRONG * self.delivered:
+            return _UNREPORTED
         return ""
 
 
-@dataclass
-class _Counts:
-    finished: _Stages = field(default_factory=_Stages)
-    reported: _Reported = field(default_factory=_Reported)
-    lately: _Lately = field(default_factory=_Lately)
+class _Sums:
+    """The stages, summed over finished requests, and over those whose engine reported."""
 
-    def count(self, decision: Decision, delivered: int | None) -> None:
-        self.finished.count(decision)
-        self.lately.count(decision, delivered)
+    def __init__(self) -> None:
+        self.finished = {"requests": 0, "asked": 0, "attainable": 0, "chosen": 0}
+        self.reported = {**self.finished, "delivered": 0}
+
+    def count(self, stages: Mapping[str, int], delivered: int | None) -> None:
+        for stage, tokens in stages.items():
+            self.finished[stage] += tokens
         if delivered is not None:
-            self.reported.count(decision)
-            self.reported.delivered += delivered
+            for stage, tokens in stages.items():
+                self.reported[stage] += tokens
+            self.reported["delivered"] += delivered
+
+    def plain(self) -> dict[str, dict[str, int]]:
+        return {"finished": {**self.finished}, "reported": {**self.reported}}
 
 
 class Funnel:
@@ -147,18 +125,27 @@ class Funnel:
     """
 
     def __init__(self) -> None:
-        self._all = _Counts()
-        self._ranks: defaultdict[Rank, _Counts] = defaultdict(_Counts)
+        self._all = _Sums()
+        self._of_rank: defaultdict[Rank, _Sums] = defaultdict(_Sums)
+        self._recent: defaultdict[Rank, _Recent] = defaultdict(_Recent)
 
     def count(self, decision: Decision, delivered: int | None) -> None:
         """Count one finished request, and its engine's cached tokens, if reported. O(1)."""
-        self._all.count(decision, delivered)
-        self._ranks[decision.rank].count(decision, delivered)
+        stages = {
+            "requests": 1,
+            "asked": decision.prompt_tokens,
+            "attainable": decision.attainable,
+            "chosen": decision.tokens,
+        }
+        self._all.count(stages, delivered)
+        self._of_rank[decision.rank].count(stages, delivered)
+        self._recent[decision.rank].count(decision, delivered)
 
     def keep(self, ranks: Collection[Rank]) -> None:
         """Forget the ranks that are not among these; their part stays in the sums of all."""
-        for rank in self._ranks.keys() - set(ranks):
-            del self._ranks[rank]
+        for rank in self._of_rank.keys() - set(ranks):
+            del self._of_rank[rank]
+            self._recent.pop(rank, None)
 
     def statistics(self, rank: Rank | None = None) -> dict[str, dict[str, int]]:
         """Return the stages for all ranks, or for one.
@@ -168,15 +155,38 @@ class Funnel:
         `reported`: the same of those whose engine reported its cached tokens, which are
         `delivered`.
         """
-        counts = self._all if rank is None else self._ranks.get(rank, _Counts())
-        return {"finished": counts.finished.plain(), "reported": counts.reported.plain()}
+        return (self._all if rank is None else self._of_rank.get(rank, _Sums())).plain()
 
     def suspicion(self, rank: Rank) -> str:
         """Return why a rank's predictions go wrong, in words; "" if they do not.
 
         It looks at some hundred requests, and says nothing before the first 20.
         """
-        counts = self._ranks.get(rank)
-        if counts is None or counts.finished.requests < _ENOUGH:
+        if rank not in self._of_rank or self._of_rank[rank].finished["requests"] < _ENOUGH:
             return ""
-        return counts.lately.suspicion()
+        return self._recent[rank].suspicion()
+
+
+class PrefillRate:
+    """The tokens per second that a rank prefills, as bookings show it.
+
+    A booking shows how many tokens came before its first token: those queued on its rank, and its
+    own. The rate is their sum over the sum of the times, where older ones fade.
+
+    Attributes:
+        tokens_per_second: the rate.
+    """
+
+    def __init__(self) -> None:
+        self.tokens_per_second = _FIRST_GUESS
+        self._tokens = 2.0 * _LEAST_TOKENS
+        self._seconds = self._tokens / _FIRST_GUESS
+
+    def measure(self, tokens: float, seconds: float) -> None:
+        """Add the measurement of one first token, so many seconds after the booking."""
+        if tokens < _LEAST_TOKENS or seconds <= 0.0:
+            return
+        kept = max(0.0, 1.0 - tokens / _MEMORY)
+        self._tokens = self._tokens * kept + tokens
+        self._seconds = self._seconds * kept + seconds
+        self.tokens_per_second = self._tokens / self._seconds

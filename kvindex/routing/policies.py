@@ -1,15 +1,203 @@
-"""The policies by name: ours, and plain ones to compare with."""
+"""Policies: from a request's candidates to the choice, and the decision that shows its reasons."""
 
 from __future__ import annotations
 
 import math
-from typing import Final
+from array import array
+from collections.abc import Sequence
+from itertools import compress
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from kvindex.routing.candidates import Candidates, Choice, Policy
-from kvindex.routing.choosing import Weights, choose
+from kvindex.index import Hits
+from kvindex.routing.fleet import Load, LoadColumns
+from kvindex.wire.backend import BACKEND
 from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.rank import Rank
 
-__all__ = ["POLICIES", "CostPolicy", "make_policy"]
+if TYPE_CHECKING or BACKEND == "native":
+    from kvindex.wire._native import choose as choose_natively
+
+__all__ = [
+    "POLICIES",
+    "Candidate",
+    "Candidates",
+    "Choice",
+    "CostPolicy",
+    "Decision",
+    "Policy",
+    "Weights",
+    "choose_in_python",
+    "make_policy",
+]
+
+
+class Candidates(NamedTuple):
+    """The ranks that one request could go to: columns with one row for each rank.
+
+    Attributes:
+        ranks: the ranks, sorted.
+        prompt_tokens: tokens of the prompt.
+        hits: each rank's cached tokens of it, without its last token; none for ranks that are not
+            live.
+        loads: each rank's load.
+        usable: a byte for each rank: 0 where a filter refuses it.
+        block_size: tokens per block, of a rank that has stored any.
+        prefill_rate: tokens per second, as measured on the bookings' first tokens.
+        chance: a random number in [0, 1), to break ties with.
+    """
+
+    ranks: Sequence[Rank]
+    prompt_tokens: int
+    hits: Hits
+    loads: LoadColumns
+    usable: bytes | bytearray
+    block_size: int
+    prefill_rate: float
+    chance: float
+
+    def rows(self) -> list[int]:
+        """Return the rows that may be chosen; at least one. O(ranks)."""
+        return [row for row, usable in enumerate(self.usable) if usable]
+
+
+class Choice(NamedTuple):
+    """A policy's choice.
+
+    Attributes:
+        row: of the rank that is chosen.
+        costs: each rank's cost in the policy's own unit, if it counts costs.
+        kept: how many ranks were preferred for their cached tokens; None if the policy prefers
+            none.
+        stayed: whether one of these was chosen.
+        why: the reason in words; "" for the usual words of a cost.
+        attainable: the most tokens that a usable rank holds; None if not computed.
+    """
+
+    row: int
+    costs: Sequence[float] = ()
+    kept: int | None = None
+    stayed: bool = False
+    why: str = ""
+    attainable: int | None = None
+
+
+class Policy(Protocol):
+    """Chooses a rank for a request. Pure: its input decides, apart from a state of its own.
+
+    A router calls it under its lock. At least one row is usable.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in statistics and decisions."""
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """Choose one of the usable rows."""
+
+
+class Weights(NamedTuple):
+    """The weights of a cost, in tokens of prefill.
+
+    ```
+    credited = device × tokens on the device + host × … + storage × …
+    missing  = prompt tokens - credited
+    price    = new + backlog × least queued tokens / prompt tokens
+                   + churn × max(0, tokens given lately / their mean over ranks - 1)
+    work     = max(0, queued × queued tokens + price × missing)
+    cost     = work × (open requests + 1)                          if `product`, else
+               work + decode × decode blocks + request × open requests
+    ```
+
+    Attributes:
+        device: credit for a token that the device holds.
+        host: for a token that the host holds, after the device's prefix.
+        storage: for a token that lies further away, after that.
+        new: weight of a token that this request has to prefill.
+        queued: of a token that earlier requests have to prefill.
+        decode: of a block that open requests occupy.
+        request: of an open request.
+        product: whether the cost is a product.
+        affinity: ranks with a credit of at least this part of the prompt are preferred; 0: none.
+        slack: how much the best of these may cost more than the best of all, in tokens; if it
+            costs more, all ranks are equal again.
+        backlog: weight of the tokens that wait on the rank with fewest, for an uncached prompt.
+            They are 0 unless every rank has a backlog; then hits shorten it.
+        churn: how much more a missing token costs on a rank that was given more tokens to prefill
+            lately than the mean rank: it would evict the blocks stored there last.
+    """
+
+    device: float = 1.0
+    host: float = 0.8
+    storage: float = 0.3
+    new: float = 1.0
+    queued: float = 1.0
+    decode: float = 0.0
+    request: float = 0.0
+    product: bool = False
+    affinity: float = 0.0
+    slack: float = math.inf
+    backlog: float = 0.0
+    churn: float = 0.0
+
+
+def choose_in_python(
+    prompt_tokens: int,
+    hits: Hits,
+    loads: LoadColumns,
+    usable: bytes | bytearray,
+    weights: Weights,
+    chance: float,
+    costs: array[float],
+) -> tuple[int, int, bool, int]:
+    """Return the `row`, `kept`, `stayed` and `attainable` of a `Choice`; -1 if no row is usable.
+
+    It does where there is no compiler what `native/core/choosing.cpp` does elsewhere, and says what
+    that means. Each row's cost is written into `costs`: infinite if it is no number, or the row is
+    not usable. Of rows that cost the same, those that were given least lately come first; among
+    these, chance decides. O(rows).
+    """
+    rows = [row for row, is_usable in enumerate(usable) if is_usable]
+    price = weights.new
+    if prompt_tokens > 0:
+        queued = (loads.queued[row] for row in rows)
+        least = min((tokens for tokens in queued if tokens < math.inf), default=0.0)
+        price += weights.backlog * least / prompt_tokens
+    given = 0.0
+    for row in rows:  # sum() rounds otherwise than C++ does, from Python 3.12 on
+        given += loads.given[row]
+    mean = given / len(rows) if 0.0 < given < math.inf else math.inf
+    costs[:] = array("d", [math.inf]) * len(usable)
+    order, kept, attainable = {}, [], 0
+    for row in rows:
+        device, host, tokens = hits.device[row], hits.host[row], hits.tokens[row]
+        credited = (
+            weights.device * device
+            + weights.host * (host - device)
+            + weights.storage * (tokens - host)
+        )
+        churned = weights.churn * max(0.0, loads.given[row] / mean - 1.0)
+        missing = (price + churned) * (prompt_tokens - credited)
+        work = max(0.0, weights.queued * loads.queued[row] + missing)
+        cost = work + weights.decode * loads.decode[row] + weights.request * loads.open[row]
+        if weights.product:
+            cost = work * (loads.open[row] + 1.0)
+        costs[row] = cost if cost < math.inf else math.inf
+        order[row] = (costs[row], loads.given[row] if loads.given[row] < math.inf else math.inf)
+        attainable = max(attainable, tokens)
+        if weights.affinity > 0.0 and credited >= weights.affinity * prompt_tokens:
+            kept.append(row)
+    if not rows:
+        return -1, 0, False, 0
+    least = min(order.values())[0]
+    stayed = bool(kept) and min(costs[row] for row in kept) - least <= weights.slack
+    among = kept if stayed else rows
+    cheapest = min(order[row] for row in among)
+    equal = [row for row in among if order[row] == cheapest]
+    return equal[int(chance * len(equal))], len(kept), stayed, attainable
+
+
+_choose = choose_natively if BACKEND == "native" else choose_in_python
+_ZERO: Final = array("d", [0.0])
 
 
 class CostPolicy:
@@ -43,26 +231,18 @@ class CostPolicy:
 
     def choose(self, candidates: Candidates) -> Choice:
         """Choose the cheapest rank."""
-        chosen = choose(
-            candidates.prompt_tokens,
-            candidates.hits,
-            candidates.loads,
-            candidates.usable,
-            self._weights_for(candidates.block_size, candidates.prefill_rate),
-            candidates.chance,
-        )
-        kept = chosen.kept if self.weights.affinity else None
-        return Choice(chosen.row, chosen.costs, kept, chosen.stayed, attainable=chosen.attainable)
-
-    def _weights_for(self, block_size: int, prefill_rate: float) -> Weights:
-        """Return the weights, `decode` for a block and `slack` in tokens."""
-        own, seconds = self.weights, self._slack_seconds
-        slack = own.slack if seconds is None else seconds * prefill_rate
-        known_size, known_slack, scaled = self._scaled
-        if block_size != known_size or slack != known_slack:
-            scaled = own._replace(decode=own.decode * block_size, slack=slack)
+        _, prompt_tokens, hits, loads, usable, block_size, prefill_rate, chance = candidates
+        weights, seconds = self.weights, self._slack_seconds
+        slack = weights.slack if seconds is None else seconds * prefill_rate
+        size_before, slack_before, scaled = self._scaled
+        if block_size != size_before or slack != slack_before:
+            scaled = weights._replace(decode=weights.decode * block_size, slack=slack)
             self._scaled = (block_size, slack, scaled)
-        return scaled
+        costs = _ZERO * len(usable)
+        row, kept, stayed, attainable = _choose(
+            prompt_tokens, hits, loads, usable, scaled, chance, costs
+        )
+        return Choice(row, costs, kept if weights.affinity else None, stayed, "", attainable)
 
 
 class RoundRobin:
@@ -108,3 +288,159 @@ def make_policy(policy: Policy | str) -> Policy:
     if policy == RoundRobin.name:
         return RoundRobin()
     raise ConfigurationError(f"policy is {policy!r}; the names are: {', '.join(POLICIES)}")
+
+
+class Candidate(NamedTuple):
+    """One rank at the time of a decision.
+
+    Attributes:
+        rank: the rank.
+        cost: the request's cost there, in the policy's unit; None if it counts no costs.
+        tokens: tokens of the prompt that the request would find cached.
+        by_tier: those on the "device", the "host", and further away ("storage").
+        load: its load.
+        live: whether its events are up to date; if not, its blocks do not count.
+        usable: whether the filters let it be chosen.
+    """
+
+    rank: Rank
+    cost: float | None
+    tokens: int
+    by_tier: dict[str, int]
+    load: Load
+    live: bool
+    usable: bool
+
+
+class Decision:
+    """The rank for one request, the tokens it will find cached, and why this rank.
+
+    Attributes:
+        rank: where to send the request.
+        policy: the name of the policy that chose.
+        prompt_tokens: tokens of the prompt.
+        tokens: those that the rank will find cached, never the last one.
+        predicted_tokens: of `tokens`, those that no event has confirmed yet: they were sent there a
+            moment ago (`Router(predict=...)`). 0 without `predict`.
+        reads_cache: whether the engine will read its cache, by the router's caller. If not, no rank
+            counts as holding anything.
+
+    Thread safety: immutable.
+    """
+
+    __slots__ = (
+        "_candidates",
+        "_choice",
+        "_live",
+        "policy",
+        "predicted_tokens",
+        "prompt_tokens",
+        "rank",
+        "reads_cache",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        policy: str,
+        candidates: Candidates,
+        choice: Choice,
+        live: bytes,
+        confirmed: Hits,
+        reads_cache: bool,
+    ) -> None:
+        row = choice.row
+        self.policy = policy
+        self.rank = candidates.ranks[row]
+        self.prompt_tokens = candidates.prompt_tokens
+        self.tokens = candidates.hits.tokens[row]
+        self.predicted_tokens = self.tokens - confirmed.tokens[row]
+        self.reads_cache = reads_cache
+        self._candidates = candidates  # with loads that do not change any more
+        self._choice = choice
+        self._live = live
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the rank has to prefill."""
+        return self.prompt_tokens - self.tokens
+
+    @property
+    def work_ahead(self) -> float:
+        """Tokens that the rank prefills before the first token: the queued ones, and these."""
+        return self._candidates.loads.queued[self._choice.row] + self.new_tokens
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, in which the load is counted."""
+        return self._candidates.block_size
+
+    @property
+    def attainable(self) -> int:
+        """The most tokens that any candidate would find cached. O(ranks) at most."""
+        if self._choice.attainable is not None:
+            return self._choice.attainable
+        return max(compress(self._candidates.hits.tokens, self._candidates.usable))
+
+    @property
+    def cost(self) -> float | None:
+        """What the request costs on this rank; None if the policy counts no costs."""
+        return self._candidate(self._choice.row).cost
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """The tokens that the rank holds on its "device", on the "host", in "storage"."""
+        return self._candidate(self._choice.row).by_tier
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Every rank at the time of the decision, the cheapest first. O(ranks × log ranks)."""
+        candidates = map(self._candidate, range(len(self._candidates.ranks)))
+        return sorted(candidates, key=lambda c: (not c.usable, c.cost or 0.0, c.rank))
+
+    @property
+    def reason(self) -> str:
+        """Why this rank, in words."""
+        choice = self._choice
+        if choice.why or not len(choice.costs):
+            return f"{self.rank}: {choice.why or f'the policy {self.policy!r} chose it'}"
+        load = self._candidate(choice.row).load
+        held = f"it holds {self.tokens} of {self.prompt_tokens} tokens"
+        if not self.reads_cache:
+            held = f"the engine reads no cache for these {self.prompt_tokens} tokens"
+        return (
+            f"{self.rank} costs least of {self._compared()}: {held}, {load.queued_tokens} wait for "
+            f"prefill there, and {load.open_requests} requests are open"
+        )
+
+    def _compared(self) -> str:
+        """Return the ranks that the choice was among, in words."""
+        choice, usable = self._choice, _ranks(sum(map(bool, self._candidates.usable)))
+        if choice.kept is None:
+            return usable
+        if choice.stayed:
+            return f"the {_ranks(choice.kept)} that hold enough of the prompt"
+        if choice.kept:
+            return f"{usable}; those that hold enough of the prompt are too far behind"
+        return f"{usable}, none of which holds enough of the prompt to be preferred"
+
+    def _candidate(self, row: int) -> Candidate:
+        ranks, _, hits, loads, usable, *_ = self._candidates
+        costs = self._choice.costs
+        device, host, tokens = hits.device[row], hits.host[row], hits.tokens[row]
+        return Candidate(
+            rank=ranks[row],
+            cost=float(costs[row]) if len(costs) else None,
+            tokens=tokens,
+            by_tier={"device": device, "host": host - device, "storage": tokens - host},
+            load=Load(int(loads.queued[row]), int(loads.open[row]), int(loads.decode[row])),
+            live=bool(self._live[row]),
+            usable=bool(usable[row]),
+        )
+
+    def __repr__(self) -> str:
+        return f"<Decision for {self.rank}: {self.tokens} of {self.prompt_tokens} tokens held>"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

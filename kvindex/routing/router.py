@@ -8,28 +8,31 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvindex.index import ExtraKeys, Hits, Lora, Match, TokenIds
-from kvindex.routing.bookings import Booking, Bookings, Stage
-from kvindex.routing.candidates import Candidates, Choice, Policy
-from kvindex.routing.decision import Decision
-from kvindex.routing.eligible import Eligible
-from kvindex.routing.filters import Asked, Filter
-from kvindex.routing.fleet import Fleet, Source, Standing
-from kvindex.routing.funnel import Funnel
-from kvindex.routing.loads import Load, LoadBoard, LoadColumns, LocalLoadBoard, gauge_until
-from kvindex.routing.policies import make_policy
-from kvindex.routing.predictions import Predictions, Prompt
-from kvindex.routing.prefill_rate import PrefillRate
+from kvindex.routing.bookings import OTHER_ROUTER, Booking, Bookings
+from kvindex.routing.filters import Eligible, Filter
+from kvindex.routing.fleet import (
+    GAUGE_LIFE,
+    Fleet,
+    Load,
+    LoadBoard,
+    LocalLoadBoard,
+    RoutedRequest,
+    Source,
+    Standing,
+    ask,
+    look,
+)
+from kvindex.routing.policies import Candidates, Choice, Decision, Policy, make_policy
+from kvindex.routing.predictions import Predictions
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.forks import Fork, prepare_forks
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
 __all__ = ["Router"]
-
 
 _BLOCK_SIZE = 16  # tokens, until some rank has stored a block
 _MOST_HELD = 5.0  # seconds; no call holds the lock for longer than its filters and policy take
@@ -49,23 +52,20 @@ class Router:
     requests of one moment to one rank.
 
     The default policy, "kvindex", chooses the rank with the least sum of three times the tokens to
-    prefill, those that wait for prefill there, and 256 for each open request. Tokens to prefill
-    count still more while every rank has a backlog, and on a rank that was given more of them
-    lately than others (see `Weights`).
+    prefill, those that wait for prefill there, and 256 for each open request (see `Weights`).
 
     A rank that is not live counts as one that holds nothing; it may still be chosen (see
     `OnlyLive`). One whose publisher is not connected is chosen only if there is no other: its
-    engine is probably down. A prompt's last token never counts as held, since the engine computes
-    it.
+    engine is probably down. A prompt's last token never counts as held: the engine computes it.
 
     Args:
         source: a `Client`, a `Replica`, or an `Index`.
         policy: a policy, or the name of one of `POLICIES`.
         filters: decide which ranks may be chosen; all must agree.
         loads: stores the load; a `LocalLoadBoard` by default.
-        predict: seconds after its first token for which a prompt counts as held by the rank that
-            it was sent to, before an event reports it; None: never. It helps bursts of requests
-            with one prefix. Such tokens are `Decision.predicted_tokens`.
+        predict: seconds after its first token for which a prompt counts as held by its rank before
+            an event reports it (`Decision.predicted_tokens`); None: never. It helps bursts of
+            requests with one prefix.
         expires_after: seconds without news of a booking after which its load is released.
         model: the model's name in statistics.
         clock: returns monotonic seconds.
@@ -75,9 +75,10 @@ class Router:
         ConfigurationError: a value that cannot work.
 
     Thread safety: every method may be called from any thread; one lock guards the load. No call
-    waits for anything else, so asyncio code calls them directly. A signal handler or a finalizer
-    may end bookings, but must not choose: an index cannot be asked in the middle of its change. A
-    forked child has a router of its own, with the load as it was at the fork.
+    waits for anything else, so asyncio code calls them directly. A router and its bookings must not
+    be used in signal handlers and finalizers, which may come in the middle of a call. An interrupt
+    (Ctrl-C) at any moment leaves no lock held and no booking half made. A forked child has a router
+    of its own, with the load as it was at the fork.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index
@@ -110,33 +111,20 @@ class Router:
             raise ConfigurationError(f"expires_after is {expires_after!r}; it must be over 0 s")
         if predict is not None and not predict > 0:
             raise ConfigurationError(f"predict is {predict!r}; it must be over 0 s, or None")
-        self._fleet = Fleet(source)
-        self._arranged: tuple[Rank, ...] | None = None  # the ranks that the other parts know of
         self.policy = make_policy(policy)
         self.model = model
-        self._eligible = Eligible(tuple(filters))
-        self._clock = clock
-        self._random = random.Random(seed).random
-        self._lock = threading.RLock()
+        self._source = source
+        self._fleet = Fleet()
+        self._eligible = Eligible(filters)
         self._loads = LocalLoadBoard() if loads is None else loads
-        self._bookings = Bookings(
-            self._loads,
-            self._lock,
-            clock,
-            expires_after,
-            self._on_first_token,
-            self._on_ending,
-            self._on_end,
-        )
-        self._rate = PrefillRate()
-        prepare_forks(self, Router._prepare_fork)
-        self._funnel = Funnel()
         self._predictions = None if predict is None else Predictions(predict)
-        self._decisions = 0
-        self._old_gauges = 0
+        self._lock = threading.RLock()
+        self._clock = clock
+        self._bookings = Bookings(self._loads, self._predictions, self._lock, clock, expires_after)
+        self._random = random.Random(seed).random
         self._block_size = _BLOCK_SIZE
-
-    # Choosing --------------------------------------------------------------------------------
+        self._decisions = self._old_gauges = 0
+        prepare_forks(self, Router._prepare_fork)
 
     def select(
         self,
@@ -170,9 +158,11 @@ class Router:
 
         Complexity: that of `Index.match`, and O(ranks) in native code.
         """
-        seen = self._look(Prompt(token_ids, lora, salt, extra_keys, reads_cache))
+        request = RoutedRequest(token_ids, lora, salt, extra_keys, reads_cache, ranks, labels)
+        standing, match = ask(self._source, request)
         with self._lock:
-            return self._decide(seen, ranks, labels or {}, self.policy)[0]
+            fleet, now = self._refresh(standing)
+            return self._decide(request, match, fleet, now)
 
     def reserve(
         self,
@@ -194,9 +184,12 @@ class Router:
         Raises: as `select`, and
             DuplicateBookingError: an open booking has this id.
         """
-        seen = self._look(Prompt(token_ids, lora, salt, extra_keys, reads_cache))
+        request = RoutedRequest(token_ids, lora, salt, extra_keys, reads_cache, ranks, labels)
+        standing, match = ask(self._source, request)
         with self._lock:
-            return self._book(request_id, seen, ranks, labels or {}, self.policy)
+            fleet, now = self._refresh(standing)
+            decision = self._decide(request, match, fleet, now)
+            return self._bookings.book(request_id, decision, request, now)
 
     def place(
         self,
@@ -216,11 +209,15 @@ class Router:
         Args and Raises: as `reserve`, and
             UnknownRankError: the rank is not known, or a worker's name stands for several.
         """
-        seen = self._look(Prompt(token_ids, lora, salt, extra_keys, reads_cache))
+        request = RoutedRequest(token_ids, lora, salt, extra_keys, reads_cache)
+        standing, match = ask(self._source, request)
         with self._lock:
-            self._refresh(self._clock(), seen.standing)
-            one = self._fleet.ranks[self._fleet.row(rank)]
-            return self._book(request_id, seen, [one], {}, _Placed())
+            fleet, now = self._refresh(standing)
+            hits, confirmed = self._hits(request, match, fleet)
+            candidates = self._candidates(len(token_ids), hits, fleet, now)
+            placed = _placed("placed", rank, candidates, fleet, confirmed, reads_cache)
+            self._decisions += 1
+            return self._bookings.book(request_id, placed, request, now)
 
     def book(
         self,
@@ -248,14 +245,13 @@ class Router:
         if not 0 <= new_tokens <= prompt_tokens:
             raise ConfigurationError(f"{new_tokens} of {prompt_tokens} tokens cannot be new")
         with self._lock:
-            now = self._clock()
-            self._refresh(now, self._fleet.standing())
-            ranks, row = self._fleet.ranks, self._fleet.row(rank)
-            usable, tokens = bytearray(len(ranks)), array("q", bytes(8 * len(ranks)))
-            usable[row], tokens[row] = 1, prompt_tokens - new_tokens
+            fleet, now = self._refresh(look(self._source))
+            tokens = array("q", bytes(8 * len(fleet.ranks)))
+            tokens[fleet.row(rank)] = prompt_tokens - new_tokens
             hits = Hits(tokens, tokens, tokens, tokens)
-            decision, queued = self._choose(prompt_tokens, hits, usable, _Told(), now)
-            return self._bookings.book(request_id, decision, self._block_size, queued, now)
+            candidates = self._candidates(prompt_tokens, hits, fleet, now)
+            placed = _placed(OTHER_ROUTER, rank, candidates, fleet, hits, reads_cache=True)
+            return self._bookings.book(request_id, placed, None, now)
 
     def booking(self, request_id: str) -> Booking:
         """Return an open booking by its request id.
@@ -267,107 +263,49 @@ class Router:
             self._bookings.expire(self._clock())
             return self._bookings.get(request_id)
 
-    def _look(self, prompt: Prompt) -> _Seen:
-        """Ask the index, without the lock: first the streams' states, then the blocks."""
-        self._fleet.check_open()
-        standing = self._fleet.standing()
-        return _Seen(prompt, standing, prompt.ask(self._fleet.index))
-
-    def _book(
-        self,
-        request_id: str | None,
-        seen: _Seen,
-        ranks: Iterable[RankName] | RankName | None,
-        labels: Mapping[str, str],
-        policy: Policy,
-    ) -> Booking:
-        decision, queued, now = self._decide(seen, ranks, labels, policy)
-        booking = self._bookings.book(request_id, decision, self._block_size, queued, now)
-        if self._predictions is not None:
-            try:
-                self._predictions.send(booking, seen.prompt, self._block_size)
-            except BaseException:  # no caller gets the booking, so none would end it
-                booking.cancel()
-                raise
-        return booking
-
-    def _decide(
-        self,
-        seen: _Seen,
-        ranks: Iterable[RankName] | RankName | None,
-        labels: Mapping[str, str],
-        policy: Policy,
-    ) -> tuple[Decision, float, float]:
-        """Return the decision, the tokens that are queued on its rank before it, and the time."""
-        now = self._clock()
-        self._refresh(now, seen.standing)
-        prompt, fleet = seen.prompt, self._fleet
-        # A rank's blocks count if it is live, and if the engine will read its cache.
-        counts = fleet.live if prompt.reads_cache else bytes(len(fleet.ranks))
-        hits = confirmed = seen.match.hits(fleet.rows, counts)
-        self._block_size = next(filter(None, hits.block_size), self._block_size)
-        if self._predictions is not None:
-            hits = self._predictions.added_to(confirmed, prompt, fleet.rows, counts)
-        length, loads = len(prompt.token_ids), self._loads.columns(now)
-        asked = Asked(fleet.ranks, fleet.live, loads, length, prompt.lora, labels)
-        if not isinstance(ranks, (str, Rank, list, NoneType)):
-            ranks = [*ranks]  # it may be read twice
-        wanted = None if ranks is None else fleet.mask(ranks)
-        placed = isinstance(policy, _Placed)
-        usable = self._eligible.rows(asked, wanted, fleet.connected, placed=placed)
-        if fleet.ranks is not asked.ranks:  # a filter called the router when ranks had changed
-            return self._decide(seen, ranks, labels, policy)
-        decision, queued = self._choose(
-            length, hits, usable, policy, now, confirmed, reads_cache=prompt.reads_cache
-        )
+    def _decide(self, request: RoutedRequest, match: Match, fleet: Fleet, now: float) -> Decision:
+        """Let the policy choose among the eligible ranks."""
+        hits, confirmed = self._hits(request, match, fleet)
+        candidates = self._candidates(len(request.token_ids), hits, fleet, now)
+        eligible, usable = self._eligible, candidates.usable
+        is_narrowed = request.ranks is not None or eligible.filters or eligible.drained
+        if is_narrowed or fleet.connected is not None or not usable:
+            usable = eligible.rows(request, fleet, candidates.loads)
+            candidates = candidates._replace(usable=usable)
+        choice = self.policy.choose(candidates)
+        name = self.policy.name
+        if not (0 <= choice.row < len(usable) and usable[choice.row]):
+            raise ConfigurationError(f"policy {name!r} chose row {choice.row}, which is not usable")
         self._decisions += 1
-        return decision, queued, now
+        return Decision(name, candidates, choice, fleet.live, confirmed, request.reads_cache)
 
-    def _choose(
-        self,
-        prompt_tokens: int,
-        hits: Hits,
-        usable: bytearray,
-        policy: Policy,
-        now: float,
-        confirmed: Hits | None = None,
-        *,
-        reads_cache: bool = True,
-    ) -> tuple[Decision, float]:
-        """Let the policy choose; return the decision, and the tokens queued on its rank."""
-        loads, fleet = self._loads.columns(now), self._fleet
-        candidates = Candidates(
+    def _hits(self, request: RoutedRequest, match: Match, fleet: Fleet) -> tuple[Hits, Hits]:
+        """Return the ranks' hits, with predicted tokens and without."""
+        # A rank's blocks count if it is live, and if the engine will read its cache.
+        counts = fleet.live if request.reads_cache else bytes(len(fleet.ranks))
+        confirmed = match.hits(fleet.rows, counts)
+        self._block_size = next(filter(None, confirmed.block_size), self._block_size)
+        if self._predictions is None:
+            return confirmed, confirmed
+        return self._predictions.added_to(confirmed, request, fleet.rows, counts), confirmed
+
+    def _candidates(self, prompt_tokens: int, hits: Hits, fleet: Fleet, now: float) -> Candidates:
+        """Return all ranks as candidates; a decision keeps them to show them later."""
+        return Candidates(
             fleet.ranks,
             prompt_tokens,
             hits,
-            # A decision shows these later, all but the last.
-            LoadColumns(loads.queued[:], loads.open[:], loads.decode[:], loads.given),
-            usable,
+            self._loads.columns(now).kept(),
+            b"\1" * len(fleet.ranks),
             self._block_size,
-            self._rate.tokens_per_second,
+            self._bookings.rate.tokens_per_second,
             self._random(),
         )
-        choice = policy.choose(candidates)
-        row = choice.row
-        if not (0 <= row < len(fleet.ranks) and usable[row]):
-            raise ConfigurationError(f"policy {policy.name!r} chose row {row}, which is not usable")
-        predicted = 0 if confirmed is None else hits.tokens[row] - confirmed.tokens[row]
-        decision = Decision(
-            policy.name,
-            candidates,
-            choice,
-            fleet.live,
-            predicted_tokens=predicted,
-            reads_cache=reads_cache,
-        )
-        return decision, loads.queued[row]
-
-    # What is known of the ranks -----------------------------------------------------------------
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """The ranks that are known, sorted; drained ones too."""
-        return self._fleet.index.ranks
+        return look(self._source).index.ranks
 
     @property
     def drained(self) -> frozenset[Rank]:
@@ -381,8 +319,8 @@ class Router:
             UnknownRankError: it is not known.
         """
         with self._lock:
-            ranks = self._fleet.named([rank])
-            self._eligible.drained |= ranks
+            fleet, _ = self._refresh(look(self._source))
+            self._eligible.drained = self._eligible.drained.union(fleet.named(rank))
 
     def undrain(self, rank: RankName) -> None:
         """Give a rank (or all ranks of a worker) requests again.
@@ -391,8 +329,8 @@ class Router:
             UnknownRankError: it is not known.
         """
         with self._lock:
-            ranks = self._fleet.named([rank])
-            self._eligible.drained -= ranks
+            fleet, _ = self._refresh(look(self._source))
+            self._eligible.drained = self._eligible.drained.difference(fleet.named(rank))
 
     def report(
         self,
@@ -421,13 +359,14 @@ class Router:
         for gauge in (queued_tokens, open_requests):
             if gauge is not None and not 0 <= gauge < math.inf:
                 raise ConfigurationError(f"a gauge is {gauge!r}; it must be a number from 0")
+        if not age >= 0.0:
+            raise ConfigurationError(f"age is {age!r}; it must be 0 seconds or more")
         with self._lock:
-            now = self._clock()
-            self._refresh(now, self._fleet.standing())
-            until = gauge_until(age, now)
-            one = self._fleet.ranks[self._fleet.row(rank)]
-            if now < until:
-                self._loads.report(one, queued_tokens, open_requests, until)
+            fleet, now = self._refresh(look(self._source))
+            row = fleet.row(rank)
+            if age < GAUGE_LIFE:
+                until = now + GAUGE_LIFE - age
+                self._loads.report(fleet.ranks[row], queued_tokens, open_requests, until)
             else:
                 self._old_gauges += 1
 
@@ -438,9 +377,8 @@ class Router:
             UnknownRankError: the rank is not known, or a worker's name stands for several.
         """
         with self._lock:
-            now = self._clock()
-            self._refresh(now, self._fleet.standing())
-            return self._loads.load(self._fleet.ranks[self._fleet.row(rank)], now)
+            fleet, now = self._refresh(look(self._source))
+            return self._loads.load(fleet.ranks[fleet.row(rank)], now)
 
     def statistics(self) -> dict[str, Any]:
         """Return every counter as plain JSON-ready values.
@@ -453,8 +391,8 @@ class Router:
         answers go wrong, or "".
         """
         with self._lock:
-            now = self._clock()
-            self._refresh(now, self._fleet.standing())
+            fleet, now = self._refresh(look(self._source))
+            funnel = self._bookings.funnel
             return {
                 "model": self.model,
                 "policy": self.policy.name,
@@ -462,53 +400,30 @@ class Router:
                 "bookings": self._bookings.statistics(),
                 "refused": dict(self._eligible.refused),
                 "old_gauges": self._old_gauges,
-                "prefill_rate": self._rate.tokens_per_second,
-                "funnel": self._funnel.statistics(),
+                "prefill_rate": self._bookings.rate.tokens_per_second,
+                "funnel": funnel.statistics(),
                 "predictions": self._predictions.statistics() if self._predictions else {},
                 "ranks": {
                     str(rank): {
                         **self._loads.load(rank, now)._asdict(),
                         "drained": rank in self._eligible.drained,
-                        "funnel": self._funnel.statistics(rank),
-                        "suspicion": self._funnel.suspicion(rank),
+                        "funnel": funnel.statistics(rank),
+                        "suspicion": funnel.suspicion(rank),
                     }
-                    for rank in self._fleet.ranks
+                    for rank in fleet.ranks
                 },
             }
 
-    def _refresh(self, now: float, standing: Standing | None) -> None:
-        """Follow the ranks that come, go, and change their state; end what has expired."""
-        self._fleet.follow(standing)
-        ranks = self._fleet.ranks
-        if ranks is not self._arranged:
-            self._loads.arrange(ranks)
-            known = frozenset(ranks)
-            self._eligible.drained &= known
-            self._funnel.keep(ranks)
-            if self._predictions is not None:
-                self._predictions.keep(ranks)
-            self._arranged = ranks  # last: an interrupted update is done again
+    def _refresh(self, standing: Standing) -> tuple[Fleet, float]:
+        """Follow the ranks, end what has expired, and return the fleet with the time."""
+        now, fleet = self._clock(), self._fleet.follow(standing)
+        if fleet is not self._fleet:
+            if fleet.ranks is not self._fleet.ranks:
+                self._bookings.arrange(fleet.ranks)
+                self._eligible.drained = self._eligible.drained.intersection(fleet.ranks)
+            self._fleet = fleet  # last: an interrupted update is done again
         self._bookings.expire(now)
-        if self._predictions is not None:
-            self._predictions.expire(now)
-
-    # Bookings' news -----------------------------------------------------------------------------
-
-    def _on_first_token(self, booking: Booking, seconds: float) -> None:
-        self._rate.measure(booking.work_ahead, seconds)
-        if self._predictions is not None:
-            self._predictions.confirm(booking, self._clock())
-
-    def _on_ending(self, booking: Booking) -> None:
-        if self._predictions is not None:
-            self._predictions.end(booking, self._clock())
-
-    def _on_end(self, booking: Booking, cached_tokens: int | None) -> None:
-        decision = booking.decision
-        if booking.stage is not Stage.FINISHED or decision.policy == _Told.name:
-            return
-        if decision.reads_cache:  # else no cache could help; engines do not count it either
-            self._funnel.count(decision, cached_tokens)
+        return fleet, now
 
     def _prepare_fork(self, fork: Fork) -> None:
         """Keep the lock free and the load whole in a forked child, whoever held the lock."""
@@ -521,30 +436,15 @@ class Router:
         )
 
 
-class _Seen(NamedTuple):
-    """A prompt with the ranks' match and states, at one moment.
-
-    Attributes:
-        prompt: the prompt.
-        standing: the streams' states before the index was asked; None: they are not followed.
-        match: the ranks' match of it.
-    """
-
-    prompt: Prompt
-    standing: Standing | None
-    match: Match
-
-
-class _Placed:
-    """The policy of a request whose rank was chosen elsewhere: the only usable row."""
-
-    name = "placed"
-
-    def choose(self, candidates: Candidates) -> Choice:
-        return Choice(candidates.rows()[0], why="it was placed there")
-
-
-class _Told(_Placed):
-    """The same for a request of another router, which counts it in its own funnel."""
-
-    name = "told"
+def _placed(
+    policy: str,
+    rank: RankName,
+    candidates: Candidates,
+    fleet: Fleet,
+    confirmed: Hits,
+    reads_cache: bool,
+) -> Decision:
+    """Return the decision for a rank that was chosen elsewhere: the only usable one."""
+    choice = Choice(fleet.row(rank), why="it was placed there")
+    candidates = candidates._replace(usable=fleet.mask(rank))
+    return Decision(policy, candidates, choice, fleet.live, confirmed, reads_cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["field_against_cache"]
+__all__ = ["field_against_cache", "reads_cache"]
 
 
 def field_against_cache(body: Mapping[str, Any]) -> str:
@@ -31,3 +31,19 @@ def field_against_cache(body: Mapping[str, Any]) -> str:
     if "messages" in body:
         return "echo" if body.get("top_logprobs", 0) is not None else ""
     return "echo with logprobs" if body.get("logprobs") is not None else ""
+
+
+def reads_cache(body: Mapping[str, Any]) -> bool:
+    """Return whether the engine reads its cache for an OpenAI request, by the request's body.
+
+    vLLM does not where it must return the log probabilities of the prompt's own tokens: with
+    `prompt_logprobs`, with `echo` and `logprobs` in a completion, with `echo` in a chat (unless its
+    `top_logprobs` is null). Nor does SGLang, with `echo` and `logprobs`.
+
+    Examples:
+        >>> reads_cache({"prompt": "Once upon a time", "logprobs": 1})
+        True
+        >>> reads_cache({"prompt": "Once upon a time", "prompt_logprobs": 0})
+        False
+    """
+    return not field_against_cache(body)

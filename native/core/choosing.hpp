@@ -1,7 +1,7 @@
 // The arithmetic of cost policies: from columns of what ranks hold and have to do to the cheapest.
 //
-// The Python twin, `choose_in_python` in kvindex/routing/choosing.py, says what everything means.
-// Both do the same operations in the same order, so they give the same bits.
+// The Python twin, `choose_in_python` in kvindex/routing/policies.py, says what everything means.
+// Both do the same operations in the same order.
 #pragma once
 
 #include <cstddef>

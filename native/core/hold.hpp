@@ -9,6 +9,7 @@ namespace kvindex {
 class Hold {
  public:
   static constexpr size_t kBlocks = 1024;  // that others wait for at most, or as much other work
+  static constexpr size_t kTokens = 256;  // hashing so many takes as long as placing a block
 
   virtual ~Hold() = default;
 

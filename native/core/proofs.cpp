@@ -13,7 +13,6 @@ constexpr size_t kMostSteps = 1 << 17;
 constexpr size_t kMostStepBytes = 1 << 26;
 constexpr uint32_t kMostUnit = 8192;
 constexpr size_t kMostSaltBytes = 255;
-constexpr uint32_t kTokensPerBlock = 256;
 constexpr uint64_t kLooksAStep = 4;
 
 // Pickles as Python writes them (protocol 5, one frame), of the few shapes that vLLM hashes.
@@ -155,7 +154,7 @@ bool Proofs::chain(const Batch& batch, const Event& event, uint32_t unit,
     steps.push_back({hash, parent, {}, salt.given});
     parent = steps.back().key();
     salt = {};
-    hold.did(1 + unit / kTokensPerBlock);
+    hold.did(1 + unit / Hold::kTokens);
   }
   looks_ = std::min(looks_ + kLooksAStep * steps.size(), kLooks);
   return true;

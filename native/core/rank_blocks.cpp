@@ -22,7 +22,6 @@ const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredName
 
 namespace {
 
-constexpr size_t kTokensPerBlock = 256;  // hashing so many takes as long as placing a block
 constexpr size_t kMostScratch = 65'536;  // blocks of an event whose scratch is kept for the next
 
 // CPython's hash(()) on 64-bit machines: SGLang 0.4.8-0.5.0 names the root so.
@@ -328,7 +327,7 @@ void RankBlocks::store_whole(const Batch& batch, const Event& event, OwnerId own
     for (uint32_t start = 0; start < event.block_size; start += unit) {
       contents.push_back(unit_digest(batch, event, block, start, unit, extra, shared_.keys));
     }
-    hold.did(event.block_size / unit + event.block_size / kTokensPerBlock);
+    hold.did(event.block_size / unit + event.block_size / Hold::kTokens);
   }
   const RootId root = shared_.tree.enter(unit, event.lookahead, batch.text(event.lora));
   const std::vector<Label>& labels = shared_.scratch.labels;
@@ -535,7 +534,7 @@ bool RankBlocks::store_proven(const Batch& batch, const Event& event, OwnerId ow
     steps[i].content = unit_digest(batch, event, static_cast<uint32_t>(i / scale),
                                    static_cast<uint32_t>(i % scale) * unit, unit, extra,
                                    shared_.keys);
-    hold.did(1 + unit / kTokensPerBlock);
+    hold.did(1 + unit / Hold::kTokens);
   }
   proofs_.keep(steps, unit);
   if (places.empty()) return true;

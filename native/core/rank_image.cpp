@@ -11,7 +11,7 @@ namespace kvindex {
 
 namespace {
 
-constexpr size_t kMostDigits = 640;  // of a LoRA's number: Python reads that many, however it is set
+constexpr size_t kMostLoraDigits = 640;  // of a LoRA's number: Python reads that many, however it is set
 
 void require(bool truth, const char* what) {
   if (!truth) throw ImageError(std::string("the section says what cannot be: ") + what);
@@ -23,7 +23,7 @@ bool is_lora(std::string_view tag) {
   const std::string_view name = tag.substr(1);
   if (tag[0] == 's') return !name.empty() && is_utf8_or_surrogates(name);
   const std::string_view digits = name.substr(name.starts_with('-') ? 1 : 0);
-  return tag[0] == 'i' && !digits.empty() && digits.size() <= kMostDigits && digits[0] != '0' &&
+  return tag[0] == 'i' && !digits.empty() && digits.size() <= kMostLoraDigits && digits[0] != '0' &&
          digits.find_first_not_of("0123456789") == std::string_view::npos;
 }
 

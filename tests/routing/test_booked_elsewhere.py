@@ -32,7 +32,7 @@ def test_the_load_is_that_of_the_router_that_chose(router: Router) -> None:
 
 
 def test_the_funnel_is_of_what_was_decided_here(router: Router) -> None:
-    for _ in range(40):  # those who told of them hear what the engine found
+    for _ in range(40):  # the other router receives the engine's report
         router.book(Rank("a"), 100, 40).finish()
     router.reserve([1] * 40, ranks="a").finish(0)
     statistics = router.statistics()

@@ -1,4 +1,4 @@
-"""The native choice of a rank and its Python twin, side by side: the same bits, whatever is asked.
+"""The native arithmetic of cost policies, and the Python one that explains it, side by side.
 
 Collected only where the native module was built (conftest.py here).
 """
@@ -16,8 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvindex import Hits
-from kvindex.routing.choosing import Chosen, Weights, choose_in_python, choose_natively
-from kvindex.routing.loads import LoadColumns
+from kvindex.routing import LoadColumns, Weights
+from kvindex.routing.policies import choose_in_python
+from kvindex.wire._native import choose as choose_natively
 
 pytestmark = pytest.mark.property
 
@@ -52,13 +53,22 @@ def question(
     )
 
 
-def answers(asked: Question) -> Chosen:
-    told = choose_natively(*asked)
-    expected = choose_in_python(*asked)
-    assert told == expected
-    assert told.costs.tobytes() == expected.costs.tobytes()
-    assert [type(value) for value in told] == [type(value) for value in expected]
-    return told
+class Answered(NamedTuple):
+    """What both answered."""
+
+    row: int
+    kept: int
+    stayed: bool
+    attainable: int
+    costs: list[float]
+
+
+def answers(asked: Question) -> Answered:
+    native, python = (array("d", bytes(8 * len(asked.usable))) for _ in range(2))
+    answer = choose_natively(*asked, native)
+    assert answer == choose_in_python(*asked, python)
+    assert native == python
+    return Answered(*answer, native.tolist())
 
 
 # Few different values, so that many rows cost the same.
@@ -107,10 +117,10 @@ def test_both_choose_the_same_row_at_the_same_cost(asked: Question) -> None:
 @given(st.integers(0, 2**32), st.booleans())
 def test_both_round_alike(seed: int, product: bool) -> None:
     """Numbers with all their digits, so that another order of the operations would show."""
-    some = random.Random(seed)
+    rng = random.Random(seed)
     held = [(7 * row, 9 * row, 11 * row) for row in range(32)]
-    has_to_do = [(some.random(), some.random(), some.random(), 0.0) for _ in held]
-    reals = [some.random() for _ in range(11)]
+    has_to_do = [(rng.random(), rng.random(), rng.random(), 0.0) for _ in held]
+    reals = [rng.random() for _ in range(11)]
     weights = Weights._make([*reals[:7], product, *reals[7:]])
     answers(question(held, has_to_do, b"\1" * 32, weights, prompt_tokens=313))
 
@@ -176,10 +186,10 @@ def test_columns_that_do_not_fit_are_refused(
     broken: Callable[[Any], Question], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        choose_natively(*broken(GOOD))
+        choose_natively(*broken(GOOD), array("d", [0.0] * 2))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_is_chosen_whatever_the_loads_are(bad: float) -> None:
     asked = question([(0, 0, 0)] * 2, [(bad, bad, bad, bad)] * 2, b"\0\1", Weights(decode=0.0))
-    assert choose_natively(*asked).row == 1
+    assert answers(asked).row == 1

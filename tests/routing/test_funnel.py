@@ -63,9 +63,9 @@ def test_what_another_rank_holds_is_attainable_though_not_chosen() -> None:
         (HELD - 10, ""),  # less than a fifth: nothing to worry about
         (None, "does not say how many tokens it found cached"),
         (0, "finds nothing cached"),
-        (BLOCK, "finds less than its events told"),
+        (BLOCK, "finds less than its events reported"),
         (10 * BLOCK, "finds what other ranks hold"),
-        (8 * BLOCK, "finds more than its events told"),
+        (8 * BLOCK, "finds more than its events reported"),
     ],
 )
 def test_a_rank_whose_predictions_go_wrong_is_suspected_with_a_reason(
@@ -78,10 +78,10 @@ def test_a_rank_whose_predictions_go_wrong_is_suspected_with_a_reason(
         assert [booking.rank.worker for booking in (first, second)] == ["a", "b"]
         first.finish(delivered)
         second.finish(10 * BLOCK)
-    found = router.statistics()["ranks"]
-    assert suspicion in found["a/0"]["suspicion"]
-    assert bool(found["a/0"]["suspicion"]) == bool(suspicion)
-    assert found["b/0"]["suspicion"] == ""
+    ranks = router.statistics()["ranks"]
+    assert suspicion in ranks["a/0"]["suspicion"]
+    assert bool(ranks["a/0"]["suspicion"]) == bool(suspicion)
+    assert ranks["b/0"]["suspicion"] == ""
 
 
 def test_a_suspicion_ends_when_the_rank_does_right_again() -> None:

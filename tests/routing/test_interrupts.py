@@ -1,13 +1,10 @@
-"""A router that is cut short: by Ctrl-C, by a signal's handler, by a finalizer that ends bookings.
-
-Python runs these where a function is entered, and where a C function has returned.
-"""
+"""A router that is cut short by Ctrl-C: Python raises it at calls, and where C functions return."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvindex import Rank, routing
-from kvindex.routing import Booking, Load, Router
+from kvindex.routing import Load, Router
 from tests.routing.routing_fleet import PROMPT, Clock, FollowedIndex, fleet, hold
 
 pytestmark = pytest.mark.unit
@@ -64,8 +61,8 @@ CALLS: dict[str, Callable[[Site], object]] = {
 }
 
 
-def at(moment: int, call: Call, act: Call) -> bool:
-    """Make a call, and do something at one of its moments; return whether it came so far."""
+def interrupted(moment: int, call: Call) -> bool:
+    """Make a call, and interrupt it at one of its moments; return whether it came so far."""
     left = moment
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
@@ -78,7 +75,7 @@ def at(moment: int, call: Call, act: Call) -> bool:
         left -= 1
         if left == 0:
             sys.setprofile(None)
-            act()
+            raise KeyboardInterrupt
 
     gc.disable()  # what is raised in a finalizer is not seen
     sys.setprofile(count)
@@ -92,34 +89,11 @@ def at(moment: int, call: Call, act: Call) -> bool:
     return left <= 0
 
 
-def moments(call: Callable[[Site], object], act: Callable[[Site], object]) -> Iterator[Site]:
-    """Yield a site for each moment at which that was done."""
-    for moment in range(1, MOMENTS):
-        site = Site(gauges=moment % 2 == 0)
-        if not at(moment, lambda site=site: call(site), lambda site=site: act(site)):  # type: ignore[misc]
-            return
-        yield site
-    raise AssertionError("the call never came to its end")
-
-
-def interrupt(site: Site) -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_any_moment_leaves_the_load_whole(name: str) -> None:
-    for site in moments(CALLS[name], interrupt):
+    for moment in range(1, MOMENTS):
+        site = Site(gauges=moment % 2 == 0)
+        if not interrupted(moment, lambda site=site: CALLS[name](site)):  # type: ignore[misc]
+            return
         site.check()
-
-
-@pytest.mark.parametrize("ends", [Booking.cancel, Booking.finish, Booking.first_token])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_handler_that_ends_bookings_at_any_moment_leaves_the_load_whole(
-    name: str, ends: Callable[[Booking], None]
-) -> None:
-    def handle(site: Site) -> None:
-        ends(site.booking)
-        ends(site.other)
-
-    for site in moments(CALLS[name], handle):
-        site.check()
+    raise AssertionError("the call never came to its end")

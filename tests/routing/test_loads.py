@@ -8,7 +8,7 @@ import pytest
 
 from kvindex import Rank
 from kvindex.routing import Load, LocalLoadBoard
-from kvindex.routing.prefill_rate import PrefillRate
+from kvindex.routing.funnel import PrefillRate
 
 pytestmark = pytest.mark.unit
 

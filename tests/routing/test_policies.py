@@ -5,20 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from benchmarks.routing.field import POLICIES, make_policy
 from kvindex import Hits, Rank
-from kvindex.routing import (
-    Candidates,
-    Choice,
-    LoadColumns,
-    Weights,
-    choosing,
-)
-from kvindex.routing.choosing import choose_in_python
+from kvindex.routing import Candidates, Choice, CostPolicy, LoadColumns, Weights
+from kvindex.routing.policies import choose_in_python
 
 pytestmark = pytest.mark.unit
 
@@ -156,13 +149,14 @@ def test_two_tier_goes_by_load_only_while_loads_are_far_apart() -> None:
     assert choose("two-tier", candidates([300, 0], opened=[1, 0])).row == 1  # not over 0.3
 
 
-@pytest.mark.parametrize("choose", [choose_in_python, choosing.choose])
-def test_a_load_that_is_no_number_makes_a_rank_the_dearest(choose: Any) -> None:
+def test_a_load_that_is_no_number_makes_a_rank_the_dearest() -> None:
     nan = math.nan  # of a board of somebody's own
     of = candidates([0, 0, 0], opened=[nan, 1, 1], given=[0, nan, 5])  # type: ignore[list-item]
-    weights = Weights(request=256.0)
-    chosen = choose(LENGTH, of.hits, of.loads, of.usable, weights, 0.0)
-    assert (chosen.row, list(chosen.costs)) == (2, [math.inf, 1_256, 1_256])
+    weights, costs = Weights(request=256.0), array("d", [0.0] * 3)
+    choice = CostPolicy("mine", weights).choose(of)
+    assert (choice.row, list(choice.costs)) == (2, [math.inf, 1_256, 1_256])
+    row, *_ = choose_in_python(LENGTH, of.hits, of.loads, of.usable, weights, 0.0, costs)
+    assert (row, costs) == (2, choice.costs)
 
 
 def test_round_robin_takes_turns_among_the_usable() -> None:

@@ -25,12 +25,12 @@ from kvindex import (
     UnknownRankError,
 )
 from kvindex.routing import (
-    Asked,
     Candidates,
     Capacity,
     Choice,
     CostPolicy,
     DuplicateBookingError,
+    FilterRequest,
     Labels,
     Load,
     LoraLoaded,
@@ -432,11 +432,11 @@ def test_a_filter_that_books_under_the_same_id_leaks_no_load() -> None:
         name = "booking"
         books = True
 
-        def keeps(self, asked: Asked) -> Iterable[object]:
+        def keeps(self, request: FilterRequest) -> Iterable[object]:
             if self.books:
                 self.books = False
                 router.book("a/0", 10, 10, request_id="r")
-            return asked.live
+            return request.live
 
     router = Router(fleet({"a": 0}), filters=[Booking()])
     with pytest.raises(DuplicateBookingError):
@@ -631,7 +631,7 @@ def test_a_filter_that_does_not_answer_for_each_rank_is_refused(kept: Any) -> No
     class Wrong:
         name = "wrong"
 
-        def keeps(self, asked: Asked) -> Iterable[object]:
+        def keeps(self, request: FilterRequest) -> Iterable[object]:
             return kept  # type: ignore[no-any-return]
 
     router = Router(fleet({"a": 0, "b": 0}), filters=[Wrong()])
@@ -659,18 +659,19 @@ def test_a_filter_that_calls_the_router_while_ranks_change_mixes_no_rows() -> No
     class Caller:
         name = "caller"
 
-        def keeps(self, asked: Asked) -> Iterable[object]:
-            if B in asked.ranks:
+        def keeps(self, request: FilterRequest) -> Iterable[object]:
+            if B in request.ranks:
                 index.remove(B)
                 hold(index, Rank("0"), 0)
                 assert router.load("a").open_requests == 0
-            return asked.live
+            return request.live
 
     index = fleet({"a": 9, "b": 0})
     router = Router(index, filters=[Caller()])
     decision = router.select(PROMPT, ranks=iter(["a"]))
     assert (decision.rank, decision.tokens) == (A, 9 * BLOCK)
-    assert [one.rank for one in decision.candidates] == [A, Rank("0")]
+    assert [candidate.rank for candidate in decision.candidates] == [A, B]
+    assert router.select(PROMPT, ranks="0").rank == Rank("0")
 
 
 @pytest.mark.parametrize(

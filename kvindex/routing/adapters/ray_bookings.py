@@ -101,7 +101,7 @@ class RequestBookings:
             if not ranks:
                 return
             booking = self._router.reserve(ranks=ranks, **prompt)
-        seconds = booking.work_ahead / self.prefill_rate
+        seconds = booking.decision.work_ahead / self.prefill_rate
         timer = future.get_loop().call_later(seconds, booking.first_token)
         # A chain of calls has one id, and a request that was refused may come back to its replica.
         sent = self._sent.setdefault((replica.replica_id, request_id), deque())
