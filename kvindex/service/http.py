@@ -19,7 +19,7 @@ from kvindex.service.site import Site
 try:
     from uvloop import run as run_loop
 except ImportError:
-    from asyncio import run as run_loop
+    from asyncio import run as run_loop  # type: ignore[assignment]
 
 __all__ = ["HttpServer"]
 

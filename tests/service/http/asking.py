@@ -80,11 +80,11 @@ class Asker:
         path: str,
         *,
         json: Any = None,
-        content: bytes = b"",
+        content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """Return the response to one request."""
-        body = content if json is None else json
+        body = json if json is not None else content or b""
         return asyncio.run(self.answer(request(method, path, body, headers)))
 
     def get(self, path: str) -> tuple[int, Any]:

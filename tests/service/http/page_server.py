@@ -22,7 +22,7 @@ from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, worker_of
 from tests.service.test_fleet_overview import Source, status_of
 
-__all__ = ["MODEL", "ManyRanks", "at_a_port", "paged", "register"]
+__all__ = ["MODEL", "ManyRanks", "at_a_port", "page_of", "paged", "register"]
 
 MODEL = Partition("llama")
 
@@ -66,6 +66,11 @@ class ManyRanks(Source):
 
     def explain(self, token_ids: list[int], **options: Any) -> Any:
         return self.index.explain(token_ids, **options)
+
+
+def page_of(ranks: ManyRanks, **options: Any) -> Page:
+    """Return a page of ranks without a service."""
+    return Page(ranks, **options)  # type: ignore[arg-type]
 
 
 def register(

@@ -29,7 +29,7 @@ from kvindex.service.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.index.index_events import apply, stored
 from tests.live import PATIENCE, caught_up
-from tests.service.http.page_server import MODEL, ManyRanks, at_a_port, paged
+from tests.service.http.page_server import MODEL, ManyRanks, at_a_port, page_of, paged
 from tests.service.http.served import BLOCK, register, serving
 from tests.service.test_fleet_overview import status_of
 
@@ -261,7 +261,7 @@ def shown(page: Page) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[str]:
-    with shown(Page(ManyRanks(512))) as url:
+    with shown(page_of(ManyRanks(512))) as url:
         yield url
 
 
@@ -327,7 +327,7 @@ def test_tiles_are_coloured_by_what_is_asked_for_and_the_legend_says_what_it_mea
     fleet = ManyRanks(64)
     apply(fleet.index, fleet.ranks[0], stored(*range(100)))
     apply(fleet.index, fleet.ranks[1], stored(*range(30)))
-    with shown(Page(fleet)) as url, tab_of(browser, url) as tab:
+    with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
         tab.get_by_label("Colour by").select_option("Blocks")
         for row, shade in enumerate(("h5", "h2", "none")):
             expect(tiles(tab).nth(row)).to_have_class(re.compile(rf"shade {shade}$"))
@@ -351,7 +351,7 @@ def test_equal_reasons_are_told_once_and_so_are_engines_that_were_not_found(
             Rank("vllm-7", n), State.CONNECTING, reason=reason.format(at), endpoint=at
         )
         fleet.index.add(Rank("vllm-7", n))
-    with shown(Page(fleet)) as url, tab_of(browser, url) as tab:
+    with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
         wrong = tab.get_by_role("region", name="What is wrong").get_by_role("listitem")
         expect(wrong).to_have_count(2)
         expect(wrong.first).to_contain_text("http://vllm-99:8000")
@@ -370,7 +370,7 @@ def test_what_was_asked_before_the_page_was_opened_is_drawn_and_read_by_keys(
     browser: Browser,
 ) -> None:
     fleet = ManyRanks(16)
-    page = Page(fleet)
+    page = page_of(fleet)
     now = [time.time() - 300.0]
     page.trends = Trends(Totals(lambda: [fleet.traffic]).asked, clock=lambda: now[0])
     for number in range(60):
@@ -407,7 +407,7 @@ def test_prefixes_of_512_ranks_are_shaded_by_share_say_their_units_and_use_the_h
         if row < 20:
             events.append(stored(*range(900, 906), parent=119))
         fleet.index.apply(rank, EventBatch(ts=0.0, events=[*events]))
-    with shown(Page(fleet)) as url, tab_of(browser, url, "prefixes") as tab:
+    with shown(page_of(fleet)) as url, tab_of(browser, url, "prefixes") as tab:
         cells = tab.get_by_role("treeitem")
         expect(cells).to_have_count(4)
         expect(cells.nth(1)).to_contain_text("5 blocks, 512 ranks")
@@ -424,7 +424,7 @@ def test_prefixes_of_512_ranks_are_shaded_by_share_say_their_units_and_use_the_h
 def test_a_timeline_says_what_it_left_out_and_paints_what_is_not_known(browser: Browser) -> None:
     now = [time.time() - 60]
     timeline = Timeline(most=4, clock=lambda: now[0])
-    page = Page(ManyRanks(0), timeline=timeline)
+    page = page_of(ManyRanks(0), timeline=timeline)
     old, new = Rank("old", 0), Rank("new", 0)
     for rank, states in ((old, "SLSLS"), (new, "LSL")):
         for state in states:
@@ -505,7 +505,7 @@ def test_focus_caret_and_what_was_typed_stay_when_the_fleet_changes(browser: Bro
         fleet.told[Rank("vllm-3", 4)] = status_of(Rank("vllm-3", 4), losses=losses)
         tab.evaluate(READ_AGAIN)
 
-    with shown(Page(fleet)) as url, tab_of(browser, url) as tab:
+    with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
         expect(tab.locator(".pulse.live")).to_be_visible()
         tab.get_by_role("columnheader", name="Losses").get_by_role("button").click()
         rows = tab.locator("tbody tr")
@@ -536,7 +536,7 @@ def test_focus_caret_and_what_was_typed_stay_when_the_fleet_changes(browser: Bro
 
 
 def test_a_view_that_cannot_be_shown_says_so_and_the_others_go_on(browser: Browser) -> None:
-    with shown(Page(ManyRanks(8))) as url, tab_of(browser, url) as tab:
+    with shown(page_of(ManyRanks(8))) as url, tab_of(browser, url) as tab:
         expect(tiles(tab)).to_have_count(8)
         fleet = httpx.get(f"{url}/api/fleet").json()
         told = {**fleet, "totals": None}

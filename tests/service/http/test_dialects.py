@@ -243,7 +243,7 @@ def test_raw_tokens_are_asked_for_in_the_url(fleet: Fleet) -> None:
     for engine in fleet.engines:
         fleet.asker.post("/register", fleet.register(engine))
     fleet.caught_up()
-    raw = {
+    raw: dict[str, Any] = {
         "content": array("I", PROMPT).tobytes(),
         "headers": {"content-type": "application/octet-stream"},
     }

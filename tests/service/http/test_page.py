@@ -28,14 +28,13 @@ from kvindex.service.explaining import TokenizerError, tokenize
 from kvindex.service.guards import Guard, Limits
 from kvindex.service.http import HttpServer
 from kvindex.service.messages import Request, Route, Stream
-from kvindex.service.page import Page
 from kvindex.service.site import Site
 from kvindex.service.timeline import Timeline
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.index.index_events import apply, removed, stored
 from tests.live import PATIENCE, caught_up, until, wait_status, worker_of
 from tests.service.http.asking import Asker
-from tests.service.http.page_server import MODEL, ManyRanks, paged, register
+from tests.service.http.page_server import MODEL, ManyRanks, page_of, paged, register
 from tests.service.test_fleet_overview import A, status_of
 
 pytestmark = pytest.mark.service
@@ -45,7 +44,7 @@ PROMPT = list(range(48))
 
 @pytest.fixture
 def asker() -> Iterator[Asker]:
-    page = Page(ManyRanks(16))
+    page = page_of(ManyRanks(16))
     yield Asker(page.routes)
     page.close()
 
@@ -115,7 +114,7 @@ def test_prefixes_of_one_partition_have_no_totals_of_others() -> None:
 def test_prefixes_of_the_only_partition_have_its_holes_and_the_size_of_the_tree() -> None:
     fleet = ManyRanks(2)
     apply(fleet.index, fleet.ranks[0], stored(0, 1, 2, 3), removed(1, 2))
-    page = Page(fleet)
+    page = page_of(fleet)
     _, found = Asker(page.routes).get(f"/api/prefixes?model={MODEL.model}")
     page.close()
     assert [(node["blocks"], node["ranks"]) for node in found["nodes"]] == [(1, 1), (2, 0), (1, 1)]
@@ -129,7 +128,7 @@ def test_engines_that_were_not_found_are_told(asker: Asker) -> None:
 
 def test_what_was_asked_is_told_over_time_and_by_partition() -> None:
     fleet = ManyRanks(16)
-    page = Page(fleet)
+    page = page_of(fleet)
     fleet.traffic.query(MODEL, 100, 60, 1_000)
     page.look()
     asker = Asker(page.routes)
@@ -150,7 +149,7 @@ def test_what_was_asked_is_told_over_time_and_by_partition() -> None:
 def test_the_timeline_says_since_when_it_has_everything() -> None:
     now = [100.0]
     timeline = Timeline(most=2, clock=lambda: now[0])
-    page = Page(ManyRanks(0), timeline=timeline)
+    page = page_of(ManyRanks(0), timeline=timeline)
     asker = Asker(page.routes)
     timeline.observe(status_of(A))
     assert asker.get("/api/timeline")[1]["since"] == 100.0
@@ -206,10 +205,10 @@ def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> N
             gone = httpx.post(f"{url}/api/explain", json=asked)
             assert gone.status_code == 502
             assert http.url in gone.json()["error"]
-        configured = Page(ManyRanks(1), tokenizer=http.url)
-        gone = Asker(configured.routes).send("POST", "/api/explain", json=asked)
+        configured = page_of(ManyRanks(1), tokenizer=http.url)
+        answer = Asker(configured.routes).send("POST", "/api/explain", json=asked)
         configured.close()
-        assert gone.status_code == 502  # it was asked, though no registration names it
+        assert answer.status_code == 502  # it was asked, though no registration names it
         # An engine that came over HTTP is not asked: who registers could name any address.
         with paged(one, engine=http.url, source="zmq") as (_, client, url):
             assert httpx.post(f"{url}/api/explain", json=asked).status_code == 409
@@ -332,7 +331,7 @@ def test_a_slow_reader_is_cut_off_counted_and_no_error(
 
 
 def test_no_more_streams_are_open_than_allowed() -> None:
-    page = Page(ManyRanks(1), guard=Guard(limits=Limits(streams=1)))
+    page = page_of(ManyRanks(1), guard=Guard(limits=Limits(streams=1)))
     page.streams.open_now = 1
     answer = Asker(page.routes).send("GET", "/events")
     page.close()
