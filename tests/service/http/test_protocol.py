@@ -186,7 +186,8 @@ def test_pipelined_requests_are_answered_in_order_whoever_answers_them(served: S
 
 def test_a_body_may_come_in_chunks_and_in_pieces(served: Served) -> None:
     head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-    pieces = [head, b"3\r\nabc\r\n", b"2\r\nd", b"e\r\n0\r\n", b"\r\n"]
+    trailer = b"content-type: x/y\r\n\r\n"  # which counts for nothing
+    pieces = [head, b"3\r\nabc\r\n", b"2\r\nd", b"e\r\n0\r\n", trailer]
     with served.raw(*pieces) as connection:
         assert responses(connection, 1) == [(200, b"none  5")]
 
@@ -233,6 +234,7 @@ def test_a_body_beyond_the_limit_is_a_413_that_its_sender_sees(
         request = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     with served.raw(request) as connection:
         [(status, answer)] = responses(connection, 1)
+        assert connection.recv(1) == b""
     assert status == 413
     assert b"4096" in answer
     assert served.guard.counters.values()["body"] == before + 1
@@ -323,6 +325,18 @@ def test_a_client_that_reads_what_is_written_piece_by_piece_is_served() -> None:
             connection.check_time(float(second))
             connection.resume_writing()
         assert refused_on(connection, "slow_reader") == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_that_reads_on_is_asked_for_its_body_once() -> None:
+    async def main() -> None:
+        transport = Transport()
+        connection = connection_on(transport)
+        connection.data_received(post(b"/query", b"expect: 100-continue", b"content-length: 3"))
+        connection.pause_writing()
+        connection.resume_writing()
+        assert transport.written == [b"HTTP/1.1 100 Continue\r\n\r\n"]
 
     asyncio.run(main())
 
