@@ -1,4 +1,4 @@
-"""The routes of a `Service`: queries, registrations, and views of what is there.
+"""The routes of a `Service`: queries, registrations, and views of workers and blocks.
 
 Each route stands here once, with its description for `/openapi.json`.
 """
@@ -38,7 +38,7 @@ from kvindex.service.openapi import (
     operation,
     parameter,
 )
-from kvindex.service.outcomes import Outcome, take_outcome
+from kvindex.service.outcomes import Outcome, count_outcome
 from kvindex.service.registering import (
     Peer,
     deregister_peer,
@@ -146,12 +146,12 @@ def _queries(service: Service, by_hash: HashQueries | None) -> list[Route]:
         "The same, by the hashes of blocks", found, *(404, 415, 501), body=_json_of(HashQuery)
     )
     outcome = operation(
-        "Report what became of a request", _DONE, *(404, 415), body=_json_of(Outcome)
+        "Report the cached tokens of a finished request", _DONE, *(404, 415), body=_json_of(Outcome)
     )
     return [
         Route("POST", "/query", partial(answer, service), query),
         Route("POST", "/query_by_hash", by_hash.answer if by_hash else no_hashes, hashes),
-        Route("POST", "/outcomes", partial(take_outcome, service), outcome),
+        Route("POST", "/outcomes", partial(count_outcome, service), outcome),
     ]
 
 
@@ -168,7 +168,7 @@ _DONE: Final = json(objects(status=str))
 class _Changes:
     """Carries registrations out on threads of their own. Owner: the event loop.
 
-    They wait for the subscriber and for names, and no other call may.
+    A registration waits for the subscriber and for DNS; no other request may wait.
     """
 
     def __init__(self, service: Service) -> None:

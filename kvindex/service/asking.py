@@ -1,6 +1,6 @@
 """POST /query: the request in, the answer out.
 
-The dialect is told by the request itself:
+The request itself shows its dialect:
 
 - msgpack with `model` is Mooncake's conductor (C), unless it has `hit_detail`, or the model's
   instances were registered as MindIE does (D);
@@ -147,7 +147,7 @@ def _answer_conductor(service: Service, fields: Mapping[str, Any]) -> Reply:
         return asked
     ranks = service.ranks_of(asked.partition)
     if ranks is None:
-        return conductor.nobody()
+        return conductor.not_registered()
     refusal = _too_many(service, len(asked.token_ids))
     if refusal is not None:
         return packed(refusal)
@@ -173,7 +173,7 @@ def _answer(service: Service, fields: _Fields, tokens: memoryview) -> Reply:
     ranks = service.ranks_of(partition)
     if ranks is None:
         if is_dynamo:
-            return dynamo.nobody(service.catalog, partition)
+            return dynamo.not_registered(service.catalog, partition)
         return json_reply(200, {group: {}})
     if not is_dynamo and fields.instance_id is not None:
         ranks = ranks.only(fields.instance_id)

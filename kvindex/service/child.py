@@ -41,17 +41,17 @@ _ORPHAN_SECONDS: Final = 1  # for open requests, once the parent is gone
 
 
 class NotKnownHereError(Exception):
-    """A partition that the parent may know, since somebody registered a moment ago."""
+    """A partition that may be registered with the parent since a moment ago."""
 
 
 class ReplicaService(Service):
-    """A service that never says of itself that a partition is unknown."""
+    """A service that leaves unknown partitions to the parent."""
 
     def ranks_of(self, partition: Partition) -> Ranks:
         """Return the ranks to answer for.
 
         Raises:
-            NotKnownHereError: nobody is registered for this partition, as far as is known here.
+            NotKnownHereError: no registration of this partition has arrived here.
         """
         ranks = super().ranks_of(partition)
         if ranks is None:
@@ -66,7 +66,7 @@ def child_site(
 
     Args:
         service: answers from the replica.
-        guard: decides who is let in.
+        guard: decides which requests are admitted.
         counters: of COUNTED.
         proxy: passes on.
         names: the paths that requests are counted under.
@@ -146,7 +146,7 @@ class Orders:
 
 
 def main() -> int:
-    """Serve until told to stop, or the parent is gone; return the exit code."""
+    """Serve until the order to stop, or until the parent is gone; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent as well
     pipe = os.fdopen(os.dup(0), "rb")
     line = pipe.readline()

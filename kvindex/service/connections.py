@@ -37,7 +37,7 @@ _STATUS: Final = {
 
 
 class _Incoming:
-    """A request on its way: what is known of it besides its fields."""
+    """A request that is being received or waits, and its state."""
 
     __slots__ = (
         "body",
@@ -62,7 +62,7 @@ class _Incoming:
 
 
 class Connection(asyncio.Protocol):
-    """A connection whose peer cannot hold it for ever. Owner: the event loop.
+    """A connection with bounds on memory and time. Owner: the event loop.
 
     Args:
         site: answers, and has the limits.
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Send no stream any more; whatever else is being answered is done to its end."""
+        """End a stream; another answer is still worked out to its end."""
         self._site.connections.discard(self)
         self._waiting.clear()
         self._writable.set()
@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
             )
 
     def _feed(self, data: bytes) -> None:
-        """Parse bytes, deaf to offers to speak another protocol: Java and curl make them.
+        """Parse bytes, and ignore offers of another protocol (`Upgrade`), which Java and curl make.
 
         The parser would take what follows such a request for that protocol, so the head is parsed
         once more without the offer.
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
                 rest = data[offer.args[0] :]
             method, version = self._parser.get_method(), self._parser.get_http_version()
             if method == b"CONNECT":
-                raise httptools.HttpParserError("there is no way through here")
+                raise httptools.HttpParserError("this is no proxy")
             head = [b"%b %b HTTP/%b\r\n" % (method, self._url, version.encode())]
             head += [b"%b: %b\r\n" % field for field in self._headers if field[0] != b"upgrade"]
             self._parser = httptools.HttpRequestParser(self)
@@ -416,7 +416,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(
                     Refusal(408, "slow_head", f"no whole head within {limits.head_seconds:g} s")
                 )
-            else:  # it never asked anything: browsers open connections in advance
+            else:  # no byte came: browsers open connections in advance
                 self._site.guard.counters.add("slow_head")
                 self.transport.close()
         elif self._body_since is not None and now - self._body_since > limits.body_seconds:

@@ -135,4 +135,4 @@ def _ring(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
     try:
         loop.call_soon_threadsafe(news.set)
     except RuntimeError:
-        pass  # the loop is closed: nobody reads
+        pass  # the loop is closed: there is no reader

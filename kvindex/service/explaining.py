@@ -36,7 +36,7 @@ _MOST_BYTES: Final = 32 << 20  # of an engine's answer: some million tokens
 _WORDS_OF_ERROR: Final = 300
 
 MOST_RANKS: Final = 1_000
-"""Ranks that one answer tells of: those with the longest matches."""
+"""Ranks in one answer: those with the longest matches."""
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Name = Annotated[str, msgspec.Meta(max_length=1_000)]

@@ -134,8 +134,8 @@ class _ServerCollector(Collector):
             "Failed attempts to read or ask a source of workers",
             labels=["source"],
         )
-        for source, told in statistics["discovery"]["sources"].items():
-            failures.add_metric([source], told["failures"])
+        for source, counted in statistics["discovery"]["sources"].items():
+            failures.add_metric([source], counted["failures"])
         yield failures
         processes = statistics["processes"]
         if processes is not None:

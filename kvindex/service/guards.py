@@ -41,7 +41,7 @@ REASONS: Final = (
 )
 """Why requests are refused; each is a counter."""
 
-_MIN_TOKEN = 16  # characters: a guess takes longer than anybody has
+_MIN_TOKEN = 16  # characters: a search takes too long
 _LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::[0-9]{1,5})?")
 _MAX_CACHED = 256
@@ -153,7 +153,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
     @property
     def closes(self) -> bool:
-        """Whether the connection is closed after it, since what follows cannot be told apart."""
+        """Whether the connection is closed after it, since the next request cannot be found."""
         return self.status in (408, 413, 431)
 
 
@@ -171,17 +171,17 @@ def check_tokens(tokens: Iterable[str], source: str) -> tuple[str, ...]:
     Raises:
         ConfigurationError: there is none, or one is short or cannot stand in a header.
     """
-    found = tuple(tokens)
-    if not found:
+    usable = tuple(tokens)
+    if not usable:
         raise ConfigurationError(f"{source} holds no token: write one, on a line of its own")
-    for token in found:
+    for token in usable:
         if len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable():
             raise ConfigurationError(
                 f"{source}: a token has {len(token)} characters; it needs at least {_MIN_TOKEN}, "
                 "all of them printable ASCII: python -c 'import secrets; "
                 "print(secrets.token_urlsafe(32))' makes one"
             )
-    return found
+    return usable
 
 
 class Guard:
@@ -238,7 +238,7 @@ class Guard:
                 host = value
                 hosts += 1
             elif name == b"authorization":
-                authorization = value if authorization is None else b""  # one of two is nobody's
+                authorization = value if authorization is None else b""  # of two, neither counts
             elif name == b"origin":
                 origin = value
         refusal = self._judge(host if hosts == 1 else None, authorization, origin)
@@ -266,10 +266,10 @@ class Guard:
         return None
 
     def _judge_host(self, host: bytes) -> Refusal | None:
-        found = _HOST.fullmatch(host.decode("latin-1"))
-        if found is None:
+        parts = _HOST.fullmatch(host.decode("latin-1"))
+        if parts is None:
             return _NO_HOST
-        name = found[1].lower().rstrip(".")
+        name = parts[1].lower().rstrip(".")
         refusal = None
         if not (self._any_host or self._is_ours(name)):
             refusal = Refusal(

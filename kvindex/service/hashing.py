@@ -1,6 +1,6 @@
 """POST /query_by_hash: a second index, of blocks by the hash of their tokens.
 
-kvindex keeps no tokens, and its own keys are under a secret. So whoever wants to ask by Dynamo's
+kvindex keeps no tokens, and its own keys are under a secret. So a client that asks by Dynamo's
 hashes (XXH3-64, seed 1337, of a block's tokens as little-endian u32) has each block's tokens
 replaced by the two halves of that hash, in an index of its own: a block of any size is one of two
 tokens there, and a row of hashes is a prompt.
@@ -255,7 +255,7 @@ class HashQueries:
         partition = Partition(query.model_name, query.routing_group)
         ranks = self._service.ranks_of(partition)
         if ranks is None:
-            return dynamo.nobody(self._service.catalog, partition)
+            return dynamo.not_registered(self._service.catalog, partition)
         began = time.perf_counter_ns()
         trusts = self._follower.trusts()
         match = self._follower.index.match(

@@ -1,4 +1,4 @@
-"""Requests and answers as plain values: what the server passes to a route, and gets back."""
+"""Requests and answers as plain values, between the server and its routes."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _packer = msgspec.msgpack.Encoder()
 
 
 class Request:
-    """A request whose body has come as a whole.
+    """A request with its whole body.
 
     Attributes:
         method: e.g. "POST".
         path: without the query, and decoded.
-        query: what follows the "?", as it came.
-        target: path and query, as they came.
-        headers: names in lower case, as they came.
-        body: b"" until it has come.
+        query: the bytes behind the "?", as received.
+        target: path and query, as received.
+        headers: in the order received, names in lower case.
+        body: b"" until it has arrived.
         is_bare: whether the answer shows its status only.
     """
 
@@ -136,14 +136,14 @@ class Reply(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """An answer that comes piece by piece.
+    """An answer in pieces.
 
     Attributes:
         pieces: of the body; closed once the client has gone.
         headers: all fields but those about the connection.
         status: the HTTP status code.
         length: bytes of the body, if that is known.
-        is_endless: whether the server's end ends it.
+        is_endless: whether it lasts until the client goes or the server ends.
         send_within: seconds within which the client must read a piece; as `Limits` by default.
         on_cut_off: called if it does not.
     """
@@ -224,6 +224,6 @@ def read_json(request: Request, kind: type[_T]) -> _T:
 
 
 async def in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield what takes long to make, each piece made in a thread."""
+    """Yield pieces that take long to make, each made in a thread."""
     while piece := await asyncio.to_thread(next, pieces, b""):
         yield piece

@@ -1,4 +1,4 @@
-"""GET /openapi.json: what each route takes and answers, as OpenAPI 3.1.
+"""GET /openapi.json: the requests and answers of each route, as OpenAPI 3.1.
 
 Each route has its own description, made by `operation`. A schema in it is a type that msgspec
 reads or writes, or a dictionary where there is no such type.
@@ -179,4 +179,4 @@ def parameter(name: str, said: str = "", of: Any = str, where: str = "query") ->
     return {"name": name, "in": where, "description": said, "schema": of}
 
 
-GROUP: Final = parameter("routing_group", "whose: `default` unless told")
+GROUP: Final = parameter("routing_group", "`default` if not given")

@@ -1,4 +1,4 @@
-"""POST /outcomes: a router reports what became of a finished request, in tokens."""
+"""POST /outcomes: a router reports the cached tokens of a finished request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvindex.service.dialects import dynamo
 from kvindex.service.messages import Reply, Request, json_reply, read_json
 from kvindex.service.service import Service
 
-__all__ = ["Outcome", "take_outcome"]
+__all__ = ["Outcome", "count_outcome"]
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -20,11 +20,11 @@ class Outcome(msgspec.Struct, frozen=True):
     """The body of POST /outcomes: one finished request, in tokens.
 
     Attributes:
-        model_name, routing_group: whose.
+        model_name, routing_group: the partition.
         asked: in its prompt.
         attainable: of these, those that the best rank held when it was routed.
         chosen: those that the chosen rank was expected to find cached.
-        delivered: those that its engine did find; null if it did not say.
+        delivered: those that its engine did find; null if it did not report them.
     """
 
     model_name: str
@@ -45,11 +45,11 @@ class Outcome(msgspec.Struct, frozen=True):
         return Partition(self.model_name, self.routing_group)
 
 
-def take_outcome(service: Service, request: Request) -> Reply:
+def count_outcome(service: Service, request: Request) -> Reply:
     """Count what a router reports, and return the answer."""
     report = read_json(request, Outcome)
     if report.partition not in service.catalog.partitions:
-        return dynamo.nobody(service.catalog, report.partition)
+        return dynamo.not_registered(service.catalog, report.partition)
     service.traffic.outcome(
         report.partition, report.asked, report.attainable, report.chosen, report.delivered
     )

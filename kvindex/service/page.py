@@ -47,7 +47,7 @@ SWEEP: Final = 5.0
 """Seconds between looks at what ranks count while their states stay the same."""
 
 FLEET_FOR: Final = 0.5
-"""Seconds for which one overview of the fleet answers all who ask."""
+"""Seconds for which one overview of the fleet answers all requests."""
 
 MOST_NODES: Final = 5_000
 """Nodes of the radix tree in one answer: about 1 MB."""
@@ -366,7 +366,7 @@ def _route(
     described: Mapping[str, Any],
     method: str = "GET",
 ) -> Route:
-    """Return a route whose refusals are answered in words."""
+    """Return a route whose errors are answered as JSON."""
 
     async def handler(request: Request) -> Reply | Stream:
         try:

@@ -1,10 +1,10 @@
 """POST /register and /unregister in every dialect: a body in, an answer out.
 
-The dialect is told by the request itself: `model_name` is Dynamo (A); msgpack with `hash_profile`
+The request itself shows its dialect: `model_name` is Dynamo (A); msgpack with `hash_profile`
 is Mooncake's conductor (C); `modelname` otherwise is RFC #1403 and MindIE (B and D).
 
 Dynamo's peers are refused here: its indexer copies the blocks of a peer, and then answers for
-workers that nobody registered with it. A new kvindex starts from `GET /snapshot` of another one,
+workers that are not registered with it. A new kvindex starts from `GET /snapshot` of another one,
 and replay verifies that.
 """
 
@@ -34,7 +34,7 @@ from kvindex.wire.errors import EndpointRefusedError, RegistrationError
 __all__ = ["Peer", "deregister_peer", "register", "register_peer", "unregister"]
 
 _MOST_BYTES: Final = 16 << 10
-"""Of a body: what is registered is kept, told to other processes and saved."""
+"""Of a body: a registration is kept, sent to other processes and saved."""
 
 _STATUS: Final = {"conflict": 409, "unknown": 404, "invalid": 400, "room": 503}
 
@@ -102,13 +102,13 @@ def _register(service: Service, fields: Mapping[str, Any], is_packed: bool) -> R
         ours = msgspec.convert(fields, dynamo.DynamoRegister)
         return dynamo.registered(service.registry.register(ours.registration()))
     if is_packed and "hash_profile" in fields:
-        one = conductor.registration(fields)
-        if isinstance(one, Reply):
-            return one
+        registration = conductor.registration(fields)
+        if isinstance(registration, Reply):
+            return registration
     else:
-        one = msgspec.convert(fields, rfc.RfcRegister).registration()
-    service.registry.register(one)
-    return rfc.registered(one)
+        registration = msgspec.convert(fields, rfc.RfcRegister).registration()
+    service.registry.register(registration)
+    return rfc.registered(registration)
 
 
 def _unregister(service: Service, fields: Mapping[str, Any], is_packed: bool) -> Reply:

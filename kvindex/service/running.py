@@ -45,7 +45,7 @@ __all__ = ["Running", "own_directory"]
 
 logger = logging.getLogger(__name__)
 
-_FIRST_LOOK: Final = 1.0  # seconds for sources to tell of workers before requests are answered
+_FIRST_LOOK: Final = 1.0  # seconds for sources to report workers before requests are answered
 _FIRST_ADDED: Final = 60.0  # seconds for those that they named at once to be subscribed to
 _DIRECTORY: Final = "kvindex-serve-"  # how the names of temporary directories begin
 _NEW_SECONDS: Final = 60.0  # for which a directory without a lock counts as new
@@ -199,11 +199,13 @@ class Running:
     def _restore_registrations(self) -> None:
         if self.settings.state is None:
             return
-        for one in read_registrations(self.settings.state):
+        for entry in read_registrations(self.settings.state):
             try:
-                self.service.registry.register(one)
+                self.service.registry.register(entry)
             except KVIndexError as error:
-                logger.warning("%s/%d is not registered again: %s", one.worker, one.dp_rank, error)
+                logger.warning(
+                    "%s/%d is not registered again: %s", entry.worker, entry.dp_rank, error
+                )
 
     def _new_saver(self) -> Saver | None:
         if self.settings.state is None:
@@ -280,27 +282,27 @@ class Running:
 
     # Changes ----------------------------------------------------------------------------------
 
-    def _found(self, found: Found) -> None:
-        labels = dict(found.labels)
+    def _found(self, discovered: Found) -> None:
+        labels = dict(discovered.labels)
         block_size = int(labels.pop(BLOCK_SIZE, 0))
         details: Table = {"labels": labels} if labels else {}
-        engine = found.engine or self.settings.tokenizer
+        engine = discovered.engine or self.settings.tokenizer
         if engine is not None:
             details["engine"] = engine
         self.service.registry.add(
-            found.worker,
-            Partition(found.model or self.settings.model, found.routing_group),
+            discovered.worker,
+            Partition(discovered.model or self.settings.model, discovered.routing_group),
             block_size=block_size,
-            source=found.source,
+            source=discovered.source,
             **details,
         )
 
-    def _lost(self, found: Found) -> None:
-        if not found.is_part:
-            self.service.registry.unregister(found.worker.name)
+    def _lost(self, discovered: Found) -> None:
+        if not discovered.is_part:
+            self.service.registry.unregister(discovered.worker.name)
             return
-        for address in found.worker.publishers():
-            self.service.registry.unregister(found.worker.name, dp_rank=address.dp_rank)
+        for address in discovered.worker.publishers():
+            self.service.registry.unregister(discovered.worker.name, dp_rank=address.dp_rank)
 
     def _is_alive(self, worker: str) -> bool:
         return any(rank.worker == worker for rank in self._client.connected_ranks())
@@ -441,8 +443,8 @@ def _allow_descriptors() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens there."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = addresses[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 Count: TypeAlias = Callable[[str, str, int], None]
 
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_ALIVE: Final = "/health"  # says nothing, so anybody may ask
-_READY: Final = "/ready"  # anybody learns the status code; the reasons are for those let in
+_ALIVE: Final = "/health"  # shows nothing, so every client may ask
+_READY: Final = "/ready"  # the status code is for every client, the reasons for admitted ones
 _FAILED: Final = refused(500, "this request failed: the server's log says how")
 
 
@@ -36,7 +36,7 @@ class Site:
 
     Args:
         routes: each path and method at most once.
-        guard: decides who is let in.
+        guard: decides which requests are admitted.
         count: called with method, route and status code of each request, refused ones too.
         names: the paths that it is called with, others are OTHER; those of `routes` by default.
         otherwise: answers for paths without a route; 404 by default.

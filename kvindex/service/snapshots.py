@@ -40,8 +40,8 @@ def snapshot_route(
 ) -> Route:
     """Return the route `GET /snapshot`, which answers with the file of `Client.save`.
 
-    Those who ask soon after another one, and those who ask while two snapshots are being sent, are
-    sent the newest of these. So nobody waits for a slow reader.
+    A request soon after another one, or while two snapshots are being sent, gets the newest of
+    these. So no client waits for a slow reader.
 
     Args:
         client: whose state it is.

@@ -1,4 +1,4 @@
-"""What a client has not read yet: whether it reads at all, and fast enough."""
+"""Bytes that a client has not read yet: whether it reads, and fast enough."""
 
 from __future__ import annotations
 

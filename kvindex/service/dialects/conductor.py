@@ -14,7 +14,15 @@ from kvindex.service.dialects.dynamo import check_endpoint
 from kvindex.service.messages import MSGPACK, Reply
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["Question", "answer", "nobody", "packed_tokens", "question", "registration", "which"]
+__all__ = [
+    "Question",
+    "answer",
+    "not_registered",
+    "packed_tokens",
+    "question",
+    "registration",
+    "which",
+]
 
 _I32 = 2**31 - 1
 Fault: TypeAlias = "tuple[str, str]"  # reason and message
@@ -121,9 +129,9 @@ def _checked(fields: Mapping[str, Any], checks: Mapping[str, Check]) -> Reply | 
             if needed and not (name == "instance_id" and checks is _QUERY):
                 return _fault("missing", f"{name} is required", name)
             continue
-        found = check(fields[name])
-        if found is not None:
-            return _fault(found[0], f"{name} {found[1]}", name)
+        fault = check(fields[name])
+        if fault is not None:
+            return _fault(fault[0], f"{name} {fault[1]}", name)
     return None
 
 
@@ -209,21 +217,21 @@ def which(fields: Mapping[str, Any]) -> dict[str, Any] | Reply:
     }
 
 
-def nobody() -> Reply:
-    """Return the answer for a model that nobody is registered for."""
+def not_registered() -> Reply:
+    """Return the answer for a model that is not registered."""
     return Reply(200, msgspec.msgpack.encode({"instances": {}}), MSGPACK)
 
 
 def answer(instances: list[tuple[int | str, list[Rank]]], hits: Hits, only: str | None) -> Reply:
     """Return the answer to a query: every rank of every instance, those that hold nothing too."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     row = 0
     for named, ranks in instances:
         end = row + len(ranks)
         if only in (None, str(named)):
-            found[str(named)] = _instance(ranks, hits, slice(row, end))
+            answers[str(named)] = _instance(ranks, hits, slice(row, end))
         row = end
-    return Reply(200, msgspec.msgpack.encode({"instances": found}), MSGPACK)
+    return Reply(200, msgspec.msgpack.encode({"instances": answers}), MSGPACK)
 
 
 def _instance(ranks: list[Rank], hits: Hits, rows: slice) -> dict[str, Any]:

@@ -84,35 +84,37 @@ class RfcUnregister(msgspec.Struct, frozen=True):
         }
 
 
-def registered(one: Registration) -> Reply:
+def registered(entry: Registration) -> Reply:
     """Return the answer to a registration: the same whether it is new or not."""
     return json_reply(
-        200, {"status": "registered successfully", "instance_id": str(one.instance_id)}
+        200, {"status": "registered successfully", "instance_id": str(entry.instance_id)}
     )
 
 
 def unregistered(gone: list[Registration]) -> Reply:
     """Return the answer to an unregistration."""
-    removed = [f"{one.instance_id}|{one.partition.routing_group}|{one.dp_rank}" for one in gone]
+    removed = [
+        f"{entry.instance_id}|{entry.partition.routing_group}|{entry.dp_rank}" for entry in gone
+    ]
     return json_reply(200, {"status": "unregistered successfully", "removed_instances": removed})
 
 
 def services(registrations: Iterable[Registration]) -> dict[str, Any]:
     """Return the answer to GET /services."""
-    found = [
+    services = [
         {
-            "Endpoint": one.endpoint,
-            "ReplayEndpoint": one.replay_endpoint or "",
-            "Type": one.details.get("type", ""),
-            "ModelName": one.partition.model,
-            "LoraName": one.details.get("lora_name", ""),
-            "TenantID": one.partition.routing_group,
-            "InstanceID": str(one.instance_id),
-            "BlockSize": one.block_size,
-            "DPRank": one.dp_rank,
-            "CacheGroup": one.details.get("cache_group"),
-            "HashProfile": one.details.get("hash_profile"),
+            "Endpoint": entry.endpoint,
+            "ReplayEndpoint": entry.replay_endpoint or "",
+            "Type": entry.details.get("type", ""),
+            "ModelName": entry.partition.model,
+            "LoraName": entry.details.get("lora_name", ""),
+            "TenantID": entry.partition.routing_group,
+            "InstanceID": str(entry.instance_id),
+            "BlockSize": entry.block_size,
+            "DPRank": entry.dp_rank,
+            "CacheGroup": entry.details.get("cache_group"),
+            "HashProfile": entry.details.get("hash_profile"),
         }
-        for one in registrations
+        for entry in registrations
     ]
-    return {"count": len(found), "services": found}
+    return {"count": len(services), "services": services}
