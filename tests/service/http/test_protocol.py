@@ -3,142 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-from collections.abc import AsyncGenerator, Awaitable, Iterator
-from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPException
-from typing import Any
+from collections.abc import Iterator
+from http.client import HTTPException
 
 import pytest
 
 pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex.service.connections import Connection
-from kvindex.service.guards import Guard, Limits
-from kvindex.service.http import HttpServer
-from kvindex.service.messages import Handler, Reply, Request, Route, Stream
-from kvindex.service.site import Site
-from kvindex.service.traffic import Traffic
-from tests.live import PATIENCE, until
+from kvindex.service.guards import Limits
+from kvindex.service.messages import Reply, Request
+from tests.live import until
+from tests.service.http.listening import (
+    Listening,
+    Transport,
+    connection_on,
+    listening,
+    post,
+    read_until,
+    responses,
+)
 
 pytestmark = pytest.mark.service
 
 TOKEN = "a-token-of-16-characters"
 
 
-async def later(request: Request) -> Reply | Stream:
-    """Answer after a while: with the path, and how long the body is."""
-    if request.path == "/never":
-        await asyncio.Event().wait()
-    if request.path == "/pieces":
-        return Stream(pieces(int(request.query or 3)), ())
-    if request.path == "/endless":
-        return Stream(endless(), (), is_endless=True)
-    await asyncio.sleep(0)
-    return Reply(200, f"app {request.path} {len(request.body)}".encode(), b"")
-
-
-async def pieces(number: int) -> AsyncGenerator[bytes, None]:
-    for _ in range(number):
-        yield b"piece"
-    if number > 3:
-        raise RuntimeError("this is a bug")
-
-
-async def endless() -> AsyncGenerator[bytes, None]:
-    yield b": hello"
-    await asyncio.Event().wait()
-
-
-def echo(request: Request) -> Reply | Awaitable[Reply | Stream]:
-    body = request.body
-    if body == b"unknown":
-        return later(request)
-    if body == b"broken":
-        raise RuntimeError("this is a bug")
-    if body == b"long":
-        return Reply(200, bytes(1 << 20), b"")
-    kind = request.header(b"content-type") or b"none"
-    return Reply(200, b"%b %b %d" % (kind, request.query, len(body)), b"text/plain")
-
-
-def site_of(guard: Guard, traffic: Traffic | None = None, serve: Handler = echo) -> Site:
-    count = (traffic or Traffic()).request
-    return Site([Route("POST", "/query", serve)], guard, count, otherwise=later)
-
-
-class Served:
-    """A server in a thread."""
-
-    def __init__(self, guard: Guard, **options: Any) -> None:
-        self.traffic = Traffic()
-        self.guard = guard
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.port = listening.getsockname()[1]
-        self.server = HttpServer(site_of(guard, self.traffic), shutdown_within=1.0, **options)
-        self._thread = threading.Thread(target=self.server.run, args=([listening],))
-        self._thread.start()
-
-    def connect(self) -> HTTPConnection:
-        return HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-
-    def raw(self, *parts: bytes) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), PATIENCE)
-        for part in parts:
-            connection.sendall(part)
-        return connection
-
-    def ask(self, body: bytes, path: str = "/query", **headers: str) -> tuple[int, bytes]:
-        connection = self.connect()
-        connection.request("POST", path, body, headers)
-        response = connection.getresponse()
-        answer = response.status, response.read()
-        connection.close()
-        return answer
-
-    def stop(self) -> None:
-        self.server.stop()
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive()
-
-
-@contextmanager
-def serving(**settings: Any) -> Iterator[Served]:
-    served = Served(Guard(**settings))
-    try:
-        yield served
-    finally:
-        served.stop()
-
-
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(limits=Limits(body_bytes=4096)) as served:
+def served() -> Iterator[Listening]:
+    with listening(limits=Limits(body_bytes=4096)) as served:
         yield served
 
 
-def post(path: bytes, *headers: bytes, body: bytes = b"", version: bytes = b"1.1") -> bytes:
-    length = [b"content-length: %d" % len(body)] if body or not headers else []
-    lines = [b"POST %b HTTP/%b" % (path, version), b"host: localhost", *length, *headers]
-    return b"\r\n".join(lines) + b"\r\n\r\n" + body
-
-
-def responses(connection: socket.socket, number: int) -> list[tuple[int, bytes]]:
-    """Read so many responses from one connection."""
-    read = []
-    file = connection.makefile("rb")
-    for _ in range(number):
-        status = int(file.readline().split()[1])
-        length = 0
-        while (line := file.readline()) != b"\r\n":
-            name, _, value = line.lower().partition(b":")
-            length = int(value) if name == b"content-length" else length
-        read.append((status, file.read(length)))
-    return read
-
-
-def test_a_query_is_answered_and_the_connection_is_kept(served: Served) -> None:
+def test_a_query_is_answered_and_the_connection_is_kept(served: Listening) -> None:
     connection = served.connect()
     for size in (3, 4000):
         connection.request("POST", "/query?a=1", bytes(size), {"content-type": "x/y"})
@@ -151,25 +48,25 @@ def test_a_query_is_answered_and_the_connection_is_kept(served: Served) -> None:
     connection.close()
 
 
-def test_a_path_is_served_as_a_whole_and_by_its_methods_alone(served: Served) -> None:
+def test_a_path_is_served_as_a_whole_and_by_its_methods_alone(served: Listening) -> None:
     assert served.ask(b"abc", "/query/") == (200, b"app /query/ 3")
     assert served.ask(b"abc", "/queryx") == (200, b"app /queryx 3")
     with served.raw(b"GET /query HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
         assert responses(connection, 1)[0][0] == 405
 
 
-def test_a_request_may_be_answered_later(served: Served) -> None:
+def test_a_request_may_be_answered_later(served: Listening) -> None:
     assert served.ask(b"unknown") == (200, b"app /query 7")
 
 
-def test_a_query_that_fails_is_a_500_and_the_connection_goes_on(served: Served) -> None:
+def test_a_query_that_fails_is_a_500_and_the_connection_goes_on(served: Listening) -> None:
     with served.raw(post(b"/query", body=b"broken"), post(b"/query", body=b"x")) as connection:
         failed, answered = responses(connection, 2)
     assert failed[0] == 500
     assert answered == (200, b"none  1")
 
 
-def test_pipelined_requests_are_answered_in_order_whoever_answers_them(served: Served) -> None:
+def test_pipelined_requests_are_answered_in_order_whoever_answers_them(served: Listening) -> None:
     asked = [b"/query", b"/a", b"/query", b"/query", b"/b", b"/query"]
     sent = b"".join(post(path, body=b"x" * (n + 1)) for n, path in enumerate(asked))
     with served.raw(sent) as connection:
@@ -184,7 +81,7 @@ def test_pipelined_requests_are_answered_in_order_whoever_answers_them(served: S
     ]
 
 
-def test_a_body_may_come_in_chunks_and_in_pieces(served: Served) -> None:
+def test_a_body_may_come_in_chunks_and_in_pieces(served: Listening) -> None:
     head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     trailer = b"content-type: x/y\r\n\r\n"  # which counts for nothing
     pieces = [head, b"3\r\nabc\r\n", b"2\r\nd", b"e\r\n0\r\n", trailer]
@@ -192,7 +89,7 @@ def test_a_body_may_come_in_chunks_and_in_pieces(served: Served) -> None:
         assert responses(connection, 1) == [(200, b"none  5")]
 
 
-def test_a_client_that_expects_100_gets_it_before_it_sends(served: Served) -> None:
+def test_a_client_that_expects_100_gets_it_before_it_sends(served: Listening) -> None:
     head = post(b"/query", b"expect: 100-continue", b"content-length: 3")
     with served.raw(head) as connection:
         assert connection.recv(1024) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -209,7 +106,7 @@ def test_a_client_that_expects_100_gets_it_before_it_sends(served: Served) -> No
     ],
 )
 def test_a_connection_is_kept_or_closed_as_the_client_asks(
-    served: Served, version: bytes, headers: tuple[bytes, ...], kept: bool
+    served: Listening, version: bytes, headers: tuple[bytes, ...], kept: bool
 ) -> None:
     request = post(b"/query", *headers, b"content-length: 1", body=b"", version=version)
     with served.raw(request + b"x") as connection:
@@ -223,7 +120,7 @@ def test_a_connection_is_kept_or_closed_as_the_client_asks(
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_beyond_the_limit_is_a_413_that_its_sender_sees(
-    served: Served, announced: bool
+    served: Listening, announced: bool
 ) -> None:
     before = served.guard.counters.values()["body"]
     body = bytes(9000)
@@ -240,7 +137,7 @@ def test_a_body_beyond_the_limit_is_a_413_that_its_sender_sees(
     assert served.guard.counters.values()["body"] == before + 1
 
 
-def test_a_body_without_end_is_cut_off(served: Served) -> None:
+def test_a_body_without_end_is_cut_off(served: Listening) -> None:
     head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     with served.raw(head) as connection:
         try:
@@ -249,45 +146,6 @@ def test_a_body_without_end_is_cut_off(served: Served) -> None:
         except OSError:
             return
     raise AssertionError("10 MB were taken")
-
-
-class Transport(asyncio.Transport):
-    """A connection whose client does not read."""
-
-    paused = False
-    closed = False
-    unread = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: list[bytes] = []
-
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
-
-    def write(self, data: bytes) -> None:  # type: ignore[override]
-        self.written.append(data)
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
-
-    def get_write_buffer_size(self) -> int:
-        return self.unread
-
-
-def connection_on(transport: Transport, serve: Handler = echo) -> Connection:
-    """Return a connection of a server on a transport. To be called in an event loop."""
-    connection = Connection(site_of(Guard(), serve=serve))
-    connection.connection_made(transport)
-    return connection
 
 
 def refused_on(connection: Connection, reason: str) -> int:
@@ -363,7 +221,7 @@ def test_a_client_that_does_not_read_gets_no_further_answers() -> None:
 
 
 def test_a_request_that_is_not_admitted_is_refused_and_counted_once() -> None:
-    with serving(tokens=[TOKEN]) as served:
+    with listening(tokens=[TOKEN]) as served:
         status, body = served.ask(b"x")
         assert status == 401
         assert b"token_missing" in body
@@ -378,7 +236,7 @@ def test_a_request_that_is_not_admitted_is_refused_and_counted_once() -> None:
 
 
 def test_who_expects_100_and_is_not_admitted_need_not_send() -> None:
-    with serving(tokens=[TOKEN]) as served:
+    with listening(tokens=[TOKEN]) as served:
         head = post(b"/query", b"expect: 100-continue", b"content-length: 3000000")
         with served.raw(head) as connection:
             assert responses(connection, 1)[0][0] == 401
@@ -386,7 +244,7 @@ def test_who_expects_100_and_is_not_admitted_need_not_send() -> None:
 
 
 def test_a_shutdown_waits_for_the_query_that_is_being_received() -> None:
-    with serving() as served:
+    with listening() as served:
         with served.raw(post(b"/query", b"content-length: 3")) as connection:
             connection.sendall(b"ab")
             until(lambda: len(served.server.site.connections) == 1)
@@ -397,18 +255,18 @@ def test_a_shutdown_waits_for_the_query_that_is_being_received() -> None:
 
 
 def test_a_slow_body_is_a_408() -> None:
-    with serving(limits=Limits(body_seconds=0.1)) as served:
+    with listening(limits=Limits(body_seconds=0.1)) as served:
         with served.raw(post(b"/query", b"content-length: 3")) as connection:
             assert responses(connection, 1)[0][0] == 408
             assert connection.recv(1) == b""
 
 
-def test_garbage_is_a_400(served: Served) -> None:
+def test_garbage_is_a_400(served: Listening) -> None:
     with served.raw(b"POST /query HTTP/1.1\r\nhost localhost\r\n\r\n") as connection:
         assert connection.recv(64).startswith(b"HTTP/1.1 400")
 
 
-def test_a_few_requests_may_wait_on_a_connection_and_no_more(served: Served) -> None:
+def test_a_few_requests_may_wait_on_a_connection_and_no_more(served: Listening) -> None:
     def refused() -> int:
         return served.guard.counters.values()["pipelined"]
 
@@ -440,14 +298,14 @@ def test_many_queries_at_once_are_answered_in_turns() -> None:
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-def test_an_answer_in_pieces_is_whole(served: Served, version: bytes) -> None:
+def test_an_answer_in_pieces_is_whole(served: Listening, version: bytes) -> None:
     with served.raw(b"GET /pieces HTTP/%b\r\nhost: localhost\r\n\r\n" % version) as connection:
         head, _, body = read_until(connection, b"0\r\n\r\n" if version == b"1.1" else None)
     assert b" 200 " in head
     assert body == (b"5\r\npiece\r\n" * 3 + b"0\r\n\r\n" if version == b"1.1" else b"piece" * 3)
 
 
-def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(served: Served) -> None:
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(served: Listening) -> None:
     connection = served.connect()
     connection.request("GET", "/pieces?4")
     with pytest.raises((HTTPException, OSError)):
@@ -455,7 +313,7 @@ def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(served: Served) 
     connection.close()
 
 
-def test_the_head_of_an_answer_comes_without_its_body(served: Served) -> None:
+def test_the_head_of_an_answer_comes_without_its_body(served: Listening) -> None:
     for path in ("/pieces", "/other", "/endless"):
         connection = served.connect()
         for _ in range(2):
@@ -466,7 +324,7 @@ def test_the_head_of_an_answer_comes_without_its_body(served: Served) -> None:
 
 
 def test_a_stream_without_end_is_whole_when_the_server_ends() -> None:
-    with serving() as served:
+    with listening() as served:
         with served.raw(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
             read_until(connection, b": hello\r\n")
             served.server.stop()
@@ -474,7 +332,7 @@ def test_a_stream_without_end_is_whole_when_the_server_ends() -> None:
 
 
 def test_a_client_that_goes_ends_its_stream() -> None:
-    with serving() as served:
+    with listening() as served:
         with served.raw(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
             read_until(connection, b": hello\r\n")
             [held] = served.server.site.connections
@@ -483,15 +341,7 @@ def test_a_client_that_goes_ends_its_stream() -> None:
 
 
 def test_a_kept_connection_that_asks_nothing_is_closed() -> None:
-    with serving(limits=Limits(idle_seconds=0.1)) as served:
+    with listening(limits=Limits(idle_seconds=0.1)) as served:
         with served.raw(post(b"/query", body=b"x")) as connection:
             assert responses(connection, 1) == [(200, b"none  1")]
             assert connection.recv(1) == b""
-
-
-def read_until(connection: socket.socket, end: bytes | None) -> tuple[bytes, bytes, bytes]:
-    """Read up to some bytes, or to the end; return the head, what parts it, and the body."""
-    read = b""
-    while (end is None or not read.endswith(end)) and (piece := connection.recv(1 << 16)):
-        read += piece
-    return read.partition(b"\r\n\r\n") if read.startswith(b"HTTP") else (read, b"", b"")
