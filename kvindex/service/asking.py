@@ -142,7 +142,7 @@ def _answer_map(service: Service, fields: Mapping[str, Any]) -> Reply:
 
 
 def _answer_conductor(service: Service, fields: Mapping[str, Any]) -> Reply:
-    asked = conductor.question(fields)
+    asked = conductor.query(fields)
     if isinstance(asked, Reply):
         return asked
     ranks = service.ranks_of(asked.partition)

@@ -38,7 +38,7 @@ from kvindex.service.openapi import COUNT, GROUP, json, media, objects, operatio
 from kvindex.service.overview import Counted, Fleet, overview
 from kvindex.service.service import Service
 from kvindex.service.timeline import Happening, Timeline, parse_id
-from kvindex.service.traffic import ASKED, Totals
+from kvindex.service.traffic import ASKED, AllTraffic
 from kvindex.service.trends import WINDOWS, Trends
 
 __all__ = ["FLEET_FOR", "MOST_NODES", "SWEEP", "Page", "Watched"]
@@ -97,7 +97,7 @@ class Page:
         *,
         tokenizer: str | None = None,
         timeline: Timeline | None = None,
-        traffic: Totals | None = None,
+        traffic: AllTraffic | None = None,
         guard: Guard | None = None,
     ) -> None:
         self._service = service
@@ -105,7 +105,7 @@ class Page:
         self._source: Watched = service.source  # type: ignore[assignment]  # or a test's own
         self._configured = tokenizer
         self.timeline = timeline or Timeline(self._partition)
-        self.trends = Trends((traffic or Totals(lambda: [service.traffic])).asked)
+        self.trends = Trends((traffic or AllTraffic(lambda: [service.traffic])).asked)
         self.streams = StreamCounters()
         self._stop = self._source.on_change(self.timeline.observe)
         self.timeline.begin(self._source.statuses().values())

@@ -37,7 +37,7 @@ from kvindex.service.settings import ConfigFile, ServeSettings, Table
 from kvindex.service.site import Site
 from kvindex.service.snapshots import snapshot_route
 from kvindex.service.state import Saver, fetch_snapshot, read_registrations
-from kvindex.service.traffic import Totals, Traffic
+from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.workers import BLOCK_SIZE
 from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Found, Source
 
@@ -122,7 +122,7 @@ class Running:
             self._page = Page(
                 self.service,
                 tokenizer=settings.tokenizer,
-                traffic=Totals(self._traffic),
+                traffic=AllTraffic(self._traffic),
                 guard=self._guard,
             )
             opened.callback(self._page.close)
@@ -229,7 +229,7 @@ class Running:
     def _new_routes(self) -> list[Route]:
         exposition = Exposition(
             self.service,
-            Totals(self._traffic),
+            AllTraffic(self._traffic),
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )

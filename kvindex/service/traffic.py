@@ -14,7 +14,7 @@ from typing import Final
 from kvindex.service.catalog import Partition
 from kvindex.service.metrics import BUCKETS, Outcomes, Queries, Requests, SeriesLabels
 
-__all__ = ["ASKED", "OTHER", "Rows", "Totals", "Traffic"]
+__all__ = ["ASKED", "OTHER", "AllTraffic", "Rows", "Traffic"]
 
 OTHER: Final = "(other)"
 """Stands for methods and paths without a route, and for names without room."""
@@ -24,7 +24,7 @@ ASKED: Final = (
     *("requests", "asked", "attainable", "chosen"),
     *("reported", "delivered"),
 )
-"""What `Totals.asked` counts: queries, with their tokens, those that the best rank held, and the
+"""Columns of `AllTraffic.asked`: queries, with their tokens, those that the best rank held, and the
 time taken; finished requests that routers report, in tokens (see `Traffic.outcome`); and of those
 whose engine reported its cached tokens, the tokens asked and delivered."""
 
@@ -177,7 +177,7 @@ class Traffic:
         return requests
 
     def partitions(self) -> dict[SeriesLabels, list[int]]:
-        """Return the numbers of each partition, for `Totals`."""
+        """Return the numbers of each partition, for `AllTraffic`."""
         return {
             SeriesLabels(*name.split("\0", 1)): numbers
             for name, numbers in self._partitions.rows().items()
@@ -187,7 +187,7 @@ class Traffic:
         return self._partitions.row(f"{partition.model}\0{partition.routing_group}")
 
 
-class Totals:
+class AllTraffic:
     """The requests to all processes of a server, for metrics.
 
     Args:

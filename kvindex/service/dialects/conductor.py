@@ -15,11 +15,11 @@ from kvindex.service.messages import MSGPACK, Reply
 from kvindex.wire.errors import RegistrationError
 
 __all__ = [
-    "Question",
+    "ConductorQuery",
     "answer",
     "not_registered",
     "packed_tokens",
-    "question",
+    "query",
     "registration",
     "which",
 ]
@@ -108,7 +108,7 @@ _REQUIRED = frozenset(
 )
 
 
-class Question(NamedTuple):
+class ConductorQuery(NamedTuple):
     """A query of this dialect."""
 
     partition: Partition
@@ -167,7 +167,7 @@ def little_endian(data: bytes | memoryview) -> memoryview:
     return memoryview(numbers)
 
 
-def question(fields: Mapping[str, Any]) -> Question | Reply:
+def query(fields: Mapping[str, Any]) -> ConductorQuery | Reply:
     """Return what a query's body asks, or why it is refused."""
     refusal = _checked(fields, _QUERY)
     if refusal is not None:
@@ -175,7 +175,7 @@ def question(fields: Mapping[str, Any]) -> Question | Reply:
     tokens = packed_tokens(fields["token_ids"])
     if not isinstance(tokens, memoryview):
         return _fault("invalid_value", tokens[0], "token_ids", tokens[1])
-    return Question(
+    return ConductorQuery(
         Partition(fields["model"], fields.get("tenant_id") or DEFAULT_GROUP),
         tokens,
         fields.get("lora_name") or None,

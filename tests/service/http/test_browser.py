@@ -24,7 +24,7 @@ from kvindex import EventBatch, Rank, State
 from kvindex.service.assets import read_assets
 from kvindex.service.page import Page
 from kvindex.service.timeline import Timeline
-from kvindex.service.traffic import Totals
+from kvindex.service.traffic import AllTraffic
 from kvindex.service.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.index.index_events import apply, stored
@@ -372,7 +372,7 @@ def test_what_was_asked_before_the_page_was_opened_is_drawn_and_read_by_keys(
     fleet = ManyRanks(16)
     page = page_of(fleet)
     now = [time.time() - 300.0]
-    page.trends = Trends(Totals(lambda: [fleet.traffic]).asked, clock=lambda: now[0])
+    page.trends = Trends(AllTraffic(lambda: [fleet.traffic]).asked, clock=lambda: now[0])
     for number in range(60):
         now[0] += 5
         for _ in range(10):

@@ -19,7 +19,7 @@ from kvindex.service.exposition import Exposition
 from kvindex.service.guards import Guard
 from kvindex.service.service import Service
 from kvindex.service.site import Site
-from kvindex.service.traffic import Totals
+from kvindex.service.traffic import AllTraffic
 from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS
 from tests.live import caught_up, client_of
@@ -38,7 +38,7 @@ def exposed() -> str:
     """What a server with one engine exposes, after some requests."""
     with FakeEngine("1", cpu_blocks=10) as engine, client_of() as client:
         service = Service(client)
-        totals = Totals(lambda: [service.traffic])
+        totals = AllTraffic(lambda: [service.traffic])
         guard = Guard()
 
         def statistics() -> dict[str, Any]:

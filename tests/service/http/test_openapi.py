@@ -33,7 +33,7 @@ from kvindex.service.running import Running
 from kvindex.service.service import Service
 from kvindex.service.settings import ServeSettings
 from kvindex.service.snapshots import snapshot_route
-from kvindex.service.traffic import Totals
+from kvindex.service.traffic import AllTraffic
 from kvindex.wire.errors import EndpointRefusedError
 from tests.service.http.asking import Asker
 from tests.service.http.page_server import at_a_port
@@ -79,7 +79,7 @@ def api() -> Iterator[Any]:
         app = app_routes(
             service,
             routes=[snapshot_route(client), *page.routes],
-            metrics=Exposition(service, Totals(lambda: [service.traffic]), statistics).write,
+            metrics=Exposition(service, AllTraffic(lambda: [service.traffic]), statistics).write,
             by_hash=HashQueries(registry, hashes),
         )
         with at_a_port(app) as url:
