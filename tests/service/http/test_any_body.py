@@ -67,13 +67,13 @@ def service() -> Any:
         service = Service(client, Registry(client, dial=dial))
         told: dict[str, dict[str, Any]] = {"1": {}, "2": {"medium_endpoints": {}}}
         for name, details in told.items():
-            one = Registration(
+            first = Registration(
                 instance_id=name,
                 partition=Partition("m" * int(name)),
                 endpoint="tcp://127.0.0.1:9",
                 details=details,
             )
-            service.registry.register(one, trusted=True)
+            service.registry.register(first, trusted=True)
         yield service
 
 

@@ -139,11 +139,11 @@ def test_blocks_have_the_size_that_the_events_tell_where_nobody_told_it(client: 
     ask = Asker(app_routes(service))
     with FakeEngine("1", dp_rank=3) as engine:
         service.registry.add(worker_of(engine), Partition("m"))
-        assert [one["block_size"] for one in ask.get("/workers")[1]] == [0]
+        assert [each["block_size"] for each in ask.get("/workers")[1]] == [0]
         engine.serve(PROMPT)
         caught_up(client, engine)
-        assert [one["block_size"] for one in ask.get("/workers")[1]] == [16]
-        assert [one["BlockSize"] for one in ask.get("/services")[1]["services"]] == [16]
+        assert [each["block_size"] for each in ask.get("/workers")[1]] == [16]
+        assert [each["BlockSize"] for each in ask.get("/services")[1]["services"]] == [16]
 
 
 def test_who_asks_for_an_unknown_model_learns_some_that_are_known(client: Client) -> None:
@@ -159,8 +159,8 @@ def test_who_asks_for_an_unknown_model_learns_some_that_are_known(client: Client
 
 def test_a_worker_that_nobody_registered_is_never_answered_for(client: Client, ask: Asker) -> None:
     with FakeEngine("1") as engine, FakeEngine("2") as other:
-        for one in (engine, other):
-            one.serve(PROMPT)
+        for each in (engine, other):
+            each.serve(PROMPT)
         ask.post("/register", body_of(engine))
         client.add(worker_of(other))
         caught_up(client, engine, other)

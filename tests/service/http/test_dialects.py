@@ -68,11 +68,11 @@ def fleet() -> Iterator[Fleet]:
     name = "vllm-prefill-7"
     with (
         FakeEngine(name) as zero,
-        FakeEngine(name, dp_rank=1) as one,
+        FakeEngine(name, dp_rank=1) as other,
         client_of() as client,
     ):
         zero.serve(PROMPT)
-        yield Fleet([zero, one], client)
+        yield Fleet([zero, other], client)
 
 
 def without_trust(instance: dict[str, Any]) -> dict[str, Any]:
@@ -270,12 +270,12 @@ def test_a_dialect_can_be_forced(fleet: Fleet) -> None:
 
 
 def test_a_rank_that_is_registered_elsewhere_has_moved(fleet: Fleet) -> None:
-    zero, one = fleet.engines
+    zero, other = fleet.engines
     fleet.asker.post("/register", fleet.register(zero))
     caught_up(fleet.client, zero)
-    assert fleet.asker.post("/register", fleet.register(one, dp_rank=0))[0] == 200
+    assert fleet.asker.post("/register", fleet.register(other, dp_rank=0))[0] == 200
     fleet.client.wait_live(PATIENCE)
-    assert [status.endpoint for status in fleet.client.statuses().values()] == [one.endpoint]
+    assert [status.endpoint for status in fleet.client.statuses().values()] == [other.endpoint]
 
 
 def test_a_server_is_ready_once_each_rank_was_live_and_strict_asks_for_now() -> None:
@@ -337,7 +337,7 @@ def test_one_standing_answers_all_who_ask_at_once(monkeypatch: pytest.MonkeyPatc
             for seconds, is_ready in ((0.0, False), (29.0, False), (30.0, True)):
                 now[0] = seconds
                 asked = [pool.submit(service.standing) for _ in range(100)]
-                assert {one.result(PATIENCE).ready for one in asked} == {is_ready}
+                assert {each.result(PATIENCE).ready for each in asked} == {is_ready}
         assert looked == 3
 
 
@@ -372,10 +372,10 @@ def test_a_dump_has_a_line_for_each_rank_and_block(fleet: Fleet) -> None:
     fleet.caught_up()
     lines = fleet.asker.send("GET", "/dump").text.splitlines()
     told = [msgspec.json.decode(line) for line in lines]
-    assert [(one["rank"], one["blocks"]) for one in told if "rank" in one] == [
+    assert [(each["rank"], each["blocks"]) for each in told if "rank" in each] == [
         ("vllm-prefill-7/0", 4),
         ("vllm-prefill-7/1", 0),
     ]
-    assert sorted(one["depth"] for one in told if "depth" in one) == [0, 1, 2, 3]
+    assert sorted(each["depth"] for each in told if "depth" in each) == [0, 1, 2, 3]
     assert len(fleet.asker.send("GET", "/dump?blocks=1").text.splitlines()) == 3
     assert fleet.asker.get("/dump?blocks=-1")[0] == 422

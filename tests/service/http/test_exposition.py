@@ -157,8 +157,8 @@ def asked_for(node: Any, promql: Any) -> tuple[list[tuple[str, set[str]]], set[s
         below = [node.expr]
     selectors: list[tuple[str, set[str]]] = []
     labels: set[str] = set()
-    for one in below:
-        found, grouped = asked_for(one, promql)
+    for each in below:
+        found, grouped = asked_for(each, promql)
         selectors += found
         labels |= grouped
     if isinstance(node, promql.AggregateExpr) and node.modifier is not None:

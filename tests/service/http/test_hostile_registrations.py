@@ -51,13 +51,13 @@ def test_a_client_cannot_move_what_the_operator_named(service: Service) -> None:
     assert (status, "file workers.toml" in said["error"]) == (409, True)
     as_text = {"instance_id": "7", "modelname": "m", "endpoint": EVIL, "block_size": 4}
     assert ask.post("/register", as_text)[0] == 409
-    assert [one.endpoint for one in service.catalog.registrations] == [OURS]
+    assert [each.endpoint for each in service.catalog.registrations] == [OURS]
 
 
 def test_a_client_may_register_what_the_operator_named_as_it_is(service: Service) -> None:
     ask = Asker(app_routes(service))
     assert ask.post("/register", body(OURS))[0] == 200
-    assert [one.source for one in service.catalog.registrations] == ["file workers.toml"]
+    assert [each.source for each in service.catalog.registrations] == ["file workers.toml"]
 
 
 def test_a_client_cannot_unregister_what_the_operator_named(
@@ -67,10 +67,15 @@ def test_a_client_cannot_unregister_what_the_operator_named(
     assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
     assert ask.post("/unregister", {"instance_id": 7, "model_name": "m"})[0] == 409
     for dp_rank, status in ((0, 409), (1, 200)):
-        one = {"instance_id": 7, "model_name": "m", "routing_group": "default", "dp_rank": dp_rank}
-        assert ask.post("/unregister", one)[0] == status
+        rank = {
+            "instance_id": 7,
+            "model_name": "m",
+            "routing_group": "default",
+            "dp_rank": dp_rank,
+        }
+        assert ask.post("/unregister", rank)[0] == status
     assert ask.post("/unregister", {"instance_id": "7"})[0] == 409
-    assert [one.endpoint for one in service.catalog.registrations] == [OURS]
+    assert [each.endpoint for each in service.catalog.registrations] == [OURS]
     assert len(client.ranks) == 1
     service.registry.unregister("7")  # the operator takes it away
     assert not client.ranks
@@ -80,7 +85,7 @@ def test_the_operator_moves_what_a_client_named(service: Service) -> None:
     ask = Asker(app_routes(service))
     assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
     service.registry.add(Worker("7", {1: "tcp://127.0.0.1:3"}), Partition("m"), source="file x")
-    endpoints = {one.dp_rank: one.endpoint for one in service.catalog.registrations}
+    endpoints = {each.dp_rank: each.endpoint for each in service.catalog.registrations}
     assert endpoints == {0: OURS, 1: "tcp://127.0.0.1:3"}
 
 

@@ -136,7 +136,7 @@ def test_the_codes_of_the_guard_are_described_where_they_occur() -> None:
 
 WITHOUT_INPUT = {"/", "/peers", "/services", "/health", "/snapshot", "/api/fleet", "/api/timeline"}
 RUNS = [(*operation, GenerationMode.POSITIVE) for operation in OPERATIONS]
-RUNS += [(*one, GenerationMode.NEGATIVE) for one in OPERATIONS if one[1] not in WITHOUT_INPUT]
+RUNS += [(*each, GenerationMode.NEGATIVE) for each in OPERATIONS if each[1] not in WITHOUT_INPUT]
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), RUNS)

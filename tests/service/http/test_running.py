@@ -61,9 +61,9 @@ def test_directories_of_killed_servers_are_removed_and_no_others(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, new, other = (tmp_path / name for name in ("kvindex-serve-a", "kvindex-serve-b", "x"))
-    for one in (left, new, other):
-        one.mkdir()
-        (one / "http").touch()
+    for each in (left, new, other):
+        each.mkdir()
+        (each / "http").touch()
     with own_directory() as living:
         for old in (left, other, living):
             os.utime(old, (0, 0))

@@ -68,9 +68,9 @@ def alone(served: Served, process: int) -> Iterator[None]:
 
 
 def test_a_killed_child_is_started_again_and_others_answer_meanwhile() -> None:
-    with serving("--processes", 2) as served, engine() as one:
-        register(served, one)
-        one.serve(PROMPT)
+    with serving("--processes", 2) as served, engine() as first:
+        register(served, first)
+        first.serve(PROMPT)
         until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
         before = answering(served, 2)
         os.kill(before[0], signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
     routed = {"model_name": "m", "asked": 12, "attainable": 8, "chosen": 8, "delivered": 4}
     best: list[int] = []  # of each query
 
-    with serving("--processes", 2) as served, engine() as one:
+    with serving("--processes", 2) as served, engine() as first:
 
         def ask() -> int:
             instances = served.post("/query", query).json["instances"]
@@ -114,8 +114,8 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
             points = served.get("/api/traffic?seconds=3600").json["points"]
             return {name: sum(points[name]) for name in expected}
 
-        assert register(served, one).status == 201
-        one.serve(PROMPT)
+        assert register(served, first).status == 201
+        first.serve(PROMPT)
         for pid, more in zip(answering(served, 2), (2, 4), strict=True):
             with alone(served, pid):
                 until(ask, lambda tokens: tokens == len(PROMPT))
@@ -137,9 +137,9 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
 
 
 def test_all_processes_know_of_a_registration_that_was_answered() -> None:
-    with serving("--processes", 2) as served, engine() as one:
+    with serving("--processes", 2) as served, engine() as first:
         answering(served, 2)
-        assert register(served, one).status == 201
+        assert register(served, first).status == 201
         for _ in range(20):
             assert matched(served, PROMPT) >= 0  # not 404, whoever answers
 
@@ -157,9 +157,9 @@ def test_each_process_hears_who_comes_and_who_goes() -> None:
                     until(listed, lambda found: found == set(names))
 
         query = {"token_ids": PROMPT, "model_name": "m"}
-        for one in engines:
-            one.serve(PROMPT)
-            assert register(served, one).status == 201
+        for each in engines:
+            each.serve(PROMPT)
+            assert register(served, each).status == 201
         each_lists("1", "2", "3")
         for instance in (1, 3):
             gone = served.post("/unregister", {"instance_id": instance, "model_name": "m"})
@@ -170,8 +170,8 @@ def test_each_process_hears_who_comes_and_who_goes() -> None:
 
 
 def test_a_kept_connection_carries_queries_and_what_is_passed_on() -> None:
-    with serving("--processes", 2) as served, engine() as one:
-        register(served, one)
+    with serving("--processes", 2) as served, engine() as first:
+        register(served, first)
         kept = served.connection()
         for _ in range(10):
             assert served.ask("GET", "/workers", via=kept).json[0]["instance_id"] == 1
@@ -183,9 +183,9 @@ def test_a_kept_connection_carries_queries_and_what_is_passed_on() -> None:
 
 
 def test_a_snapshot_streams_through_a_child() -> None:
-    with serving("--processes", 2) as served, engine() as one:
-        register(served, one)
-        one.serve(PROMPT)
+    with serving("--processes", 2) as served, engine() as first:
+        register(served, first)
+        first.serve(PROMPT)
         until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
         answer = until(lambda: served.get("/snapshot"), lambda got: got.status == 200)
         assert int(answer.headers["content-length"]) == len(answer.body) > 0
@@ -214,9 +214,9 @@ def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_d
 
         assert asyncio.run(statuses()) == [503] * 4  # the parent is nowhere
         assert counters.values()["passed_on"] == 4
-        one = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
+        entry = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
         service._registry = None  # as with a replica, whose registrations the parent sends
-        service.follow(Catalog([one]))
+        service.follow(Catalog([entry]))
         assert asyncio.run(statuses()) == [200, 200, 400, 200]  # the conductor's has no block_size
         assert counters.values()["passed_on"] == 4
 

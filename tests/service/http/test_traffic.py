@@ -22,13 +22,13 @@ A, B = Partition("a"), Partition("a", "blue")
 
 
 def test_processes_are_added_up_by_name_wherever_each_has_its_rows() -> None:
-    one, other = Traffic(), Traffic()
-    one.request("POST", "/query", 200)
-    one.query(A, 100, 60, 70_000)
+    first, other = Traffic(), Traffic()
+    first.request("POST", "/query", 200)
+    first.query(A, 100, 60, 70_000)
     other.query(B, 10, 0, 10_000_000_000)
     other.query(A, 50, 50, 1_000)
     other.request("POST", "/query", 200)
-    totals = AllTraffic(lambda: [one, other])
+    totals = AllTraffic(lambda: [first, other])
     samples = scraped(RequestCollector(totals.requests, totals.queries))
     assert samples["kvindex_http_requests_total"] == [({"route": "/query", "code": "200"}, 2)]
     tokens = {labels["routing_group"]: n for labels, n in samples["kvindex_query_tokens_total"]}
@@ -56,7 +56,7 @@ def test_a_process_that_is_started_again_goes_on_counting_where_the_dead_one_end
     after.query(A, 4, 4, 1)
     after.request("GET", "/workers", 200)
     totals = AllTraffic(lambda: [after])
-    assert {one.labels: one.tokens for one in totals.queries()} == {
+    assert {each.labels: each.tokens for each in totals.queries()} == {
         SeriesLabels(*A): 5,
         SeriesLabels(*B): 2,
     }
@@ -74,7 +74,7 @@ def test_names_without_room_count_as_others() -> None:
 def test_no_name_of_a_model_breaks_the_metrics(model: str) -> None:
     traffic = Traffic()
     traffic.query(Partition(model), 5, 5, 5)
-    assert [one.tokens for one in AllTraffic(lambda: [traffic]).queries()] == [5]
+    assert [each.tokens for each in AllTraffic(lambda: [traffic]).queries()] == [5]
 
 
 def test_what_routers_report_has_the_stages_of_a_funnel() -> None:
