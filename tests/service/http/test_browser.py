@@ -203,14 +203,14 @@ def test_a_lost_server_is_told_with_how_old_the_picture_is_and_found_again(
 def test_without_engines_the_page_says_how_to_register_one_and_then_shows_it(
     browser: Browser,
 ) -> None:
-    with FakeEngine("7") as one, paged() as (_, _, url), tab_of(browser, url) as tab:
+    with FakeEngine("7") as fake, paged() as (_, _, url), tab_of(browser, url) as tab:
         expect(tab.get_by_role("heading", name="No engines yet")).to_be_visible()
         expect(tab.locator("pre").first).to_contain_text("kvindex serve --worker")
         asked = {
             "instance_id": 7,
             "model_name": "llama",
             "block_size": 16,
-            "endpoint": one.endpoint,
+            "endpoint": fake.endpoint,
         }
         assert httpx.post(f"{url}/register", json=asked).status_code == 201
         expect(tab.get_by_role("option", name="7/0: live")).to_be_visible()
@@ -218,9 +218,9 @@ def test_without_engines_the_page_says_how_to_register_one_and_then_shows_it(
 
 def test_names_from_the_network_are_text(browser: Browser) -> None:
     evil = "<img src=x onerror=document.title='owned'>"
-    with FakeEngine(evil, block_size=16) as one, paged(one) as (_, client, url):
-        one.serve(SHARED)
-        caught_up(client, one)
+    with FakeEngine(evil, block_size=16) as fake, paged(fake) as (_, client, url):
+        fake.serve(SHARED)
+        caught_up(client, fake)
         with tab_of(browser, url) as tab:
             tab.get_by_role("option", name=evil).click()
             expect(tab.get_by_role("complementary")).to_contain_text(evil)
@@ -237,17 +237,17 @@ def test_a_service_that_wants_a_token_shows_its_page_to_who_has_it(
     file.write_text(f"{token}\n")
     with (
         serving("--token-file", file, "--processes", processes) as served,
-        FakeEngine("7", block_size=BLOCK) as one,
+        FakeEngine("7", block_size=BLOCK) as fake,
     ):
         headers = {"authorization": f"Bearer {token}"}
-        assert register(served, one, headers=headers).status == 201
+        assert register(served, fake, headers=headers).status == 201
         url = f"http://127.0.0.1:{served.port}"
         assert served.get("/").status == 401
         credentials: Any = {"username": "", "password": token, "send": "always"}
         with tab_of(browser, url, http_credentials=credentials) as tab:
             expect(tab.locator(".pulse.live")).to_be_visible()
             expect(tab.get_by_role("option", name="7/0: live")).to_be_visible()
-            one.close()
+            fake.close()
             expect(tab.get_by_role("option", name="7/0: connecting")).to_be_visible()
         assert served.end() == 0
 
@@ -312,8 +312,8 @@ def test_the_blocks_of_a_few_ranks_are_written_out_on_their_tiles(browser: Brows
             )
             for n in range(4)
         ]
-        for one in engines:
-            one.serve(list(range(1200)))
+        for each in engines:
+            each.serve(list(range(1200)))
         _, _, url = opened.enter_context(paged(*engines))
         with tab_of(browser, url) as tab:
             expect(tiles(tab).locator(".more")).to_have_text(["300 GPU, 250 CPU"] * 4)
@@ -674,7 +674,7 @@ def test_every_palette_pair_has_a_contrast_of_4_5() -> None:
             assert found >= 4.5, (ink, ground, ("light", "dark")[scheme], found)
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(text: str, behind: str) -> float:
     """Return the contrast of two colours by WCAG 2."""
 
     def luminance(colour: str) -> float:
@@ -684,7 +684,7 @@ def contrast(one: str, other: str) -> float:
         )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    low, high = sorted((luminance(one), luminance(other)))
+    low, high = sorted((luminance(text), luminance(behind)))
     return (high + 0.05) / (low + 0.05)
 
 

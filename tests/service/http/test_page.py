@@ -80,11 +80,11 @@ def test_only_files_of_the_page_are_served(asker: Asker) -> None:
 
 
 def test_the_fleet_is_told_and_its_prefixes_with_who_holds_them() -> None:
-    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
-        one.serve(PROMPT)
-        two.serve(PROMPT[:16])
-        with paged(one, two) as (_, client, url):
-            caught_up(client, one, two)
+    with FakeEngine("a", block_size=16) as fake, FakeEngine("b", block_size=16) as second:
+        fake.serve(PROMPT)
+        second.serve(PROMPT[:16])
+        with paged(fake, second) as (_, client, url):
+            caught_up(client, fake, second)
             fleet = httpx.get(f"{url}/api/fleet").json()
             query = {"model": MODEL.model, "max_nodes": "10"}
             prefixes = httpx.get(f"{url}/api/prefixes", params=query).json()
@@ -99,12 +99,12 @@ def test_the_fleet_is_told_and_its_prefixes_with_who_holds_them() -> None:
 
 
 def test_prefixes_of_one_partition_have_no_totals_of_others() -> None:
-    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
-        one.serve(PROMPT)
-        two.serve([9] * 64)
-        with paged(one) as (page, client, url):
-            register(page._service, two, partition=Partition("qwen"))  # type: ignore[arg-type]
-            caught_up(client, one, two)
+    with FakeEngine("a", block_size=16) as fake, FakeEngine("b", block_size=16) as second:
+        fake.serve(PROMPT)
+        second.serve([9] * 64)
+        with paged(fake) as (page, client, url):
+            register(page._service, second, partition=Partition("qwen"))  # type: ignore[arg-type]
+            caught_up(client, fake, second)
             llama = httpx.get(f"{url}/api/prefixes", params={"model": MODEL.model}).json()
             everybody = httpx.get(f"{url}/api/prefixes").json()
     assert (llama["children"], llama["left_out"], llama["unique_blocks"]) == (1, 0, None)
@@ -172,11 +172,11 @@ def test_numbers_that_cannot_be_are_refused_in_words(asker: Asker, asked: str) -
 
 
 def test_a_prompt_is_explained_for_each_rank_longest_first() -> None:
-    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
-        one.serve(PROMPT[:16])
-        two.serve(PROMPT)
-        with paged(one, two) as (_, client, url):
-            caught_up(client, one, two)
+    with FakeEngine("a", block_size=16) as fake, FakeEngine("b", block_size=16) as second:
+        fake.serve(PROMPT[:16])
+        second.serve(PROMPT)
+        with paged(fake, second) as (_, client, url):
+            caught_up(client, fake, second)
             asked = {"model": MODEL.model, "token_ids": PROMPT}
             found = httpx.post(f"{url}/api/explain", json=asked).json()
     assert [(r["worker"], r["match"]["tokens"], r["ending"]) for r in found["ranks"]] == [
@@ -188,12 +188,12 @@ def test_a_prompt_is_explained_for_each_rank_longest_first() -> None:
 
 
 def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> None:
-    with FakeEngine("a", block_size=4) as one, HttpEngine(one) as http:
+    with FakeEngine("a", block_size=4) as fake, HttpEngine(fake) as http:
         said = {"model": MODEL.model, "prompt": "one two three four five six"}
         tokens = httpx.post(f"{http.url}/tokenize", json=said).json()["tokens"]
-        one.serve(tokens)
-        with paged(one, engine=http.url) as (_, client, url):
-            caught_up(client, one)
+        fake.serve(tokens)
+        with paged(fake, engine=http.url) as (_, client, url):
+            caught_up(client, fake)
             asked = {"model": MODEL.model, "text": said["prompt"]}
             found = httpx.post(f"{url}/api/explain", json=asked).json()
             fleet = httpx.get(f"{url}/api/fleet").json()
@@ -201,7 +201,7 @@ def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> N
         assert found["ranks"][0]["match"]["tokens"] == len(tokens) // 4 * 4
         assert fleet["partitions"][0]["tokenizer"] is True
         http.close()
-        with paged(one, engine=http.url) as (_, client, url):
+        with paged(fake, engine=http.url) as (_, client, url):
             gone = httpx.post(f"{url}/api/explain", json=asked)
             assert gone.status_code == 502
             assert http.url in gone.json()["error"]
@@ -210,7 +210,7 @@ def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> N
         configured.close()
         assert answer.status_code == 502  # it was asked, though no registration names it
         # An engine that came over HTTP is not asked: who registers could name any address.
-        with paged(one, engine=http.url, source="zmq") as (_, client, url):
+        with paged(fake, engine=http.url, source="zmq") as (_, client, url):
             assert httpx.post(f"{url}/api/explain", json=asked).status_code == 409
 
 
@@ -256,15 +256,15 @@ class Events:
 
 
 def test_the_stream_begins_with_the_states_and_tells_that_an_engine_went_away() -> None:
-    with FakeEngine("a") as one:
-        with paged(one) as (page, client, url):
-            caught_up(client, one)
+    with FakeEngine("a") as fake:
+        with paged(fake) as (page, client, url):
+            caught_up(client, fake)
             with httpx.stream("GET", f"{url}/events", timeout=PATIENCE) as response:
                 events = Events(response)
                 first = next(events)
                 assert (first["event"], first["data"]["missed"]) == ("fleet", 0)
                 assert [rank["state"] for rank in first["data"]["ranks"]] == ["live"]
-                one.close()
+                fake.close()
                 lost = next(events)
             assert (lost["event"], lost["data"]["state"]) == ("state", "connecting")
             assert lost["data"]["model"] == MODEL.model
@@ -272,21 +272,21 @@ def test_the_stream_begins_with_the_states_and_tells_that_an_engine_went_away() 
 
 
 def test_a_rank_that_is_added_is_told_with_its_model_from_the_first() -> None:
-    with paged() as (page, client, _), FakeEngine("a") as one:
-        page._service.registry.add(worker_of(one), MODEL)  # type: ignore[attr-defined]
-        caught_up(client, one)
+    with paged() as (page, client, _), FakeEngine("a") as fake:
+        page._service.registry.add(worker_of(fake), MODEL)  # type: ignore[attr-defined]
+        caught_up(client, fake)
         happenings = page.timeline.since(0).happenings
         assert happenings[0].kind == "added"
         assert {happening.model for happening in happenings} == {MODEL.model}
 
 
 def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() -> None:
-    with FakeEngine("a") as one, paged(one) as (page, client, url):
-        one.serve(PROMPT)
-        caught_up(client, one)
+    with FakeEngine("a") as fake, paged(fake) as (page, client, url):
+        fake.serve(PROMPT)
+        caught_up(client, fake)
         last = f"{page.timeline.life}-{page.timeline.position}"
-        one.restart()
-        wait_status(client, one.rank, restarts=1, state=State.LIVE)
+        fake.restart()
+        wait_status(client, fake.rank, restarts=1, state=State.LIVE)
 
         def come_back(event_id: str) -> list[dict[str, Any]]:
             headers = {"Last-Event-ID": event_id}
