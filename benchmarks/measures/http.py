@@ -29,7 +29,7 @@ TWO = "kvindex, 2 processes"
 DYNAMO = ("Dynamo, 1 thread", "Dynamo, 4 threads")
 JSON_BARS = {64: Bar(times=1.5), 512: Bar(times=2.0)}
 RAW_BARS = {64: Bar(times=3.0)}
-_NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
+_NEEDED = ("httptools", "prometheus_client")
 _JSON, _RAW = "JSON", "raw tokens"
 
 

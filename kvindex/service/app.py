@@ -1,38 +1,60 @@
-"""The app: routes over a `Service`. Guards, sockets and processes are others' business."""
+"""The routes of a `Service`: queries, registrations, and views of workers and blocks.
+
+Each route stands here once, with its description for `/openapi.json`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+import msgspec
 
 from kvindex.service.asking import answer
-from kvindex.service.asking_by_hash import HashQueries, no_hashes
 from kvindex.service.dialects import dynamo, rfc
 from kvindex.service.dumping import MOST_BLOCKS, dump
-from kvindex.service.openapi import description
-from kvindex.service.outcomes import take_outcome
-from kvindex.service.peers import peer_routes
-from kvindex.service.registering import register, unregister
-from kvindex.service.replies import Reply, json_reply, refused, text_reply
+from kvindex.service.hashing import HashQueries, HashQuery, no_hashes
+from kvindex.service.messages import (
+    Reply,
+    Request,
+    Route,
+    Stream,
+    in_threads,
+    json_reply,
+    refused,
+    text_reply,
+)
+from kvindex.service.openapi import (
+    COUNT,
+    GROUP,
+    binary,
+    description,
+    json,
+    media,
+    objects,
+    operation,
+    parameter,
+)
+from kvindex.service.outcomes import Outcome, count_outcome
+from kvindex.service.registering import (
+    Peer,
+    deregister_peer,
+    register,
+    register_peer,
+    unregister,
+)
 from kvindex.service.service import Service
 
-__all__ = ["MOST_CHANGES", "build_app"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["MOST_CHANGES", "app_routes"]
 
 MOST_CHANGES: Final = 256
 """Registrations that may be carried out, or wait for that, at once."""
 
 _CHANGERS: Final = 8  # threads that carry them out
+_LIST: Final = (b"content-type", b"application/x-ndjson")
 
 
 class Metrics(Protocol):
@@ -43,175 +65,304 @@ class Metrics(Protocol):
     ) -> tuple[bytes, str]: ...
 
 
-def build_app(
+def app_routes(
     service: Service,
     *,
-    routes: Sequence[BaseRoute] = (),
+    routes: Sequence[Route] = (),
     metrics: Metrics | None = None,
     by_hash: HashQueries | None = None,
-) -> Starlette:
-    """Return the ASGI app that answers for a service.
+) -> list[Route]:
+    """Return the routes that answer for a service.
 
     Args:
         service: the answering service.
-        routes: further ones (the page, `/api/…`, `/events`), which come after its own.
+        routes: further ones (the page, `/api/…`, `/events`), to be described with its own.
         metrics: returns the body of `GET /metrics` and its content type, for all workers or some;
             called in a thread.
-        by_hash: answers `/query_by_hash`; None: there is no such route.
+        by_hash: answers `/query_by_hash`; None: it is refused.
     """
-    endpoints = Endpoints(service, metrics, by_hash)
-    own = [
-        Route("/query", endpoints.query, methods=["POST"]),
-        Route("/register", endpoints.register, methods=["POST"]),
-        Route("/unregister", endpoints.unregister, methods=["POST"]),
-        Route("/outcomes", endpoints.outcomes, methods=["POST"]),
-        Route("/workers", endpoints.workers, methods=["GET"]),
-        Route("/services", endpoints.services, methods=["GET"]),
-        Route("/query_by_hash", endpoints.query_by_hash, methods=["POST"]),
-        Route("/dump", endpoints.dump, methods=["GET"]),
-        Route("/health", endpoints.health, methods=["GET"]),
-        Route("/ready", endpoints.ready, methods=["GET"]),
+    whole = [
+        *_queries(service, by_hash),
+        *_registrations(_Changes(service)),
+        *_views(_Views(service)),
+        *([] if metrics is None else [_metrics(metrics)]),
+        *routes,
     ]
-    if metrics is not None:
-        own.append(Route("/metrics", endpoints.metrics, methods=["GET"]))
-    whole = [*own, *peer_routes(), *routes]
-    paths = [getattr(route, "path", "") for route in whole]
-    described = json_reply(200, description([*paths, "/openapi.json"]))
+    described = operation("This description", json({"type": "object"}))
+    whole.append(Route("GET", "/openapi.json", lambda _: document, described))
+    document = json_reply(200, description(whole))
+    return whole
 
-    async def openapi(request: Request) -> Response:
-        return described.response()
 
-    app = Starlette(
-        routes=[*whole, Route("/openapi.json", openapi, methods=["GET"])],
-        exception_handlers={HTTPException: _bare, ClientDisconnect: _gone},
+# Queries ------------------------------------------------------------------------------------------
+
+_Tokens = list[dynamo.U32]
+
+
+class DynamoQuery(msgspec.Struct):
+    """A query in the words of NVIDIA Dynamo's indexer."""
+
+    token_ids: _Tokens
+    model_name: str
+    routing_group: str = "default"
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+class RfcQuery(msgspec.Struct):
+    """A query in the words of Mooncake's RFC #1403, and of MindIE."""
+
+    token_ids: _Tokens
+    model: str
+    tenant_id: str | None = None
+    instance_id: str | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    hit_detail: Any = None
+
+
+def _queries(service: Service, by_hash: HashQueries | None) -> list[Route]:
+    said = (
+        "A map with the fields of RfcQuery or DynamoQuery, or of a query of Mooncake's conductor "
+        "(`model`, `block_size`, `token_ids`); `token_ids` is an array, or bin with 32-bit "
+        "little-endian integers. The answer is msgpack, too."
     )
-    app.router.redirect_slashes = False
-    return app
+    octets = "Tokens as 32-bit little-endian integers, nothing else."
+    whose = ("model_name", "model", "routing_group", "tenant_id", "lora_name", "cache_salt")
+    found = json({"type": "object"}, "What each instance holds.")
+    either = {**found, "content": {**found["content"], "application/msgpack": {}}}
+    query = operation(
+        "What each instance holds of a prompt",
+        either,
+        *(404, 415),
+        body={
+            "application/json": {"schema": {"anyOf": [DynamoQuery, RfcQuery]}},
+            "application/msgpack": binary(said),
+            "application/octet-stream": binary(octets),
+        },
+        parameters=[parameter(name, "with a body of application/octet-stream") for name in whose],
+    )
+    hashes = operation(
+        "The same, by the hashes of blocks", found, *(404, 415, 501), body=_json_of(HashQuery)
+    )
+    outcome = operation(
+        "Report the cached tokens of a finished request", _DONE, *(404, 415), body=_json_of(Outcome)
+    )
+    return [
+        Route("POST", "/query", partial(answer, service), query),
+        Route("POST", "/query_by_hash", by_hash.answer if by_hash else no_hashes, hashes),
+        Route("POST", "/outcomes", partial(count_outcome, service), outcome),
+    ]
 
 
-class Endpoints:
-    """The handlers of the app's own routes. Owner: the event loop."""
+def _json_of(kind: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": kind}}
 
-    def __init__(
-        self, service: Service, metrics: Metrics | None, by_hash: HashQueries | None
-    ) -> None:
+
+_DONE: Final = json(objects(status=str))
+
+
+# Registrations ------------------------------------------------------------------------------------
+
+
+class _Changes:
+    """Carries registrations out on threads of their own. Owner: the event loop.
+
+    A registration waits for the subscriber and for DNS; no other request may wait.
+    """
+
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._metrics = metrics
-        self._by_hash = by_hash
-        # Threads of their own: they wait for the subscriber and for names, and no other call may.
-        self._changers = ThreadPoolExecutor(_CHANGERS, "kvindex-registering")
+        self._threads = ThreadPoolExecutor(_CHANGERS, "kvindex-registering")
         self._changing = 0
 
-    async def query(self, request: Request) -> Response:
-        """Answer POST /query."""
-        body = await request.body()
-        query_string: bytes = request.scope["query_string"]
-        reply = answer(self._service, body, _content_type(request), query_string)
-        return reply.response()
-
-    async def query_by_hash(self, request: Request) -> Response:
-        """Answer POST /query_by_hash."""
-        by_hash = self._by_hash
-        if by_hash is None:
-            return no_hashes().response()
-        return by_hash.answer(await request.body(), _content_type(request)).response()
-
-    async def register(self, request: Request) -> Response:
-        """Answer POST /register."""
-        return await self._change(register, request)
-
-    async def unregister(self, request: Request) -> Response:
-        """Answer POST /unregister."""
-        return await self._change(unregister, request)
-
-    async def _change(
-        self, change: Callable[[Service, bytes, bytes | None], Reply], request: Request
-    ) -> Response:
-        """Carry a change out in a thread, since it waits for the subscriber's."""
-        body = await request.body()
+    async def carry_out(
+        self, change: Callable[[Service, Request], Reply], request: Request
+    ) -> Reply:
         if self._changing >= MOST_CHANGES:
-            return refused(
-                503, f"{self._changing} registrations are waiting: send it again", "busy"
-            ).response()
+            why = f"{self._changing} registrations are waiting: send it again"
+            return refused(503, why, "busy")
         self._changing += 1
         try:
             loop = asyncio.get_running_loop()
-            kind = _content_type(request)
-            reply = await loop.run_in_executor(self._changers, change, self._service, body, kind)
+            return await loop.run_in_executor(self._threads, change, self._service, request)
         finally:
             self._changing -= 1
-        return reply.response()
 
-    async def services(self, request: Request) -> Response:
-        """Answer GET /services."""
-        shown = await asyncio.to_thread(self._service.shown)
-        return json_reply(200, rfc.services(one for one, _ in shown)).response()
 
-    async def outcomes(self, request: Request) -> Response:
-        """Answer POST /outcomes: a router reports the outcome of a finished request."""
-        body = await request.body()
-        return take_outcome(self._service, body, _content_type(request)).response()
+def _registrations(changes: _Changes) -> list[Route]:
+    done = {**_DONE, "content": {**_DONE["content"], "application/msgpack": {}}}
+    linked = {**done, "links": _links()}
+    registration = operation(
+        "Subscribe to one DP rank of an instance",
+        {"200": linked, "201": linked},
+        *(409, 415),
+        body={
+            "application/json": {"schema": {"anyOf": [dynamo.DynamoRegister, rfc.RfcRegister]}},
+            "application/msgpack": binary(
+                "A map with the same fields, or a service of Mooncake's conductor."
+            ),
+        },
+    )
+    unregistration = operation(
+        "Unsubscribe from an instance or a rank",
+        done,
+        *(404, 409, 415),
+        body={
+            "application/json": {"schema": {"anyOf": [dynamo.DynamoUnregister, rfc.RfcUnregister]}},
+            "application/msgpack": binary(
+                "A map with the same fields; the conductor's has no `modelname`."
+            ),
+        },
+    )
+    refusal, peer = "Refused: there are no peers", _json_of(Peer)
+    no_peers = operation("No peers", json({"type": "array", "maxItems": 0}))
+    return [
+        Route("POST", "/register", partial(changes.carry_out, register), registration),
+        Route("POST", "/unregister", partial(changes.carry_out, unregister), unregistration),
+        Route("GET", "/peers", lambda _: json_reply(200, []), no_peers),
+        Route(
+            "POST", "/register_peer", register_peer, operation(refusal, {}, *(415, 501), body=peer)
+        ),
+        Route(
+            *("POST", "/deregister_peer"),
+            deregister_peer,
+            operation(refusal, {}, *(404, 415), body=peer),
+        ),
+    ]
 
-    async def workers(self, request: Request) -> Response:
-        """Answer GET /workers."""
-        model = request.query_params.get("model_name")
-        group = request.query_params.get("routing_group")
+
+def _links() -> dict[str, Any]:
+    """Return what can be done with an instance once it is registered."""
+    model = "$request.body#/model_name"
+    same = {name: f"$request.body#/{name}" for name in ("instance_id", "model_name")}
+    again = ("instance_id", "model_name", "endpoint", "block_size")
+    return {
+        "query": {
+            "operationId": "post_query",
+            "requestBody": {"model_name": model, "token_ids": [1, 2, 3, 4]},
+        },
+        "unregister": {"operationId": "post_unregister", "requestBody": same},
+        "register": {
+            "operationId": "post_register",
+            "requestBody": {name: f"$request.body#/{name}" for name in again},
+        },
+        "workers": {"operationId": "get_workers", "parameters": {"model_name": model}},
+    }
+
+
+# Views --------------------------------------------------------------------------------------------
+
+
+class _Views:
+    """Shows what is registered, how it stands, and what it holds. Owner: the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def services(self, _: Request) -> Reply:
+        statuses = await asyncio.to_thread(self._service.with_block_sizes)
+        return json_reply(200, rfc.services(registration for registration, _ in statuses))
+
+    async def workers(self, request: Request) -> Reply:
+        asked = request.parameters
+        model, group = (asked.get(name, [None])[-1] for name in ("model_name", "routing_group"))
         statuses = [
-            (one, status)
-            for one, status in await asyncio.to_thread(self._service.shown)
-            if model in (None, one.partition.model) and group in (None, one.partition.routing_group)
+            (registration, status)
+            for registration, status in await asyncio.to_thread(self._service.with_block_sizes)
+            if model in (None, registration.partition.model)
+            and group in (None, registration.partition.routing_group)
         ]
-        return json_reply(200, dynamo.workers(statuses)).response()
+        return json_reply(200, dynamo.workers(statuses))
 
-    async def health(self, request: Request) -> Response:
-        """Answer GET /health: this process runs."""
-        return Reply(200, b"", b"").response()
-
-    async def ready(self, request: Request) -> Response:
-        """Answer GET /ready: whether queries are to be sent here."""
-        strict = request.query_params.get("strict", "") not in ("", "0", "false")
+    async def ready(self, request: Request) -> Reply:
+        strict = request.parameter("strict") not in ("", "0", "false")
         standing = await asyncio.to_thread(self._service.standing)
         is_ready = standing.live if strict else standing.ready
         reasons = {
-            name: {str(rank): why for rank, why in getattr(standing, name).items()}
-            for name in ("waiting", "given_up", "behind")
+            name: {str(of): why for of, why in getattr(standing, name).items()}
+            for name in ("waiting", "given_up", "behind", "missing")
         }
-        told = {
-            "ready": is_ready,
-            "live": standing.live,
-            **reasons,
-            "missing": dict(standing.missing),
-        }
-        return json_reply(200 if is_ready else 503, told).response()
+        shown = {"ready": is_ready, "live": standing.live, **reasons}
+        return json_reply(200 if is_ready else 503, shown)
 
-    async def dump(self, request: Request) -> Response:
-        """Answer GET /dump?blocks=N."""
-        asked = request.query_params.get("blocks", str(MOST_BLOCKS))
+    async def dump(self, request: Request) -> Reply | Stream:
+        asked = request.parameter("blocks", str(MOST_BLOCKS))
         if not (asked.isascii() and asked.isdigit() and len(asked) < 10):
-            return text_reply(422, f"blocks must be 0 or more, not {asked!r:.40}").response()
-        lines = dump(self._service, int(asked))
-        return StreamingResponse(lines, media_type="application/x-ndjson")
-
-    async def metrics(self, request: Request) -> Response:
-        """Answer GET /metrics; `?worker=` (repeatable) and `?ranks=0` make it shorter."""
-        assert self._metrics is not None
-        workers = request.query_params.getlist("worker") or None
-        per_rank = request.query_params.get("ranks", "1") not in ("0", "false")
-        body, content_type = await asyncio.to_thread(self._metrics, workers, per_rank=per_rank)
-        return Reply(200, body, content_type.encode()).response()
+            return text_reply(422, f"blocks must be 0 or more, not {asked!r:.40}")
+        return Stream(in_threads(dump(self._service, int(asked))), (_LIST,))
 
 
-def _content_type(request: Request) -> bytes | None:
-    content_type = request.headers.get("content-type")
-    return None if content_type is None else content_type.encode("latin-1")
+def _views(views: _Views) -> list[Route]:
+    reasons = {"type": "object", "additionalProperties": str}
+    named = dict.fromkeys(("waiting", "given_up", "missing", "behind"), reasons)
+    standing = objects("ready", "live", ready=bool, live=bool, **named)
+    worker = objects(
+        *("instance_id", "status", "model_name", "routing_group"),
+        instance_id={"type": ["integer", "string"]},
+        status={"enum": ["active", "pending", "failed"]},
+        model_name=str,
+        routing_group=str,
+        block_size=COUNT,
+        endpoints={"type": "object", "additionalProperties": str},
+        listeners={"type": "object", "additionalProperties": {"type": "object"}},
+    )
+    services = objects(count=COUNT, services={"type": "array", "items": {"type": "object"}})
+    return [
+        Route(
+            *("GET", "/workers"),
+            views.workers,
+            operation(
+                "The instances and their listeners",
+                json({"type": "array", "items": worker}),
+                parameters=[parameter("model_name"), GROUP],
+            ),
+        ),
+        Route("GET", "/services", views.services, operation("The registrations", json(services))),
+        Route(
+            *("GET", "/health"),
+            lambda _: Reply(200, b"", b""),
+            operation("Whether the process runs", {"description": "It does."}, is_probe=True),
+        ),
+        Route(
+            *("GET", "/ready"),
+            views.ready,
+            operation(
+                "Whether queries are to be sent here; without the token, the code alone",
+                {"200": json(standing, "They are."), "503": json(standing, "They are not.")},
+                403,
+                is_probe=True,
+                parameters=[parameter("strict", "1: only while every rank is live")],
+            ),
+        ),
+        Route(
+            *("GET", "/dump"),
+            views.dump,
+            operation(
+                "Ranks and blocks, as lines of JSON",
+                media("application/x-ndjson", "One line for each rank and block."),
+                422,
+                parameters=[
+                    parameter("blocks", "most blocks of each rank", COUNT | {"maximum": 10**9 - 1})
+                ],
+            ),
+        ),
+    ]
 
 
-async def _bare(request: Request, error: Exception) -> Response:
-    """Answer a request without a route: the code, and no text."""
-    assert isinstance(error, HTTPException)
-    return Response(status_code=error.status_code, headers=error.headers)
+def _metrics(write: Metrics) -> Route:
+    async def metrics(request: Request) -> Reply:
+        workers = request.parameters.get("worker")
+        per_rank = request.parameter("ranks", "1") not in ("0", "false")
+        body, content_type = await asyncio.to_thread(write, workers, per_rank=per_rank)
+        return Reply(200, body, content_type.encode())
 
-
-async def _gone(request: Request, error: Exception) -> Response:
-    """Send no answer: the client has gone, or its body was found too long."""
-    return Response(status_code=400)
+    described = operation(
+        "Metrics for Prometheus",
+        media("text/plain", "As Prometheus reads them."),
+        parameters=[
+            parameter("worker", "only these; repeatable", list[str]),
+            parameter("ranks", "0: no series of single ranks"),
+        ],
+    )
+    return Route("GET", "/metrics", metrics, described)

@@ -1,6 +1,6 @@
-"""POST /query: a body in, an answer out, the same for the short cut and for the app.
+"""POST /query: the request in, the answer out.
 
-The dialect is told by the request itself:
+The request itself shows its dialect:
 
 - msgpack with `model` is Mooncake's conductor (C), unless it has `hit_detail`, or the model's
   instances were registered as MindIE does (D);
@@ -12,33 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import parse_qsl
 
 import msgspec
 
 from kvindex import KVIndexError
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
 from kvindex.service.dialects import conductor, dynamo
-from kvindex.service.queries import QueryError, read_query
-from kvindex.service.replies import (
+from kvindex.service.messages import (
     JSON,
+    MSGPACK_TYPES,
+    UNREADABLE,
     Reply,
+    Request,
     json_reply,
     packed,
     refused,
     text_reply,
 )
+from kvindex.service.queries import QueryError, read_query
 from kvindex.service.service import Ranks, Service
 
-__all__ = ["MSGPACK_TYPES", "UNREADABLE", "answer", "media_type"]
+__all__ = ["answer"]
 
-MSGPACK_TYPES: Final = frozenset(
-    {b"application/msgpack", b"application/x-msgpack", b"application/vnd.msgpack"}
-)
 _OCTETS: Final = b"application/octet-stream"
-
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for a body that it cannot read, too deep a nesting included."""
 
 
 class _Fields(msgspec.Struct, frozen=True, gc=False):
@@ -57,30 +53,14 @@ class _Fields(msgspec.Struct, frozen=True, gc=False):
 _fields = msgspec.json.Decoder(_Fields)
 
 
-def media_type(content_type: bytes | None) -> bytes:
-    """Return the media type of a content-type header field, without parameters."""
-    if content_type == JSON or content_type is None:
-        return content_type or b""
-    return content_type.partition(b";")[0].strip().lower()
-
-
-def answer(
-    service: Service, body: bytes, content_type: bytes | None, query_string: bytes = b""
-) -> Reply:
-    """Return the answer to a query.
-
-    Args:
-        service: what answers.
-        body: of the request.
-        content_type: its header field, None if it is missing.
-        query_string: of the URL; a body of raw tokens has its other fields there.
-    """
-    kind = media_type(content_type)
+def answer(service: Service, request: Request) -> Reply:
+    """Return the answer to a query; raw tokens have their other fields in the URL."""
+    kind, body = request.media_type, request.body
     try:
         if kind == JSON:
             return _answer_json(service, body)
         if kind == _OCTETS:
-            return _answer_octets(service, body, query_string)
+            return _answer_octets(service, request)
         if kind in MSGPACK_TYPES:
             return _answer_msgpack(service, body)
     except KVIndexError as error:  # what `match` refuses
@@ -110,10 +90,11 @@ def _answer_json(service: Service, body: bytes) -> Reply:
 _STATUS: Final = {"malformed": 400, "too_many": 413}
 
 
-def _answer_octets(service: Service, body: bytes, query_string: bytes) -> Reply:
+def _answer_octets(service: Service, request: Request) -> Reply:
+    body = request.body
     if len(body) % 4:
         return text_reply(422, f"the body has {len(body)} bytes, no multiple of 4")
-    named = dict(parse_qsl(query_string.decode("latin-1"), keep_blank_values=True))
+    named = {name: values[-1] for name, values in request.parameters.items()}
     refusal = _too_many(service, len(body) // 4)
     if refusal is not None:
         return refusal
@@ -161,12 +142,12 @@ def _answer_map(service: Service, fields: Mapping[str, Any]) -> Reply:
 
 
 def _answer_conductor(service: Service, fields: Mapping[str, Any]) -> Reply:
-    asked = conductor.question(fields)
+    asked = conductor.query(fields)
     if isinstance(asked, Reply):
         return asked
     ranks = service.ranks_of(asked.partition)
     if ranks is None:
-        return conductor.nobody()
+        return conductor.not_registered()
     refusal = _too_many(service, len(asked.token_ids))
     if refusal is not None:
         return packed(refusal)
@@ -192,7 +173,7 @@ def _answer(service: Service, fields: _Fields, tokens: memoryview) -> Reply:
     ranks = service.ranks_of(partition)
     if ranks is None:
         if is_dynamo:
-            return dynamo.nobody(service.catalog, partition)
+            return dynamo.not_registered(service.catalog, partition)
         return json_reply(200, {group: {}})
     if not is_dynamo and fields.instance_id is not None:
         ranks = ranks.only(fields.instance_id)

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+from functools import partial
 from typing import Final, NamedTuple
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from kvindex.service.messages import Headers, Reply, Request, Route
+from kvindex.service.openapi import media, operation, parameter
 
 __all__ = ["HEADERS", "Asset", "asset_routes", "read_assets"]
 
-HEADERS: Final = {
-    "Content-Security-Policy": (
-        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
+HEADERS: Final[Headers] = (
+    (
+        b"content-security-policy",
+        b"default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
+        b"frame-ancestors 'none'",
     ),
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",  # asked for again each time, and mostly answered by 304
-}
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-cache"),  # asked for again each time, and mostly answered by 304
+)
 """Of the page and of each of its files. Nothing inline runs, and nothing comes from elsewhere."""
 
 _TYPES: Final = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".svg": b"image/svg+xml",
 }
 
 
@@ -36,35 +37,42 @@ class Asset(NamedTuple):
     """One file: its bytes, media type and tag."""
 
     body: bytes
-    media_type: str
-    etag: str
+    media_type: bytes
+    etag: bytes
 
 
 def read_assets() -> dict[str, Asset]:
     """Return the package's static files by their name, e.g. "app.js"."""
-    found = {}
+    assets = {}
     for entry in (importlib.resources.files("kvindex.service") / "static").iterdir():
         media_type = _TYPES.get("." + entry.name.rpartition(".")[2])
         if media_type is not None:
             body = entry.read_bytes()
-            etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
-            found[entry.name] = Asset(body, media_type, etag)
-    return found
+            etag = b'"%b"' % hashlib.sha256(body).hexdigest()[:16].encode()
+            assets[entry.name] = Asset(body, media_type, etag)
+    return assets
 
 
-def asset_routes() -> list[BaseRoute]:
-    """Return the routes of `/` and of each file under `/static/`."""
+def asset_routes() -> list[Route]:
+    """Return the routes of `/` and of each file under `/static/`, which are not described."""
     assets = read_assets()
-    routes: list[BaseRoute] = [_route("/", assets.pop("index.html"))]
-    return routes + [_route(f"/static/{path}", asset) for path, asset in assets.items()]
+    page = operation(
+        "The page",
+        {
+            "200": media("text/html", "For a browser."),
+            "304": {"description": "It has not changed."},
+        },
+        parameters=[parameter("If-None-Match", "the ETag of what is there", where="header")],
+    )
+    routes = [Route("GET", "/", partial(_serve, assets.pop("index.html")), page)]
+    routes += [
+        Route("GET", f"/static/{path}", partial(_serve, asset)) for path, asset in assets.items()
+    ]
+    return routes
 
 
-def _route(path: str, asset: Asset) -> Route:
-    headers = {**HEADERS, "ETag": asset.etag}
-
-    async def serve(request: Request) -> Response:
-        if asset.etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(asset.body, media_type=asset.media_type, headers=headers)
-
-    return Route(path, serve, methods=["GET"], include_in_schema=False)
+def _serve(asset: Asset, request: Request) -> Reply:
+    fields = (*HEADERS, (b"etag", asset.etag))
+    if asset.etag in (request.header(b"if-none-match") or b""):
+        return Reply(304, b"", b"", fields)
+    return Reply(200, asset.body, asset.media_type, fields)

@@ -22,7 +22,7 @@ class Partition(NamedTuple):
 
     Attributes:
         model: the model's name.
-        routing_group: a name that keeps fleets of one model apart; "default" unless told.
+        routing_group: a name that keeps fleets of one model apart; "default" if not given.
     """
 
     model: str
@@ -41,7 +41,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
         dp_rank: by which it was registered; a `dp_rank` in its batches wins.
         endpoint: its PUB socket, as it was named.
         replay_endpoint: its ROUTER socket, or None.
-        block_size: tokens per block; 0: not told.
+        block_size: tokens per block; 0: not known.
         source: where it comes from: "zmq" for `/register`, or another word for configured ones.
         details: further fields of its dialect, to be shown again.
     """
@@ -94,21 +94,21 @@ class Catalog:
     Thread safety: immutable.
 
     Examples:
-        >>> one = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
-        >>> catalog = Catalog([one])
-        >>> catalog.partitions[Partition("m")].keys(), catalog.instances["1"][0] is one
+        >>> entry = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
+        >>> catalog = Catalog([entry])
+        >>> catalog.partitions[Partition("m")].keys(), catalog.instances["1"][0] is entry
         (dict_keys(['1']), True)
-        >>> catalog.without([one]).partitions
+        >>> catalog.without([entry]).partitions
         mappingproxy({})
     """
 
     def __init__(self, registrations: Iterable[Registration] = ()) -> None:
-        ranks = {(one.worker, one.dp_rank): one for one in registrations}
+        ranks = {(entry.worker, entry.dp_rank): entry for entry in registrations}
         instances: _Instances = {}
         partitions: _Partitions = {}
-        for (worker, dp_rank), one in ranks.items():
-            instances.setdefault(worker, {})[dp_rank] = one
-            partitions.setdefault(one.partition, {})[worker] = one.instance_id
+        for (worker, dp_rank), entry in ranks.items():
+            instances.setdefault(worker, {})[dp_rank] = entry
+            partitions.setdefault(entry.partition, {})[worker] = entry.instance_id
         self._set(ranks, instances, partitions)
 
     def _set(
@@ -129,15 +129,15 @@ class Catalog:
 
     @cached_property
     def models(self) -> tuple[str, ...]:
-        """The names of the models that somebody is registered for, sorted."""
+        """The names of the registered models, sorted."""
         return tuple(sorted({partition.model for partition in self.partitions}))
 
     def of(self, partition: Partition) -> Iterator[Registration]:
         """Iterate over the registrations of a partition."""
         for worker in self.partitions.get(partition, ()):
-            for one in self.instances[worker].values():
-                if one.partition == partition:
-                    yield one
+            for entry in self.instances[worker].values():
+                if entry.partition == partition:
+                    yield entry
 
     def with_(self, registration: Registration) -> Catalog:
         """Return this with one registration more, or in the place of the same rank's."""
@@ -152,7 +152,7 @@ class Catalog:
 
     def without(self, gone: Iterable[Registration]) -> Catalog:
         """Return this without some registrations."""
-        keys = self._ranks.keys() & {(one.worker, one.dp_rank) for one in gone}
+        keys = self._ranks.keys() & {(entry.worker, entry.dp_rank) for entry in gone}
         if not keys:
             return self
         ranks, instances, partitions = self._copies()
@@ -161,15 +161,15 @@ class Catalog:
             left_by.add((ranks.pop(key).partition, key[0]))
         for worker in {worker for worker, _ in keys}:
             before = instances.pop(worker)
-            if left := {n: one for n, one in before.items() if (worker, n) in ranks}:
+            if left := {n: entry for n, entry in before.items() if (worker, n) in ranks}:
                 instances[worker] = left
         for partition, worker in left_by:
             ids = {
                 name: named for name, named in partitions.pop(partition).items() if name != worker
             }
-            for one in instances.get(worker, {}).values():
-                if one.partition == partition:
-                    ids[worker] = one.instance_id
+            for entry in instances.get(worker, {}).values():
+                if entry.partition == partition:
+                    ids[worker] = entry.instance_id
             if ids:
                 partitions[partition] = ids
         return Catalog()._set(ranks, instances, partitions)
@@ -178,15 +178,15 @@ class Catalog:
         """Return what has changed since an earlier catalog. O(registrations), but a short loop."""
         mine, old = self._ranks, before._ranks
         return Change(
-            gone=tuple(one for key, one in old.items() if key not in mine),
-            came=tuple(one for key, one in mine.items() if old.get(key) is not one),
+            gone=tuple(entry for key, entry in old.items() if key not in mine),
+            came=tuple(entry for key, entry in mine.items() if old.get(key) is not entry),
         )
 
     def changed(self, change: Change) -> Catalog:
         """Return this with a change."""
         catalog = self.without(change.gone)
-        for one in change.came:
-            catalog = catalog.with_(one)
+        for entry in change.came:
+            catalog = catalog.with_(entry)
         return catalog
 
     def _copies(self) -> tuple[_Ranks, _Instances, _Partitions]:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Awaitable, Iterable
 from typing import BinaryIO, Final
 
 import msgspec
@@ -19,18 +20,16 @@ import msgspec
 from kvindex.index.replicas import join
 from kvindex.service.asking import answer
 from kvindex.service.catalog import Catalog, Change, Partition
-from kvindex.service.counters import Counters
-from kvindex.service.gate import Gate, Message, Receive, Scope, Send
-from kvindex.service.guards import REASONS, Guard
+from kvindex.service.guards import REASONS, Counters, Guard
 from kvindex.service.http import HttpServer
+from kvindex.service.messages import Reply, Request, Route, Stream
 from kvindex.service.orders import Registered, Start, Stop, read_order
-from kvindex.service.protocol import query_protocol
 from kvindex.service.proxy import Proxy
-from kvindex.service.replies import Reply
 from kvindex.service.service import Ranks, Service
+from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 
-__all__ = ["COUNTED", "ChildApp", "main"]
+__all__ = ["COUNTED", "ReplicaService", "child_site", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +41,17 @@ _ORPHAN_SECONDS: Final = 1  # for open requests, once the parent is gone
 
 
 class NotKnownHereError(Exception):
-    """A partition that the parent may know, since somebody registered a moment ago."""
+    """A partition that may be registered with the parent since a moment ago."""
 
 
 class ReplicaService(Service):
-    """A service that never says of itself that a partition is unknown."""
+    """A service that leaves unknown partitions to the parent."""
 
     def ranks_of(self, partition: Partition) -> Ranks:
         """Return the ranks to answer for.
 
         Raises:
-            NotKnownHereError: nobody is registered for this partition, as far as is known here.
+            NotKnownHereError: no registration of this partition has arrived here.
         """
         ranks = super().ranks_of(partition)
         if ranks is None:
@@ -60,50 +59,34 @@ class ReplicaService(Service):
         return ranks
 
 
-class ChildApp:
-    """Answers `/query` and `/health` here; passes on the rest, and unknown partitions.
+def child_site(
+    service: Service, guard: Guard, counters: Counters, proxy: Proxy, names: Iterable[str] = ()
+) -> Site:
+    """Return a site that answers `/query` and `/health`, and passes the rest on.
 
     Args:
         service: answers from the replica.
-        proxy: passes on.
+        guard: decides which requests are admitted.
         counters: of COUNTED.
-
-    Owner: the event loop.
+        proxy: passes on.
+        names: the paths that requests are counted under.
     """
 
-    def __init__(self, service: Service, proxy: Proxy, counters: Counters) -> None:
-        self._service = service
-        self._proxy = proxy
-        self._counters = counters
+    def pass_on(request: Request) -> Awaitable[Reply | Stream]:
+        counters.add("passed_on")
+        return proxy(request)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
-            await _send(send, Reply(200, b"", b""))
-            return
-        if scope["path"] == "/query" and scope["method"] == "POST":
-            body = await _whole(receive)
-            if body is None:
-                return  # the client has gone
-            reply = self.query(body, _content_type(scope), scope["query_string"])
-            if reply is not None:
-                await _send(send, reply)
-                return
-            receive = _again(body, receive)
-        self._counters.add("passed_on")
-        await self._proxy(scope, receive, send)
-
-    def query(
-        self, body: bytes, content_type: bytes | None, query_string: bytes = b""
-    ) -> Reply | None:
-        """Return the answer to a query, or None if the parent has to be asked.
-
-        A partition that is not known here may have been registered a moment ago.
-        """
+    def query(request: Request) -> Reply | Awaitable[Reply | Stream]:
         try:
-            return answer(self._service, body, content_type, query_string)
+            return answer(service, request)
         except NotKnownHereError:
-            return None
+            return pass_on(request)
+
+    routes = [
+        Route("POST", "/query", query),
+        Route("GET", "/health", lambda _: Reply(200, b"", b"")),
+    ]
+    return Site(routes, guard, service.traffic.request, names=names, otherwise=pass_on)
 
 
 class Orders:
@@ -113,11 +96,11 @@ class Orders:
         pipe: where the orders come from, after the first.
 
     Attributes:
-        told: set once it is known who is registered.
+        are_known: set once the registrations have come.
     """
 
     def __init__(self, pipe: BinaryIO) -> None:
-        self.told = threading.Event()
+        self.are_known = threading.Event()
         self._pipe = pipe
         self._lock = threading.Lock()
         self._catalog = Catalog()
@@ -151,7 +134,7 @@ class Orders:
             if self._server is None:
                 os._exit(0)  # it answers no requests yet, and may wait for the fan-out for long
             if why:
-                self._server.config.timeout_graceful_shutdown = _ORPHAN_SECONDS
+                self._server.shutdown_within = _ORPHAN_SECONDS
             self._server.stop()
 
     def _follow(self, catalog: Catalog) -> None:
@@ -159,11 +142,11 @@ class Orders:
             self._catalog = catalog
             if self._service is not None:
                 self._service.follow(catalog)
-        self.told.set()
+        self.are_known.set()
 
 
 def main() -> int:
-    """Serve until told to stop, or the parent is gone; return the exit code."""
+    """Serve until the order to stop, or until the parent is gone; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent as well
     pipe = os.fdopen(os.dup(0), "rb")
     line = pipe.readline()
@@ -178,7 +161,7 @@ def main() -> int:
     counters = Counters(COUNTED, memory)
     traffic = Traffic(memory[Counters.size(COUNTED) :])
     with join(start.fanout, _JOIN_SECONDS) as replica:
-        orders.told.wait()
+        orders.are_known.wait()
         service = ReplicaService(
             replica, traffic=traffic, dialect=start.dialect, max_tokens=start.limits.tokens
         )
@@ -193,53 +176,15 @@ def _serve(start: Start, orders: Orders, service: Service, counters: Counters) -
         limits=start.limits,
         counters=counters,
     )
-    proxy = Proxy(start.upstream, guard)
-    app = ChildApp(service, proxy, counters)
+    site = child_site(service, guard, counters, Proxy(start.upstream, guard), start.routes)
     server = HttpServer(
-        Gate(app, guard, service.traffic.request, start.routes),
-        guard,
-        base=query_protocol(app.query, service.traffic),
+        site,
         shutdown_within=start.shutdown_within,
         tls=None if start.tls_cert is None else (start.tls_cert, start.tls_key),
     )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     orders.begin(service, server)
-    server.run(sockets=[socket.socket(fileno=start.listen_fd)])
-    proxy.close()
-
-
-async def _whole(receive: Receive) -> bytes | None:
-    """Return a request's whole body, or None if the client went."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a body once more, and then the messages that follow."""
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replayed() -> Message:
-        return first.pop() if first else await receive()
-
-    return replayed
-
-
-def _content_type(scope: Scope) -> bytes | None:
-    return next((value for name, value in scope["headers"] if name == b"content-type"), None)
-
-
-async def _send(send: Send, reply: Reply) -> None:
-    headers = [(b"content-length", b"%d" % len(reply.body))]
-    if reply.content_type:
-        headers.append((b"content-type", reply.content_type))
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    await send({"type": "http.response.body", "body": reply.body})
+    server.run([socket.socket(fileno=start.listen_fd)])
 
 
 if __name__ == "__main__":

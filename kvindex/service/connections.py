@@ -1,279 +1,438 @@
-"""Connections that are bounded: in number, in requests that wait, in the size of a head, in time.
+"""One HTTP/1.1 connection: parsed by httptools, bounded in memory and time, answered in order.
 
-uvicorn itself waits for ever for the rest of a request, and for readers, and queues as many
-requests as one connection sends. Here one sweep each second closes overdue connections, so
-an ordinary request costs a few assignments and no timer.
-
-This overrides and reads undocumented parts of uvicorn (`pipeline`, `flow`, `cycle`,
-`_start_asgi_task`, `_unset_keepalive_if_required`): pyproject.toml bounds its version.
+A request is passed to its route once its body has come. A route that answers at once is answered
+in the same turn of the event loop: no task, no queue. Requests that come meanwhile wait, a few of
+them, and no more is read then. One sweep each second closes overdue connections, so a request
+costs no timer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import socket
-import struct
-import sys
-import termios
-from contextlib import suppress
+import logging
+from collections import deque
+from collections.abc import Awaitable
+from http import HTTPStatus
+from io import BytesIO
 from typing import Any, Final
 
 import httptools
-from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
-from kvindex.service.guards import Guard, Refusal
+from kvindex.service.guards import Refusal
+from kvindex.service.messages import Headers, Reply, Request, Stream
+from kvindex.service.site import Site
+from kvindex.service.unread import Unread
 
-__all__ = ["ABORT", "GuardedProtocol", "protocol_of", "sweep", "sweep_always"]
+__all__ = ["Connection"]
 
-ABORT: Final = "kvindex.abort"
-"""What a request's scope has under this name ends its connection, what is not sent yet included."""
+logger = logging.getLogger(__name__)
 
-_SWEEP: Final = 1.0  # seconds between looks for overdue connections
 _MOST_WAITING: Final = 16  # requests of one connection that wait for the one that is answered
-_LONG: Final = 64 << 10  # bytes that wait for a client: more are a long answer
-_LEAST_RATE: Final = 4096  # bytes a second that a client reads of a long answer
-_REASONS: Final = {
-    400: b"Bad Request",
-    408: b"Request Timeout",
-    431: b"Request Header Fields Too Large",
-    503: b"Service Unavailable",
+_MOST_AT_ONCE: Final = 16  # requests of one connection that are answered in one turn of the loop
+_DRAINED: Final = 4  # times the limit that is read of a long body, so that its sender sees why
+_STATUS: Final = {
+    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
+    for status in HTTPStatus
 }
 
 
-class GuardedProtocol(HttpToolsProtocol):
-    """One HTTP connection whose peer cannot hold it for ever. Owner: the event loop.
+class _Incoming:
+    """A request that is being received or waits, and its state."""
 
-    Attributes:
-        guard: whose limits hold, and who counts.
+    __slots__ = (
+        "body",
+        "expects",
+        "is_answered",
+        "is_last",
+        "is_old",
+        "refusal",
+        "request",
+        "size",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.is_old = False  # HTTP/1.0
+        self.is_last = False  # the connection is closed after it
+        self.expects = False  # the client sends the body once it is asked to go on
+        self.refusal: Refusal | None = None
+        self.is_answered = False
+        self.body = BytesIO()
+        self.size = 0
+
+
+class Connection(asyncio.Protocol):
+    """A connection with bounds on memory and time. Owner: the event loop.
+
+    Args:
+        site: answers, and has the limits.
     """
 
-    guard: Guard
-    parser: Any
-    headers: list[tuple[bytes, bytes]]
-
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._incoming: _Incoming | None = None  # whose body is received
+        self._waiting: deque[_Incoming] = deque()  # to be answered, the first one next
+        self._task: asyncio.Task[None] | None = None  # answers a request
+        self._stream: Stream | None = None  # that is sent
+        self._at_once = 0  # requests answered in this turn of the event loop
+        self._is_reading = True
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._head_since: float | None = None
         self._body_since: float | None = None
+        self._idle_since: float | None = None
         self._unused = 0  # bytes that came and were no body
-        self._running: RequestResponseCycle | None = None  # the request that the app answers
-        self._unread = 0  # bytes that waited for the client to read when this was last noted,
-        self._unread_since = 0.0  # and when that was
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    # The transport's calls ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accept a connection, or refuse it if there are too many."""
-        super().connection_made(transport)
-        self._head_since = self.loop.time()
-        limit = self.guard.limits.connections
-        if len(self.connections) > limit:
-            self.refuse(
+        self.transport: Any = transport
+        self._unread = Unread(self.transport)
+        self._head_since = self._loop.time()
+        connections, limit = self._site.connections, self._site.guard.limits.connections
+        connections.add(self)
+        if len(connections) > limit:
+            self._refuse(
                 Refusal(503, "connections", f"{limit} connections are open, the most served")
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify the answering app that the client is gone."""
-        self._abandon()
-        super().connection_lost(exc)
+        """End a stream; another answer is still worked out to its end."""
+        self._site.connections.discard(self)
+        self._waiting.clear()
+        self._writable.set()
+        if self._stream is not None and self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        """Answer no further request until the client has read enough."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """Go on with the answers."""
+        self._unread.note_progress()
+        self._writable.set()
+        self._begin_turn()
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes; refuse a head, or bytes behind a body, that grow too long."""
         self._unused += len(data)
-        self._unset_keepalive_if_required()
+        self._at_once = 0
         try:
             self._feed(data)
         except httptools.HttpParserError:
             if not self.transport.is_closing():
-                self.refuse(Refusal(400, "malformed", "this is not HTTP/1.1"))
+                self._refuse(Refusal(400, "malformed", "this is not HTTP/1.1"))
             return
-        limit = self.guard.limits.head_bytes
+        limit = self._site.guard.limits.head_bytes
         is_within = self._head_since is not None or self._body_since is not None
         if is_within and self._unused > limit and not self.transport.is_closing():
-            self.refuse(
+            self._refuse(
                 Refusal(431, "head", f"the request line and its headers exceed {limit} bytes")
             )
 
     def _feed(self, data: bytes) -> None:
-        """Parse bytes, deaf to offers to speak another protocol: Java and curl make them.
+        """Parse bytes, and ignore offers of another protocol (`Upgrade`), which Java and curl make.
 
-        The parser would take what follows such a request for that protocol, so it is given the head
+        The parser would take what follows such a request for that protocol, so the head is parsed
         once more without the offer.
         """
         while data:
             try:
-                self.parser.feed_data(data)
+                self._parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as offer:
                 rest = data[offer.args[0] :]
-            method, version = self.parser.get_method(), self.parser.get_http_version()
+            method, version = self._parser.get_method(), self._parser.get_http_version()
             if method == b"CONNECT":
-                raise httptools.HttpParserError("there is no way through here")
-            head = [b"%b %b HTTP/%b\r\n" % (method, self.url, version.encode())]
-            head += [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
-            self.parser = httptools.HttpRequestParser(self)
+                raise httptools.HttpParserError("this is no proxy")
+            head = [b"%b %b HTTP/%b\r\n" % (method, self._url, version.encode())]
+            head += [b"%b: %b\r\n" % field for field in self._headers if field[0] != b"upgrade"]
+            self._parser = httptools.HttpRequestParser(self)
             data = b"".join([*head, b"\r\n", rest])
+
+    # The parser's calls -------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """Begin to measure a request."""
-        super().on_message_begin()
-        self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self._url = b""
+        self._headers = []
+        self._idle_since = None
         if self._head_since is None:
-            self._head_since = self.loop.time()
+            self._head_since = self._loop.time()
             self._unused = 0
 
+    def on_url(self, url: bytes) -> None:
+        """Receive a part of the target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Receive a field."""
+        self._headers.append((name.lower(), value))
+
     def on_headers_complete(self) -> None:
-        """Measure its body from now on."""
-        if self.parser.should_upgrade():
+        """Refuse the request, or wait for its body."""
+        parser = self._parser
+        if parser.should_upgrade():
             return  # the head comes once more
-        if len(self.pipeline) >= _MOST_WAITING:
-            self.refuse(
+        if len(self._waiting) >= _MOST_WAITING:
+            self._refuse(
                 Refusal(503, "pipelined", f"{_MOST_WAITING} requests wait on this connection")
             )
             raise httptools.HttpParserError("too many requests at once")
-        super().on_headers_complete()
-        self.begin_body()
+        self._head_since, self._body_since = None, self._loop.time()
+        headers, self._headers = self._headers, []  # what follows a body is no field of the request
+        request = Request.of(parser.get_method().decode("ascii"), self._url, headers)
+        incoming = self._incoming = _Incoming(request)
+        incoming.is_old = parser.get_http_version() == "1.0"
+        incoming.is_last = incoming.is_old or not parser.should_keep_alive()
+        expected = None if incoming.is_old else request.header(b"expect")
+        incoming.expects = expected is not None and expected.lower() == b"100-continue"
+        refusal = self._site.admit(request)
+        length = request.header(b"content-length")
+        if refusal is not None:
+            self._refuse_request(incoming, refusal)
+        elif length is not None and int(length) > self._site.guard.limits.body_bytes:
+            self._refuse_request(incoming, self._too_long())
+            if int(length) > _DRAINED * self._site.guard.limits.body_bytes:
+                self.transport.close()
+        else:
+            self._go_on()
 
     def on_body(self, body: bytes) -> None:
         """Receive a part of a body."""
+        incoming, limit = self._incoming, self._site.guard.limits.body_bytes
         self._unused = 0
-        super().on_body(body)
+        if incoming is None:
+            return
+        incoming.size += len(body)
+        if incoming.refusal is None:
+            if incoming.size <= limit:
+                incoming.body.write(body)
+                return
+            incoming.body = BytesIO()
+            self._refuse_request(incoming, self._too_long())
+        if incoming.size > _DRAINED * limit:
+            self.transport.close()
 
     def on_message_complete(self) -> None:
-        """All of it is there."""
-        if self.parser.should_upgrade():
+        """Answer the request, after those before it."""
+        incoming = self._incoming
+        if self._parser.should_upgrade() or incoming is None:
             return
-        self.end_body()
-        super().on_message_complete()
+        self._incoming = self._body_since = None
+        if self.transport.is_closing():
+            return
+        if incoming.is_answered:
+            self._finish(incoming)
+        else:
+            incoming.request.body = incoming.body.getvalue()
+            self._waiting.append(incoming)
+        self._advance()
 
-    def begin_body(self) -> None:
-        """Measure a body from now on."""
-        self._head_since = None
-        self._body_since = self.loop.time()
-        self.headers = []  # what follows a body in chunks counts for nothing
+    # Answers ------------------------------------------------------------------------------------
 
-    def end_body(self) -> None:
-        """Measure it no longer."""
-        self._body_since = None
+    def _is_idle(self) -> bool:
+        """Return whether what is written now answers the request that is received."""
+        return self._task is None and not self._waiting
+
+    def _begin_turn(self) -> None:
+        self._at_once = 0
+        self._advance()
+
+    def _advance(self) -> None:
+        """Answer the waiting requests, in order, until one takes its time or all are answered."""
+        waiting = self._waiting
+        while waiting and self._task is None and self._writable.is_set():
+            if self.transport.is_closing():
+                return
+            if self._at_once >= _MOST_AT_ONCE:
+                self._loop.call_soon(self._begin_turn)
+                break
+            self._at_once += 1
+            self._answer(waiting.popleft())
+        if self._is_reading and waiting:
+            self._is_reading = False
+            self.transport.pause_reading()
+        elif not self._is_reading and not waiting and not self.transport.is_closing():
+            self._is_reading = True
+            self.transport.resume_reading()
+        if self._is_idle():
+            if self._incoming is not None:
+                self._go_on()
+            elif self._head_since is None:
+                self._idle_since = self._loop.time()
+
+    def _go_on(self) -> None:
+        """Ask the client for its body, if it waits for that."""
+        incoming = self._incoming
+        if incoming is not None and incoming.expects and self._is_idle():
+            incoming.expects = False
+            if not incoming.is_answered:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _answer(self, incoming: _Incoming) -> None:
+        if incoming.refusal is not None:
+            self._reply(incoming, incoming.refusal.reply)
+            return
+        answer = self._site.answer(incoming.request)
+        if isinstance(answer, Reply):
+            self._reply(incoming, answer)
+        else:
+            self._task = self._loop.create_task(self._answer_later(incoming, answer))
+
+    async def _answer_later(
+        self, incoming: _Incoming, answering: Awaitable[Reply | Stream]
+    ) -> None:
+        try:
+            answer = await answering
+            if isinstance(answer, Reply):
+                self._reply(incoming, answer)
+            else:
+                await self._send(incoming, answer)
+        finally:
+            self._task = None
+        self._advance()
+
+    async def _send(self, incoming: _Incoming, stream: Stream) -> None:
+        """Send a stream to its end, or until the client is gone or cut off."""
+        fields = list(stream.headers)
+        is_chunked = stream.length is None and not incoming.is_old
+        if stream.length is not None:
+            fields.append((b"content-length", b"%d" % stream.length))
+        elif is_chunked:
+            fields.append((b"transfer-encoding", b"chunked"))
+        self.transport.write(self._head(incoming, stream.status, fields))
+        self._stream = stream
+        try:
+            if incoming.request.method != "HEAD":
+                await self._send_pieces(stream, is_chunked)
+            self._finish(incoming)
+        except Exception as error:  # so that a part is not taken for the whole
+            if not isinstance(error, OSError):
+                logger.exception("an answer broke off")
+            self._unread.forget()
+            self.transport.abort()
+        finally:
+            self._stream = None
+            await stream.pieces.aclose()
+
+    async def _send_pieces(self, stream: Stream, is_chunked: bool) -> None:
+        try:
+            async for piece in stream.pieces:
+                if self.transport.is_closing():
+                    raise ConnectionAbortedError("the client has gone")
+                self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece)
+                try:
+                    await asyncio.wait_for(self._writable.wait(), stream.send_within)
+                except asyncio.TimeoutError:
+                    stream.on_cut_off()
+                    raise ConnectionAbortedError("the client does not read") from None
+        except asyncio.CancelledError:
+            if not (self._site.is_ending and stream.is_endless) or self.transport.is_closing():
+                raise
+        if is_chunked:
+            self.transport.write(b"0\r\n\r\n")
+
+    def _reply(self, incoming: _Incoming, reply: Reply) -> None:
+        """Write a whole answer."""
+        fields = list(reply.headers)
+        if reply.content_type:
+            fields.append((b"content-type", reply.content_type))
+        if reply.status not in (204, 304):
+            fields.append((b"content-length", b"%d" % len(reply.body)))
+        head = self._head(incoming, reply.status, fields)
+        has_body = reply.body and incoming.request.method != "HEAD"
+        self.transport.write(head + reply.body if has_body else head)
+        self._finish(incoming)
+
+    def _head(self, incoming: _Incoming, status: int, fields: Headers) -> bytes:
+        """Return the head of an answer, and count it."""
+        self._site.count(incoming.request, status)
+        lines = [_STATUS[status], self._site.date]
+        lines += [b"%b: %b\r\n" % field for field in fields]
+        incoming.is_last |= self._site.is_ending
+        if incoming.is_last:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    def _finish(self, incoming: _Incoming) -> None:
+        """Note that a request is answered; close the connection after the last."""
+        incoming.is_answered = True
+        if (incoming.is_last or self._site.is_ending) and incoming is not self._incoming:
+            self.transport.close()
+
+    # Refusals -----------------------------------------------------------------------------------
+
+    def _too_long(self) -> Refusal:
+        limit = self._site.guard.limits.body_bytes
+        text = f"the body is longer than {limit} bytes: see --max-body"
+        return self._site.guard.refuse(Refusal(413, "body", text))
+
+    def _refuse_request(self, incoming: _Incoming, refusal: Refusal) -> None:
+        """Answer a request whose body is still to come; the body is read, and forgotten."""
+        incoming.refusal = refusal
+        incoming.is_last |= refusal.closes or incoming.expects
+        if self._is_idle():
+            self._reply(incoming, refusal.reply)
+            if incoming.expects:  # its body will not come
+                self.transport.close()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer, unless other answers are on their way, and close."""
+        self._site.guard.refuse(refusal)
+        incoming = self._incoming
+        if self._is_idle() and not (incoming is not None and incoming.is_answered):
+            body = refusal.reply.body
+            fields = [b"%b: %b\r\n" % field for field in refusal.reply.headers]
+            length = b"content-length: %d\r\n\r\n" % len(body)
+            close = b"content-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(b"".join([_STATUS[refusal.status], *fields, close, length, body]))
+        self.transport.close()
+
+    # Time ---------------------------------------------------------------------------------------
 
     def check_time(self, now: float) -> None:
-        """Close the connection if the rest of a request is overdue."""
-        limits = self.guard.limits
-        if self._reads_too_slowly(now):
-            self.guard.counters.add("slow_reader")
-            self._forget_unsent()
+        """Close the connection if something of it is overdue."""
+        limits = self._site.guard.limits
+        if self._unread.is_overdue(now, limits.body_seconds):
+            self._site.guard.counters.add("slow_reader")
+            self._unread.forget()
             self.transport.abort()
         if self.transport.is_closing():
             return
-        if self._head_since is not None and now - self._head_since > limits.head_seconds:
+        if self._idle_since is not None and now - self._idle_since > limits.idle_seconds:
+            self.transport.close()
+        elif not self._is_reading:
+            return  # the rest of a request may have come already
+        elif self._head_since is not None and now - self._head_since > limits.head_seconds:
             if self._unused:
-                self.refuse(
+                self._refuse(
                     Refusal(408, "slow_head", f"no whole head within {limits.head_seconds:g} s")
                 )
-            else:  # it never asked anything: browsers open connections in advance
-                self.guard.counters.add("slow_head")
+            else:  # no byte came: browsers open connections in advance
+                self._site.guard.counters.add("slow_head")
                 self.transport.close()
         elif self._body_since is not None and now - self._body_since > limits.body_seconds:
-            self.refuse(
+            self._refuse(
                 Refusal(408, "slow_body", f"no whole body within {limits.body_seconds:g} s")
             )
 
-    def _reads_too_slowly(self, now: float) -> bool:
-        """Return whether the client has read nothing, or too little of a long answer, for long.
+    def end(self) -> None:
+        """Close the connection, after the requests that have begun to come."""
+        if self._stream is not None and self._stream.is_endless and self._task is not None:
+            self._task.cancel()
+        elif self._is_idle() and self._incoming is None:
+            self.transport.close()
 
-        What is left of a long answer shows how much was read, since no more is written before
-        `resume_writing`; of a short one only whether anything was.
-        """
-        unread = self._unsent()
-        if unread > self._unread or (unread != self._unread and unread < _LONG):
-            self._unread, self._unread_since = unread, now
-        seconds = now - self._unread_since
-        is_slow = self._unread - unread < _LEAST_RATE * seconds
-        return unread > 0 and is_slow and seconds > self.guard.limits.body_seconds
-
-    def _unsent(self) -> int:
-        """Return how many bytes wait for the client, in the system's buffer as well."""
-        waiting: int = self.transport.get_write_buffer_size()
-        sock = self.transport.get_extra_info("socket")
-        if sock is not None and sys.platform == "linux":
-            with suppress(OSError):
-                queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-                waiting += int.from_bytes(queued, sys.byteorder)
-        return waiting
-
-    def _forget_unsent(self) -> None:
-        """Make the system drop its unsent buffer, too."""
-        sock = self.transport.get_extra_info("socket")
-        if sock is not None:
-            with suppress(OSError), socket.fromfd(sock.fileno(), sock.family, sock.type) as same:
-                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-    def resume_writing(self) -> None:
-        """Note that the client has read enough for more to be written."""
-        self._unread = 0
-        super().resume_writing()
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Answer, unless other answers are on their way, and close."""
-        self.guard.refuse(refusal)
-        if self._may_answer():
-            self._write(refusal)
-        self._abandon()
-        self.transport.close()
-
-    def _may_answer(self) -> bool:
-        """Return whether what is written now is the answer to the request that is received."""
-        running = self._running
-        if running is None:
-            return True
-        if running is self.cycle and self._body_since is not None:
-            return not running.response_started
-        return bool(running.response_complete)
-
-    def _write(self, refusal: Refusal) -> None:
-        head = [b"HTTP/1.1 %d %b\r\n" % (refusal.status, _REASONS[refusal.status])]
-        head += [b"%b: %b\r\n" % field for field in refusal.headers]
-        if not any(name == b"connection" for name, _ in refusal.headers):
-            head.append(b"connection: close\r\n")
-        self.transport.write(b"".join([*head, b"\r\n", refusal.body]))
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def _abandon(self) -> None:
-        """Notify the app that answers a request that the client is gone."""
-        running = self._running
-        if running is not None and not running.response_complete:
-            running.disconnected = True
-            running.message_event.set()
-
-
-def protocol_of(guard: Guard, base: type[GuardedProtocol]) -> type[GuardedProtocol]:
-    """Return a class of connections under this guard, for uvicorn, which wants a class."""
-    return type("Connection", (base,), {"guard": guard})
-
-
-def sweep(state: ServerState, now: float) -> None:
-    """Close the connections whose requests are overdue.
-
-    Complexity: O(connections).
-    """
-    for connection in list(state.connections):
-        if isinstance(connection, GuardedProtocol):
-            connection.check_time(now)
-
-
-async def sweep_always(state: ServerState) -> None:
-    """Sweep once a second, until cancelled."""
-    loop = asyncio.get_running_loop()
-    while True:
-        await asyncio.sleep(_SWEEP)
-        sweep(state, loop.time())
+    def abort(self) -> None:
+        """Close the connection now."""
+        if self._task is not None:
+            self._task.cancel()
+        self.transport.abort()

@@ -1,20 +1,42 @@
-"""`POST /api/explain`: how far a prompt matches on each rank, and where and why it ends."""
+"""`POST /api/explain`: how far a prompt matches on each rank, and where and why it ends.
+
+The prompt may be text: the engine that serves the model turns it into tokens, by its `/tokenize`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 
-from kvindex import ConfigurationError, Explanation, Rank, TokenError, UnknownRankError
-from kvindex.service.asking import UNREADABLE
-from kvindex.service.tokenizing import TokenizerError, tokenize
+from kvindex import (
+    ConfigurationError,
+    Explanation,
+    KVIndexError,
+    Rank,
+    TokenError,
+    UnknownRankError,
+)
+from kvindex.service.messages import UNREADABLE, RefusedError, refused
+from kvindex.subscribe.discovery.web import Web
+from kvindex.wire.errors import DiscoveryError
 
-__all__ = ["Explained", "Question", "RefusedError", "answer", "read_question"]
+__all__ = [
+    "Explained",
+    "Explainer",
+    "Question",
+    "TokenizerError",
+    "explain",
+    "read_question",
+    "tokenize",
+]
+
+_MOST_BYTES: Final = 32 << 20  # of an engine's answer: some million tokens
+_WORDS_OF_ERROR: Final = 300
 
 MOST_RANKS: Final = 1_000
-"""Ranks that one answer tells of: those with the longest matches."""
+"""Ranks in one answer: those with the longest matches."""
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Name = Annotated[str, msgspec.Meta(max_length=1_000)]
@@ -31,20 +53,73 @@ class Question(msgspec.Struct, frozen=True):
     salt: _Name | None = None
 
 
-class Explained(Protocol):
-    """Whoever explains: a `Client` or a `Replica`."""
+class Explained(msgspec.Struct, frozen=True):
+    """The answer.
+
+    Attributes:
+        tokens: of the prompt.
+        ranks: the longest matches first, each with `worker`, `dp_rank` and its explanation.
+        left_out: ranks that are not among them.
+    """
+
+    tokens: int
+    ranks: list[dict[str, Any]]
+    left_out: int
+
+
+class Explainer(Protocol):
+    """Explains matches: a `Client` or a `Replica`."""
 
     def explain(
         self, token_ids: list[int], *, lora: str | None, salt: str | None, ranks: list[Rank]
     ) -> Explanation: ...
 
 
-class RefusedError(Exception):
-    """A question that is not answered: the HTTP status, and why."""
+class TokenizerError(KVIndexError):
+    """An engine did not turn text into tokens.
 
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
+    Attributes:
+        url: what was asked.
+        reason: what is wrong.
+    """
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url} did not give the text's tokens: {reason}")
+        self.url = url
+        self.reason = reason
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+def tokenize(engine: str, model: str, text: str, *, timeout: float = 10.0) -> list[int]:
+    """Return the tokens of a prompt's text as an engine (vLLM, SGLang) makes them.
+
+    It blocks: call it in a thread.
+
+    Args:
+        engine: base URL of the engine's HTTP server.
+        model: as the engine knows it.
+        text: the prompt, with the chat template applied if there is one.
+        timeout: seconds for all of it.
+
+    Raises:
+        TokenizerError: it cannot be reached, took too long, or answers something else.
+    """
+    url = engine.rstrip("/") + "/tokenize"
+    body = msgspec.json.encode({"model": model, "prompt": text})
+    try:
+        answer = Web(engine).post("/tokenize", body, timeout, limit=_MOST_BYTES)
+    except (ConfigurationError, DiscoveryError) as error:
+        raise TokenizerError(url, str(error)) from None
+    if answer.status != 200:
+        said = answer.body[:_WORDS_OF_ERROR].decode(errors="replace")
+        raise TokenizerError(url, f"it answers {answer.status}: {said}")
+    try:
+        return msgspec.json.decode(answer.body, type=_Tokens).tokens
+    except UNREADABLE as error:
+        raise TokenizerError(url, f"its answer is no list of tokens ({error})") from None
 
 
 def read_question(body: bytes) -> Question:
@@ -56,22 +131,22 @@ def read_question(body: bytes) -> Question:
     try:
         question = msgspec.json.decode(body, type=Question)
     except msgspec.ValidationError as error:
-        raise RefusedError(422, f"the question cannot be read: {error}") from None
+        raise _refusal(422, f"the question cannot be read: {error}") from None
     except UNREADABLE as error:
-        raise RefusedError(400, f"the body is no JSON: {error}") from None
+        raise _refusal(400, f"the body is no JSON: {error}") from None
     if (question.token_ids is None) == (question.text is None):
-        raise RefusedError(422, "give either token_ids or text")
+        raise _refusal(422, "give either token_ids or text")
     return question
 
 
-def answer(
-    source: Explained,
+def explain(
+    source: Explainer,
     question: Question,
     ranks: list[Rank],
     tokenizer: str | None,
     *,
     ask: Callable[[str, str, str], list[int]] = tokenize,
-) -> dict[str, Any]:
+) -> Explained:
     """Return for each rank how far the prompt matches, longest first. It blocks.
 
     Args:
@@ -86,33 +161,34 @@ def answer(
     """
     if not ranks:
         where = f"model={question.model} routing_group={question.routing_group}"
-        raise RefusedError(404, f"no ranks for {where}")
+        raise _refusal(404, f"no ranks for {where}")
     tokens = question.token_ids
     if tokens is None:
         if tokenizer is None:
-            raise RefusedError(
+            raise _refusal(
                 409, "no tokenizer is configured for this model: give token ids instead of text"
             )
         try:
             tokens = ask(tokenizer, question.model, question.text or "")
         except TokenizerError as error:
-            raise RefusedError(502, str(error)) from None
+            raise _refusal(502, str(error)) from None
     try:
         why = source.explain(tokens, lora=question.lora, salt=question.salt, ranks=ranks)
     except (TokenError, ConfigurationError) as error:
-        raise RefusedError(422, str(error)) from None
+        raise _refusal(422, str(error)) from None
     except UnknownRankError as error:
-        raise RefusedError(503, f"a rank was removed just now, ask again: {error}") from None
+        raise _refusal(503, f"a rank was removed just now, ask again: {error}") from None
     explained = why.to_dict()
-    return {
-        "tokens": len(tokens),
-        "ranks": [
-            _plain(explained[str(found.match.rank)], found.match.rank)
-            for found, _ in zip(why, range(MOST_RANKS), strict=False)
+    ranks = [part.match.rank for part, _ in zip(why, range(MOST_RANKS), strict=False)]
+    return Explained(
+        tokens=len(tokens),
+        ranks=[
+            {"worker": rank.worker, "dp_rank": rank.dp_rank, **explained[str(rank)]}
+            for rank in ranks
         ],
-        "left_out": max(0, len(why) - MOST_RANKS),
-    }
+        left_out=max(0, len(why) - MOST_RANKS),
+    )
 
 
-def _plain(explained: Mapping[str, Any], rank: Rank) -> dict[str, Any]:
-    return {"worker": rank.worker, "dp_rank": rank.dp_rank, **explained}
+def _refusal(status: int, why: str) -> RefusedError:
+    return RefusedError(refused(status, why))

@@ -25,7 +25,7 @@ from kvindex.service.metrics import (
     SeriesLabels,
 )
 from kvindex.service.service import Service
-from kvindex.service.traffic import Totals
+from kvindex.service.traffic import AllTraffic
 
 __all__ = ["Exposition"]
 
@@ -45,7 +45,7 @@ class Exposition:
     def __init__(
         self,
         service: Service,
-        totals: Totals,
+        totals: AllTraffic,
         statistics: Callable[[], Mapping[str, Any]],
         *,
         dynamo_names: bool = False,
@@ -87,7 +87,7 @@ class Exposition:
 
         return labels_of
 
-    def _dynamo(self, totals: Totals) -> Collector:
+    def _dynamo(self, totals: AllTraffic) -> Collector:
         service = self._service
         return DynamoCollector(
             totals.requests,
@@ -134,8 +134,8 @@ class _ServerCollector(Collector):
             "Failed attempts to read or ask a source of workers",
             labels=["source"],
         )
-        for source, told in statistics["discovery"]["sources"].items():
-            failures.add_metric([source], told["failures"])
+        for source, counted in statistics["discovery"]["sources"].items():
+            failures.add_metric([source], counted["failures"])
         yield failures
         processes = statistics["processes"]
         if processes is not None:

@@ -1,7 +1,6 @@
 """Which requests are admitted: by token, Host header, and the origin of a browser's page.
 
-Pure: header fields in, a refusal or nothing out. `gate.py` holds every request of the app against
-it, and the short cut for `/query` asks the same `Guard.admit`.
+Pure: header fields in, a refusal or nothing out.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ from typing import Final
 
 import msgspec
 
-from kvindex.service.counters import Counters
+from kvindex.service.messages import Headers, Reply, refused
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["REASONS", "Guard", "Limits", "Refusal", "check_tokens"]
-
-Headers = Iterable[tuple[bytes, bytes]]
+__all__ = ["REASONS", "Counters", "Guard", "Limits", "Refusal", "check_tokens"]
 
 REASONS: Final = (
     "body",  # 413: longer than Limits.body_bytes
@@ -44,7 +41,7 @@ REASONS: Final = (
 )
 """Why requests are refused; each is a counter."""
 
-_MIN_TOKEN = 16  # characters: a guess takes longer than anybody has
+_MIN_TOKEN = 16  # characters: a search takes too long
 _LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::[0-9]{1,5})?")
 _MAX_CACHED = 256
@@ -52,6 +49,44 @@ _CHALLENGES: Final = (
     (b"www-authenticate", b'Bearer realm="kvindex"'),
     (b"www-authenticate", b'Basic realm="kvindex", charset="UTF-8"'),
 )
+
+
+class Counters:
+    """Named counters of 64 bits in one buffer.
+
+    One process writes; others map the same memory and read. A number is written whole, so a reader
+    sees the one before or the one after.
+
+    Args:
+        names: of the counters, the same in all processes that share the buffer.
+        buffer: at least `Counters.size(names)` writable bytes, zero at first; own memory if None.
+
+    Thread safety: `add` on one thread of one process; the rest anywhere.
+
+    Examples:
+        >>> counters = Counters(["host", "token"])
+        >>> counters.add("token")
+        >>> counters.values()
+        {'host': 0, 'token': 1}
+    """
+
+    def __init__(self, names: Sequence[str], buffer: memoryview | None = None) -> None:
+        size = self.size(names)
+        self._numbers = (memoryview(bytearray(size)) if buffer is None else buffer)[:size].cast("Q")
+        self._places = {name: place for place, name in enumerate(names)}
+
+    @staticmethod
+    def size(names: Sequence[str]) -> int:
+        """Return how many bytes these counters take."""
+        return 8 * len(names)
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Add to a counter. KeyError: there is none of that name."""
+        self._numbers[self._places[name]] += number
+
+    def values(self) -> dict[str, int]:
+        """Return every counter, by name."""
+        return dict(zip(self._places, self._numbers, strict=True))
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,24 +142,19 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
 
     @property
-    def body(self) -> bytes:
-        """The JSON body: `{"error": message, "reason": reason}`."""
-        return msgspec.json.encode({"error": self.message, "reason": self.reason})
+    def reply(self) -> Reply:
+        """The answer: `{"error": message, "reason": reason}`."""
+        fields: Headers = ()
+        if self.status == 401:
+            fields = _CHALLENGES
+        elif self.status == 503:
+            fields = ((b"retry-after", b"1"),)
+        return refused(self.status, self.message, self.reason)._replace(headers=fields)
 
     @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """The header fields, those of the body included."""
-        found = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(self.body)).encode()),
-        ]
-        if self.status == 401:
-            found += _CHALLENGES
-        if self.status == 503:
-            found.append((b"retry-after", b"1"))
-        if self.status in (408, 413, 431) or self.reason == "malformed":
-            found.append((b"connection", b"close"))
-        return found
+    def closes(self) -> bool:
+        """Whether the connection is closed after it, since the next request cannot be found."""
+        return self.status in (408, 413, 431)
 
 
 _NO_HOST = Refusal(400, "host_form", "a request needs exactly one Host header with a host name")
@@ -141,17 +171,17 @@ def check_tokens(tokens: Iterable[str], source: str) -> tuple[str, ...]:
     Raises:
         ConfigurationError: there is none, or one is short or cannot stand in a header.
     """
-    found = tuple(tokens)
-    if not found:
+    usable = tuple(tokens)
+    if not usable:
         raise ConfigurationError(f"{source} holds no token: write one, on a line of its own")
-    for token in found:
+    for token in usable:
         if len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable():
             raise ConfigurationError(
                 f"{source}: a token has {len(token)} characters; it needs at least {_MIN_TOKEN}, "
                 "all of them printable ASCII: python -c 'import secrets; "
                 "print(secrets.token_urlsafe(32))' makes one"
             )
-    return found
+    return usable
 
 
 class Guard:
@@ -208,7 +238,7 @@ class Guard:
                 host = value
                 hosts += 1
             elif name == b"authorization":
-                authorization = value if authorization is None else b""  # one of two is nobody's
+                authorization = value if authorization is None else b""  # of two, neither counts
             elif name == b"origin":
                 origin = value
         refusal = self._judge(host if hosts == 1 else None, authorization, origin)
@@ -236,10 +266,10 @@ class Guard:
         return None
 
     def _judge_host(self, host: bytes) -> Refusal | None:
-        found = _HOST.fullmatch(host.decode("latin-1"))
-        if found is None:
+        parts = _HOST.fullmatch(host.decode("latin-1"))
+        if parts is None:
             return _NO_HOST
-        name = found[1].lower().rstrip(".")
+        name = parts[1].lower().rstrip(".")
         refusal = None
         if not (self._any_host or self._is_ours(name)):
             refusal = Refusal(

@@ -1,6 +1,6 @@
 """POST /query_by_hash: a second index, of blocks by the hash of their tokens.
 
-kvindex keeps no tokens, and its own keys are under a secret. So whoever wants to ask by Dynamo's
+kvindex keeps no tokens, and its own keys are under a secret. So a client that asks by Dynamo's
 hashes (XXH3-64, seed 1337, of a block's tokens as little-endian u32) has each block's tokens
 replaced by the two halves of that hash, in an index of its own: a block of any size is one of two
 tokens there, and a row of hashes is a prompt.
@@ -12,10 +12,11 @@ start of the other index says nothing of tokens.
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import xxhash
@@ -39,8 +40,21 @@ from kvindex import (
     Trust,
     Worker,
 )
+from kvindex.service.catalog import DEFAULT_GROUP, Partition
+from kvindex.service.dialects import dynamo
+from kvindex.service.messages import (
+    UNREADABLE,
+    RefusedError,
+    Reply,
+    Request,
+    read_json,
+    refused,
+)
+from kvindex.service.registry import Registry
+from kvindex.service.service import Service
+from kvindex.service.traffic import Traffic
 
-__all__ = ["HashFollower", "hashed", "packed_hashes"]
+__all__ = ["HashFollower", "HashQueries", "HashQuery", "hashed", "no_hashes", "packed_hashes"]
 
 _SEED: Final = 1337
 _UNIT: Final = 2  # tokens that stand for a block: the halves of its hash
@@ -182,3 +196,82 @@ class HashFollower:
             self._sizes = {names.get(rank, rank): size for rank, size in self._sizes.items()}
         elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
             self.index.tree(item.rank).clear()
+
+
+_I64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class HashQuery(msgspec.Struct, frozen=True):
+    """The body of POST /query_by_hash."""
+
+    block_hashes: list[_I64]
+    model_name: str
+    routing_group: str = DEFAULT_GROUP
+    lora_name: str | None = None
+    cache_salt: Any = None
+
+
+def no_hashes(_: Request) -> Reply:
+    """Return the answer of a server that keeps no hashes."""
+    return refused(
+        501,
+        "this server keeps no hashes of blocks: ask /query with token_ids, or start it with "
+        "--hash-queries xxh3",
+    )
+
+
+class HashQueries:
+    """Answers queries by hash, for what is registered.
+
+    Args:
+        registry: whose registrations are followed.
+        follower: what has the hashes.
+        traffic: counts the queries, in tokens; one of its own by default.
+
+    Thread safety: `answer` on the event loop.
+    """
+
+    def __init__(
+        self, registry: Registry, follower: HashFollower, traffic: Traffic | None = None
+    ) -> None:
+        self._follower = follower
+        self._service = Service(follower, registry)
+        self._traffic = Traffic() if traffic is None else traffic
+
+    def answer(self, request: Request) -> Reply:
+        """Return the answer to a query by hash, and count it as a query of whole blocks."""
+        try:
+            query = read_json(request, HashQuery)
+        except RefusedError as error:
+            if error.reply.status == 422 and _has_rolling(request.body):
+                return refused(501, "rolling hashes are not kept: ask with local `block_hashes`")
+            raise
+        if query.cache_salt is not None:
+            return refused(
+                400,
+                "cache_salt is not accepted by /query_by_hash; block_hashes must already include "
+                "the intended cache salt",
+            )
+        partition = Partition(query.model_name, query.routing_group)
+        ranks = self._service.ranks_of(partition)
+        if ranks is None:
+            return dynamo.not_registered(self._service.catalog, partition)
+        began = time.perf_counter_ns()
+        trusts = self._follower.trusts()
+        match = self._follower.index.match(
+            packed_hashes(query.block_hashes), lora=query.lora_name or None
+        )
+        hits = self._follower.in_tokens(match.hits(ranks.rows), iter(ranks.rows))
+        asked = len(query.block_hashes) * max(hits.block_size, default=0)
+        best = max(hits.tokens, default=0)
+        self._traffic.query(partition, asked, best, time.perf_counter_ns() - began)
+        return Reply(200, ranks.form("dynamo").write(hits, trusts))
+
+
+def _has_rolling(body: bytes) -> bool:
+    """Return whether a query is RFC #1403's, by rolling hashes."""
+    try:
+        fields = msgspec.json.decode(body)
+    except UNREADABLE:
+        return False  # it is wrong in more than one place
+    return isinstance(fields, Mapping) and "seq_hashes" in fields

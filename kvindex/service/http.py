@@ -1,45 +1,42 @@
-"""uvicorn as it runs here: bounded connections, no signals of its own, streams that end.
+"""The HTTP server: it listens, watches the connections, and ends them in order.
 
-Where uvicorn listens with TLS, nobody sees a connection before its handshake is done, however long
-that takes. So connections are accepted here then, which counts them from the start.
+Connections are accepted here, also those with TLS: so they count from their start, handshake
+included.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable
+from typing import Final
 
-import uvicorn
+from kvindex.service.connections import Connection
+from kvindex.service.site import Site
 
-from kvindex.service.connections import GuardedProtocol, protocol_of, sweep_always
-from kvindex.service.gate import Gate
-from kvindex.service.guards import Guard
+try:
+    from uvloop import run as run_loop
+except ImportError:
+    from asyncio import run as run_loop  # type: ignore[assignment]
 
 __all__ = ["HttpServer"]
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
-_ACCEPT_PAUSE = 1.0  # seconds until the next connection is accepted after a failure
+_SWEEP: Final = 1.0  # seconds between looks for overdue connections
+_ACCEPT_PAUSE: Final = 1.0  # seconds until the next connection is accepted after a failure
+_ENDING_PAUSE: Final = 0.02  # seconds between looks at what still ends
 
 
-class HttpServer(uvicorn.Server):
-    """Serves a gate at sockets, until `stop`.
+class HttpServer:
+    """Serves a site at listening sockets, until `stop`.
 
     Args:
-        gate: the app behind its guard.
-        guard: of the connections.
-        base: the class of connections, to be put under this guard.
+        site: what is served.
         shutdown_within: seconds for open requests to end in.
-        idle_seconds: between two requests of a kept connection; that of the guard by default.
-        bare: send no date: whoever passes the responses on adds it.
         tls: files with the certificate chain and the private key, in PEM; None: plain HTTP.
-        settings: further ones of `uvicorn.Config`: `uds`.
 
     Raises:
         OSError: a file of `tls` cannot be used.
@@ -49,97 +46,100 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        gate: Gate,
-        guard: Guard,
+        site: Site,
         *,
-        base: type[GuardedProtocol] = GuardedProtocol,
         shutdown_within: float = 10.0,
-        idle_seconds: float | None = None,
-        bare: bool = False,
         tls: tuple[str, str | None] | None = None,
-        **settings: Any,
     ) -> None:
-        self._gate = gate
-        idle = guard.limits.idle_seconds if idle_seconds is None else idle_seconds
-        self._guard = guard
-        self._context: ssl.SSLContext | None = None
+        self.site = site
+        self.shutdown_within = shutdown_within
+        self._tls: ssl.SSLContext | None = None
         if tls is not None:
-            self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            self._context.load_cert_chain(*tls)
-        super().__init__(
-            uvicorn.Config(
-                gate,
-                http=protocol_of(guard, base),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=not bare,
-                backlog=_BACKLOG,
-                timeout_keep_alive=max(1, int(idle)),
-                timeout_graceful_shutdown=max(1, int(shutdown_within)),
-                **settings,
-            )
-        )
-        self._running: set[asyncio.Task[None]] = set()  # of this class
+            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            self._tls.load_cert_chain(*tls)
         self._shaking: set[asyncio.Task[None]] = set()  # TLS handshakes
+        self._is_stopped = False
+        self._stopped: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def run(self, sockets: Iterable[socket.socket]) -> None:
+        """Serve at listening sockets until `stop`, then close them."""
+        run_loop(self._serve(list(sockets)))
 
     def stop(self) -> None:
-        """Finish the open requests, and end."""
-        self.should_exit = True
+        """Make `run` finish the open requests, and return."""
+        self._is_stopped = True
+        if self._stopped is not None:
+            loop, event = self._stopped
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and watch the connections."""
-        listening = sockets or []
-        await super().startup(sockets if self._context is None else [])
-        self._running = {asyncio.ensure_future(sweep_always(self.server_state))}
-        if self._context is not None:
-            self._running |= {asyncio.ensure_future(self._accept(one)) for one in listening}
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what has no end of its own, then wait for the rest."""
-        ended = self._running | self._shaking
-        for task in ended:
+    async def _serve(self, sockets: list[socket.socket]) -> None:
+        stopped = asyncio.Event()
+        self._stopped = asyncio.get_running_loop(), stopped
+        tasks = [asyncio.ensure_future(self._sweep())]
+        tasks += [asyncio.ensure_future(self._accept(listening)) for listening in sockets]
+        if not self._is_stopped:
+            await stopped.wait()
+        tasks += self._shaking
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*ended, return_exceptions=True)
-        self._gate.end_streams()
-        await super().shutdown(sockets)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for listening in sockets:
+            listening.close()
+        await self._end_connections()
+
+    async def _end_connections(self) -> None:
+        loop, site = asyncio.get_running_loop(), self.site
+        site.is_ending = True
+        deadline = loop.time() + self.shutdown_within
+        for connection in list(site.connections):
+            connection.end()
+        while site.connections and loop.time() < deadline:
+            await asyncio.sleep(_ENDING_PAUSE)
+        if site.connections:
+            logger.warning("%d connections did not end: they are closed", len(site.connections))
+        for connection in list(site.connections):
+            connection.abort()
+
+    async def _sweep(self) -> None:
+        """Look for overdue connections once a second, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self.site.note_time()
+            await asyncio.sleep(_SWEEP)
+            for connection in list(self.site.connections):
+                connection.check_time(loop.time())
 
     async def _accept(self, listening: socket.socket) -> None:
-        """Accept connections that begin with a TLS handshake, until cancelled."""
-        loop, most = asyncio.get_running_loop(), self._guard.limits.connections
+        """Accept connections until cancelled."""
+        loop, guard = asyncio.get_running_loop(), self.site.guard
         listening.setblocking(False)
         while True:
             try:
-                connection, _ = await loop.sock_accept(listening)
+                accepted, _ = await loop.sock_accept(listening)
+                if self._tls is None:
+                    await loop.connect_accepted_socket(lambda: Connection(self.site), accepted)
+                    continue
             except OSError as error:  # no descriptor is left, or the client has gone already
                 logger.warning("a connection could not be accepted: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE)
                 continue
-            if len(self.server_state.connections) + len(self._shaking) >= most:
-                self._guard.counters.add("connections")
-                connection.close()
+            if len(self.site.connections) + len(self._shaking) >= guard.limits.connections:
+                guard.counters.add("connections")
+                accepted.close()
                 continue
-            task = asyncio.ensure_future(self._shake_hands(connection))
+            task = asyncio.ensure_future(self._shake_hands(accepted))
             self._shaking.add(task)
             task.add_done_callback(self._shaking.discard)
 
-    async def _shake_hands(self, connection: socket.socket) -> None:
-        limits = self._guard.limits
-        make: Any = self.config.http_protocol_class
-        state, loop = self.server_state, asyncio.get_running_loop()
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        guard = self.site.guard
         try:
-            await loop.connect_accepted_socket(
-                lambda: make(config=self.config, server_state=state, app_state=self.lifespan.state),
-                connection,
-                ssl=self._context,
-                ssl_handshake_timeout=limits.head_seconds,
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: Connection(self.site),
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=guard.limits.head_seconds,
             )
         except OSError:
-            self._guard.counters.add("handshake")
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to whoever started this."""
-        yield
+            guard.counters.add("handshake")

@@ -66,17 +66,17 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
         >>> parse_networks(["10.0.0.0/8", "192.168.1.7"])
         (IPv4Network('10.0.0.0/8'), IPv4Network('192.168.1.7/32'))
     """
-    found: list[Network] = []
+    networks: list[Network] = []
     for text in texts:
-        for one in _WORDS.get(text, (text,)):
+        for network in _WORDS.get(text, (text,)):
             try:
-                found.append(ip_network(one))
+                networks.append(ip_network(network))
             except ValueError as error:
                 raise ConfigurationError(
                     f"{text!r} is no network ({error}): write it as 10.0.0.0/8, or one of "
                     + ", ".join(_WORDS)
                 ) from None
-    return tuple(found)
+    return tuple(networks)
 
 
 def resolved(host: str, within: float = _NAME_SECONDS) -> list[str]:
@@ -92,8 +92,8 @@ def resolved(host: str, within: float = _NAME_SECONDS) -> list[str]:
 
     def resolve() -> None:
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            answer.set_result(list(dict.fromkeys(str(address[0]) for *_, address in found)))
+            addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            answer.set_result(list(dict.fromkeys(str(address[0]) for *_, address in addresses)))
         except (OSError, UnicodeError):
             answer.set_result([])
         finally:
@@ -162,7 +162,7 @@ class Networks:
 
     def allows(self, address: Address) -> bool:
         """Return whether this address may be dialled."""
-        return all(self._allows_one(one) for one in (address, *_inside(address)))
+        return all(self._allows_one(each) for each in (address, *_inside(address)))
 
     def _allows_one(self, address: Address) -> bool:
         if address.is_multicast or address.is_unspecified:
@@ -176,7 +176,7 @@ class Networks:
     def _why_not(self, endpoint: str, address: Address) -> str:
         listed = ", ".join(map(str, self.allowed)) or "no network is allowed"
         addresses = (address, *_inside(address))
-        if any(one.is_multicast or any(one in net for net in _GUARDED) for one in addresses):
+        if any(each.is_multicast or any(each in net for net in _GUARDED) for each in addresses):
             return (
                 f"{endpoint!r}: {address} is a link-local, multicast or metadata address, or none "
                 "of a host: registrations may not name it"
@@ -196,15 +196,15 @@ def _parts(endpoint: str) -> tuple[str, int]:
             "other endpoints in the configuration of this server",
             reason="transport",
         )
-    found = _ENDPOINT.fullmatch(endpoint)
-    port = int(found[3]) if found else 0
-    if found is None or not 1 <= port <= 65_535:
+    parts = _ENDPOINT.fullmatch(endpoint)
+    port = int(parts[3]) if parts else 0
+    if parts is None or not 1 <= port <= 65_535:
         raise EndpointRefusedError(
             f"{endpoint[:200]!r} is not tcp://HOST:PORT with a host name or an address, and a port "
             "of 1 to 65535",
             reason="form",
         )
-    return found[1] or found[2], port
+    return parts[1] or parts[2], port
 
 
 def _address(text: str) -> Address | None:
@@ -226,7 +226,7 @@ def _inside(address: Address) -> list[IPv4Address]:
     """Return the IPv4 addresses that an IPv6 address stands for."""
     if not isinstance(address, IPv6Address):
         return []
-    found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
     if address in _NAT64 or (address in _COMPATIBLE and int(address) > 1):
-        found.append(IPv4Address(int(address) & 0xFFFFFFFF))
-    return [one for one in found if one is not None]
+        inside.append(IPv4Address(int(address) & 0xFFFFFFFF))
+    return [each for each in inside if each is not None]

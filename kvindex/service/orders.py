@@ -1,6 +1,6 @@
 """The subscribing process's orders to the HTTP processes: lines of JSON through a pipe.
 
-The pipe is the child's stdin. It also tells that the parent is gone, however it ended: it closes.
+The pipe is the child's stdin. When the parent is gone, however it ended, the pipe closes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""POST /outcomes: a router reports what became of a finished request, in tokens."""
+"""POST /outcomes: a router reports the cached tokens of a finished request."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from typing import Annotated
 
 import msgspec
 
-from kvindex.service.asking import UNREADABLE, media_type
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
 from kvindex.service.dialects import dynamo
-from kvindex.service.replies import JSON, Reply, json_reply, text_reply
+from kvindex.service.messages import Reply, Request, json_reply, read_json
 from kvindex.service.service import Service
 
-__all__ = ["Outcome", "take_outcome"]
+__all__ = ["Outcome", "count_outcome"]
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -21,11 +20,11 @@ class Outcome(msgspec.Struct, frozen=True):
     """The body of POST /outcomes: one finished request, in tokens.
 
     Attributes:
-        model_name, routing_group: whose.
+        model_name, routing_group: the partition.
         asked: in its prompt.
         attainable: of these, those that the best rank held when it was routed.
         chosen: those that the chosen rank was expected to find cached.
-        delivered: those that its engine did find; null if it did not say.
+        delivered: those that its engine did find; null if it did not report them.
     """
 
     model_name: str
@@ -46,17 +45,12 @@ class Outcome(msgspec.Struct, frozen=True):
         return Partition(self.model_name, self.routing_group)
 
 
-def take_outcome(service: Service, body: bytes, content_type: bytes | None) -> Reply:
-    """Count what a body reports, and return the answer."""
-    if media_type(content_type) != JSON:
-        return text_reply(415, "send the body with content-type: application/json")
-    try:
-        one = msgspec.json.decode(body, type=Outcome)
-    except msgspec.ValidationError as error:
-        return text_reply(422, f"the body has not the right form: {error}")
-    except UNREADABLE as error:
-        return text_reply(400, f"the body is no JSON: {error}")
-    if one.partition not in service.catalog.partitions:
-        return dynamo.nobody(service.catalog, one.partition)
-    service.traffic.outcome(one.partition, one.asked, one.attainable, one.chosen, one.delivered)
+def count_outcome(service: Service, request: Request) -> Reply:
+    """Count what a router reports, and return the answer."""
+    report = read_json(request, Outcome)
+    if report.partition not in service.catalog.partitions:
+        return dynamo.not_registered(service.catalog, report.partition)
+    service.traffic.outcome(
+        report.partition, report.asked, report.attainable, report.chosen, report.delivered
+    )
     return json_reply(200, {"status": "ok"})

@@ -1,7 +1,4 @@
-"""The page's files and requests: the fleet, prefixes, explanations and news.
-
-`Page` is mounted by the server's app, which guards it: tokens, hosts, limits of bodies and streams.
-"""
+"""The page's files and requests: the fleet, prefixes, explanations and news."""
 
 from __future__ import annotations
 
@@ -9,42 +6,59 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
-from kvindex import ConfigurationError, Index, KVIndexError, Rank, RankStatus, State
+from kvindex import (
+    ConfigurationError,
+    Index,
+    KVIndexError,
+    Prefixes,
+    Rank,
+    RankStatus,
+    State,
+)
 from kvindex.service.assets import asset_routes
-from kvindex.service.catalog import BY_CLIENTS, Catalog, Partition
-from kvindex.service.event_stream import EventStreamResponse, StreamCounters
-from kvindex.service.explaining import Explained, RefusedError, answer, read_question
+from kvindex.service.catalog import BY_CLIENTS, Partition
+from kvindex.service.event_stream import StreamCounters, event_stream
+from kvindex.service.explaining import Explained, Explainer, Question, explain, read_question
+from kvindex.service.guards import Guard, Refusal
+from kvindex.service.messages import (
+    JSON,
+    RefusedError,
+    Reply,
+    Request,
+    Route,
+    Stream,
+    refused,
+)
 from kvindex.service.metrics import SeriesLabels
-from kvindex.service.overview import Counted, overview
-from kvindex.service.timeline import Timeline, parse_id
-from kvindex.service.traffic import Totals, Traffic
+from kvindex.service.openapi import COUNT, GROUP, json, media, objects, operation, parameter
+from kvindex.service.overview import Counted, Fleet, overview
+from kvindex.service.service import Service
+from kvindex.service.timeline import Happening, Timeline, parse_id
+from kvindex.service.traffic import ASKED, AllTraffic
 from kvindex.service.trends import WINDOWS, Trends
 
-__all__ = ["FLEET_FOR", "MOST_NODES", "SWEEP", "Page", "Shown", "Source"]
+__all__ = ["FLEET_FOR", "MOST_NODES", "SWEEP", "Page", "Watched"]
 
 SWEEP: Final = 5.0
 """Seconds between looks at what ranks count while their states stay the same."""
 
 FLEET_FOR: Final = 0.5
-"""Seconds for which one overview of the fleet answers all who ask."""
+"""Seconds for which one overview of the fleet answers all requests."""
 
 MOST_NODES: Final = 5_000
 """Nodes of the radix tree in one answer: about 1 MB."""
 
 _MOST_EXPLAINING = 4
 _MOST_TEXT = 1_000  # characters of a name in a query string
-_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+_HEADERS: Final = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
-class Source(Counted, Explained, Protocol):
-    """What the page asks of a `Client` or a `Replica`."""
+class Watched(Counted, Explainer, Protocol):
+    """The methods of a `Client` or a `Replica` that the page calls."""
 
     @property
     def ranks(self) -> tuple[Rank, ...]: ...
@@ -57,26 +71,6 @@ class Source(Counted, Explained, Protocol):
     def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]: ...
 
 
-class Shown(Protocol):
-    """What a page shows: a `Service`. Both are read from any thread."""
-
-    @property
-    def source(self) -> Any:
-        """A `Source`: a client or a replica."""
-
-    @property
-    def catalog(self) -> Catalog:
-        """The present registrations."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """The requests that this process received."""
-
-    @property
-    def missing(self) -> Callable[[], Mapping[str, str]]:
-        """Returns the engines and sources that have not said where to subscribe, and why."""
-
-
 class Page:
     """The routes of the page, and the timeline behind them.
 
@@ -86,9 +80,10 @@ class Page:
             the operator nor a discovery named one of the partition.
         timeline: a new one by default.
         traffic: of all processes that answer; of this one by default.
+        guard: its limit of event streams holds.
 
     Attributes:
-        routes: for a Starlette app.
+        routes: of the page.
         timeline: what has happened since this was made.
         trends: what was asked since then.
         streams: counters of `/events`.
@@ -98,17 +93,19 @@ class Page:
 
     def __init__(
         self,
-        service: Shown,
+        service: Service,
         *,
         tokenizer: str | None = None,
         timeline: Timeline | None = None,
-        traffic: Totals | None = None,
+        traffic: AllTraffic | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._service = service
-        self._source: Source = service.source
+        self._guard = guard or Guard()
+        self._source: Watched = service.source  # type: ignore[assignment]  # or a test's own
         self._configured = tokenizer
         self.timeline = timeline or Timeline(self._partition)
-        self.trends = Trends((traffic or Totals(lambda: [service.traffic])).asked)
+        self.trends = Trends((traffic or AllTraffic(lambda: [service.traffic])).asked)
         self.streams = StreamCounters()
         self._stop = self._source.on_change(self.timeline.observe)
         self.timeline.begin(self._source.statuses().values())
@@ -117,14 +114,64 @@ class Page:
         self._explaining = 0
         self._closed = threading.Event()
         threading.Thread(target=self._sweep, name="kvindex-timeline", daemon=True).start()
-        self.routes: list[BaseRoute] = [
-            *asset_routes(),
-            Route("/api/fleet", _told(self._get_fleet), methods=["GET"]),
-            Route("/api/timeline", _told(self._get_timeline), methods=["GET"]),
-            Route("/api/traffic", _told(self._get_traffic), methods=["GET"]),
-            Route("/api/prefixes", _told(self._get_prefixes), methods=["GET"]),
-            Route("/api/explain", _told(self._explain), methods=["POST"]),
-            Route("/events", self._events, methods=["GET"]),
+        self.routes = [*asset_routes(), *self._api_routes()]
+
+    def _api_routes(self) -> list[Route]:
+        model = parameter("model", "of which; all by default")
+        return [
+            _route(
+                self._get_fleet,
+                "/api/fleet",
+                operation("How every rank stands, and sums", json(Fleet, "At most 0.5 s old.")),
+            ),
+            _route(
+                self._get_timeline,
+                "/api/timeline",
+                operation("What has happened, oldest first", json(History)),
+            ),
+            _route(
+                self._get_traffic,
+                "/api/traffic",
+                operation(
+                    "What was asked over time, of all processes",
+                    json(_TRAFFIC),
+                    422,
+                    parameters=[
+                        model,
+                        GROUP,
+                        parameter(
+                            "seconds", "how far back, 900 by default", {"enum": list(WINDOWS)}
+                        ),
+                    ],
+                ),
+            ),
+            _route(
+                self._get_prefixes,
+                "/api/prefixes",
+                operation(
+                    "Which prefixes are held by whom, the most widely held first",
+                    json(PartitionPrefixes),
+                    422,
+                    parameters=[
+                        model,
+                        GROUP,
+                        parameter("max_nodes", "1000 by default", _from_1(MOST_NODES)),
+                        parameter("min_blocks", "1 by default", _from_1(2**31)),
+                    ],
+                ),
+            ),
+            _route(
+                self._explain,
+                "/api/explain",
+                operation(
+                    "How far a prompt matches on each rank, and where and why that ends",
+                    json(Explained, "Longest matches first."),
+                    *(404, 409, 502),
+                    body={"application/json": {"schema": _QUESTION}},
+                ),
+                method="POST",
+            ),
+            _route(self._events, "/events", _EVENTS),
         ]
 
     def close(self) -> None:
@@ -145,7 +192,7 @@ class Page:
 
     # Requests ---------------------------------------------------------------------------------
 
-    async def _get_fleet(self, _: Request) -> Response:
+    async def _get_fleet(self, _: Request) -> Reply:
         lock = self._fleet_lock = self._fleet_lock or asyncio.Lock()
         async with lock:
             made_at, body = self._fleet
@@ -163,81 +210,79 @@ class Page:
         )
         return msgspec.json.encode(fleet)
 
-    async def _get_timeline(self, _: Request) -> Response:
+    async def _get_timeline(self, _: Request) -> Reply:
         since = self.timeline.since(0)
-        happenings = since.happenings
-        said = {
-            "since": happenings[0].at if since.missed else self.timeline.began,
-            "id": f"{self.timeline.life}-{since.position}",
-            "dropped": since.missed,
-            "happenings": happenings,
-        }
-        return _json(msgspec.json.encode(said))
+        history = History(
+            since=since.happenings[0].at if since.missed else self.timeline.began,
+            id=f"{self.timeline.life}-{since.position}",
+            dropped=since.missed or 0,
+            happenings=since.happenings,
+        )
+        return _json(msgspec.json.encode(history))
 
-    async def _get_traffic(self, request: Request) -> Response:
-        asked = request.query_params
-        seconds = asked.get("seconds", "900")
+    async def _get_traffic(self, request: Request) -> Reply:
+        seconds = request.parameter("seconds", "900")
         if seconds not in map(str, WINDOWS):
             wanted = ", ".join(map(str, WINDOWS))
-            raise RefusedError(422, f"seconds must be one of {wanted}, not {seconds[:20]!r}")
-        partition = None
-        if "model" in asked or "routing_group" in asked:
-            partition = SeriesLabels(asked.get("model", ""), asked.get("routing_group", "default"))
+            raise _refusal(422, f"seconds must be one of {wanted}, not {seconds[:20]!r}")
+        named = _named(request)
+        partition = None if named is None else SeriesLabels(*named)
         return _json(msgspec.json.encode(self.trends.points(int(seconds), partition)))
 
-    async def _get_prefixes(self, request: Request) -> Response:
-        asked = request.query_params
-        max_nodes = _number(asked.get("max_nodes", "1000"), "max_nodes", MOST_NODES)
-        min_blocks = _number(asked.get("min_blocks", "1"), "min_blocks", 2**31)
-        ranks = None
-        if "model" in asked or "routing_group" in asked:
-            ranks = self._ranks_of(asked.get("model", ""), asked.get("routing_group", "default"))
+    async def _get_prefixes(self, request: Request) -> Reply:
+        max_nodes = _number(request, "max_nodes", "1000", MOST_NODES)
+        min_blocks = _number(request, "min_blocks", "1", 2**31)
+        named = _named(request)
+        ranks = None if named is None else self._ranks_of(named)
         return _json(await asyncio.to_thread(self._prefixes, max_nodes, min_blocks, ranks))
 
     def _prefixes(self, max_nodes: int, min_blocks: int, ranks: list[Rank] | None) -> bytes:
         if ranks is not None and len(ranks) == len(self._source.ranks):
             ranks = None  # of all: with the holes, and with the size of the tree
-        found = self._source.index.prefixes(max_nodes, min_blocks=min_blocks, ranks=ranks)
-        told = msgspec.to_builtins(found)
+        prefixes = self._source.index.prefixes(max_nodes, min_blocks=min_blocks, ranks=ranks)
         if ranks is not None:
-            told["unique_blocks"] = None  # it counts the whole tree, with other ranks' blocks
-        return msgspec.json.encode(told)
+            fields = {**msgspec.structs.asdict(prefixes), "unique_blocks": None}
+            prefixes = PartitionPrefixes(**fields)
+        return msgspec.json.encode(prefixes)
 
-    async def _explain(self, request: Request) -> Response:
-        question = read_question(await request.body())
+    async def _explain(self, request: Request) -> Reply:
+        question = read_question(request.body)
         if self._explaining >= _MOST_EXPLAINING:
-            raise RefusedError(503, f"{self._explaining} explanations are being made: ask again")
-        ranks = self._ranks_of(question.model, question.routing_group)
-        tokenizer = self._tokenizer(Partition(question.model, question.routing_group))
+            raise _refusal(503, f"{self._explaining} explanations are being made: ask again")
+        partition = Partition(question.model, question.routing_group)
+        ranks, tokenizer = self._ranks_of(partition), self._tokenizer(partition)
         self._explaining += 1
         try:
-            found = await asyncio.to_thread(answer, self._source, question, ranks, tokenizer)
+            explained = await asyncio.to_thread(explain, self._source, question, ranks, tokenizer)
         finally:
             self._explaining -= 1
-        return _json(msgspec.json.encode(found))
+        return _json(msgspec.json.encode(explained))
 
-    def _ranks_of(self, model: str, routing_group: str) -> list[Rank]:
-        wanted = Partition(model[:_MOST_TEXT], routing_group[:_MOST_TEXT])
+    def _ranks_of(self, wanted: Partition) -> list[Rank]:
         return [rank for rank in self._source.ranks if self._partition(rank.worker) == wanted]
 
     def _partition(self, worker: str) -> Partition:
         """Return a worker's partition; an unregistered worker has no model."""
-        found = self._service.catalog.instances.get(worker)
-        return next(iter(found.values())).partition if found else Partition("")
+        registered = self._service.catalog.instances.get(worker)
+        return next(iter(registered.values())).partition if registered else Partition("")
 
     def _tokenizer(self, partition: Partition) -> str | None:
         """Return the URL of an engine that the operator or a discovery named, never a client."""
-        for one in self._service.catalog.of(partition):
-            engine = one.details.get("engine")
-            if isinstance(engine, str) and one.source != BY_CLIENTS:
+        for registration in self._service.catalog.of(partition):
+            engine = registration.details.get("engine")
+            if isinstance(engine, str) and registration.source != BY_CLIENTS:
                 return engine
         return self._configured
 
-    async def _events(self, request: Request) -> EventStreamResponse:
-        asked = request.headers.get("last-event-id", "")
+    async def _events(self, request: Request) -> Stream:
+        most = self._guard.limits.streams
+        if self.streams.open_now >= most:
+            text = f"{most} event streams are open, the most that are served"
+            raise RefusedError(self._guard.refuse(Refusal(503, "streams", text)).reply)
+        asked = (request.header(b"last-event-id") or b"").decode("latin-1")
         if asked and parse_id(asked) is None:
             asked = "unknown-0"
-        return EventStreamResponse(self.timeline, self._present, self.streams, asked)
+        return event_stream(self.timeline, self._present, self.streams, asked)
 
     def _present(self) -> dict[str, Any]:
         statuses = self._source.statuses().values()
@@ -257,31 +302,105 @@ class Page:
         }
 
 
-def _told(
-    serve: Callable[[Request], Awaitable[Response]],
-) -> Callable[[Request], Awaitable[Response]]:
-    """Return a handler whose refusals are answered in words."""
+class History(msgspec.Struct):
+    """The answer to GET /api/timeline.
 
-    async def handler(request: Request) -> Response:
+    Attributes:
+        since: from when on it is whole, in seconds since 1970.
+        id: of the last happening.
+        dropped: how many earlier ones it has no more.
+        happenings: oldest first.
+    """
+
+    since: float
+    id: str
+    dropped: Annotated[int, msgspec.Meta(ge=0)]
+    happenings: list[Happening]
+
+
+class PartitionPrefixes(Prefixes, frozen=True, kw_only=True):
+    """The answer to GET /api/prefixes.
+
+    Attributes:
+        unique_blocks: None for one partition: the tree is shared with other ranks' blocks.
+    """
+
+    unique_blocks: int | None  # type: ignore[assignment]
+
+
+_COLUMNS: Final = ("at", "seconds", "live", "ranks", *ASKED)
+_TRAFFIC: Final = objects(
+    *("now", "since", "seconds", "step", "partitions", "points"),
+    now=float,
+    since=float,
+    seconds=COUNT,
+    step=COUNT,
+    partitions={"type": "array", "items": objects("model", "routing_group")},
+    points=objects(*_COLUMNS, **dict.fromkeys(_COLUMNS, list[float])),
+)
+_QUESTION: Final = {
+    "allOf": [Question],
+    "oneOf": [
+        {"required": ["token_ids"], "properties": {"text": {"type": "null"}}},
+        {"required": ["text"], "properties": {"token_ids": {"type": "null"}}},
+    ],
+}
+_EVENTS: Final = operation(
+    "What happens, as server-sent events, until either side ends it",
+    media(
+        "text/event-stream",
+        "First `fleet` with the present states, then `state`, `gap`, `replay`, `loss`, "
+        "`restart`, `added` and `removed`, each with a Happening as its data.",
+    ),
+    parameters=[parameter("Last-Event-ID", "the last that was received", where="header")],
+)
+
+
+def _from_1(most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 1, "maximum": most}
+
+
+def _route(
+    serve: Callable[[Request], Awaitable[Reply | Stream]],
+    path: str,
+    described: Mapping[str, Any],
+    method: str = "GET",
+) -> Route:
+    """Return a route whose errors are answered as JSON."""
+
+    async def handler(request: Request) -> Reply | Stream:
         try:
             return await serve(request)
         except RefusedError as error:
-            return _json(msgspec.json.encode({"error": str(error)}), error.status)
+            return error.reply._replace(headers=(*error.reply.headers, *_HEADERS))
         except ConfigurationError as error:
-            return _json(msgspec.json.encode({"error": str(error)}), 422)
+            return refused(422, str(error))._replace(headers=_HEADERS)
         except KVIndexError as error:
-            return _json(msgspec.json.encode({"error": str(error)}), 503)
+            return _refusal(503, str(error)).reply._replace(headers=_HEADERS)
 
-    return handler
-
-
-def _json(body: bytes, status: int = 200) -> Response:
-    headers = {**_HEADERS, "Retry-After": "1"} if status == 503 else _HEADERS
-    return Response(body, status, headers, "application/json")
+    return Route(method, path, handler, described)
 
 
-def _number(text: str, name: str, most: int) -> int:
+def _json(body: bytes) -> Reply:
+    return Reply(200, body, JSON, _HEADERS)
+
+
+def _refusal(status: int, why: str) -> RefusedError:
+    retry = ((b"retry-after", b"1"),) if status == 503 else ()
+    return RefusedError(refused(status, why)._replace(headers=retry))
+
+
+def _named(request: Request) -> Partition | None:
+    """Return the partition that the query names, None if it names none."""
+    if not {"model", "routing_group"} & request.parameters.keys():
+        return None
+    group = request.parameter("routing_group", "default")
+    return Partition(request.parameter("model")[:_MOST_TEXT], group[:_MOST_TEXT])
+
+
+def _number(request: Request, name: str, default: str, most: int) -> int:
+    text = request.parameter(name, default)
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
     if not 1 <= number <= most:
-        raise RefusedError(422, f"{name} must be from 1 to {most}, not {text[:20]!r}")
+        raise _refusal(422, f"{name} must be from 1 to {most}, not {text[:20]!r}")
     return number

@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from kvindex.service.catalog import Catalog
-from kvindex.service.counters import Counters
+from kvindex.service.guards import Counters
 from kvindex.service.orders import Order, Registered, Start, Stop, write_order
 from kvindex.service.traffic import Traffic
 
@@ -40,7 +40,7 @@ class Children:
 
     Args:
         count: how many.
-        start: what each is told first; descriptors of counters are filled in.
+        start: the first order of each; descriptors of counters are filled in.
         names: of the counters.
 
     Thread safety: every method from any thread.
@@ -67,7 +67,7 @@ class Children:
         for thread in self._threads:
             thread.start()
 
-    def tell(self, catalog: Catalog) -> None:
+    def follow(self, catalog: Catalog) -> None:
         """Send every process the present registrations."""
         with self._changed:
             self._catalog = catalog
@@ -157,23 +157,23 @@ class Children:
     def _give_orders(self, process: subprocess.Popen[bytes], start: Start) -> None:
         """Write to one process until it ends, or all are to end."""
         assert process.stdin is not None
-        told = -1
+        sent = -1
         before: Catalog | None = None
         with suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(write_order(start))
             while not self._closing.is_set() and process.returncode is None:
                 with self._changed:
                     catalog, version = self._catalog, self._version
-                if version != told:
+                if version != sent:
                     order: Order = Registered(catalog.registrations)
                     if before is not None:
                         order = catalog.since(before)
                     pipe.write(write_order(order))
-                    told, before = version, catalog
+                    sent, before = version, catalog
                     pipe.flush()
                 with self._changed:
                     self._changed.wait_for(
-                        lambda seen=told: (
+                        lambda seen=sent: (
                             self._version != seen  # type: ignore[misc]
                             or self._closing.is_set()
                             or process.returncode is not None

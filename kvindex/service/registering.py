@@ -1,7 +1,11 @@
 """POST /register and /unregister in every dialect: a body in, an answer out.
 
-The dialect is told by the request itself: `model_name` is Dynamo (A); msgpack with `hash_profile`
+The request itself shows its dialect: `model_name` is Dynamo (A); msgpack with `hash_profile`
 is Mooncake's conductor (C); `modelname` otherwise is RFC #1403 and MindIE (B and D).
+
+Dynamo's peers are refused here: its indexer copies the blocks of a peer, and then answers for
+workers that are not registered with it. A new kvindex starts from `GET /snapshot` of another one,
+and replay verifies that.
 """
 
 from __future__ import annotations
@@ -12,37 +16,63 @@ from typing import Any, Final
 import msgspec
 
 from kvindex import BusyError, ClosedError
-from kvindex.service.asking import MSGPACK_TYPES, UNREADABLE, media_type
 from kvindex.service.dialects import conductor, dynamo, rfc
-from kvindex.service.replies import JSON, Reply, packed, refused, text_reply
+from kvindex.service.messages import (
+    JSON,
+    MSGPACK_TYPES,
+    UNREADABLE,
+    Reply,
+    Request,
+    packed,
+    read_json,
+    refused,
+    text_reply,
+)
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError, RegistrationError
 
-__all__ = ["register", "unregister"]
+__all__ = ["Peer", "deregister_peer", "register", "register_peer", "unregister"]
 
 _MOST_BYTES: Final = 16 << 10
-"""Of a body: what is registered is kept, told to other processes and saved."""
+"""Of a body: a registration is kept, sent to other processes and saved."""
 
 _STATUS: Final = {"conflict": 409, "unknown": 404, "invalid": 400, "room": 503}
 
 
-def register(service: Service, body: bytes, content_type: bytes | None) -> Reply:
+def register(service: Service, request: Request) -> Reply:
     """Return the answer to a registration; waits for the subscriber's thread."""
-    return _carried_out(_register, service, body, content_type)
+    return _carried_out(_register, service, request)
 
 
-def unregister(service: Service, body: bytes, content_type: bytes | None) -> Reply:
+def unregister(service: Service, request: Request) -> Reply:
     """Return the answer to an unregistration; waits for the subscriber's thread."""
-    return _carried_out(_unregister, service, body, content_type)
+    return _carried_out(_unregister, service, request)
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """The body of POST /register_peer and /deregister_peer."""
+
+    url: str
+
+
+def register_peer(request: Request) -> Reply:
+    """Refuse a peer."""
+    read_json(request, Peer)
+    said = "kvindex has no peers: start a replica with --warm-from URL, which takes GET /snapshot"
+    return refused(501, said)
+
+
+def deregister_peer(request: Request) -> Reply:
+    """Answer that there is no such peer."""
+    read_json(request, Peer)
+    return refused(404, "peer not found")
 
 
 _Change = Callable[[Service, Mapping[str, Any], bool], Reply]
 
 
-def _carried_out(
-    change: _Change, service: Service, body: bytes, content_type: bytes | None
-) -> Reply:
-    kind = media_type(content_type)
+def _carried_out(change: _Change, service: Service, request: Request) -> Reply:
+    kind, body = request.media_type, request.body
     is_packed = kind in MSGPACK_TYPES
     if kind != JSON and not is_packed:
         return text_reply(415, "send the body with content-type application/json or .../msgpack")
@@ -69,22 +99,22 @@ def _carried_out(
 
 def _register(service: Service, fields: Mapping[str, Any], is_packed: bool) -> Reply:
     if "model_name" in fields or "modelname" not in fields:
-        ours = msgspec.convert(fields, dynamo.Register)
+        ours = msgspec.convert(fields, dynamo.DynamoRegister)
         return dynamo.registered(service.registry.register(ours.registration()))
     if is_packed and "hash_profile" in fields:
-        one = conductor.registration(fields)
-        if isinstance(one, Reply):
-            return one
+        registration = conductor.registration(fields)
+        if isinstance(registration, Reply):
+            return registration
     else:
-        one = msgspec.convert(fields, rfc.Register).registration()
-    service.registry.register(one)
-    return rfc.registered(one)
+        registration = msgspec.convert(fields, rfc.RfcRegister).registration()
+    service.registry.register(registration)
+    return rfc.registered(registration)
 
 
 def _unregister(service: Service, fields: Mapping[str, Any], is_packed: bool) -> Reply:
     if "model_name" in fields:
         service.registry.unregister(
-            **msgspec.convert(fields, dynamo.Unregister).which(), by_client=True
+            **msgspec.convert(fields, dynamo.DynamoUnregister).which(), by_client=True
         )
         return dynamo.unregistered()
     if is_packed and "modelname" not in fields:
@@ -92,7 +122,7 @@ def _unregister(service: Service, fields: Mapping[str, Any], is_packed: bool) ->
         if isinstance(which, Reply):
             return which
     elif "modelname" in fields or isinstance(fields.get("instance_id"), str):
-        which = msgspec.convert(fields, rfc.Unregister).which()
+        which = msgspec.convert(fields, rfc.RfcUnregister).which()
     else:  # it says what is missing
-        which = msgspec.convert(fields, dynamo.Unregister).which()
+        which = msgspec.convert(fields, dynamo.DynamoUnregister).which()
     return rfc.unregistered(service.registry.unregister(**which, by_client=True))

@@ -21,11 +21,11 @@ from kvindex import (
 from kvindex.service.catalog import BY_CLIENTS, Catalog, Partition, Registration
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["Dial", "Outcome", "Registry", "as_it_is"]
+__all__ = ["Dial", "Effect", "Registry", "as_it_is"]
 
 logger = logging.getLogger(__name__)
 
-Outcome: TypeAlias = Literal["new", "same", "moved"]
+Effect: TypeAlias = Literal["new", "same", "moved"]
 Dial: TypeAlias = Callable[[str], str]
 """Returns the endpoint to dial for one that came over HTTP, or raises EndpointRefusedError."""
 
@@ -96,7 +96,7 @@ class Registry:
         with self._lock:
             self._listeners.append(listener)
 
-    def register(self, registration: Registration, *, trusted: bool = False) -> Outcome:
+    def register(self, registration: Registration, *, trusted: bool = False) -> Effect:
         """Subscribe to one rank of an instance.
 
         Args:
@@ -131,7 +131,7 @@ class Registry:
         block_size: int = 0,
         source: str = "configured",
         **details: Any,
-    ) -> list[Outcome]:
+    ) -> list[Effect]:
         """Register every rank of a worker, with the worker's own settings (topic, CURVE, cache).
 
         Args:
@@ -146,7 +146,7 @@ class Registry:
         outcomes = []
         for address in worker.publishers():
             replay = None if address.replay is None else {address.dp_rank: address.replay}
-            one = Worker(
+            rank = Worker(
                 worker.name,
                 {address.dp_rank: address.endpoint},
                 replay=replay,
@@ -165,12 +165,12 @@ class Registry:
                 source=source,
                 details=details,
             )
-            outcomes.append(self._enter(registration, one, lambda old: old))
+            outcomes.append(self._enter(registration, rank, lambda old: old))
         return outcomes
 
     def _enter(
         self, registration: Registration, worker: Worker, place: Callable[[Worker], object]
-    ) -> Outcome:
+    ) -> Effect:
         key = registration.worker, registration.dp_rank
         with self._lock:
             present = self.catalog.instances.get(key[0], {}).get(key[1])
@@ -201,18 +201,18 @@ class Registry:
         """Subscribe all clients to one rank, or none."""
         subscribed: list[Subscribing] = []
         try:
-            for one in self._all:
+            for subscriber in self._all:
                 try:
-                    one.add(worker)
+                    subscriber.add(worker)
                 except ConfigurationError:
                     # It is subscribed to already: by a call that came too late for its caller.
-                    if _find(one, worker) is None:
+                    if _find(subscriber, worker) is None:
                         raise
-                subscribed.append(one)
+                subscribed.append(subscriber)
         except BaseException as error:
-            for one in subscribed:
+            for subscriber in subscribed:
                 with suppress(KVIndexError):
-                    one.remove(Rank(worker.name, worker.publishers()[0].dp_rank))
+                    subscriber.remove(Rank(worker.name, worker.publishers()[0].dp_rank))
             if isinstance(error, ConfigurationError):
                 raise RegistrationError(str(error), reason="invalid") from error
             raise
@@ -264,17 +264,17 @@ class Registry:
 
     def _check_clients(self, present: list[Registration]) -> None:
         """Refuse to let a client change the operator's workers."""
-        for one in present:
-            if one.source != BY_CLIENTS:
+        for entry in present:
+            if entry.source != BY_CLIENTS:
                 raise RegistrationError(
-                    f"instance {one.worker} dp_rank {one.dp_rank} at {one.endpoint} is this "
-                    f"server's own ({one.source}): change it there, or register another instance",
+                    f"instance {entry.worker} dp_rank {entry.dp_rank} at {entry.endpoint} is this "
+                    f"server's own ({entry.source}): change it there, or register another instance",
                     reason="conflict",
                 )
 
     def _check_conflicts(self, new: Registration, present: Registration | None) -> None:
         ranks = self.catalog.instances.get(new.worker, {})
-        partition = next((one.partition for one in ranks.values()), new.partition)
+        partition = next((entry.partition for entry in ranks.values()), new.partition)
         if partition != new.partition:
             raise RegistrationError(
                 f"instance {new.worker} is already registered for {partition}", reason="conflict"
@@ -282,8 +282,8 @@ class Registry:
         if not new.block_size:
             return
         # All that state one have the same: the first one's is enough.
-        others = (one for one in self.catalog.of(new.partition) if one is not present)
-        known = next((one.block_size for one in others if one.block_size), new.block_size)
+        others = (entry for entry in self.catalog.of(new.partition) if entry is not present)
+        known = next((entry.block_size for entry in others if entry.block_size), new.block_size)
         if known != new.block_size:
             raise RegistrationError(
                 f"block_size mismatch for {new.partition}: existing={known}, "
@@ -306,15 +306,15 @@ class Registry:
         """Unsubscribe from ranks of one instance, and forget them."""
         catalog = self.catalog.without(gone)
         name = gone[0].worker
-        workers = [self._dialled[one.worker, one.dp_rank] for one in gone]
-        for one in self._all:
+        workers = [self._dialled[entry.worker, entry.dp_rank] for entry in gone]
+        for subscriber in self._all:
             with suppress(UnknownRankError):  # a call that came too late for its caller did it
                 if name not in catalog.instances:
-                    one.remove(name)
+                    subscriber.remove(name)
                     continue
-                for rank in [_find(one, worker) for worker in workers]:
+                for rank in [_find(subscriber, worker) for worker in workers]:
                     if rank is not None:
-                        one.remove(rank)
+                        subscriber.remove(rank)
         for left in gone:
             del self._dialled[left.worker, left.dp_rank]
         self._replace(catalog)
@@ -325,13 +325,13 @@ class Registry:
         Its batches may have given the rank another name than the registered one: the endpoint
         identifies it. O(ranks).
         """
-        found = {(s.rank.worker, s.endpoint): s for s in self._client.statuses().values()}
+        by_endpoint = {(s.rank.worker, s.endpoint): s for s in self._client.statuses().values()}
         # Without the lock: a registration holds it for as long as the subscriber's thread is busy.
         statuses = []
-        for one in self.catalog.registrations:
-            worker = self._dialled.get((one.worker, one.dp_rank))
+        for entry in self.catalog.registrations:
+            worker = self._dialled.get((entry.worker, entry.dp_rank))
             endpoint = "" if worker is None else worker.publishers()[0].endpoint
-            statuses.append((one, found.get((one.worker, endpoint))))
+            statuses.append((entry, by_endpoint.get((entry.worker, endpoint))))
         return statuses
 
     def _replace(self, catalog: Catalog) -> None:
@@ -354,9 +354,9 @@ def _find(client: Subscribing, worker: Worker) -> Rank | None:
     return None
 
 
-def _check_names(one: Registration) -> None:
+def _check_names(entry: Registration) -> None:
     """Refuse names that would be more than one word of a log: line breaks, control characters."""
-    names = {"instance_id": one.worker, **one.partition._asdict()}
+    names = {"instance_id": entry.worker, **entry.partition._asdict()}
     for what, name in names.items():
         if not name.isprintable():
             raise RegistrationError(

@@ -13,36 +13,31 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from typing import Any, Final
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.routing import BaseRoute
 
 from kvindex import Client, ConfigurationError, KVIndexError, SnapshotError
 from kvindex.index.replicas import FanOut
-from kvindex.service.app import build_app
-from kvindex.service.asking import answer
-from kvindex.service.asking_by_hash import HashQueries
+from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.child import COUNTED
 from kvindex.service.exposition import Exposition
-from kvindex.service.gate import Gate
 from kvindex.service.guards import REASONS, Guard
-from kvindex.service.hashing import HashFollower
+from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.http import HttpServer
+from kvindex.service.messages import Route
 from kvindex.service.networks import Networks
 from kvindex.service.orders import Start
 from kvindex.service.page import Page
 from kvindex.service.processes import Children
-from kvindex.service.protocol import query_protocol
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.service.settings import ConfigFile, ServeSettings, Table
+from kvindex.service.site import Site
 from kvindex.service.snapshots import snapshot_route
 from kvindex.service.state import Saver, fetch_snapshot, read_registrations
-from kvindex.service.traffic import Totals, Traffic
+from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.workers import BLOCK_SIZE
 from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engine, Source
 
@@ -50,13 +45,13 @@ __all__ = ["Running", "own_directory"]
 
 logger = logging.getLogger(__name__)
 
-_FIRST_LOOK: Final = 1.0  # seconds for sources to tell of workers before requests are answered
+_FIRST_LOOK: Final = 1.0  # seconds for sources to report workers before requests are answered
 _FIRST_ADDED: Final = 60.0  # seconds for those that they named at once to be subscribed to
 _DIRECTORY: Final = "kvindex-serve-"  # how the names of temporary directories begin
 _NEW_SECONDS: Final = 60.0  # for which a directory without a lock counts as new
 _BEING_ADDED: Final = "it is being added"
 _DESCRIPTORS: Final = 65_536
-_FOR_EVER: Final = 10**8  # seconds that a child may keep a connection to its parent
+_BACKLOG: Final = 2048  # connections that wait to be accepted
 
 
 class Running:
@@ -72,8 +67,8 @@ class Running:
     Attributes:
         service: answers the queries.
         port: where it listens.
-        app: answers HTTP, behind its guard.
-        routes: the paths that it answers.
+        site: answers HTTP, behind its guard.
+        routes: those of the site.
         missing: which sources and engines did not report their endpoints at first, and why.
 
     Raises:
@@ -125,15 +120,17 @@ class Running:
             self.missing = self._first_missing()
             self._guard = self._new_guard()
             self._page = Page(
-                self.service, tokenizer=settings.tokenizer, traffic=Totals(self._traffic)
+                self.service,
+                tokenizer=settings.tokenizer,
+                traffic=AllTraffic(self._traffic),
+                guard=self._guard,
             )
             opened.callback(self._page.close)
-            app = self._new_app(self._page.routes)
-            self.routes = tuple(sorted({getattr(route, "path", "") for route in app.routes}))
+            self.routes = self._new_routes()
             # Each of several processes counts the requests that it receives, even if it passes them
             # on to this one.
             count = self.service.traffic.request if settings.processes == 1 else None
-            self.app = Gate(app, self._guard, count, self.routes)
+            self.site = Site(self.routes, self._guard, count)
             self._server = self._new_server()
             self._opened = opened.pop_all()
 
@@ -202,11 +199,13 @@ class Running:
     def _restore_registrations(self) -> None:
         if self.settings.state is None:
             return
-        for one in read_registrations(self.settings.state):
+        for entry in read_registrations(self.settings.state):
             try:
-                self.service.registry.register(one)
+                self.service.registry.register(entry)
             except KVIndexError as error:
-                logger.warning("%s/%d is not registered again: %s", one.worker, one.dp_rank, error)
+                logger.warning(
+                    "%s/%d is not registered again: %s", entry.worker, entry.dp_rank, error
+                )
 
     def _new_saver(self) -> Saver | None:
         if self.settings.state is None:
@@ -227,17 +226,17 @@ class Running:
             )
         return Guard(tokens=self._tokens, allowed_hosts=settings.allowed_hosts, limits=limits)
 
-    def _new_app(self, shown: Sequence[BaseRoute]) -> Starlette:
+    def _new_routes(self) -> list[Route]:
         exposition = Exposition(
             self.service,
-            Totals(self._traffic),
+            AllTraffic(self._traffic),
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )
         hashes, registry, traffic = self._hashes, self.service.registry, self.service.traffic
-        return build_app(
+        return app_routes(
             self.service,
-            routes=[snapshot_route(self._client), *shown],
+            routes=[snapshot_route(self._client), *self._page.routes],
             metrics=exposition.write,
             by_hash=None if hashes is None else HashQueries(registry, hashes, traffic),
         )
@@ -249,26 +248,16 @@ class Running:
 
     def _new_server(self) -> HttpServer:
         settings = self.settings
-        within = settings.shutdown_within
         if settings.processes == 1:
             return HttpServer(
-                self.app,
-                self._guard,
-                base=query_protocol(partial(answer, self.service), self.service.traffic),
-                shutdown_within=within,
+                self.site,
+                shutdown_within=settings.shutdown_within,
                 tls=None if settings.tls_cert is None else (settings.tls_cert, settings.tls_key),
             )
         self._children = Children(settings.processes, self._orders(), COUNTED)
-        self.service.registry.on_change(self._tell_children)
-        self._tell_children(self.service.catalog)
-        return HttpServer(
-            self.app,
-            self._guard,
-            shutdown_within=within,
-            idle_seconds=_FOR_EVER,
-            bare=True,
-            uds=self._path("http"),
-        )
+        self.service.registry.on_change(self._children.follow)
+        self._children.follow(self.service.catalog)
+        return HttpServer(self.site, shutdown_within=settings.shutdown_within)
 
     def _orders(self) -> Start:
         settings = self.settings
@@ -277,7 +266,7 @@ class Running:
             upstream=self._path("http"),
             listen_fd=self._socket.fileno(),
             counters_fd=-1,
-            routes=self.routes,
+            routes=tuple({route.path for route in self.routes}),
             dialect=settings.dialect,
             tokens=self._tokens,
             allowed_hosts=settings.allowed_hosts,
@@ -292,10 +281,6 @@ class Running:
         return os.path.join(self._directory, name)
 
     # Changes ----------------------------------------------------------------------------------
-
-    def _tell_children(self, catalog: Any) -> None:
-        assert self._children is not None
-        self._children.tell(catalog)
 
     def _found(self, engine: Engine) -> None:
         labels = dict(engine.labels)
@@ -355,12 +340,15 @@ class Running:
     def run(self) -> None:
         """Serve until `stop`."""
         if self._children is None:
-            self._server.run(sockets=[self._socket])
+            self._server.run([self._socket])
             return
-        self._children.begin()
-        ending = threading.Thread(target=self._end_children, name="kvindex-ending", daemon=True)
-        ending.start()
-        self._server.run()
+        with socket.socket(socket.AF_UNIX) as upstream:
+            upstream.bind(self._path("http"))
+            upstream.listen(_BACKLOG)
+            self._children.begin()
+            ending = threading.Thread(target=self._end_children, name="kvindex-ending", daemon=True)
+            ending.start()
+            self._server.run([upstream])
         self._stopping.set()
         ending.join()
 
@@ -455,8 +443,8 @@ def _allow_descriptors() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens there."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = found[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = addresses[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error

@@ -94,7 +94,7 @@ class Ranks:
 
     def only(self, instance: str) -> Ranks:
         """Return those of one instance: none, if it is not among them."""
-        instances = [one for one in self.instances if str(one[0]) == instance]
+        instances = [each for each in self.instances if str(each[0]) == instance]
         return Ranks(self.partition, instances, self.of_mindie)
 
     def form(self, dialect: str) -> AnswerForm:
@@ -156,7 +156,7 @@ class Service:
         self._stood: tuple[float, Catalog, Standing] | None = None  # when, for whom, and how
         self._standing_lock = threading.Lock()
         self._was_live: set[Rank] = set()
-        if isinstance(self.source, Client):  # whether or not anybody asks how they stand
+        if isinstance(self.source, Client):  # even if no request asks how they stand
             self.source.on_change(partial(_note_live, self._was_live))
         self.missing: Callable[[], Mapping[str, str]] = dict
         # Of which catalog and which ranks of the index it was made, and what.
@@ -227,20 +227,20 @@ class Service:
         """
         return self.registry.statuses()
 
-    def shown(self) -> list[tuple[Registration, RankStatus | None]]:
+    def with_block_sizes(self) -> list[tuple[Registration, RankStatus | None]]:
         """Return the same to be shown: the tokens per block are the events' where not registered.
 
         Complexity: O(ranks).
         """
         statuses = self.statuses()
         rows = RankRows({status.rank for _, status in statuses if status is not None})
-        found = self.source.index.match([]).hits(rows).block_size
-        sizes = dict(zip(rows, found, strict=True))
+        block_sizes = self.source.index.match([]).hits(rows).block_size
+        sizes = dict(zip(rows, block_sizes, strict=True))
         return [
-            (one, status)
-            if one.block_size or status is None
-            else (msgspec.structs.replace(one, block_size=sizes[status.rank]), status)
-            for one, status in statuses
+            (entry, status)
+            if entry.block_size or status is None
+            else (msgspec.structs.replace(entry, block_size=sizes[status.rank]), status)
+            for entry, status in statuses
         ]
 
     def standing(self) -> Standing:
@@ -262,11 +262,15 @@ class Service:
         never: dict[Rank, str] = {}
         behind: dict[Rank, str] = {}
         statuses = self.statuses()
-        for one, status in statuses:
+        for registration, status in statuses:
             if status is None or status.state is not State.LIVE:
-                rank = Rank(one.worker, one.dp_rank) if status is None else status.rank
-                found = behind if rank in self._was_live else never
-                found[rank] = _why(status)
+                rank = (
+                    Rank(registration.worker, registration.dp_rank)
+                    if status is None
+                    else status.rank
+                )
+                reasons = behind if rank in self._was_live else never
+                reasons[rank] = _why(status)
             else:
                 self._was_live.add(status.rank)
         if len(self._was_live) > 2 * len(statuses) + 64:  # others have gone

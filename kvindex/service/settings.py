@@ -43,7 +43,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         processes: that answer HTTP; with more than 1 a further one subscribes.
         model: of workers whose entry names none.
         routing_group: likewise.
-        block_size: tokens of a block, of workers whose entry names none; None: events tell it.
+        block_size: tokens of a block, of workers whose entry names none; None: events state it.
         token_file: a file with tokens, each on a line of its own; any of them opens.
         insecure: listen beyond loopback without a token.
         tls_cert: file with the certificate chain, in PEM.
@@ -55,7 +55,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         save_every: seconds between two savings.
         warm_from: URL of another server, whose snapshot this one begins with.
         shutdown_within: seconds for open requests to end in.
-        dialect: "auto" tells the dialect of a query by the query; or the only one that there is:
+        dialect: "auto" recognises the dialect of each query; or the only dialect:
             "dynamo", "rfc", "motor" or "conductor".
         hash_queries: "xxh3" answers /query_by_hash, by a second index; None does not.
         tokenizer: URL of an engine whose /tokenize turns the text of /api/explain into tokens.
@@ -125,7 +125,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raises:
             ConfigurationError: one cannot be used, or there is none although the server listens
-                beyond loopback and is not told that this is meant.
+                beyond loopback and without --insecure.
         """
         if self.token_file is not None:
             path = Path(self.token_file)
@@ -177,7 +177,7 @@ def read_config(path: str | os.PathLike[str], allowed: tuple[str, ...] = ()) -> 
     try:
         text = data.decode("utf-8")
         tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError tells line and column
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError names line and column
         raise ConfigurationError(f"{path} is no TOML: {error}") from None
     known = (*_MINE, *allowed)
     for name in tables:

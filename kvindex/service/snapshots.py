@@ -6,21 +6,22 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-
 from kvindex import BusyError, Client, ClosedError
-from kvindex.service.replies import refused
+from kvindex.service.messages import RefusedError, Request, Route, Stream, in_threads, refused
+from kvindex.service.openapi import binary, operation
 
 __all__ = ["snapshot_route"]
 
 _PIECE: Final = 256 << 10  # bytes read at once
 _FRESH: Final = 10.0  # seconds for which a snapshot that is being sent is sent to others, too
 _MOST: Final = 2  # snapshots that are being sent at once
+_HEADERS: Final = (
+    (b"content-type", b"application/octet-stream"),
+    (b"cache-control", b"no-store"),
+)
 
 
 class _Taken:
@@ -39,8 +40,8 @@ def snapshot_route(
 ) -> Route:
     """Return the route `GET /snapshot`, which answers with the file of `Client.save`.
 
-    Those who ask soon after another one, and those who ask while two snapshots are being sent, are
-    sent the newest of these. So nobody waits for a slow reader.
+    A request soon after another one, or while two snapshots are being sent, gets the newest of
+    these. So no client waits for a slow reader.
 
     Args:
         client: whose state it is.
@@ -50,8 +51,10 @@ def snapshot_route(
     sent: list[_Taken] = []  # at present, the newest last
     lock: asyncio.Lock | None = None
 
-    async def snapshot(request: Request) -> Response:
+    async def snapshot(request: Request) -> Stream:
         nonlocal lock
+        if request.method == "HEAD":  # none is taken for that
+            return Stream(in_threads(iter(())), _HEADERS)
         lock = lock or asyncio.Lock()
         async with lock:
             is_fresh = bool(sent) and clock() - sent[-1].taken_at < _FRESH
@@ -59,19 +62,21 @@ def snapshot_route(
                 try:
                     descriptor = await asyncio.to_thread(_taken, client, directory)
                 except (OSError, BusyError, ClosedError) as error:
-                    reply = refused(503, f"no snapshot could be taken: {error}", "busy")
-                    return Response(reply.body, 503, media_type="application/json")
+                    why = f"no snapshot could be taken: {error}"
+                    raise RefusedError(refused(503, why, "busy")) from error
                 sent.append(_Taken(descriptor, clock()))
             taken = sent[-1]
             taken.readers += 1
-        size = os.fstat(taken.descriptor).st_size
-        return StreamingResponse(
-            _pieces(taken, sent),
-            headers={"content-length": str(size), "cache-control": "no-store"},
-            media_type="application/octet-stream",
-        )
+        return Stream(_pieces(taken, sent), _HEADERS, length=os.fstat(taken.descriptor).st_size)
 
-    return Route("/snapshot", snapshot, methods=["GET"])
+    described = operation(
+        "All that is known, for `kvindex serve --warm-from URL`, the secret seed included",
+        {
+            "description": "What `Client.save` writes.",
+            "content": {"application/octet-stream": binary("A snapshot.")},
+        },
+    )
+    return Route("GET", "/snapshot", snapshot, described)
 
 
 def _taken(client: Client, directory: str | None) -> int:
@@ -82,7 +87,7 @@ def _taken(client: Client, directory: str | None) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-async def _pieces(taken: _Taken, sent: list[_Taken]) -> AsyncIterator[bytes]:
+async def _pieces(taken: _Taken, sent: list[_Taken]) -> AsyncGenerator[bytes, None]:
     place = 0
     try:
         while piece := await asyncio.to_thread(os.pread, taken.descriptor, _PIECE, place):

@@ -82,7 +82,9 @@ class Saver:
 
     def note(self, catalog: Catalog) -> None:
         """Schedule saving the registrations: a listener of `Registry.on_change`."""
-        self._registered = tuple(one for one in catalog.registrations if one.source == BY_CLIENTS)
+        self._registered = tuple(
+            entry for entry in catalog.registrations if entry.source == BY_CLIENTS
+        )
         self._wake.set()
 
     def save(self) -> bool:

@@ -71,7 +71,7 @@ class Since(NamedTuple):
     position: int
 
 
-class _Told(NamedTuple):
+class _News(NamedTuple):
     """What has happened by one comparison, without what is the same for all of it."""
 
     kind: Kind
@@ -131,15 +131,15 @@ class Timeline:
     def sweep(self, statuses: Iterable[RankStatus]) -> None:
         """Take all ranks' statuses for what they count, which may rise while states do not change.
 
-        These may have been read before a change that was told already, so their states do not
+        These may have been read before a change that was reported already, so their states do not
         count.
         """
         with self._noting():
             for status in statuses:
                 followed = self._followed.get(status.rank)
                 if followed is not None:
-                    for told in followed.count(status):
-                        self._add(status.rank, followed.status, told)
+                    for news in followed.count(status):
+                        self._add(status.rank, followed.status, news)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -156,31 +156,31 @@ class Timeline:
         if status.state is State.CLOSED:
             if self._followed.pop(status.rank, None) is not None:
                 text = f"removed: {status.reason}" if status.reason else "removed"
-                self._add(status.rank, status, _Told("removed", text))
+                self._add(status.rank, status, _News("removed", text))
             return
         if followed is None:
             self._followed[status.rank] = _Followed(status)
-            self._add(status.rank, status, _Told("added", f"added: {_state_text(status)}"))
+            self._add(status.rank, status, _News("added", f"added: {_state_text(status)}"))
             return
-        for told in (*followed.count(status), *followed.stand(status)):
-            self._add(status.rank, status, told)
+        for news in (*followed.count(status), *followed.stand(status)):
+            self._add(status.rank, status, news)
 
-    def _add(self, rank: Rank, status: RankStatus, told: _Told) -> None:
+    def _add(self, rank: Rank, status: RankStatus, news: _News) -> None:
         self._position += 1
         partition = self._partition_of(rank.worker)
         self._history.append(
             Happening(
                 id=f"{self.life}-{self._position}",
                 at=self._clock(),
-                kind=told.kind,
+                kind=news.kind,
                 worker=rank.worker,
                 dp_rank=rank.dp_rank,
                 model=partition.model,
                 routing_group=partition.routing_group,
                 state=status.state.value,
                 complete=status.complete,
-                count=told.number,
-                text=told.text,
+                count=news.number,
+                text=news.text,
             )
         )
 
@@ -241,7 +241,7 @@ def parse_id(text: str) -> tuple[str, int] | None:
 
 
 class _Followed:
-    """What is known of a rank: the status told last, and the highest of what is counted.
+    """What is known of a rank: the status reported last, and the highest of what is counted.
 
     Under the timeline's lock.
     """
@@ -253,35 +253,35 @@ class _Followed:
         self._counts = _counts(status)
         self._failing = False  # so that a replay endpoint that stays away is reported once
 
-    def stand(self, status: RankStatus) -> Iterator[_Told]:
+    def stand(self, status: RankStatus) -> Iterator[_News]:
         """Take a status; yield how the rank stands now, if that is new."""
         last, self.status = self.status, status
         if status.state is not last.state:
-            yield _Told("state", _state_text(status))
+            yield _News("state", _state_text(status))
         elif status.complete and not last.complete:
-            yield _Told("state", "complete: every batch since the engine's first was applied")
+            yield _News("state", "complete: every batch since the engine's first was applied")
 
-    def count(self, status: RankStatus) -> Iterator[_Told]:
+    def count(self, status: RankStatus) -> Iterator[_News]:
         """Take what a status counts; yield what is new in it, in the order it must have had."""
         before = self._counts
         self._counts = _Counts(*map(max, before, _counts(status)))
         new = _Counts(*(now - then for now, then in zip(self._counts, before, strict=True)))
         if new.gaps:
             text = "a gap: batches are missing" if new.gaps == 1 else f"{new.gaps} gaps"
-            yield _Told("gap", text, new.gaps)
+            yield _News("gap", text, new.gaps)
         if new.failed and not self._failing:
             self._failing = True
-            yield _Told("replay", "a replay failed: gaps cannot be repaired", new.failed)
+            yield _News("replay", "a replay failed: gaps cannot be repaired", new.failed)
         if new.filled:
             was_failing, self._failing = self._failing, False
             # A live rank's replays only ask whether its last batches were lost.
             if was_failing or self.status.state in (State.SYNCING, State.REPAIRING):
-                yield _Told("replay", "a replay was read to its end", new.filled)
+                yield _News("replay", "a replay was read to its end", new.filled)
         if new.losses:
             text = "a loss" if new.losses == 1 else f"{new.losses} losses"
-            yield _Told("loss", f"{text}: batches that nobody can bring back", new.losses)
+            yield _News("loss", f"{text}: batches that no replay can bring back", new.losses)
         if new.restarts:
-            yield _Told("restart", "the engine restarted with an empty cache", new.restarts)
+            yield _News("restart", "the engine restarted with an empty cache", new.restarts)
 
 
 class _Counts(NamedTuple):

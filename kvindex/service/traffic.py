@@ -1,7 +1,7 @@
 """The requests to a process, counted in memory that its parent can read.
 
-Each process writes the names of what it counts beside the numbers, so that nobody has to agree on
-places. A process counts on one thread; any other thread or process reads.
+Each process writes the names of what it counts beside the numbers, so no process has to agree on
+places with another. A process counts on one thread; any other thread or process reads.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from kvindex.service.catalog import Partition
-from kvindex.service.counters import OTHER
 from kvindex.service.metrics import BUCKETS, Outcomes, Queries, Requests, SeriesLabels
 
-__all__ = ["ASKED", "Rows", "Totals", "Traffic"]
+__all__ = ["ASKED", "OTHER", "AllTraffic", "Rows", "Traffic"]
+
+OTHER: Final = "(other)"
+"""Stands for methods and paths without a route, and for names without room."""
 
 ASKED: Final = (
     *("queries", "tokens", "best_match", "nanoseconds"),
     *("requests", "asked", "attainable", "chosen"),
     *("reported", "delivered"),
 )
-"""What `Totals.asked` counts: queries, with their tokens, those that the best rank held, and the
+"""Columns of `AllTraffic.asked`: queries, with their tokens, those that the best rank held, and the
 time taken; finished requests that routers report, in tokens (see `Traffic.outcome`); and of those
-whose engine said what it delivered, the tokens asked and delivered."""
+whose engine reported its cached tokens, the tokens asked and delivered."""
 
 
 _OUTCOMES: Final = ("requests", "asked", "attainable", "chosen")  # see `Traffic.outcome`
@@ -156,7 +158,7 @@ class Traffic:
             asked: in its prompt.
             attainable: of these, those that the best rank held.
             chosen: those that the chosen rank was expected to find cached.
-            delivered: those that its engine did find; None if it did not say.
+            delivered: those that its engine did find; None if it did not report them.
         """
         row = self._of(partition)
         for place, number in enumerate((1, asked, attainable, chosen), _QUERY):
@@ -168,14 +170,14 @@ class Traffic:
 
     def requests(self) -> dict[tuple[str, str, int], int]:
         """Return how many requests were answered, by method, route and status code."""
-        found = {}
+        requests = {}
         for name, (count,) in self._requests.rows().items():
             method, route, code = name.split(" ") if name != OTHER else ("", name, "0")
-            found[method, route, int(code)] = count
-        return found
+            requests[method, route, int(code)] = count
+        return requests
 
     def partitions(self) -> dict[SeriesLabels, list[int]]:
-        """Return the numbers of each partition, for `Totals`."""
+        """Return the numbers of each partition, for `AllTraffic`."""
         return {
             SeriesLabels(*name.split("\0", 1)): numbers
             for name, numbers in self._partitions.rows().items()
@@ -185,7 +187,7 @@ class Traffic:
         return self._partitions.row(f"{partition.model}\0{partition.routing_group}")
 
 
-class Totals:
+class AllTraffic:
     """The requests to all processes of a server, for metrics.
 
     Args:
@@ -235,9 +237,9 @@ class Totals:
         ]
 
     def _partitions(self) -> dict[SeriesLabels, list[int]]:
-        found: dict[SeriesLabels, list[int]] = {}
+        sums: dict[SeriesLabels, list[int]] = {}
         for part in self._parts():
             for labels, numbers in part.partitions().items():
-                before = found.get(labels, [0] * len(numbers))
-                found[labels] = [a + b for a, b in zip(before, numbers, strict=True)]
-        return found
+                before = sums.get(labels, [0] * len(numbers))
+                sums[labels] = [a + b for a, b in zip(before, numbers, strict=True)]
+        return sums

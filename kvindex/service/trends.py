@@ -1,4 +1,4 @@
-"""What was asked over time, and how many ranks were live: rings of sums, for the page's charts.
+"""Queries over time, and how many ranks were live: rings of sums, for the page's charts.
 
 Counters are read now and then, and what they rose by is added to a slot of time. Slots of seconds
 reach back an hour, slots of minutes a day; so the memory is bounded, and a page that is opened
@@ -61,9 +61,9 @@ class Trends:
 
     Examples:
         >>> from kvindex.service.catalog import Partition
-        >>> from kvindex.service.traffic import Totals, Traffic
+        >>> from kvindex.service.traffic import AllTraffic, Traffic
         >>> traffic, now = Traffic(), [1000.0]
-        >>> trends = Trends(Totals(lambda: [traffic]).asked, clock=lambda: now[0])
+        >>> trends = Trends(AllTraffic(lambda: [traffic]).asked, clock=lambda: now[0])
         >>> traffic.query(Partition("m"), 100, 60, 5_000)
         >>> now[0] += 5
         >>> trends.sample(live=3, ranks=4)
@@ -119,19 +119,19 @@ class Trends:
         """
         step = WINDOWS[seconds]
         now = self._clock()
-        found: deque[_Slot] = deque()
+        slots: deque[_Slot] = deque()
         with self._lock:
             ring = next(ring for each, ring in self._rings if each * (ring.maxlen or 0) >= seconds)
             for slot in ring:
                 if slot.at > now - seconds - step:
                     asked: _Sums = {_ALL: slot.asked[partition]} if partition in slot.asked else {}
-                    made = _slot(found, slot.at, step)
+                    made = _slot(slots, slot.at, step)
                     made.add(slot.seconds, asked, slot.live, slot.ranks)
             partitions = [
                 {"model": p.model, "routing_group": p.routing_group} for p in self._partitions
             ]
         nothing = [0] * len(ASKED)
-        rows = [slot.asked.get(_ALL, nothing) for slot in found]
+        rows = [slot.asked.get(_ALL, nothing) for slot in slots]
         return {
             "now": now,
             "since": self._began,
@@ -139,10 +139,10 @@ class Trends:
             "step": step,
             "partitions": partitions,
             "points": {
-                "at": [slot.at for slot in found],
-                "seconds": [round(slot.seconds, 3) for slot in found],
-                "live": [slot.live for slot in found],
-                "ranks": [slot.ranks for slot in found],
+                "at": [slot.at for slot in slots],
+                "seconds": [round(slot.seconds, 3) for slot in slots],
+                "live": [slot.live for slot in slots],
+                "ranks": [slot.ranks for slot in slots],
                 **{name: [row[place] for row in rows] for place, name in enumerate(ASKED)},
             },
         }

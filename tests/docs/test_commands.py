@@ -173,7 +173,7 @@ def test_the_commands_of_a_page_run(page: Path, shell: Shell) -> None:
     if any(line.startswith("kvindex fanout ") for line in RUN_HERE[page]) and MISSING:
         pytest.skip(MISSING)
     if any(line.startswith("kvindex serve ") for line in RUN_HERE[page]):
-        pytest.importorskip("uvicorn", reason="needs kvindex[server]")
+        pytest.importorskip("httptools", reason="needs kvindex[server]")
     if any(line.startswith("kvindex top ") for line in RUN_HERE[page]):
         pytest.importorskip("rich", reason="needs kvindex[server]")
     for line in RUN_HERE[page]:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 A, B = Partition("a"), Partition("b", "blue")
 
 
-def one(instance: int | str, dp_rank: int = 0, partition: Partition = A) -> Registration:
+def registered(instance: int | str, dp_rank: int = 0, partition: Partition = A) -> Registration:
     return Registration(
         instance_id=instance, dp_rank=dp_rank, partition=partition, endpoint="tcp://h:1"
     )
@@ -21,11 +21,11 @@ def one(instance: int | str, dp_rank: int = 0, partition: Partition = A) -> Regi
 
 def test_a_change_leaves_everybody_else_as_they_are() -> None:
     # What is made anew for everybody makes registering n ranks take n * n.
-    before = Catalog([one(1), one(1, 1), one(2), one(3, 0, B)])
-    for after in (before.with_(one(4, 0, B)), before.without([one(3, 0, B)])):
+    before = Catalog([registered(1), registered(1, 1), registered(2), registered(3, 0, B)])
+    for after in (before.with_(registered(4, 0, B)), before.without([registered(3, 0, B)])):
         assert after.instances["1"] is before.instances["1"]
         assert after.partitions[A] is before.partitions[A]
-    after = before.with_(one(1, 2))
+    after = before.with_(registered(1, 2))
     assert after.instances["2"] is before.instances["2"]
     assert after.partitions[B] is before.partitions[B]
     assert list(before.instances["1"]) == [0, 1]
@@ -36,7 +36,7 @@ def test_changes_one_by_one_end_as_a_catalog_that_is_made_at_once() -> None:
     catalog, kept = Catalog(), dict[tuple[str, int], Registration]()
     for _ in range(2_000):
         named: list[int | str] = [3, "3", 4, "x"]
-        new = one(drawn.choice(named), drawn.randrange(4), drawn.choice([A, B]))
+        new = registered(drawn.choice(named), drawn.randrange(4), drawn.choice([A, B]))
         key = new.worker, new.dp_rank
         kept.pop(key, None)
         if drawn.random() < 0.6:
@@ -55,7 +55,7 @@ def test_what_has_changed_since_a_catalog_makes_the_later_one_of_it() -> None:
     drawn = random.Random(7)
     catalog = told = Catalog()
     for step in range(1_000):
-        new = one(drawn.randrange(8), drawn.randrange(3), drawn.choice([A, B]))
+        new = registered(drawn.randrange(8), drawn.randrange(3), drawn.choice([A, B]))
         catalog = catalog.with_(new) if drawn.random() < 0.6 else catalog.without([new])
         if step % drawn.randrange(1, 5) == 0:
             change = catalog.since(told)
@@ -64,9 +64,11 @@ def test_what_has_changed_since_a_catalog_makes_the_later_one_of_it() -> None:
             assert told.instances == catalog.instances
             assert told.partitions == catalog.partitions
     assert catalog.since(catalog) == Change(gone=(), came=())
-    assert catalog.with_(one("new")).since(catalog) == Change(gone=(), came=(one("new"),))
+    assert catalog.with_(registered("new")).since(catalog) == Change(
+        gone=(), came=(registered("new"),)
+    )
 
 
 def test_what_is_not_there_cannot_be_taken_away() -> None:
-    catalog = Catalog([one(1)])
-    assert catalog.without([one(2)]).registrations == catalog.registrations
+    catalog = Catalog([registered(1)])
+    assert catalog.without([registered(2)]).registrations == catalog.registrations

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from kvindex import ConfigurationError
-from kvindex.service.counters import Counters
-from kvindex.service.gate import ASGIApp, Gate, Message, Receive, Scope, Send
-from kvindex.service.guards import REASONS, Guard, Limits, check_tokens
+from kvindex.service.guards import REASONS, Counters, Guard, Limits, check_tokens
+from kvindex.service.messages import Reply, Request, Route
+from kvindex.service.site import Site
 
 pytestmark = pytest.mark.unit
 
@@ -111,8 +110,8 @@ def test_a_browser_may_give_it_as_a_password() -> None:
 def test_a_refusal_says_why_in_json_and_how_to_log_in() -> None:
     refusal = Guard(tokens=[TOKEN]).admit([HOST])
     assert refusal is not None
-    assert json.loads(refusal.body)["reason"] == "token_missing"
-    assert (b"www-authenticate", b'Bearer realm="kvindex"') in refusal.headers
+    assert json.loads(refusal.reply.body)["reason"] == "token_missing"
+    assert (b"www-authenticate", b'Bearer realm="kvindex"') in refusal.reply.headers
 
 
 @pytest.mark.parametrize("tokens", [[], ["short"], [TOKEN, "with-ümlaut-and-long-enough"]])
@@ -132,126 +131,53 @@ def test_counters_of_one_process_are_read_through_the_same_memory() -> None:
     assert Counters(REASONS, memory).values()["host"] == 3
 
 
-# The gate ---------------------------------------------------------------------------------------
+# The site ---------------------------------------------------------------------------------------
 
 
-async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the length of the body, as Starlette would: 500 if the client goes meanwhile."""
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            await respond(send, 500, b"")
-            raise RuntimeError("the client has gone")
-        size += len(message["body"])
-        if not message["more_body"]:
-            break
-    await respond(send, 200, b"%d" % size)
-
-
-async def respond(send: Send, code: int, body: bytes) -> None:
-    await send({"type": "http.response.start", "status": code, "headers": []})
-    await send({"type": "http.response.body", "body": body})
-
-
-def ask(
-    gate: ASGIApp,
-    path: str = "/workers",
-    headers: tuple[tuple[bytes, bytes], ...] = (HOST,),
-    body: tuple[bytes, ...] = (b"",),
-) -> tuple[int, bytes]:
+def ask(site: Site, path: str, *headers: tuple[bytes, bytes]) -> tuple[int, bytes]:
     """Return status and body of one request."""
-    sent: list[Message] = []
-    parts = list(body)
 
-    async def receive() -> Message:
-        part = parts.pop(0)
-        return {"type": "http.request", "body": part, "more_body": bool(parts)}
+    async def answered() -> tuple[int, bytes]:
+        request = Request("GET", path, headers)
+        refusal = site.admit(request)
+        answer: Any = refusal.reply if refusal else site.answer(request)
+        reply = answer if isinstance(answer, Reply) else await answer
+        return reply.status, reply.body
 
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
-    asyncio.run(_awaited(gate(scope, receive, send)))
-    assert [message["type"] for message in sent[:1]] == ["http.response.start"]
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+    return asyncio.run(answered())
 
 
-async def _awaited(it: Awaitable[None]) -> None:
-    await it
+async def reasons(_: Request) -> Reply:
+    return Reply(503, b"why not")
 
 
-def test_a_body_within_the_limit_gets_through() -> None:
-    gate = Gate(echo, Guard(limits=Limits(body_bytes=10)))
-    assert ask(gate, body=(b"12345", b"67890")) == (200, b"10")
-
-
-def test_a_body_that_grows_too_long_is_refused_even_if_the_app_said_something_else() -> None:
-    guard = Guard(limits=Limits(body_bytes=10))
-    code, body = ask(Gate(echo, guard), body=(b"12345", b"67890", b"1", b"2"))
-    assert (code, json.loads(body)["reason"]) == (413, "body")
-    assert guard.counters.values()["body"] == 1
-
-
-def test_a_body_that_announces_itself_too_long_is_not_given_to_the_app() -> None:
-    async def never(*_: Any) -> None:
-        raise AssertionError
-
-    gate = Gate(never, Guard(limits=Limits(body_bytes=10)))
-    assert ask(gate, headers=(HOST, (b"content-length", b"11")), body=(b"x" * 11,))[0] == 413
-    assert ask(gate, headers=(HOST, (b"content-length", b"9" * 12)))[0] == 413
-
-
-def test_an_error_of_the_app_is_the_apps_own() -> None:
-    async def broken(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        ask(Gate(broken, Guard()))
+ROUTES = [
+    Route("GET", "/health", lambda _: Reply(200)),
+    Route("GET", "/ready", reasons),
+    Route("GET", "/workers", lambda _: Reply(200, b"[]")),
+]
 
 
 def test_probes_need_no_token_and_learn_no_reasons() -> None:
-    gate = Gate(echo, Guard(tokens=[TOKEN]))
-    assert ask(gate, "/health", ((b"host", b"10.1.2.3:8090"),)) == (200, b"0")
-    assert ask(gate, "/ready", ((b"host", b"pod.example"),)) == (200, b"")
-    assert ask(gate, "/ready", (HOST, bearer(TOKEN))) == (200, b"0")
-    assert ask(gate, "/workers")[0] == 401
+    site = Site(ROUTES, Guard(tokens=[TOKEN]))
+    assert ask(site, "/health", (b"host", b"10.1.2.3:8090")) == (200, b"")
+    assert ask(site, "/ready", (b"host", b"pod.example")) == (503, b"")
+    assert ask(site, "/ready", HOST, bearer(TOKEN)) == (503, b"why not")
+    assert ask(site, "/workers", HOST)[0] == 401
 
 
-def endless(opened: Callable[[], None]) -> ASGIApp:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b": hello\n\n", "more_body": True})
-        opened()
-        await asyncio.Event().wait()
-
-    return app
+def test_a_path_without_a_route_is_a_404_and_another_method_a_405() -> None:
+    site = Site(ROUTES, Guard())
+    assert ask(site, "/nothing", HOST) == (404, b"")
+    reply = site.answer(Request("POST", "/workers", [HOST]))
+    assert isinstance(reply, Reply)
+    assert (reply.status, reply.headers) == (405, ((b"allow", b"GET, HEAD"),))
 
 
-def test_streams_are_counted_and_end_whole_at_a_shutdown() -> None:
-    async def run() -> tuple[list[Message], list[Message]]:
-        begun = asyncio.Event()
-        gate = Gate(endless(begun.set), Guard(limits=Limits(streams=1)))
-        scope = {"type": "http", "path": "/events", "headers": [HOST]}
-        first: list[Message] = []
-        second: list[Message] = []
-
-        def into(sent: list[Message]) -> Send:
-            async def send(message: Message) -> None:
-                sent.append(message)
-
-            return send
-
-        async def receive() -> Message:
-            return await asyncio.Future()
-
-        stream = asyncio.ensure_future(_awaited(gate(scope, receive, into(first))))
-        await begun.wait()
-        await gate(scope, receive, into(second))
-        gate.end_streams()
-        await stream
-        return first, second
-
-    first, second = asyncio.run(run())
-    assert second[0]["status"] == 503
-    assert first[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+def test_requests_are_counted_under_names_that_the_server_knows() -> None:
+    counted: list[tuple[str, str, int]] = []
+    site = Site(ROUTES, Guard(), lambda *request: counted.append(request))
+    for method, path in (("GET", "/workers"), ("BREW", "/workers"), ("GET", "/x")):
+        site.count(Request(method, path), 200)
+    other = "(other)"
+    assert counted == [("GET", "/workers", 200), (other, "/workers", 200), ("GET", other, 200)]

@@ -96,10 +96,10 @@ def test_a_token_file_may_hold_several_and_must_be_readable(tmp_path: Path) -> N
 
 
 def test_registrations_reach_loopback_only_where_the_server_is_on_loopback() -> None:
-    assert [str(one) for one in ServeSettings().networks()] == ["127.0.0.0/8", "::1/128"]
+    assert [str(each) for each in ServeSettings().networks()] == ["127.0.0.0/8", "::1/128"]
     assert ServeSettings(host="0.0.0.0").networks() == ()
     given = ServeSettings(host="0.0.0.0", register_networks=("10.0.0.0/8",))
-    assert [str(one) for one in given.networks()] == ["10.0.0.0/8"]
+    assert [str(each) for each in given.networks()] == ["10.0.0.0/8"]
     assert ServeSettings(register_networks=()).networks() == ()
 
 

@@ -34,7 +34,7 @@ def test_losses_and_restarts_are_told_with_how_many() -> None:
     timeline.begin([status_of(A, losses=1)])
     timeline.observe(status_of(A, losses=4, restarts=1, epoch=1, complete=False))
     told = {some.kind: (some.count, some.text) for some in timeline.since(1).happenings}
-    assert told["loss"] == (3, "3 losses: batches that nobody can bring back")
+    assert told["loss"] == (3, "3 losses: batches that no replay can bring back")
     assert told["restart"][0] == 1
 
 

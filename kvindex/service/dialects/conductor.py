@@ -11,10 +11,18 @@ import msgspec
 from kvindex import Hits, Rank
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
 from kvindex.service.dialects.dynamo import check_endpoint
-from kvindex.service.replies import MSGPACK, Reply
+from kvindex.service.messages import MSGPACK, Reply
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["Question", "answer", "nobody", "packed_tokens", "question", "registration", "which"]
+__all__ = [
+    "ConductorQuery",
+    "answer",
+    "not_registered",
+    "packed_tokens",
+    "query",
+    "registration",
+    "which",
+]
 
 _I32 = 2**31 - 1
 Fault: TypeAlias = "tuple[str, str]"  # reason and message
@@ -100,7 +108,7 @@ _REQUIRED = frozenset(
 )
 
 
-class Question(NamedTuple):
+class ConductorQuery(NamedTuple):
     """A query of this dialect."""
 
     partition: Partition
@@ -121,9 +129,9 @@ def _checked(fields: Mapping[str, Any], checks: Mapping[str, Check]) -> Reply | 
             if needed and not (name == "instance_id" and checks is _QUERY):
                 return _fault("missing", f"{name} is required", name)
             continue
-        found = check(fields[name])
-        if found is not None:
-            return _fault(found[0], f"{name} {found[1]}", name)
+        fault = check(fields[name])
+        if fault is not None:
+            return _fault(fault[0], f"{name} {fault[1]}", name)
     return None
 
 
@@ -159,7 +167,7 @@ def little_endian(data: bytes | memoryview) -> memoryview:
     return memoryview(numbers)
 
 
-def question(fields: Mapping[str, Any]) -> Question | Reply:
+def query(fields: Mapping[str, Any]) -> ConductorQuery | Reply:
     """Return what a query's body asks, or why it is refused."""
     refusal = _checked(fields, _QUERY)
     if refusal is not None:
@@ -167,7 +175,7 @@ def question(fields: Mapping[str, Any]) -> Question | Reply:
     tokens = packed_tokens(fields["token_ids"])
     if not isinstance(tokens, memoryview):
         return _fault("invalid_value", tokens[0], "token_ids", tokens[1])
-    return Question(
+    return ConductorQuery(
         Partition(fields["model"], fields.get("tenant_id") or DEFAULT_GROUP),
         tokens,
         fields.get("lora_name") or None,
@@ -209,21 +217,21 @@ def which(fields: Mapping[str, Any]) -> dict[str, Any] | Reply:
     }
 
 
-def nobody() -> Reply:
-    """Return the answer for a model that nobody is registered for."""
+def not_registered() -> Reply:
+    """Return the answer for a model that is not registered."""
     return Reply(200, msgspec.msgpack.encode({"instances": {}}), MSGPACK)
 
 
 def answer(instances: list[tuple[int | str, list[Rank]]], hits: Hits, only: str | None) -> Reply:
     """Return the answer to a query: every rank of every instance, those that hold nothing too."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     row = 0
     for named, ranks in instances:
         end = row + len(ranks)
         if only in (None, str(named)):
-            found[str(named)] = _instance(ranks, hits, slice(row, end))
+            answers[str(named)] = _instance(ranks, hits, slice(row, end))
         row = end
-    return Reply(200, msgspec.msgpack.encode({"instances": found}), MSGPACK)
+    return Reply(200, msgspec.msgpack.encode({"instances": answers}), MSGPACK)
 
 
 def _instance(ranks: list[Rank], hits: Hits, rows: slice) -> dict[str, Any]:

@@ -10,14 +10,28 @@ import msgspec
 
 from kvindex import RankStatus, State
 from kvindex.service.catalog import DEFAULT_GROUP, Catalog, Partition, Registration
-from kvindex.service.registry import Outcome
-from kvindex.service.replies import Reply, json_reply
+from kvindex.service.messages import Reply, json_reply
+from kvindex.service.registry import Effect
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["Register", "Unregister", "nobody", "registered", "unregistered", "workers"]
+__all__ = [
+    "U32",
+    "DynamoRegister",
+    "DynamoUnregister",
+    "Endpoint",
+    "check_endpoint",
+    "not_registered",
+    "registered",
+    "unregistered",
+    "workers",
+]
 
-_U64 = Annotated[int, msgspec.Meta(ge=0)]  # the rest: _check_u64, since msgspec has no such bound
-_U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+# Bounds that msgspec cannot check are described here, and checked below.
+_U64 = Annotated[int, msgspec.Meta(ge=0, extra_json_schema={"maximum": 2**64 - 1})]
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1, extra_json_schema={"minimum": 1})]
+_TCP = r"^tcp://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:([1-9][0-9]{0,3}|[1-5][0-9]{4})$"
+Endpoint = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": _TCP})]
 
 _MOST_MODELS = 20  # that a 404 names
 _MOST_SHOWN = 200  # characters of a name that it repeats
@@ -33,16 +47,16 @@ STATUS = {
 }
 
 
-class Register(msgspec.Struct, frozen=True):
+class DynamoRegister(msgspec.Struct, frozen=True):
     """The body of POST /register; other fields are ignored, `tenant_id` among them."""
 
     instance_id: _U64
-    endpoint: str
+    endpoint: Endpoint
     model_name: str
-    block_size: _U32
+    block_size: _Size
     routing_group: str = DEFAULT_GROUP
-    dp_rank: _U32 = 0
-    replay_endpoint: str | None = None
+    dp_rank: U32 = 0
+    replay_endpoint: Endpoint | None = None
 
     def __post_init__(self) -> None:
         _check_u64(self.instance_id)
@@ -73,13 +87,13 @@ class Register(msgspec.Struct, frozen=True):
         )
 
 
-class Unregister(msgspec.Struct, frozen=True):
+class DynamoUnregister(msgspec.Struct, frozen=True):
     """The body of POST /unregister; without a routing group the whole instance goes."""
 
     instance_id: _U64
     model_name: str
     routing_group: str | None = None
-    dp_rank: _U32 | None = None
+    dp_rank: U32 | None = None
 
     def __post_init__(self) -> None:
         _check_u64(self.instance_id)
@@ -101,8 +115,8 @@ def _check_u64(number: int) -> None:
 
 def check_endpoint(endpoint: str) -> None:
     """Raise RegistrationError, in this dialect's words, for what is no endpoint."""
-    found = _ENDPOINT.fullmatch(endpoint)
-    scheme, rest = found.groups() if found else (None, "")
+    parts = _ENDPOINT.fullmatch(endpoint)
+    scheme, rest = parts.groups() if parts else (None, "")
     if scheme is None:
         trouble = "missing scheme"
     elif scheme not in ("tcp", "ipc", "inproc"):
@@ -116,13 +130,13 @@ def check_endpoint(endpoint: str) -> None:
     raise RegistrationError(f"invalid ZMQ endpoint `{endpoint}`: {trouble}", reason="invalid")
 
 
-def registered(outcome: Outcome) -> Reply:
+def registered(outcome: Effect) -> Reply:
     """Return the answer to a registration: 201 for a new one, 200 for one that was there."""
     return json_reply(201 if outcome == "new" else 200, {"status": "ok"})
 
 
-def nobody(catalog: Catalog, partition: Partition) -> Reply:
-    """Return the answer for a partition that nobody is registered for, with models that are."""
+def not_registered(catalog: Catalog, partition: Partition) -> Reply:
+    """Return the answer for a partition that is not registered, with the models that are."""
     models = catalog.models[:_MOST_MODELS]
     named = Partition(*(f"{name:.{_MOST_SHOWN}}" for name in partition))
     return json_reply(404, {"error": f"no indexer for {named}", "models": models})
@@ -135,34 +149,34 @@ def unregistered() -> Reply:
 
 def workers(statuses: Iterable[tuple[Registration, RankStatus | None]]) -> list[dict[str, Any]]:
     """Return the answer to GET /workers: each instance with its listeners."""
-    found: dict[str, dict[str, Any]] = {}
-    for one, status in statuses:
-        instance = found.get(one.worker)
+    instances: dict[str, dict[str, Any]] = {}
+    for entry, status in statuses:
+        instance = instances.get(entry.worker)
         if instance is None:
-            instance = found[one.worker] = {
-                "instance_id": one.instance_id,
-                "source": one.source,
+            instance = instances[entry.worker] = {
+                "instance_id": entry.instance_id,
+                "source": entry.source,
                 "status": "active",
-                "model_name": one.partition.model,
-                "routing_group": one.partition.routing_group,
+                "model_name": entry.partition.model,
+                "routing_group": entry.partition.routing_group,
                 "block_size": 0,
                 "endpoints": {},
                 "listeners": {},
             }
-        instance["block_size"] = max(instance["block_size"], one.block_size)
-        listener = _listener(one, status)
-        instance["endpoints"][str(one.dp_rank)] = one.endpoint
-        instance["listeners"][str(one.dp_rank)] = listener
+        instance["block_size"] = max(instance["block_size"], entry.block_size)
+        listener = _listener(entry, status)
+        instance["endpoints"][str(entry.dp_rank)] = entry.endpoint
+        instance["listeners"][str(entry.dp_rank)] = listener
         worst = ("failed", "pending", "active")
         instance["status"] = min(instance["status"], listener["status"], key=worst.index)
-    return list(found.values())
+    return list(instances.values())
 
 
-def _listener(one: Registration, status: RankStatus | None) -> dict[str, Any]:
+def _listener(entry: Registration, status: RankStatus | None) -> dict[str, Any]:
     if status is None:
-        return {"endpoint": one.endpoint, "status": "failed", "last_error": "not subscribed to"}
+        return {"endpoint": entry.endpoint, "status": "failed", "last_error": "not subscribed to"}
     word = STATUS[status.state]
-    listener: dict[str, Any] = {"endpoint": one.endpoint, "status": word}
+    listener: dict[str, Any] = {"endpoint": entry.endpoint, "status": word}
     if word == "failed":
         listener["last_error"] = status.reason or f"its state is {status.state}"
     listener.update(

@@ -8,18 +8,18 @@ from typing import Annotated, Any
 import msgspec
 
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
-from kvindex.service.dialects.dynamo import check_endpoint
-from kvindex.service.replies import Reply, json_reply
+from kvindex.service.dialects.dynamo import Endpoint, check_endpoint
+from kvindex.service.messages import Reply, json_reply
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["Register", "Unregister", "registered", "services", "unregistered"]
+__all__ = ["RfcRegister", "RfcUnregister", "registered", "services", "unregistered"]
 
 _DEVICES = ("npu", "xpu", "gpu")  # as MindIE calls the tier whose events an engine publishes
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
-class Register(msgspec.Struct, frozen=True):
+class RfcRegister(msgspec.Struct, frozen=True):
     """The body of POST /register; fields that are not named here are ignored.
 
     MindIE gives `medium_endpoints` in the place of `endpoint`: the device's is subscribed to.
@@ -28,9 +28,9 @@ class Register(msgspec.Struct, frozen=True):
     modelname: str
     instance_id: str
     block_size: _Size
-    endpoint: str | None = None
+    endpoint: Endpoint | None = None
     medium_endpoints: dict[str, str] | None = None
-    replay_endpoint: str | None = None
+    replay_endpoint: Endpoint | None = None
     dp_rank: _Rank = 0
     tenant_id: str | None = None
     type: str = ""
@@ -66,7 +66,7 @@ class Register(msgspec.Struct, frozen=True):
         )
 
 
-class Unregister(msgspec.Struct, frozen=True):
+class RfcUnregister(msgspec.Struct, frozen=True):
     """The body of POST /unregister; without a dp_rank the whole instance goes."""
 
     instance_id: str
@@ -84,35 +84,37 @@ class Unregister(msgspec.Struct, frozen=True):
         }
 
 
-def registered(one: Registration) -> Reply:
+def registered(entry: Registration) -> Reply:
     """Return the answer to a registration: the same whether it is new or not."""
     return json_reply(
-        200, {"status": "registered successfully", "instance_id": str(one.instance_id)}
+        200, {"status": "registered successfully", "instance_id": str(entry.instance_id)}
     )
 
 
 def unregistered(gone: list[Registration]) -> Reply:
     """Return the answer to an unregistration."""
-    removed = [f"{one.instance_id}|{one.partition.routing_group}|{one.dp_rank}" for one in gone]
+    removed = [
+        f"{entry.instance_id}|{entry.partition.routing_group}|{entry.dp_rank}" for entry in gone
+    ]
     return json_reply(200, {"status": "unregistered successfully", "removed_instances": removed})
 
 
 def services(registrations: Iterable[Registration]) -> dict[str, Any]:
     """Return the answer to GET /services."""
-    found = [
+    services = [
         {
-            "Endpoint": one.endpoint,
-            "ReplayEndpoint": one.replay_endpoint or "",
-            "Type": one.details.get("type", ""),
-            "ModelName": one.partition.model,
-            "LoraName": one.details.get("lora_name", ""),
-            "TenantID": one.partition.routing_group,
-            "InstanceID": str(one.instance_id),
-            "BlockSize": one.block_size,
-            "DPRank": one.dp_rank,
-            "CacheGroup": one.details.get("cache_group"),
-            "HashProfile": one.details.get("hash_profile"),
+            "Endpoint": entry.endpoint,
+            "ReplayEndpoint": entry.replay_endpoint or "",
+            "Type": entry.details.get("type", ""),
+            "ModelName": entry.partition.model,
+            "LoraName": entry.details.get("lora_name", ""),
+            "TenantID": entry.partition.routing_group,
+            "InstanceID": str(entry.instance_id),
+            "BlockSize": entry.block_size,
+            "DPRank": entry.dp_rank,
+            "CacheGroup": entry.details.get("cache_group"),
+            "HashProfile": entry.details.get("hash_profile"),
         }
-        for one in registrations
+        for entry in registrations
     ]
-    return {"count": len(found), "services": found}
+    return {"count": len(services), "services": services}

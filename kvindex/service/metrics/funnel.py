@@ -37,7 +37,7 @@ class Outcomes(NamedTuple):
         model: whose.
         finished: of all of them their number (`requests`), and the tokens `asked`, `attainable` and
             `chosen`; as in `Router.statistics`.
-        reported: the same of those whose engine said what it found, and the tokens `delivered`.
+        reported: the same of those whose engine reported cached tokens, and those `delivered`.
     """
 
     model: str
@@ -59,7 +59,7 @@ class FunnelCollector(Collector):
 
     The stages of `kvindex_routed_…_tokens_total` have one denominator, `asked`: divide the rates of
     two of them for a share, and never average shares. Stages named `reported_…` are of those
-    requests only whose engine told what it found, so `delivered` is divided by `reported_asked`.
+    requests only whose engine reported cached tokens: divide `delivered` by `reported_asked`.
 
     Args:
         routers: each with a `model` of its own. Or a function that returns what became of requests

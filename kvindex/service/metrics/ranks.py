@@ -23,7 +23,7 @@ _ReadSome: TypeAlias = Callable[[_Rank], Mapping[str, float]]
 
 
 class SeriesLabels(NamedTuple):
-    """What a worker's series are told apart by, besides its name.
+    """The labels of a worker's series, besides its name.
 
     Attributes:
         model: the model that it serves; "" if that is not known.

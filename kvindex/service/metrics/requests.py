@@ -79,19 +79,19 @@ class RequestCollector(Collector):
             "kvindex_query_tokens",
             "Tokens of the prompts that queries asked for",
             labels,
-            [(one.labels, one.tokens) for one in queries],
+            [(each.labels, each.tokens) for each in queries],
         )
         yield _counter(
             "kvindex_query_best_match_tokens",
             "Of these, tokens that the rank with the most of them held",
             labels,
-            [(one.labels, one.best_match_tokens) for one in queries],
+            [(each.labels, each.best_match_tokens) for each in queries],
         )
         durations = HistogramMetricFamily(
             "kvindex_query_duration_seconds", "Time that queries were worked on", labels=labels
         )
-        for one in queries:
-            durations.add_metric(one.labels, _cumulative(one.buckets), one.seconds)
+        for each in queries:
+            durations.add_metric(each.labels, _cumulative(each.buckets), each.seconds)
         yield durations
 
 
@@ -152,9 +152,9 @@ class DynamoCollector(Collector):
             "dynamo_kvindexer_request_duration_seconds", "Time of requests", labels=["endpoint"]
         )
         queries = list(self._queries())
-        buckets = [sum(column) for column in zip(*(one.buckets for one in queries), strict=True)]
+        buckets = [sum(column) for column in zip(*(each.buckets for each in queries), strict=True)]
         if buckets:
-            seconds = sum(one.seconds for one in queries)
+            seconds = sum(each.seconds for each in queries)
             durations.add_metric(["/query"], _cumulative(buckets), seconds)
         yield durations
         yield GaugeMetricFamily(

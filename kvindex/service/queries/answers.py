@@ -31,7 +31,7 @@ _WORSE: Final = (
 _JUST_ADDED = Trust(State.CONNECTING, False, 0)
 
 
-class _Told(NamedTuple):
+class _Written(NamedTuple):
     """What is written of trust, until another mapping comes."""
 
     of: Mapping[Rank, Trust]
@@ -102,12 +102,12 @@ class AnswerForm:
             start = self._of_instance[-1].stop if self._of_instance else 0
             self._of_instance.append(slice(start, start + len(dp_ranks)))
         self._writer = AnswerWriter(_dialect(dialect), _name(tenant), named)
-        self._told: _Told | None = None
+        self._written: _Written | None = None
 
     def columns(self, match: Match) -> Hits:
         """Return what each rank of `rows` holds, those that hold nothing included.
 
-        For answers that are not JSON, and for whoever counts what was found.
+        For answers that are not JSON, and for counting hits.
         """
         return match.hits(self.rows)
 
@@ -131,17 +131,17 @@ class AnswerForm:
 
     def _trust(self, trusts: Mapping[Rank, Trust]) -> tuple[bytes, ...]:
         """Return what is written of trust at each instance's end."""
-        told = self._told
-        if told is None or told.of is not trusts:
+        written = self._written
+        if written is None or written.of is not trusts:
             by_row = tuple([trusts.get(rank, _JUST_ADDED) for rank in self.rows])
             texts = tuple(
-                told.texts[at]
-                if told is not None and told.by_row[rows] == by_row[rows]
+                written.texts[at]
+                if written is not None and written.by_row[rows] == by_row[rows]
                 else _trust_text(self.rows[rows], by_row[rows])
                 for at, rows in enumerate(self._of_instance)
             )
-            told = self._told = _Told(trusts, by_row, texts)
-        return told.texts
+            written = self._written = _Written(trusts, by_row, texts)
+        return written.texts
 
 
 def _trust_text(ranks: Sequence[Rank], trusts: Sequence[Trust]) -> bytes:
@@ -166,7 +166,7 @@ def _dialect(name: str) -> AnswerDialect:
     try:
         return AnswerDialect[name.upper()]
     except KeyError:
-        known = ", ".join(f'"{one.name.lower()}"' for one in AnswerDialect)
+        known = ", ".join(f'"{each.name.lower()}"' for each in AnswerDialect)
         raise ConfigurationError(f"dialect is {name!r}: it is one of {known}") from None
 
 

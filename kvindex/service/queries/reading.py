@@ -39,7 +39,7 @@ def read_query(body: bytes | bytearray | memoryview, *, max_tokens: int | None =
     """Return the tokens of a query's JSON, and the rest of it.
 
     The body is one JSON object in UTF-8. Its field `token_ids` is read by a single pass to numbers
-    in memory, without a Python int for each. All other fields are left to who knows them: decode
+    in memory, without a Python int for each. All other fields are left to the caller: decode
     `rest` with msgspec, which finds what is wrong there. A body that is no JSON leaves a rest that
     is none.
 
@@ -49,7 +49,7 @@ def read_query(body: bytes | bytearray | memoryview, *, max_tokens: int | None =
 
     Raises:
         QueryError: the body is no JSON object, or `token_ids` is no array of whole numbers from 0
-            to 4294967295. The first fault of the body is told (in Python, one of them). Values
+            to 4294967295. The first fault of the body is reported (in Python, one of them). Values
             more than 100 levels deep count as malformed, and a second `token_ids` as a fault.
         ConfigurationError: `max_tokens` is negative.
         TypeError: `body` has no row of bytes to give.
@@ -73,10 +73,10 @@ def read_query(body: bytes | bytearray | memoryview, *, max_tokens: int | None =
         if max_tokens < 0:
             raise ConfigurationError(f"max_tokens is {max_tokens}: it is 0 or more, or None")
         limit = min(max_tokens, limit)
-    found = _scan(body, limit)
-    if len(found) == 3:
-        raise _error(bytes(body), Fault(found[0]), found[1], found[2])
-    tokens, rest = found
+    scanned = _scan(body, limit)
+    if len(scanned) == 3:
+        raise _error(bytes(body), Fault(scanned[0]), scanned[1], scanned[2])
+    tokens, rest = scanned
     return Query(None if tokens is None else memoryview(tokens).cast("I"), rest)
 
 
@@ -136,8 +136,8 @@ _KINDS = {b'"': "a string", b"[": "an array", b"{": "an object"}
 
 def _kind(body: bytes, at: int) -> str | None:
     """Return what kind of value begins at a byte, in words; None if it is no JSON."""
-    found = _SCALAR.match(body, at)
-    return _shown(found[0], 0) if found else _KINDS.get(body[at : at + 1])
+    scalar = _SCALAR.match(body, at)
+    return _shown(scalar[0], 0) if scalar else _KINDS.get(body[at : at + 1])
 
 
 def _shown(body: bytes, at: int) -> str:

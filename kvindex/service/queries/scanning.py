@@ -61,11 +61,11 @@ def scan_in_python(body: bytes | bytearray | memoryview, max_tokens: int) -> Sca
         if given is None:
             return None, text
         return _tokens(text, bytes(given), max_tokens), msgspec.json.encode(members)
-    except _FoundError as found:
-        return found.fault.value, found.at, found.index
+    except _FaultError as error:
+        return error.fault.value, error.at, error.index
 
 
-class _FoundError(Exception):
+class _FaultError(Exception):
     def __init__(self, fault: Fault, at: int = 0, index: int = 0) -> None:
         super().__init__(fault, at, index)
         self.fault = fault
@@ -77,17 +77,17 @@ def _members(text: bytes) -> dict[str, msgspec.Raw]:
     """Return the values of a body by their names."""
     begin = len(text) - len(text.lstrip(_SPACE))
     if text[begin : begin + 1] != b"{":
-        raise _FoundError(Fault.NO_OBJECT, begin)
+        raise _FaultError(Fault.NO_OBJECT, begin)
     _check_depth(text)
     try:
         text.decode()
         members = _MEMBERS.decode(text)
     except UnicodeDecodeError:
-        raise _FoundError(Fault.NO_TEXT, len(text)) from None
+        raise _FaultError(Fault.NO_TEXT, len(text)) from None
     except msgspec.DecodeError as error:
         place = _PLACE.search(str(error))  # of what follows the object, the byte behind
         at = len(text) if place is None else min(int(place[1]), len(text) - 1)
-        raise _FoundError(Fault.SYNTAX, at) from None
+        raise _FaultError(Fault.SYNTAX, at) from None
     names: list[str] = []
 
     def note(pairs: list[tuple[str, object]]) -> None:
@@ -96,16 +96,16 @@ def _members(text: bytes) -> dict[str, msgspec.Raw]:
     # A dict holds the last of two values; this shows both. Numbers are not read: they may be long.
     json.loads(text, object_pairs_hook=note, parse_int=len, parse_float=len)
     if names.count(_FIELD) > 1:
-        raise _FoundError(Fault.REPEATED)
+        raise _FaultError(Fault.REPEATED)
     return members
 
 
 def _check_depth(text: bytes) -> None:
     depth = 0
-    for found in _BRACKET.finditer(_STRING.sub(lambda string: b" " * len(string[0]), text)):
-        depth += 1 if found[0] in b"[{" else -1
+    for bracket in _BRACKET.finditer(_STRING.sub(lambda string: b" " * len(string[0]), text)):
+        depth += 1 if bracket[0] in b"[{" else -1
         if depth > _MAX_DEPTH + 1:
-            raise _FoundError(Fault.TOO_DEEP, found.start())
+            raise _FaultError(Fault.TOO_DEEP, bracket.start())
 
 
 def _tokens(text: bytes, given: bytes, max_tokens: int) -> bytes:
@@ -118,7 +118,7 @@ def _tokens(text: bytes, given: bytes, max_tokens: int) -> bytes:
     if not is_good:
         _raise_fault(text, given, max_tokens)
     if len(tokens) > max_tokens:
-        raise _FoundError(Fault.TOO_MANY, index=max_tokens)
+        raise _FaultError(Fault.TOO_MANY, index=max_tokens)
     return array("I", tokens).tobytes()
 
 
@@ -128,13 +128,13 @@ def _raise_fault(text: bytes, given: bytes, max_tokens: int) -> NoReturn:
     assert place is not None
     at = place.start(1)
     if not given.startswith(b"["):
-        raise _FoundError(Fault.NO_ARRAY, at)
+        raise _FaultError(Fault.NO_ARRAY, at)
     at += 1
     for index, value in enumerate(map(bytes, _VALUES.decode(given))):
         at = text.index(value, at)
         if index == max_tokens:
-            raise _FoundError(Fault.TOO_MANY, at, index)
+            raise _FaultError(Fault.TOO_MANY, at, index)
         if not _TOKEN.fullmatch(value) or int(value) >= 2**32:
-            raise _FoundError(Fault.BAD_TOKEN, at, index)
+            raise _FaultError(Fault.BAD_TOKEN, at, index)
         at += len(value)
     raise AssertionError("all are tokens")

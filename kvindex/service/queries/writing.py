@@ -73,9 +73,9 @@ class PythonWriter:
             if any(device[row] > 0 for row in rows):
                 scores[name] = {self._ranks[row]: device[row] for row in rows if device[row] > 0}
             if any(tokens[row] > 0 for row in rows):
-                told = msgspec.json.encode(self._shown(columns, rows))
+                written = msgspec.json.encode(self._shown(columns, rows))
                 trust = b"" if trusts is None else trusts[at]
-                shown[name] = msgspec.Raw(told[:-1] + trust + b"}")
+                shown[name] = msgspec.Raw(written[:-1] + trust + b"}")
         if self._dialect is AnswerDialect.DYNAMO:
             return msgspec.json.encode({"scores": scores, "frequencies": [], "instances": shown})
         return msgspec.json.encode({self._tenant: shown})

@@ -1,47 +1,104 @@
-"""Asks an app in this process, without sockets."""
+"""Asks routes in this process, without sockets."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-import httpx
-import msgspec
-
+from kvindex.service.guards import Guard
+from kvindex.service.messages import Reply, Request, Route, Stream
+from kvindex.service.site import Site
 from kvindex.testing import FakeEngine
 
-__all__ = ["Asker", "body_of"]
+__all__ = ["Answer", "Asker", "body_of", "request"]
+
+
+class _Answer(NamedTuple):
+    status_code: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class Answer(_Answer):
+    """The response to a request."""
+
+    @cached_property
+    def text(self) -> str:
+        return self.content.decode()
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+def request(
+    method: str,
+    target: str,
+    body: Any = b"",
+    headers: Mapping[str, str] | None = None,
+    content_type: str | None = None,
+) -> Request:
+    """Return a request, its body as JSON if it is not bytes."""
+    fields = {"host": "localhost", **{k.lower(): v for k, v in (headers or {}).items()}}
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+        fields.setdefault("content-type", "application/json")
+    if content_type is not None:
+        fields["content-type"] = content_type
+    raw = [(name.encode(), value.encode()) for name, value in fields.items()]
+    return Request.of(method, urlsplit(target)._replace(fragment="").geturl().encode(), raw, body)
 
 
 class Asker:
-    """Sends requests to an ASGI app."""
+    """Sends requests to a site, or to routes."""
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    def __init__(self, of: Site | Sequence[Route]) -> None:
+        self.site = of if isinstance(of, Site) else Site(of, Guard())
 
-    def send(self, method: str, path: str, **options: Any) -> httpx.Response:
+    async def answer(self, asked: Request) -> Answer:
+        """Return the response to one request; a stream's as a whole."""
+        refusal = self.site.admit(asked)
+        answer: Any = self.site.answer(asked) if refusal is None else refusal.reply
+        if not isinstance(answer, Reply):
+            answer = await answer
+        self.site.count(asked, answer.status)
+        headers = {name.decode(): value.decode() for name, value in answer.headers}
+        if isinstance(answer, Stream):
+            body = b"".join([piece async for piece in answer.pieces])
+        else:
+            body = answer.body
+            if answer.content_type:
+                headers["content-type"] = answer.content_type.decode()
+        return Answer(answer.status, headers, body)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
         """Return the response to one request."""
-
-        async def ask() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.request(method, path, **options)
-
-        return asyncio.run(ask())
+        body = json if json is not None else content or b""
+        return asyncio.run(self.answer(request(method, path, body, headers)))
 
     def get(self, path: str) -> tuple[int, Any]:
         """Return status and JSON."""
-        return _told(self.send("GET", path))
+        return _read(self.send("GET", path))
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Return status and JSON, or text."""
-        return _told(self.send("POST", path, json=body))
+        return _read(self.send("POST", path, json=body))
 
 
-def _told(response: httpx.Response) -> tuple[int, Any]:
-    if response.headers.get("content-type") == "application/json":
-        return response.status_code, msgspec.json.decode(response.content)
-    return response.status_code, response.text
+def _read(answer: Answer) -> tuple[int, Any]:
+    is_json = answer.headers.get("content-type") == "application/json"
+    return answer.status_code, answer.json() if is_json else answer.text
 
 
 def body_of(engine: FakeEngine, **fields: Any) -> dict[str, Any]:

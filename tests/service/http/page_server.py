@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
-
 from kvindex import Client, Rank, State
-from kvindex.service.app import build_app
+from kvindex.service.app import app_routes
 from kvindex.service.catalog import Catalog, Partition, Registration
+from kvindex.service.guards import Guard
+from kvindex.service.http import HttpServer
+from kvindex.service.messages import Route
 from kvindex.service.page import Page
 from kvindex.service.service import Service
+from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, worker_of
 from tests.service.test_fleet_overview import Source, status_of
 
-__all__ = ["MODEL", "ManyRanks", "at_a_port", "paged", "register"]
+__all__ = ["MODEL", "ManyRanks", "at_a_port", "page_of", "paged", "register"]
 
 MODEL = Partition("llama")
 
@@ -67,6 +68,11 @@ class ManyRanks(Source):
         return self.index.explain(token_ids, **options)
 
 
+def page_of(ranks: ManyRanks, **options: Any) -> Page:
+    """Return a page of ranks without a service."""
+    return Page(ranks, **options)  # type: ignore[arg-type]
+
+
 def register(
     service: Service, *engines: FakeEngine, partition: Partition = MODEL, **details: Any
 ) -> None:
@@ -82,23 +88,22 @@ def paged(*engines: FakeEngine, **details: Any) -> Iterator[tuple[Page, Client, 
         register(service, *engines, **details)
         page = Page(service)
         try:
-            with at_a_port(build_app(service, routes=page.routes)) as url:
+            with at_a_port(app_routes(service, routes=page.routes)) as url:
                 yield page, client, url
         finally:
             page.close()
 
 
 @contextmanager
-def at_a_port(app: Starlette) -> Iterator[str]:
-    """Serve an app from a thread; give its URL."""
+def at_a_port(routes: Sequence[Route]) -> Iterator[str]:
+    """Serve routes from a thread; give their URL."""
+    server = HttpServer(Site(routes, Guard()), shutdown_within=1.0)
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield url
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(PATIENCE)
-        listening.close()

@@ -17,11 +17,11 @@ from playwright.sync_api import Page as Tab
 from playwright.sync_api import sync_playwright
 
 from kvindex import Client, Worker
-from kvindex.service.app import build_app
+from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.page import Page
 from kvindex.service.service import Service
-from kvindex.service.traffic import Totals, Traffic
+from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
@@ -115,7 +115,7 @@ def trouble(workers: Sequence[Sequence[FakeEngine]], client: Client) -> None:
 def asked_of(traffic: Traffic) -> Trends:
     """Return twenty minutes of queries, at whose end time stands still: a wave, and bad choices."""
     now = [time.time() - 1200.0]
-    trends = Trends(Totals(lambda: [traffic]).asked, clock=lambda: now[0])
+    trends = Trends(AllTraffic(lambda: [traffic]).asked, clock=lambda: now[0])
     for n in range(240):
         now[0] += 5
         bad = 140 < n < 156
@@ -179,7 +179,7 @@ def main() -> None:
         workers = fleet(opened)
         registered(service, workers)
         client.wait_live(timeout=PATIENCE)
-        url = opened.enter_context(at_a_port(build_app(service, routes=page.routes)))
+        url = opened.enter_context(at_a_port(app_routes(service, routes=page.routes)))
         trouble(workers, client)
         page.trends = asked_of(service.traffic)
         playwright = opened.enter_context(sync_playwright())

@@ -170,13 +170,13 @@ def engine(name: str = "1", **options: Any) -> Iterator[FakeEngine]:
         yield running
 
 
-def register(served: Served, one: FakeEngine, **fields: Any) -> Answer:
+def register(served: Served, fake: FakeEngine, **fields: Any) -> Answer:
     """Register an engine's rank, as Dynamo's clients do."""
     headers = fields.pop("headers", {})
     body = {
-        "instance_id": int(one.worker),
-        "endpoint": one.endpoint,
-        "replay_endpoint": one.replay_endpoint,
+        "instance_id": int(fake.worker),
+        "endpoint": fake.endpoint,
+        "replay_endpoint": fake.replay_endpoint,
         "model_name": "m",
         "block_size": BLOCK,
         **fields,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from kvindex import Client
 from kvindex.service.asking import answer
 from kvindex.service.catalog import Partition, Registration
+from kvindex.service.messages import Reply
 from kvindex.service.registering import register, unregister
 from kvindex.service.registry import Registry
-from kvindex.service.replies import Reply
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError
+from tests.service.http.asking import request
 
 pytestmark = pytest.mark.service
 
@@ -66,13 +67,13 @@ def service() -> Any:
         service = Service(client, Registry(client, dial=dial))
         told: dict[str, dict[str, Any]] = {"1": {}, "2": {"medium_endpoints": {}}}
         for name, details in told.items():
-            one = Registration(
+            first = Registration(
                 instance_id=name,
                 partition=Partition("m" * int(name)),
                 endpoint="tcp://127.0.0.1:9",
                 details=details,
             )
-            service.registry.register(one, trusted=True)
+            service.registry.register(first, trusted=True)
         yield service
 
 
@@ -82,8 +83,8 @@ def service() -> Any:
 @given(body=BODIES | VALUES)
 def test_any_body_is_answered(service: Service, ask: Any, is_packed: bool, body: Any) -> None:
     encode = msgspec.msgpack.encode if is_packed else msgspec.json.encode
-    kind = b"application/msgpack" if is_packed else b"application/json"
-    reply: Reply = ask(service, encode(body), kind)
+    kind = "application/msgpack" if is_packed else "application/json"
+    reply: Reply = ask(service, request("POST", "/", encode(body), content_type=kind))
     assert reply.status < 500
 
 
@@ -91,4 +92,5 @@ def test_any_body_is_answered(service: Service, ask: Any, is_packed: bool, body:
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=st.binary(max_size=60), kind=st.sampled_from(["msgpack", "json", "octet-stream", ""]))
 def test_any_bytes_are_answered(service: Service, ask: Any, body: bytes, kind: str) -> None:
-    assert ask(service, body, f"application/{kind}".encode() if kind else None).status < 500
+    asked = request("POST", "/", body, content_type=f"application/{kind}" if kind else None)
+    assert ask(service, asked).status < 500

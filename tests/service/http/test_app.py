@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("httpx")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex import (
     BusyError,
@@ -21,7 +20,7 @@ from kvindex import (
     UnknownRankError,
     Worker,
 )
-from kvindex.service.app import build_app
+from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
@@ -43,7 +42,7 @@ def client() -> Iterator[Client]:
 
 @pytest.fixture
 def ask(client: Client) -> Asker:
-    return Asker(build_app(Service(client)))
+    return Asker(app_routes(Service(client)))
 
 
 def test_what_is_registered_is_answered_for_until_it_is_unregistered(
@@ -137,19 +136,19 @@ def test_whoever_asks_for_standings_waits_for_no_registration(client: Client) ->
 
 def test_blocks_have_the_size_that_the_events_tell_where_nobody_told_it(client: Client) -> None:
     service = Service(client)
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     with FakeEngine("1", dp_rank=3) as engine:
         service.registry.add(worker_of(engine), Partition("m"))
-        assert [one["block_size"] for one in ask.get("/workers")[1]] == [0]
+        assert [each["block_size"] for each in ask.get("/workers")[1]] == [0]
         engine.serve(PROMPT)
         caught_up(client, engine)
-        assert [one["block_size"] for one in ask.get("/workers")[1]] == [16]
-        assert [one["BlockSize"] for one in ask.get("/services")[1]["services"]] == [16]
+        assert [each["block_size"] for each in ask.get("/workers")[1]] == [16]
+        assert [each["BlockSize"] for each in ask.get("/services")[1]["services"]] == [16]
 
 
 def test_who_asks_for_an_unknown_model_learns_some_that_are_known(client: Client) -> None:
     service = Service(client)
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     for number in range(25):
         worker = Worker(f"w{number}", f"inproc://nobody-publishes-at-{number}")
         service.registry.add(worker, Partition(f"m{number:02}"))
@@ -160,8 +159,8 @@ def test_who_asks_for_an_unknown_model_learns_some_that_are_known(client: Client
 
 def test_a_worker_that_nobody_registered_is_never_answered_for(client: Client, ask: Asker) -> None:
     with FakeEngine("1") as engine, FakeEngine("2") as other:
-        for one in (engine, other):
-            one.serve(PROMPT)
+        for each in (engine, other):
+            each.serve(PROMPT)
         ask.post("/register", body_of(engine))
         client.add(worker_of(other))
         caught_up(client, engine, other)

@@ -12,26 +12,24 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("playwright")
 pytest.importorskip("httpx")
 
 import httpx
 from playwright.sync_api import Browser, Locator, expect, sync_playwright
 from playwright.sync_api import Page as Tab
-from starlette.applications import Starlette
 
 from kvindex import EventBatch, Rank, State
 from kvindex.service.assets import read_assets
 from kvindex.service.page import Page
 from kvindex.service.timeline import Timeline
-from kvindex.service.traffic import Totals
+from kvindex.service.traffic import AllTraffic
 from kvindex.service.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.index.index_events import apply, stored
 from tests.live import PATIENCE, caught_up
-from tests.service.http.page_server import MODEL, ManyRanks, at_a_port, paged
+from tests.service.http.page_server import MODEL, ManyRanks, at_a_port, page_of, paged
 from tests.service.http.served import BLOCK, register, serving
 from tests.service.test_fleet_overview import status_of
 
@@ -205,14 +203,14 @@ def test_a_lost_server_is_told_with_how_old_the_picture_is_and_found_again(
 def test_without_engines_the_page_says_how_to_register_one_and_then_shows_it(
     browser: Browser,
 ) -> None:
-    with FakeEngine("7") as one, paged() as (_, _, url), tab_of(browser, url) as tab:
+    with FakeEngine("7") as fake, paged() as (_, _, url), tab_of(browser, url) as tab:
         expect(tab.get_by_role("heading", name="No engines yet")).to_be_visible()
         expect(tab.locator("pre").first).to_contain_text("kvindex serve --worker")
         asked = {
             "instance_id": 7,
             "model_name": "llama",
             "block_size": 16,
-            "endpoint": one.endpoint,
+            "endpoint": fake.endpoint,
         }
         assert httpx.post(f"{url}/register", json=asked).status_code == 201
         expect(tab.get_by_role("option", name="7/0: live")).to_be_visible()
@@ -220,9 +218,9 @@ def test_without_engines_the_page_says_how_to_register_one_and_then_shows_it(
 
 def test_names_from_the_network_are_text(browser: Browser) -> None:
     evil = "<img src=x onerror=document.title='owned'>"
-    with FakeEngine(evil, block_size=16) as one, paged(one) as (_, client, url):
-        one.serve(SHARED)
-        caught_up(client, one)
+    with FakeEngine(evil, block_size=16) as fake, paged(fake) as (_, client, url):
+        fake.serve(SHARED)
+        caught_up(client, fake)
         with tab_of(browser, url) as tab:
             tab.get_by_role("option", name=evil).click()
             expect(tab.get_by_role("complementary")).to_contain_text(evil)
@@ -239,31 +237,31 @@ def test_a_service_that_wants_a_token_shows_its_page_to_who_has_it(
     file.write_text(f"{token}\n")
     with (
         serving("--token-file", file, "--processes", processes) as served,
-        FakeEngine("7", block_size=BLOCK) as one,
+        FakeEngine("7", block_size=BLOCK) as fake,
     ):
         headers = {"authorization": f"Bearer {token}"}
-        assert register(served, one, headers=headers).status == 201
+        assert register(served, fake, headers=headers).status == 201
         url = f"http://127.0.0.1:{served.port}"
         assert served.get("/").status == 401
         credentials: Any = {"username": "", "password": token, "send": "always"}
         with tab_of(browser, url, http_credentials=credentials) as tab:
             expect(tab.locator(".pulse.live")).to_be_visible()
             expect(tab.get_by_role("option", name="7/0: live")).to_be_visible()
-            one.close()
+            fake.close()
             expect(tab.get_by_role("option", name="7/0: connecting")).to_be_visible()
         assert served.end() == 0
 
 
 @contextmanager
 def shown(page: Page) -> Iterator[str]:
-    with at_a_port(Starlette(routes=page.routes)) as url:
+    with at_a_port(page.routes) as url:
         yield url
     page.close()
 
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[str]:
-    with shown(Page(ManyRanks(512))) as url:
+    with shown(page_of(ManyRanks(512))) as url:
         yield url
 
 
@@ -314,8 +312,8 @@ def test_the_blocks_of_a_few_ranks_are_written_out_on_their_tiles(browser: Brows
             )
             for n in range(4)
         ]
-        for one in engines:
-            one.serve(list(range(1200)))
+        for each in engines:
+            each.serve(list(range(1200)))
         _, _, url = opened.enter_context(paged(*engines))
         with tab_of(browser, url) as tab:
             expect(tiles(tab).locator(".more")).to_have_text(["300 GPU, 250 CPU"] * 4)
@@ -329,7 +327,7 @@ def test_tiles_are_coloured_by_what_is_asked_for_and_the_legend_says_what_it_mea
     fleet = ManyRanks(64)
     apply(fleet.index, fleet.ranks[0], stored(*range(100)))
     apply(fleet.index, fleet.ranks[1], stored(*range(30)))
-    with shown(Page(fleet)) as url, tab_of(browser, url) as tab:
+    with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
         tab.get_by_label("Colour by").select_option("Blocks")
         for row, shade in enumerate(("h5", "h2", "none")):
             expect(tiles(tab).nth(row)).to_have_class(re.compile(rf"shade {shade}$"))
@@ -353,7 +351,7 @@ def test_equal_reasons_are_told_once_and_so_are_engines_that_were_not_found(
             Rank("vllm-7", n), State.CONNECTING, reason=reason.format(at), endpoint=at
         )
         fleet.index.add(Rank("vllm-7", n))
-    with shown(Page(fleet)) as url, tab_of(browser, url) as tab:
+    with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
         wrong = tab.get_by_role("region", name="What is wrong").get_by_role("listitem")
         expect(wrong).to_have_count(2)
         expect(wrong.first).to_contain_text("http://vllm-99:8000")
@@ -372,9 +370,9 @@ def test_what_was_asked_before_the_page_was_opened_is_drawn_and_read_by_keys(
     browser: Browser,
 ) -> None:
     fleet = ManyRanks(16)
-    page = Page(fleet)
+    page = page_of(fleet)
     now = [time.time() - 300.0]
-    page.trends = Trends(Totals(lambda: [fleet.traffic]).asked, clock=lambda: now[0])
+    page.trends = Trends(AllTraffic(lambda: [fleet.traffic]).asked, clock=lambda: now[0])
     for number in range(60):
         now[0] += 5
         for _ in range(10):
@@ -409,7 +407,7 @@ def test_prefixes_of_512_ranks_are_shaded_by_share_say_their_units_and_use_the_h
         if row < 20:
             events.append(stored(*range(900, 906), parent=119))
         fleet.index.apply(rank, EventBatch(ts=0.0, events=[*events]))
-    with shown(Page(fleet)) as url, tab_of(browser, url, "prefixes") as tab:
+    with shown(page_of(fleet)) as url, tab_of(browser, url, "prefixes") as tab:
         cells = tab.get_by_role("treeitem")
         expect(cells).to_have_count(4)
         expect(cells.nth(1)).to_contain_text("5 blocks, 512 ranks")
@@ -426,7 +424,7 @@ def test_prefixes_of_512_ranks_are_shaded_by_share_say_their_units_and_use_the_h
 def test_a_timeline_says_what_it_left_out_and_paints_what_is_not_known(browser: Browser) -> None:
     now = [time.time() - 60]
     timeline = Timeline(most=4, clock=lambda: now[0])
-    page = Page(ManyRanks(0), timeline=timeline)
+    page = page_of(ManyRanks(0), timeline=timeline)
     old, new = Rank("old", 0), Rank("new", 0)
     for rank, states in ((old, "SLSLS"), (new, "LSL")):
         for state in states:
@@ -507,7 +505,7 @@ def test_focus_caret_and_what_was_typed_stay_when_the_fleet_changes(browser: Bro
         fleet.told[Rank("vllm-3", 4)] = status_of(Rank("vllm-3", 4), losses=losses)
         tab.evaluate(READ_AGAIN)
 
-    with shown(Page(fleet)) as url, tab_of(browser, url) as tab:
+    with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
         expect(tab.locator(".pulse.live")).to_be_visible()
         tab.get_by_role("columnheader", name="Losses").get_by_role("button").click()
         rows = tab.locator("tbody tr")
@@ -538,7 +536,7 @@ def test_focus_caret_and_what_was_typed_stay_when_the_fleet_changes(browser: Bro
 
 
 def test_a_view_that_cannot_be_shown_says_so_and_the_others_go_on(browser: Browser) -> None:
-    with shown(Page(ManyRanks(8))) as url, tab_of(browser, url) as tab:
+    with shown(page_of(ManyRanks(8))) as url, tab_of(browser, url) as tab:
         expect(tiles(tab)).to_have_count(8)
         fleet = httpx.get(f"{url}/api/fleet").json()
         told = {**fleet, "totals": None}
@@ -676,7 +674,7 @@ def test_every_palette_pair_has_a_contrast_of_4_5() -> None:
             assert found >= 4.5, (ink, ground, ("light", "dark")[scheme], found)
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(text: str, behind: str) -> float:
     """Return the contrast of two colours by WCAG 2."""
 
     def luminance(colour: str) -> float:
@@ -686,7 +684,7 @@ def contrast(one: str, other: str) -> float:
         )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    low, high = sorted((luminance(one), luminance(other)))
+    low, high = sorted((luminance(text), luminance(behind)))
     return (high + 0.05) / (low + 0.05)
 
 

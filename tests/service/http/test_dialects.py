@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("httpx")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex import Client, State, Worker
-from kvindex.service.app import build_app
+from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
@@ -39,7 +38,7 @@ class Fleet:
     def __init__(self, engines: list[FakeEngine], client: Client, dialect: str = "auto") -> None:
         self.engines = engines
         self.client = client
-        self.asker = Asker(build_app(Service(client, dialect=dialect)))
+        self.asker = Asker(app_routes(Service(client, dialect=dialect)))
 
     def register(self, engine: FakeEngine, **fields: Any) -> dict[str, Any]:
         return {
@@ -69,11 +68,11 @@ def fleet() -> Iterator[Fleet]:
     name = "vllm-prefill-7"
     with (
         FakeEngine(name) as zero,
-        FakeEngine(name, dp_rank=1) as one,
+        FakeEngine(name, dp_rank=1) as other,
         client_of() as client,
     ):
         zero.serve(PROMPT)
-        yield Fleet([zero, one], client)
+        yield Fleet([zero, other], client)
 
 
 def without_trust(instance: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +243,7 @@ def test_raw_tokens_are_asked_for_in_the_url(fleet: Fleet) -> None:
     for engine in fleet.engines:
         fleet.asker.post("/register", fleet.register(engine))
     fleet.caught_up()
-    raw = {
+    raw: dict[str, Any] = {
         "content": array("I", PROMPT).tobytes(),
         "headers": {"content-type": "application/octet-stream"},
     }
@@ -271,19 +270,19 @@ def test_a_dialect_can_be_forced(fleet: Fleet) -> None:
 
 
 def test_a_rank_that_is_registered_elsewhere_has_moved(fleet: Fleet) -> None:
-    zero, one = fleet.engines
+    zero, other = fleet.engines
     fleet.asker.post("/register", fleet.register(zero))
     caught_up(fleet.client, zero)
-    assert fleet.asker.post("/register", fleet.register(one, dp_rank=0))[0] == 200
+    assert fleet.asker.post("/register", fleet.register(other, dp_rank=0))[0] == 200
     fleet.client.wait_live(PATIENCE)
-    assert [status.endpoint for status in fleet.client.statuses().values()] == [one.endpoint]
+    assert [status.endpoint for status in fleet.client.statuses().values()] == [other.endpoint]
 
 
 def test_a_server_is_ready_once_each_rank_was_live_and_strict_asks_for_now() -> None:
     now = [0.0]
     with client_of() as client:
         service = Service(client, patience=30.0, clock=lambda: now[0])
-        ask = Asker(build_app(service))
+        ask = Asker(app_routes(service))
         assert ask.get("/ready")[0] == 200
         dead = {"modelname": "m", "instance_id": "dead", "block_size": 16}
         ask.post("/register", {**dead, "endpoint": "tcp://127.0.0.1:9"})
@@ -299,7 +298,7 @@ def test_a_server_is_ready_once_each_rank_was_live_and_strict_asks_for_now() -> 
 def test_a_new_rank_that_is_not_live_yet_takes_nobodys_answers_away(fleet: Fleet) -> None:
     now = [0.0]
     service = Service(fleet.client, patience=30.0, clock=lambda: now[0])
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     ask.post("/register", fleet.register(fleet.engines[0]))
     caught_up(fleet.client, fleet.engines[0])
     for seconds in (10.0, 1000.0):  # before the server's patience is over, and long after
@@ -338,7 +337,7 @@ def test_one_standing_answers_all_who_ask_at_once(monkeypatch: pytest.MonkeyPatc
             for seconds, is_ready in ((0.0, False), (29.0, False), (30.0, True)):
                 now[0] = seconds
                 asked = [pool.submit(service.standing) for _ in range(100)]
-                assert {one.result(PATIENCE).ready for one in asked} == {is_ready}
+                assert {each.result(PATIENCE).ready for each in asked} == {is_ready}
         assert looked == 3
 
 
@@ -359,7 +358,7 @@ def test_an_engine_that_is_not_found_is_waited_for_and_named() -> None:
     with client_of() as client:
         service = Service(client, patience=30.0, clock=lambda: now[0])
         service.missing = lambda: {"http://127.0.0.1:1": "refuses the connection"}
-        ask = Asker(build_app(service))
+        ask = Asker(app_routes(service))
         status, told = ask.get("/ready")
         assert (status, told["missing"]) == (503, {"http://127.0.0.1:1": "refuses the connection"})
         now[0] = 31.0
@@ -373,10 +372,10 @@ def test_a_dump_has_a_line_for_each_rank_and_block(fleet: Fleet) -> None:
     fleet.caught_up()
     lines = fleet.asker.send("GET", "/dump").text.splitlines()
     told = [msgspec.json.decode(line) for line in lines]
-    assert [(one["rank"], one["blocks"]) for one in told if "rank" in one] == [
+    assert [(each["rank"], each["blocks"]) for each in told if "rank" in each] == [
         ("vllm-prefill-7/0", 4),
         ("vllm-prefill-7/1", 0),
     ]
-    assert sorted(one["depth"] for one in told if "depth" in one) == [0, 1, 2, 3]
+    assert sorted(each["depth"] for each in told if "depth" in each) == [0, 1, 2, 3]
     assert len(fleet.asker.send("GET", "/dump?blocks=1").text.splitlines()) == 3
     assert fleet.asker.get("/dump?blocks=-1")[0] == 422

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex.tools.doctor import Report, Target, examine
 from tests.live import until
@@ -23,14 +22,14 @@ def ids(report: Report) -> list[str]:
 
 
 def test_a_service_tells_that_it_knows_nobody_or_whom_it_cannot_vouch_for() -> None:
-    with serving() as served, engine() as one:
+    with serving() as served, engine() as first:
         report = examined(served)
         assert (ids(report), report.exit_code) == (["service-without-workers"], 1)
 
-        assert register(served, one).status in (200, 201)
+        assert register(served, first).status in (200, 201)
         healthy = until(lambda: examined(served), lambda report: not report.findings)
         assert healthy.exit_code == 0
 
-        one.close()
+        first.close()
         broken = until(lambda: examined(served), lambda report: report.findings)
         assert ids(broken) == ["service-rank-not-live"]

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("httpx")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("xxhash")
 
 from kvindex import (
@@ -28,11 +27,8 @@ from kvindex import (
     State,
     ZmqEventPublisher,
 )
-from kvindex.service.app import build_app
-from kvindex.service.asking_by_hash import HashQueries
-from kvindex.service.gate import Gate
-from kvindex.service.guards import Guard
-from kvindex.service.hashing import HashFollower
+from kvindex.service.app import app_routes
+from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from tests.live import PATIENCE, REPLAYS
@@ -283,8 +279,8 @@ def replayed() -> Iterator[dict[str, Replayed]]:
         stack.callback(hashes.close)
         registry = Registry(client, besides=[hashes])
         by_hash = HashQueries(registry, hashes)
-        app = build_app(Service(client, registry), metrics=no_metrics, by_hash=by_hash)
-        yield replay((client, hashes), engines, Asker(Gate(app, Guard())))
+        app = app_routes(Service(client, registry), metrics=no_metrics, by_hash=by_hash)
+        yield replay((client, hashes), engines, Asker(app))
 
 
 def stripped(value: Any) -> Any:

@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("httpx")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvindex.service.app import build_app
+from kvindex.service.app import app_routes
 from kvindex.service.exposition import Exposition
-from kvindex.service.gate import Gate
 from kvindex.service.guards import Guard
 from kvindex.service.service import Service
-from kvindex.service.traffic import Totals
+from kvindex.service.site import Site
+from kvindex.service.traffic import AllTraffic
 from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS
 from tests.live import caught_up, client_of
@@ -39,7 +38,7 @@ def exposed() -> str:
     """What a server with one engine exposes, after some requests."""
     with FakeEngine("1", cpu_blocks=10) as engine, client_of() as client:
         service = Service(client)
-        totals = Totals(lambda: [service.traffic])
+        totals = AllTraffic(lambda: [service.traffic])
         guard = Guard()
 
         def statistics() -> dict[str, Any]:
@@ -54,8 +53,8 @@ def exposed() -> str:
             }
 
         metrics = Exposition(service, totals, statistics, dynamo_names=True).write
-        app = build_app(service, metrics=metrics)
-        ask = Asker(Gate(app, guard, service.traffic.request, {"/query", "/register"}))
+        app = app_routes(service, metrics=metrics)
+        ask = Asker(Site(app, guard, service.traffic.request))
         ask.post("/register", body_of(engine))
         engine.serve(PROMPT)
         caught_up(client, engine)
@@ -158,8 +157,8 @@ def asked_for(node: Any, promql: Any) -> tuple[list[tuple[str, set[str]]], set[s
         below = [node.expr]
     selectors: list[tuple[str, set[str]]] = []
     labels: set[str] = set()
-    for one in below:
-        found, grouped = asked_for(one, promql)
+    for each in below:
+        found, grouped = asked_for(each, promql)
         selectors += found
         labels |= grouped
     if isinstance(node, promql.AggregateExpr) and node.modifier is not None:

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("httpx")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("xxhash")
 
 import xxhash
 
 from kvindex import BlockStored
-from kvindex.service.app import build_app
-from kvindex.service.asking_by_hash import HashQueries
-from kvindex.service.hashing import HashFollower, hashed, packed_hashes
+from kvindex.service.app import app_routes
+from kvindex.service.hashing import HashFollower, HashQueries, hashed, packed_hashes
+from kvindex.service.messages import Route
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine, Workload
@@ -42,7 +41,7 @@ def test_hashes_and_tokens_of_any_traffic_get_the_same_answer() -> None:
     with FakeEngine("1", num_blocks=300) as engine, client_of() as client:
         registry = Registry(client, besides=[follower])
         by_hash = HashQueries(registry, follower)
-        ask = Asker(build_app(Service(client, registry), by_hash=by_hash))
+        ask = Asker(app_routes(Service(client, registry), by_hash=by_hash))
         assert ask.post("/register", body_of(engine))[0] == 201
         workload = Workload(60, seed=3)
         engine.run(workload)
@@ -68,7 +67,7 @@ def stripped(answer: tuple[int, Any]) -> Any:
 
 def test_a_server_without_hashes_says_how_to_get_them() -> None:
     with client_of() as client:
-        asker = Asker(build_app(Service(client)))
+        asker = Asker(app_routes(Service(client)))
         status, body = asker.post("/query_by_hash", {"model_name": "m", "block_hashes": []})
         assert status == 501
         assert "--hash-queries xxh3" in body["error"]
@@ -89,8 +88,11 @@ def test_a_query_by_hash_that_cannot_be_answered_says_why(body: bytes, status: i
     follower = HashFollower()
     with client_of() as client:
         by_hash = HashQueries(Registry(client), follower)
-        assert by_hash.answer(body, b"application/json").status == status
-        assert by_hash.answer(body, None).status == 415
+        for kind, code in (("application/json", status), (None, 415)):
+            route = Route("POST", "/query_by_hash", by_hash.answer)
+            headers = {} if kind is None else {"content-type": kind}
+            answer = Asker([route]).send("POST", "/query_by_hash", content=body, headers=headers)
+            assert answer.status_code == code
         follower.close()
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("httpx")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex import Client, ConfigurationError
-from kvindex.service.app import build_app
+from kvindex.service.app import app_routes
 from kvindex.service.catalog import Catalog
-from kvindex.service.explaining import RefusedError, read_question
+from kvindex.service.explaining import read_question
+from kvindex.service.messages import RefusedError
 from kvindex.service.orders import Registered, read_order, write_order
 from kvindex.service.service import Service
 from kvindex.service.state import read_registrations, registrations_path
@@ -49,7 +49,7 @@ def service(client: Client) -> Service:
 
 @pytest.fixture
 def ask(service: Service) -> Asker:
-    return Asker(build_app(service))
+    return Asker(app_routes(service))
 
 
 @pytest.mark.parametrize("path", ["/query", "/register", "/unregister", "/outcomes"])
@@ -69,7 +69,7 @@ def test_msgpack_that_is_nested_too_deep_is_a_400(ask: Asker, path: str) -> None
 def test_a_question_that_cannot_be_read_is_a_400(body: bytes) -> None:
     with pytest.raises(RefusedError) as refused:
         read_question(body)
-    assert refused.value.status == 400
+    assert refused.value.reply.status == 400
 
 
 @pytest.mark.parametrize("name", ["model", "tenant_id"])

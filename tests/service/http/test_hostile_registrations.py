@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("httpx")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
-import httpx
 
 from kvindex import Client, Worker
-from kvindex.service.app import MOST_CHANGES, build_app
+from kvindex.service.app import MOST_CHANGES, app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.networks import Networks, parse_networks
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError
 from tests.live import PATIENCE, client_of
-from tests.service.http.asking import Asker
+from tests.service.http.asking import Answer, Asker, request
 
 pytestmark = pytest.mark.service
 
@@ -48,41 +46,46 @@ def body(endpoint: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_client_cannot_move_what_the_operator_named(service: Service) -> None:
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     status, said = ask.post("/register", body(EVIL))
     assert (status, "file workers.toml" in said["error"]) == (409, True)
     as_text = {"instance_id": "7", "modelname": "m", "endpoint": EVIL, "block_size": 4}
     assert ask.post("/register", as_text)[0] == 409
-    assert [one.endpoint for one in service.catalog.registrations] == [OURS]
+    assert [each.endpoint for each in service.catalog.registrations] == [OURS]
 
 
 def test_a_client_may_register_what_the_operator_named_as_it_is(service: Service) -> None:
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     assert ask.post("/register", body(OURS))[0] == 200
-    assert [one.source for one in service.catalog.registrations] == ["file workers.toml"]
+    assert [each.source for each in service.catalog.registrations] == ["file workers.toml"]
 
 
 def test_a_client_cannot_unregister_what_the_operator_named(
     service: Service, client: Client
 ) -> None:
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
     assert ask.post("/unregister", {"instance_id": 7, "model_name": "m"})[0] == 409
     for dp_rank, status in ((0, 409), (1, 200)):
-        one = {"instance_id": 7, "model_name": "m", "routing_group": "default", "dp_rank": dp_rank}
-        assert ask.post("/unregister", one)[0] == status
+        rank = {
+            "instance_id": 7,
+            "model_name": "m",
+            "routing_group": "default",
+            "dp_rank": dp_rank,
+        }
+        assert ask.post("/unregister", rank)[0] == status
     assert ask.post("/unregister", {"instance_id": "7"})[0] == 409
-    assert [one.endpoint for one in service.catalog.registrations] == [OURS]
+    assert [each.endpoint for each in service.catalog.registrations] == [OURS]
     assert len(client.ranks) == 1
     service.registry.unregister("7")  # the operator takes it away
     assert not client.ranks
 
 
 def test_the_operator_moves_what_a_client_named(service: Service) -> None:
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
     service.registry.add(Worker("7", {1: "tcp://127.0.0.1:3"}), Partition("m"), source="file x")
-    endpoints = {one.dp_rank: one.endpoint for one in service.catalog.registrations}
+    endpoints = {each.dp_rank: each.endpoint for each in service.catalog.registrations}
     assert endpoints == {0: OURS, 1: "tcp://127.0.0.1:3"}
 
 
@@ -91,7 +94,7 @@ def test_the_operator_moves_what_a_client_named(service: Service) -> None:
 def test_a_name_that_would_forge_lines_of_a_log_is_refused(
     service: Service, what: str, name: str
 ) -> None:
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     fields = {"instance_id": "x", "modelname": "x", "endpoint": EVIL, "block_size": 4}
     assert ask.post("/register", {**fields, what: name})[0] == 400
     assert len(service.catalog.registrations) == 1
@@ -100,7 +103,7 @@ def test_a_name_that_would_forge_lines_of_a_log_is_refused(
 def test_many_instances_at_one_endpoint_cost_a_line_each(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ask = Asker(build_app(service))
+    ask = Asker(app_routes(service))
     for number in range(10, 20):
         assert ask.post("/register", body(EVIL, instance_id=number))[0] == 201
     lines = [line for line in caplog.messages if "are both at" in line]
@@ -116,26 +119,24 @@ def test_registrations_that_wait_for_names_delay_nobody_else(client: Client) -> 
         assert go_on.wait(PATIENCE)
         raise EndpointRefusedError(f"{endpoint} has no address", reason="name")
 
-    app = build_app(Service(client, Registry(client, dial=dial)))
+    asker = Asker(app_routes(Service(client, Registry(client, dial=dial))))
 
     async def ask() -> list[int]:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        async def register(number: int) -> Answer:
+            asked = request("POST", "/register", body(EVIL, instance_id=number))
+            return await asker.answer(asked)
 
-            async def register(number: int) -> Any:
-                return await http.post("/register", json=body(EVIL, instance_id=number))
-
-            registering = [asyncio.ensure_future(register(n)) for n in range(MOST_CHANGES)]
-            try:
-                assert await asyncio.to_thread(waiting.acquire, timeout=PATIENCE)
-                for path in ("/ready", "/workers", "/services"):
-                    asked = await asyncio.wait_for(http.get(path), PATIENCE)
-                    assert (path, asked.status_code) == (path, 200)
-                refused = await asyncio.wait_for(register(-1), PATIENCE)
-                assert (refused.status_code, refused.json()["reason"]) == (503, "busy")
-            finally:
-                go_on.set()
-            return [one.status_code for one in await asyncio.gather(*registering)]
+        registering = [asyncio.ensure_future(register(n)) for n in range(MOST_CHANGES)]
+        try:
+            assert await asyncio.to_thread(waiting.acquire, timeout=PATIENCE)
+            for path in ("/ready", "/workers", "/services"):
+                asked = await asyncio.wait_for(asker.answer(request("GET", path)), PATIENCE)
+                assert (path, asked.status_code) == (path, 200)
+            refused = await asyncio.wait_for(register(-1), PATIENCE)
+            assert (refused.status_code, refused.json()["reason"]) == (503, "busy")
+        finally:
+            go_on.set()
+        return [answer.status_code for answer in await asyncio.gather(*registering)]
 
     assert asyncio.run(ask()) == [403] * MOST_CHANGES
 
@@ -143,7 +144,7 @@ def test_registrations_that_wait_for_names_delay_nobody_else(client: Client) -> 
 def test_every_refused_registration_says_why_in_a_word(client: Client) -> None:
     networks = Networks(parse_networks(["loopback"]), lambda host: [])
     registry = Registry(client, dial=networks.check, max_ranks=1)
-    ask = Asker(build_app(Service(client, registry)))
+    ask = Asker(app_routes(Service(client, registry)))
     assert ask.post("/register", body(OURS))[0] == 201
     for fields, status, reason in (
         ({"endpoint": "tcp://10.1.1.1:1"}, 403, "network"),

@@ -25,7 +25,7 @@ def documents() -> Iterator[dict[str, Any]]:
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    (found,) = (one for one in documents() if one["kind"] == kind)
+    (found,) = (each for each in documents() if each["kind"] == kind)
     return found
 
 
@@ -73,7 +73,7 @@ def test_the_pod_may_do_no_more_than_it_must() -> None:
 
 
 def test_everything_is_in_one_namespace_and_named_alike() -> None:
-    assert {one["metadata"]["namespace"] for one in documents()} == {"llm"}
+    assert {each["metadata"]["namespace"] for each in documents()} == {"llm"}
     labels = of_kind("Deployment")["spec"]["template"]["metadata"]["labels"]
     assert of_kind("Deployment")["spec"]["selector"]["matchLabels"] == labels
     assert of_kind("Service")["spec"]["selector"] == labels

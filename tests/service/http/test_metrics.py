@@ -89,9 +89,9 @@ def test_the_series_of_a_rank_go_when_it_goes() -> None:
 
 
 def test_sums_and_single_workers_keep_a_scrape_small() -> None:
-    with FakeEngine("a/b") as one, FakeEngine("c") as other:
-        with client_of(worker_of(one), worker_of(other)) as client:
-            caught_up(client, one, other)
+    with FakeEngine("a/b") as first, FakeEngine("c") as other:
+        with client_of(worker_of(first), worker_of(other)) as client:
+            caught_up(client, first, other)
             sums = scraped(RankCollector(client, per_rank=False))
             of_one = scraped(RankCollector(client, workers={"a/b"}))
     assert "kvindex_rank_state" not in sums

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("schemathesis")
 
 import schemathesis
@@ -22,12 +22,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from kvindex import Client
-from kvindex.service.app import build_app
-from kvindex.service.asking_by_hash import HashQueries
+from kvindex.service.app import app_routes
 from kvindex.service.exposition import Exposition
-from kvindex.service.gate import Gate
 from kvindex.service.guards import Guard
-from kvindex.service.hashing import HashFollower
+from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.openapi import description
 from kvindex.service.page import Page
 from kvindex.service.registry import Registry
@@ -35,9 +33,10 @@ from kvindex.service.running import Running
 from kvindex.service.service import Service
 from kvindex.service.settings import ServeSettings
 from kvindex.service.snapshots import snapshot_route
-from kvindex.service.traffic import Totals
+from kvindex.service.traffic import AllTraffic
 from kvindex.wire.errors import EndpointRefusedError
 from tests.service.http.asking import Asker
+from tests.service.http.page_server import at_a_port
 
 pytestmark = pytest.mark.service
 
@@ -65,7 +64,7 @@ def api() -> Iterator[Any]:
         registry = Registry(client, dial=dial, besides=[hashes])
         service = Service(client, registry)
         page = Page(service)
-        guard = Guard(allowed_hosts=["testserver"])
+        guard = Guard()
 
         def statistics() -> dict[str, Any]:
             streams = {"open_now": 0, "cut_off": 0}
@@ -77,13 +76,14 @@ def api() -> Iterator[Any]:
                 "discovery": {"sources": {}},
             }
 
-        app = build_app(
+        app = app_routes(
             service,
             routes=[snapshot_route(client), *page.routes],
-            metrics=Exposition(service, Totals(lambda: [service.traffic]), statistics).write,
+            metrics=Exposition(service, AllTraffic(lambda: [service.traffic]), statistics).write,
             by_hash=HashQueries(registry, hashes),
         )
-        yield schemathesis.openapi.from_asgi("/openapi.json", Gate(app, guard))
+        with at_a_port(app) as url:
+            yield schemathesis.openapi.from_url(f"{url}/openapi.json")
         page.close()
         hashes.close()
 
@@ -116,14 +116,14 @@ def test_every_route_is_tried_or_said_not_to_be(api: Any) -> None:
 
 def test_every_route_of_a_running_server_is_described_but_for_files_of_the_page() -> None:
     with Running(ServeSettings(port=0, hash_queries="xxh3")) as running:
-        routes = {path for path in running.routes if not path.startswith("/static/")}
+        routes = {r.path for r in running.routes if not r.path.startswith("/static/")}
         assert routes == set(description(running.routes)["paths"])
         assert {"/", "/events", "/snapshot", "/metrics", "/api/explain"} <= routes
 
 
 def test_the_codes_of_the_guard_are_described_where_they_occur() -> None:
     with Running(ServeSettings(port=0), tokens=["a-token-of-16-characters"]) as running:
-        ask = Asker(running.app)
+        ask = Asker(running.site)
         for path, item in description(running.routes)["paths"].items():
             for method, operation in item.items():
                 codes = operation["responses"].keys()
@@ -136,7 +136,7 @@ def test_the_codes_of_the_guard_are_described_where_they_occur() -> None:
 
 WITHOUT_INPUT = {"/", "/peers", "/services", "/health", "/snapshot", "/api/fleet", "/api/timeline"}
 RUNS = [(*operation, GenerationMode.POSITIVE) for operation in OPERATIONS]
-RUNS += [(*one, GenerationMode.NEGATIVE) for one in OPERATIONS if one[1] not in WITHOUT_INPUT]
+RUNS += [(*each, GenerationMode.NEGATIVE) for each in OPERATIONS if each[1] not in WITHOUT_INPUT]
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), RUNS)

@@ -14,28 +14,27 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
 import httpx
-from starlette.applications import Starlette
 
 from kvindex import State
 from kvindex.service import event_stream
 from kvindex.service.catalog import Partition
-from kvindex.service.event_stream import EventStreamResponse, StreamCounters
-from kvindex.service.gate import Gate
-from kvindex.service.guards import Guard
+from kvindex.service.event_stream import StreamCounters
+from kvindex.service.event_stream import event_stream as news_of
+from kvindex.service.explaining import TokenizerError, tokenize
+from kvindex.service.guards import Guard, Limits
 from kvindex.service.http import HttpServer
-from kvindex.service.page import Page
+from kvindex.service.messages import Request, Route, Stream
+from kvindex.service.site import Site
 from kvindex.service.timeline import Timeline
-from kvindex.service.tokenizing import TokenizerError, tokenize
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.index.index_events import apply, removed, stored
-from tests.live import PATIENCE, caught_up, wait_status, worker_of
+from tests.live import PATIENCE, caught_up, until, wait_status, worker_of
 from tests.service.http.asking import Asker
-from tests.service.http.page_server import MODEL, ManyRanks, paged, register
+from tests.service.http.page_server import MODEL, ManyRanks, page_of, paged, register
 from tests.service.test_fleet_overview import A, status_of
 
 pytestmark = pytest.mark.service
@@ -45,8 +44,8 @@ PROMPT = list(range(48))
 
 @pytest.fixture
 def asker() -> Iterator[Asker]:
-    page = Page(ManyRanks(16))
-    yield Asker(Starlette(routes=page.routes))
+    page = page_of(ManyRanks(16))
+    yield Asker(page.routes)
     page.close()
 
 
@@ -81,11 +80,11 @@ def test_only_files_of_the_page_are_served(asker: Asker) -> None:
 
 
 def test_the_fleet_is_told_and_its_prefixes_with_who_holds_them() -> None:
-    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
-        one.serve(PROMPT)
-        two.serve(PROMPT[:16])
-        with paged(one, two) as (_, client, url):
-            caught_up(client, one, two)
+    with FakeEngine("a", block_size=16) as fake, FakeEngine("b", block_size=16) as second:
+        fake.serve(PROMPT)
+        second.serve(PROMPT[:16])
+        with paged(fake, second) as (_, client, url):
+            caught_up(client, fake, second)
             fleet = httpx.get(f"{url}/api/fleet").json()
             query = {"model": MODEL.model, "max_nodes": "10"}
             prefixes = httpx.get(f"{url}/api/prefixes", params=query).json()
@@ -100,12 +99,12 @@ def test_the_fleet_is_told_and_its_prefixes_with_who_holds_them() -> None:
 
 
 def test_prefixes_of_one_partition_have_no_totals_of_others() -> None:
-    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
-        one.serve(PROMPT)
-        two.serve([9] * 64)
-        with paged(one) as (page, client, url):
-            register(page._service, two, partition=Partition("qwen"))  # type: ignore[arg-type]
-            caught_up(client, one, two)
+    with FakeEngine("a", block_size=16) as fake, FakeEngine("b", block_size=16) as second:
+        fake.serve(PROMPT)
+        second.serve([9] * 64)
+        with paged(fake) as (page, client, url):
+            register(page._service, second, partition=Partition("qwen"))  # type: ignore[arg-type]
+            caught_up(client, fake, second)
             llama = httpx.get(f"{url}/api/prefixes", params={"model": MODEL.model}).json()
             everybody = httpx.get(f"{url}/api/prefixes").json()
     assert (llama["children"], llama["left_out"], llama["unique_blocks"]) == (1, 0, None)
@@ -115,8 +114,8 @@ def test_prefixes_of_one_partition_have_no_totals_of_others() -> None:
 def test_prefixes_of_the_only_partition_have_its_holes_and_the_size_of_the_tree() -> None:
     fleet = ManyRanks(2)
     apply(fleet.index, fleet.ranks[0], stored(0, 1, 2, 3), removed(1, 2))
-    page = Page(fleet)
-    _, found = Asker(Starlette(routes=page.routes)).get(f"/api/prefixes?model={MODEL.model}")
+    page = page_of(fleet)
+    _, found = Asker(page.routes).get(f"/api/prefixes?model={MODEL.model}")
     page.close()
     assert [(node["blocks"], node["ranks"]) for node in found["nodes"]] == [(1, 1), (2, 0), (1, 1)]
     assert found["unique_blocks"] == 4
@@ -129,10 +128,10 @@ def test_engines_that_were_not_found_are_told(asker: Asker) -> None:
 
 def test_what_was_asked_is_told_over_time_and_by_partition() -> None:
     fleet = ManyRanks(16)
-    page = Page(fleet)
+    page = page_of(fleet)
     fleet.traffic.query(MODEL, 100, 60, 1_000)
     page.look()
-    asker = Asker(Starlette(routes=page.routes))
+    asker = Asker(page.routes)
     page.close()
     _, all_of_it = asker.get("/api/traffic?seconds=300")
     _, other = asker.get("/api/traffic?seconds=300&model=qwen")
@@ -150,8 +149,8 @@ def test_what_was_asked_is_told_over_time_and_by_partition() -> None:
 def test_the_timeline_says_since_when_it_has_everything() -> None:
     now = [100.0]
     timeline = Timeline(most=2, clock=lambda: now[0])
-    page = Page(ManyRanks(0), timeline=timeline)
-    asker = Asker(Starlette(routes=page.routes))
+    page = page_of(ManyRanks(0), timeline=timeline)
+    asker = Asker(page.routes)
     timeline.observe(status_of(A))
     assert asker.get("/api/timeline")[1]["since"] == 100.0
     for losses in range(1, 4):
@@ -173,11 +172,11 @@ def test_numbers_that_cannot_be_are_refused_in_words(asker: Asker, asked: str) -
 
 
 def test_a_prompt_is_explained_for_each_rank_longest_first() -> None:
-    with FakeEngine("a", block_size=16) as one, FakeEngine("b", block_size=16) as two:
-        one.serve(PROMPT[:16])
-        two.serve(PROMPT)
-        with paged(one, two) as (_, client, url):
-            caught_up(client, one, two)
+    with FakeEngine("a", block_size=16) as fake, FakeEngine("b", block_size=16) as second:
+        fake.serve(PROMPT[:16])
+        second.serve(PROMPT)
+        with paged(fake, second) as (_, client, url):
+            caught_up(client, fake, second)
             asked = {"model": MODEL.model, "token_ids": PROMPT}
             found = httpx.post(f"{url}/api/explain", json=asked).json()
     assert [(r["worker"], r["match"]["tokens"], r["ending"]) for r in found["ranks"]] == [
@@ -189,12 +188,12 @@ def test_a_prompt_is_explained_for_each_rank_longest_first() -> None:
 
 
 def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> None:
-    with FakeEngine("a", block_size=4) as one, HttpEngine(one) as http:
+    with FakeEngine("a", block_size=4) as fake, HttpEngine(fake) as http:
         said = {"model": MODEL.model, "prompt": "one two three four five six"}
         tokens = httpx.post(f"{http.url}/tokenize", json=said).json()["tokens"]
-        one.serve(tokens)
-        with paged(one, engine=http.url) as (_, client, url):
-            caught_up(client, one)
+        fake.serve(tokens)
+        with paged(fake, engine=http.url) as (_, client, url):
+            caught_up(client, fake)
             asked = {"model": MODEL.model, "text": said["prompt"]}
             found = httpx.post(f"{url}/api/explain", json=asked).json()
             fleet = httpx.get(f"{url}/api/fleet").json()
@@ -202,16 +201,16 @@ def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> N
         assert found["ranks"][0]["match"]["tokens"] == len(tokens) // 4 * 4
         assert fleet["partitions"][0]["tokenizer"] is True
         http.close()
-        with paged(one, engine=http.url) as (_, client, url):
+        with paged(fake, engine=http.url) as (_, client, url):
             gone = httpx.post(f"{url}/api/explain", json=asked)
             assert gone.status_code == 502
             assert http.url in gone.json()["error"]
-        configured = Page(ManyRanks(1), tokenizer=http.url)
-        gone = Asker(Starlette(routes=configured.routes)).send("POST", "/api/explain", json=asked)
+        configured = page_of(ManyRanks(1), tokenizer=http.url)
+        answer = Asker(configured.routes).send("POST", "/api/explain", json=asked)
         configured.close()
-        assert gone.status_code == 502  # it was asked, though no registration names it
+        assert answer.status_code == 502  # it was asked, though no registration names it
         # An engine that came over HTTP is not asked: who registers could name any address.
-        with paged(one, engine=http.url, source="zmq") as (_, client, url):
+        with paged(fake, engine=http.url, source="zmq") as (_, client, url):
             assert httpx.post(f"{url}/api/explain", json=asked).status_code == 409
 
 
@@ -257,15 +256,15 @@ class Events:
 
 
 def test_the_stream_begins_with_the_states_and_tells_that_an_engine_went_away() -> None:
-    with FakeEngine("a") as one:
-        with paged(one) as (page, client, url):
-            caught_up(client, one)
+    with FakeEngine("a") as fake:
+        with paged(fake) as (page, client, url):
+            caught_up(client, fake)
             with httpx.stream("GET", f"{url}/events", timeout=PATIENCE) as response:
                 events = Events(response)
                 first = next(events)
                 assert (first["event"], first["data"]["missed"]) == ("fleet", 0)
                 assert [rank["state"] for rank in first["data"]["ranks"]] == ["live"]
-                one.close()
+                fake.close()
                 lost = next(events)
             assert (lost["event"], lost["data"]["state"]) == ("state", "connecting")
             assert lost["data"]["model"] == MODEL.model
@@ -273,21 +272,21 @@ def test_the_stream_begins_with_the_states_and_tells_that_an_engine_went_away() 
 
 
 def test_a_rank_that_is_added_is_told_with_its_model_from_the_first() -> None:
-    with paged() as (page, client, _), FakeEngine("a") as one:
-        page._service.registry.add(worker_of(one), MODEL)  # type: ignore[attr-defined]
-        caught_up(client, one)
+    with paged() as (page, client, _), FakeEngine("a") as fake:
+        page._service.registry.add(worker_of(fake), MODEL)  # type: ignore[attr-defined]
+        caught_up(client, fake)
         happenings = page.timeline.since(0).happenings
         assert happenings[0].kind == "added"
         assert {happening.model for happening in happenings} == {MODEL.model}
 
 
 def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() -> None:
-    with FakeEngine("a") as one, paged(one) as (page, client, url):
-        one.serve(PROMPT)
-        caught_up(client, one)
+    with FakeEngine("a") as fake, paged(fake) as (page, client, url):
+        fake.serve(PROMPT)
+        caught_up(client, fake)
         last = f"{page.timeline.life}-{page.timeline.position}"
-        one.restart()
-        wait_status(client, one.rank, restarts=1, state=State.LIVE)
+        fake.restart()
+        wait_status(client, fake.rank, restarts=1, state=State.LIVE)
 
         def come_back(event_id: str) -> list[dict[str, Any]]:
             headers = {"Last-Event-ID": event_id}
@@ -304,30 +303,7 @@ def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() ->
             assert oldest["event"] == "added"
 
 
-def test_a_reader_that_takes_nothing_is_cut_off_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(event_stream, "SEND_WITHIN", 0.05)
-    counters = StreamCounters()
-
-    async def stuck() -> None:
-        never = asyncio.Event()
-
-        async def receive() -> dict[str, Any]:
-            await never.wait()
-            return {}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                await never.wait()
-
-        await EventStreamResponse(Timeline(), dict, counters)({}, receive, send)
-
-    asyncio.run(asyncio.wait_for(stuck(), PATIENCE))
-    assert (counters.opened, counters.open_now, counters.cut_off) == (1, 0, 1)
-
-
-def test_the_server_ends_the_connection_of_a_slow_reader_without_an_error(
+def test_a_slow_reader_is_cut_off_counted_and_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(event_stream, "SEND_WITHIN", 0.05)
@@ -335,47 +311,46 @@ def test_the_server_ends_the_connection_of_a_slow_reader_without_an_error(
     for number in range(1000):
         timeline.observe(status_of(A, (State.LIVE, State.STALE)[number % 2]))
 
-    async def stream(scope: Any, receive: Any, send: Any) -> None:
-        await EventStreamResponse(timeline, dict, counters, "unknown-0")(scope, receive, send)
-        done.set()
+    async def news(_: Request) -> Stream:
+        return news_of(timeline, dict, counters, "unknown-0")
 
-    done = threading.Event()
-    guard = Guard()
-    server = HttpServer(Gate(stream, guard), guard)
+    server = HttpServer(Site([Route("GET", "/events", news)], Guard()))
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        address = listening.getsockname()
         thread.start()
-        client.connect(listening.getsockname())
+        client.connect(address)
         client.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert done.wait(PATIENCE)
+        until(lambda: (counters.cut_off, counters.open_now) == (1, 0))
         server.stop()
         thread.join(PATIENCE)
-    assert (counters.cut_off, counters.open_now) == (1, 0)
+    assert counters.opened == 1
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_no_more_streams_are_open_than_allowed() -> None:
+    page = page_of(ManyRanks(1), guard=Guard(limits=Limits(streams=1)))
+    page.streams.open_now = 1
+    answer = Asker(page.routes).send("GET", "/events")
+    page.close()
+    assert (answer.status_code, answer.json()["reason"]) == (503, "streams")
 
 
 def test_a_reader_that_fell_behind_the_history_is_cut_off() -> None:
     counters = StreamCounters()
     timeline = Timeline(most=2)
-    sent: list[bytes] = []
 
-    async def slow() -> None:
-        async def receive() -> dict[str, Any]:
-            await asyncio.Event().wait()
-            return {}
+    async def slow() -> list[bytes]:
+        stream = news_of(timeline, dict, counters)
+        sent = [await stream.pieces.__anext__()]
+        timeline.observe(status_of(A))  # while the first event is on its way, much happens
+        for losses in range(1, 9):
+            timeline.sweep([status_of(A, losses=losses)])
+        return sent + [piece async for piece in stream.pieces]
 
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-            if len(sent) == 2:  # while the first event is on its way, much happens
-                timeline.observe(status_of(A))
-                for losses in range(1, 9):
-                    timeline.sweep([status_of(A, losses=losses)])
-
-        await EventStreamResponse(timeline, dict, counters)({}, receive, send)
-
-    asyncio.run(asyncio.wait_for(slow(), PATIENCE))
+    sent = asyncio.run(asyncio.wait_for(slow(), PATIENCE))
     assert counters.cut_off == 1
     assert b"event: loss" not in b"".join(sent)
 
@@ -384,24 +359,14 @@ def test_a_silent_stream_says_now_and_then_that_it_is_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(event_stream, "HEARTBEAT", 0.01)
-    sent: list[bytes] = []
 
-    async def quiet() -> None:
-        gone = asyncio.Event()
+    async def quiet() -> list[bytes]:
+        pieces = news_of(Timeline(), dict, StreamCounters()).pieces
+        sent = [await pieces.__anext__() for _ in range(3)]
+        await pieces.aclose()
+        return sent
 
-        async def receive() -> dict[str, Any]:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-            if len(sent) == 5:
-                gone.set()
-
-        await EventStreamResponse(Timeline(), dict, StreamCounters())({}, receive, send)
-
-    asyncio.run(asyncio.wait_for(quiet(), PATIENCE))
-    assert sent.count(b": alive\n\n") >= 2
+    assert asyncio.run(asyncio.wait_for(quiet(), PATIENCE))[1:] == [b": alive\n\n"] * 2
 
 
 @pytest.mark.parametrize(

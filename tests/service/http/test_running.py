@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex import ConfigurationError, Worker
 from kvindex.service.running import Running, own_directory
@@ -62,9 +61,9 @@ def test_directories_of_killed_servers_are_removed_and_no_others(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, new, other = (tmp_path / name for name in ("kvindex-serve-a", "kvindex-serve-b", "x"))
-    for one in (left, new, other):
-        one.mkdir()
-        (one / "http").touch()
+    for each in (left, new, other):
+        each.mkdir()
+        (each / "http").touch()
     with own_directory() as living:
         for old in (left, other, living):
             os.utime(old, (0, 0))

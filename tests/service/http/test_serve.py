@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("xxhash")
 
 import xxhash
@@ -50,13 +49,13 @@ def states(served: Served) -> dict[str, str]:
 @BOTH
 def test_an_engine_is_registered_asked_killed_and_comes_back(processes: int) -> None:
     with serving("--processes", processes) as served:
-        with engine() as one:
-            assert register(served, one).status == 201
-            assert register(served, one).status == 200  # the same again
-            one.serve(PROMPT)
+        with engine() as fake:
+            assert register(served, fake).status == 201
+            assert register(served, fake).status == 200  # the same again
+            fake.serve(PROMPT)
             until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
             until(lambda: served.get("/ready").status, lambda status: status == 200)
-            endpoint, replay = one.endpoint, one.replay_endpoint
+            endpoint, replay = fake.endpoint, fake.replay_endpoint
         until(lambda: states(served), lambda found: found["1/0"] != "live")
         reasons = until(lambda: served.get("/ready?strict=1"), lambda answer: answer.status == 503)
         assert "1/0" in reasons.json["behind"]
@@ -87,8 +86,8 @@ def test_beyond_loopback_no_token_is_an_error_and_the_environment_may_give_it() 
         pass
     with serving("--host", "0.0.0.0", env={"KVINDEX_TOKEN": TOKEN}) as served:
         assert served.get("/workers").status == 401
-        with engine() as one:
-            answer = register(served, one, headers={"authorization": f"Bearer {TOKEN}"})
+        with engine() as fake:
+            answer = register(served, fake, headers={"authorization": f"Bearer {TOKEN}"})
             assert answer.status == 403  # beyond loopback, no network may be dialled unless named
 
 
@@ -143,10 +142,10 @@ def test_a_body_that_is_too_long_is_refused_whole(processes: int) -> None:
 
 
 def test_too_many_ranks_are_refused() -> None:
-    with serving("--max-ranks", 1) as served, engine() as one:
-        assert register(served, one).status == 201
-        assert register(served, one, dp_rank=1, endpoint="tcp://127.0.0.1:9").status == 503
-        assert register(served, one).status == 200
+    with serving("--max-ranks", 1) as served, engine() as fake:
+        assert register(served, fake).status == 201
+        assert register(served, fake, dp_rank=1, endpoint="tcp://127.0.0.1:9").status == 503
+        assert register(served, fake).status == 200
 
 
 def test_a_head_that_never_ends_is_refused(at_loopback: Served) -> None:
@@ -240,15 +239,15 @@ def test_a_second_signal_ends_it_at_once() -> None:
 @BOTH
 def test_it_starts_warm_and_knows_who_was_registered(processes: int, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with engine() as one:
+    with engine() as fake:
         with serving("--state", state, "--processes", processes) as served:
-            register(served, one)
-            one.serve(PROMPT)
+            register(served, fake)
+            fake.serve(PROMPT)
             until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
             until(lambda: states(served), lambda found: found == {"1/0": "live"})
             assert served.end() == 0
         assert os.stat(state).st_mode & 0o077 == 0
-        one.serve([9] * len(PROMPT))
+        fake.serve([9] * len(PROMPT))
         with serving("--state", state, "--processes", processes) as served:
             until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
             until(lambda: matched(served, [9] * BLOCK), lambda tokens: tokens == BLOCK)
@@ -257,22 +256,22 @@ def test_it_starts_warm_and_knows_who_was_registered(processes: int, tmp_path: P
 
 def test_what_was_registered_outlives_a_kill(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with engine() as one:
+    with engine() as fake:
         with serving("--state", state) as served:
-            register(served, one)
+            register(served, fake)
             until(lambda: state.with_name("state.registered.json").exists())
             served.process.kill()
         with serving("--state", state) as served:
-            one.serve(PROMPT)
+            fake.serve(PROMPT)
             until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
 
 
 def test_a_new_server_begins_with_the_snapshot_of_another(tmp_path: Path) -> None:
-    with engine(buffer_steps=1) as one:
-        name = f"1={one.endpoint},replay={one.replay_endpoint},model=m"
+    with engine(buffer_steps=1) as fake:
+        name = f"1={fake.endpoint},replay={fake.replay_endpoint},model=m"
         with serving("--worker", name) as first:
             for tokens in ([6] * BLOCK, PROMPT, [7] * BLOCK):  # one after the other is heard live
-                one.serve(tokens)
+                fake.serve(tokens)
                 until(lambda seen=tokens: matched(first, seen) == len(seen))  # type: ignore[misc]
             with serving("--worker", name, "--warm-from", f"http://127.0.0.1:{first.port}") as new:
                 # Its engine replays the last batch only: this can come from the snapshot alone.
@@ -307,10 +306,10 @@ def test_a_port_in_use_is_an_error_that_names_it(at_loopback: Served) -> None:
 # The file ---------------------------------------------------------------------------------------
 
 
-def entry(one: FakeEngine, name: str) -> str:
+def entry(fake: FakeEngine, name: str) -> str:
     return (
-        f'[[workers]]\nname = "{name}"\nendpoint = "{one.endpoint}"\n'
-        f'replay = "{one.replay_endpoint}"\nmodel = "m"\n'
+        f'[[workers]]\nname = "{name}"\nendpoint = "{fake.endpoint}"\n'
+        f'replay = "{fake.replay_endpoint}"\nmodel = "m"\n'
     )
 
 
@@ -318,19 +317,19 @@ def test_workers_in_the_file_are_followed_and_a_broken_file_changes_nothing(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "kvindex.toml"
-    with engine("1") as one, engine("2") as two:
-        one.serve(PROMPT)
-        two.serve(PROMPT[:BLOCK])
-        config.write_text(entry(one, "a"))
+    with engine("1") as fake, engine("2") as other:
+        fake.serve(PROMPT)
+        other.serve(PROMPT[:BLOCK])
+        config.write_text(entry(fake, "a"))
         with serving("--config", config) as served:
             until(lambda: matched(served, PROMPT, "a"), lambda tokens: tokens == len(PROMPT))
-            config.write_text(entry(one, "a") + entry(two, "b"))
+            config.write_text(entry(fake, "a") + entry(other, "b"))
             until(lambda: matched(served, PROMPT, "b"), lambda tokens: tokens == BLOCK)
             config.write_text("[[workers]]\nbroken")
             served.process.send_signal(signal.SIGHUP)
             until(lambda: "".join(served.said), lambda said: "is no TOML" in said)
             assert matched(served, PROMPT, "a") == len(PROMPT)
-            config.write_text(entry(two, "a"))  # a has moved, b has gone
+            config.write_text(entry(other, "a"))  # a has moved, b has gone
             until(lambda: matched(served, PROMPT, "a"), lambda tokens: tokens == BLOCK)
             until(lambda: set(states(served)), lambda found: found == {"a/0"})
 
@@ -359,9 +358,9 @@ def test_a_query_by_hash_counts_in_the_metrics_as_one_by_tokens(processes: int) 
         return float(found[1]) if found else 0.0
 
     names = ("kvindex_query_tokens_total", "kvindex_query_best_match_tokens_total")
-    with serving("--processes", processes, "--hash-queries", "xxh3") as served, engine() as one:
-        register(served, one)
-        one.serve(PROMPT)
+    with serving("--processes", processes, "--hash-queries", "xxh3") as served, engine() as fake:
+        register(served, fake)
+        fake.serve(PROMPT)
         until(lambda: by_hash(served), lambda tokens: tokens == len(PROMPT))
         before = [counted(served, name) for name in names]
         assert by_hash(served) == len(PROMPT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import logging
 import os
@@ -14,21 +15,20 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 import msgspec
 
 from kvindex import Client, Worker
 from kvindex.service.catalog import Catalog, Partition, Registration
-from kvindex.service.child import COUNTED, ChildApp, ReplicaService
-from kvindex.service.counters import Counters
-from kvindex.service.gate import Gate
-from kvindex.service.guards import Guard
+from kvindex.service.child import COUNTED, ReplicaService, child_site
+from kvindex.service.guards import Counters, Guard
 from kvindex.service.http import HttpServer
 from kvindex.service.proxy import Proxy
+from kvindex.service.site import Site
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
+from tests.service.http.asking import Asker, request
 from tests.service.http.served import BLOCK, Served, engine, matched, register, serving
 
 pytestmark = [pytest.mark.service, needs_ring]
@@ -68,9 +68,9 @@ def alone(served: Served, process: int) -> Iterator[None]:
 
 
 def test_a_killed_child_is_started_again_and_others_answer_meanwhile() -> None:
-    with serving("--processes", 2) as served, engine() as one:
-        register(served, one)
-        one.serve(PROMPT)
+    with serving("--processes", 2) as served, engine() as first:
+        register(served, first)
+        first.serve(PROMPT)
         until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
         before = answering(served, 2)
         os.kill(before[0], signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
     routed = {"model_name": "m", "asked": 12, "attainable": 8, "chosen": 8, "delivered": 4}
     best: list[int] = []  # of each query
 
-    with serving("--processes", 2) as served, engine() as one:
+    with serving("--processes", 2) as served, engine() as first:
 
         def ask() -> int:
             instances = served.post("/query", query).json["instances"]
@@ -114,8 +114,8 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
             points = served.get("/api/traffic?seconds=3600").json["points"]
             return {name: sum(points[name]) for name in expected}
 
-        assert register(served, one).status == 201
-        one.serve(PROMPT)
+        assert register(served, first).status == 201
+        first.serve(PROMPT)
         for pid, more in zip(answering(served, 2), (2, 4), strict=True):
             with alone(served, pid):
                 until(ask, lambda tokens: tokens == len(PROMPT))
@@ -137,9 +137,9 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
 
 
 def test_all_processes_know_of_a_registration_that_was_answered() -> None:
-    with serving("--processes", 2) as served, engine() as one:
+    with serving("--processes", 2) as served, engine() as first:
         answering(served, 2)
-        assert register(served, one).status == 201
+        assert register(served, first).status == 201
         for _ in range(20):
             assert matched(served, PROMPT) >= 0  # not 404, whoever answers
 
@@ -157,9 +157,9 @@ def test_each_process_hears_who_comes_and_who_goes() -> None:
                     until(listed, lambda found: found == set(names))
 
         query = {"token_ids": PROMPT, "model_name": "m"}
-        for one in engines:
-            one.serve(PROMPT)
-            assert register(served, one).status == 201
+        for each in engines:
+            each.serve(PROMPT)
+            assert register(served, each).status == 201
         each_lists("1", "2", "3")
         for instance in (1, 3):
             gone = served.post("/unregister", {"instance_id": instance, "model_name": "m"})
@@ -170,8 +170,8 @@ def test_each_process_hears_who_comes_and_who_goes() -> None:
 
 
 def test_a_kept_connection_carries_queries_and_what_is_passed_on() -> None:
-    with serving("--processes", 2) as served, engine() as one:
-        register(served, one)
+    with serving("--processes", 2) as served, engine() as first:
+        register(served, first)
         kept = served.connection()
         for _ in range(10):
             assert served.ask("GET", "/workers", via=kept).json[0]["instance_id"] == 1
@@ -183,9 +183,9 @@ def test_a_kept_connection_carries_queries_and_what_is_passed_on() -> None:
 
 
 def test_a_snapshot_streams_through_a_child() -> None:
-    with serving("--processes", 2) as served, engine() as one:
-        register(served, one)
-        one.serve(PROMPT)
+    with serving("--processes", 2) as served, engine() as first:
+        register(served, first)
+        first.serve(PROMPT)
         until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
         answer = until(lambda: served.get("/snapshot"), lambda got: got.status == 200)
         assert int(answer.headers["content-length"]) == len(answer.body) > 0
@@ -195,19 +195,30 @@ def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_d
     with Client(Worker("1", "inproc://nobody-publishes-here")) as client:
         service = ReplicaService(client)
         counters = Counters(COUNTED)
-        app = ChildApp(service, Proxy("/nowhere", Guard(counters=counters)), counters)
+        guard = Guard(counters=counters)
+        site = child_site(service, guard, counters, Proxy("/nowhere", guard))
         tokens = {"token_ids": [1, 2, 3, 4]}
+        packed = msgspec.msgpack.encode({**tokens, "model": "m"})
         asked = [
-            (msgspec.json.encode({**tokens, "model_name": "m"}), b"application/json", b""),
-            (msgspec.json.encode({**tokens, "model": "m"}), b"application/json", b""),
-            (msgspec.msgpack.encode({**tokens, "model": "m"}), b"application/msgpack", b""),
-            (bytes(16), b"application/octet-stream", b"model_name=m"),
+            request("POST", "/query", {**tokens, "model_name": "m"}),
+            request("POST", "/query", {**tokens, "model": "m"}),
+            request("POST", "/query", packed, content_type="application/msgpack"),
+            request(
+                *("POST", "/query?model_name=m", bytes(16)),
+                content_type="application/octet-stream",
+            ),
         ]
-        assert [app.query(*one) for one in asked] == [None] * 4
-        one = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
-        service._registry = None  # as with a replica, whose registrations the parent tells
-        service.follow(Catalog([one]))
-        assert None not in [app.query(*question) for question in asked]
+
+        async def statuses() -> list[int]:
+            return [(await Asker(site).answer(question)).status_code for question in asked]
+
+        assert asyncio.run(statuses()) == [503] * 4  # the parent is nowhere
+        assert counters.values()["passed_on"] == 4
+        entry = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
+        service._registry = None  # as with a replica, whose registrations the parent sends
+        service.follow(Catalog([entry]))
+        assert asyncio.run(statuses()) == [200, 200, 400, 200]  # the conductor's has no block_size
+        assert counters.values()["passed_on"] == 4
 
 
 def test_a_response_that_breaks_off_behind_a_child_ends_the_connection_without_an_error(
@@ -222,17 +233,18 @@ def test_a_response_that_breaks_off_behind_a_child_ends_the_connection_without_a
     path = str(tmp_path / "http")
     guard = Guard()
     proxy = Proxy(path, guard)
-    server = HttpServer(Gate(proxy, guard), guard)
+    server = HttpServer(Site([], guard, otherwise=proxy))
     with socket.socket(socket.AF_UNIX) as upstream, socket.create_server(("127.0.0.1", 0)) as front:
         upstream.bind(path)
         upstream.listen()
+        port = front.getsockname()[1]
         threads = [
             threading.Thread(target=break_off, args=(upstream,), daemon=True),
-            threading.Thread(target=server.run, kwargs={"sockets": [front]}, daemon=True),
+            threading.Thread(target=server.run, args=([front],), daemon=True),
         ]
         for thread in threads:
             thread.start()
-        client = http.client.HTTPConnection("127.0.0.1", front.getsockname()[1], timeout=PATIENCE)
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         client.request("GET", "/events")
         with pytest.raises((http.client.HTTPException, OSError)):
             client.getresponse().read()

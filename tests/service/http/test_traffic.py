@@ -13,7 +13,7 @@ from kvindex.service.metrics import (
     RequestCollector,
     SeriesLabels,
 )
-from kvindex.service.traffic import Rows, Totals, Traffic
+from kvindex.service.traffic import AllTraffic, Rows, Traffic
 from tests.service.http.test_metrics import scraped
 
 pytestmark = pytest.mark.service
@@ -22,13 +22,13 @@ A, B = Partition("a"), Partition("a", "blue")
 
 
 def test_processes_are_added_up_by_name_wherever_each_has_its_rows() -> None:
-    one, other = Traffic(), Traffic()
-    one.request("POST", "/query", 200)
-    one.query(A, 100, 60, 70_000)
+    first, other = Traffic(), Traffic()
+    first.request("POST", "/query", 200)
+    first.query(A, 100, 60, 70_000)
     other.query(B, 10, 0, 10_000_000_000)
     other.query(A, 50, 50, 1_000)
     other.request("POST", "/query", 200)
-    totals = Totals(lambda: [one, other])
+    totals = AllTraffic(lambda: [first, other])
     samples = scraped(RequestCollector(totals.requests, totals.queries))
     assert samples["kvindex_http_requests_total"] == [({"route": "/query", "code": "200"}, 2)]
     tokens = {labels["routing_group"]: n for labels, n in samples["kvindex_query_tokens_total"]}
@@ -55,8 +55,8 @@ def test_a_process_that_is_started_again_goes_on_counting_where_the_dead_one_end
     after.query(B, 2, 0, 1)
     after.query(A, 4, 4, 1)
     after.request("GET", "/workers", 200)
-    totals = Totals(lambda: [after])
-    assert {one.labels: one.tokens for one in totals.queries()} == {
+    totals = AllTraffic(lambda: [after])
+    assert {each.labels: each.tokens for each in totals.queries()} == {
         SeriesLabels(*A): 5,
         SeriesLabels(*B): 2,
     }
@@ -74,14 +74,14 @@ def test_names_without_room_count_as_others() -> None:
 def test_no_name_of_a_model_breaks_the_metrics(model: str) -> None:
     traffic = Traffic()
     traffic.query(Partition(model), 5, 5, 5)
-    assert [one.tokens for one in Totals(lambda: [traffic]).queries()] == [5]
+    assert [each.tokens for each in AllTraffic(lambda: [traffic]).queries()] == [5]
 
 
 def test_what_routers_report_has_the_stages_of_a_funnel() -> None:
     traffic = Traffic()
     traffic.outcome(A, 100, 96, 80, 64)
     traffic.outcome(A, 10, 0, 0)
-    samples = scraped(FunnelCollector(Totals(lambda: [traffic]).outcomes))
+    samples = scraped(FunnelCollector(AllTraffic(lambda: [traffic]).outcomes))
     model = {"model": "a"}
     assert samples["kvindex_routed_requests_total"] == [({**model, "end": "finished"}, 2)]
     assert samples["kvindex_routed_asked_tokens_total"] == [(model, 110)]
@@ -95,7 +95,7 @@ def test_dynamo_names_stand_beside_ours_by_wish() -> None:
     traffic.request("POST", "/query", 200)
     traffic.request("POST", "/query", 404)
     traffic.query(A, 1, 0, 1)
-    totals = Totals(lambda: [traffic])
+    totals = AllTraffic(lambda: [traffic])
     samples = scraped(
         DynamoCollector(
             totals.requests,

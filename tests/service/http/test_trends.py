@@ -9,7 +9,7 @@ import pytest
 
 from kvindex.service.catalog import Partition
 from kvindex.service.metrics import SeriesLabels
-from kvindex.service.traffic import Totals, Traffic
+from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.trends import WINDOWS, Trends
 
 pytestmark = pytest.mark.service
@@ -25,7 +25,7 @@ class Asked:
         self.now = START
         self.parts = [Traffic(), Traffic()]
         self.parts[0].query(A, 1_000_000, 0, 1)  # before the ring began
-        self.trends = Trends(Totals(lambda: self.parts).asked, clock=lambda: self.now)
+        self.trends = Trends(AllTraffic(lambda: self.parts).asked, clock=lambda: self.now)
 
     def after(self, seconds: float = 5.0, *, live: int = 2, ranks: int = 2) -> None:
         self.now += seconds

@@ -173,9 +173,9 @@ def test_states_have_one_order(match: Match, good: str, bad: str) -> None:
 
 
 def test_a_rank_of_which_nothing_is_known_is_connecting(match: Match) -> None:
-    one = written(match, "dynamo", {})["instances"]["b"]
-    assert one["ranks"] == {"0": {"state": "connecting", "complete": False, "lag": 0}}
-    assert one["state"] == "connecting"
+    instance = written(match, "dynamo", {})["instances"]["b"]
+    assert instance["ranks"] == {"0": {"state": "connecting", "complete": False, "lag": 0}}
+    assert instance["state"] == "connecting"
 
 
 def test_another_mapping_of_trusts_is_written_anew(match: Match) -> None:

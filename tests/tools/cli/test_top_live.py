@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs kvindex[server]")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("rich")
 
 from rich.console import Console

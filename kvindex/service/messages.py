@@ -1,0 +1,229 @@
+"""Requests and answers as plain values, between the server and its routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from urllib.parse import parse_qs, unquote
+
+import httptools
+import msgspec
+
+__all__ = [
+    "JSON",
+    "MSGPACK",
+    "MSGPACK_TYPES",
+    "TEXT",
+    "UNREADABLE",
+    "Handler",
+    "Headers",
+    "RefusedError",
+    "Reply",
+    "Request",
+    "Route",
+    "Stream",
+    "in_threads",
+    "json_reply",
+    "packed",
+    "read_json",
+    "refused",
+    "text_reply",
+]
+
+JSON: Final = b"application/json"
+MSGPACK: Final = b"application/msgpack"
+TEXT: Final = b"text/plain; charset=utf-8"
+MSGPACK_TYPES: Final = frozenset({MSGPACK, b"application/x-msgpack", b"application/vnd.msgpack"})
+
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for a body that it cannot read, too deep a nesting included."""
+
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
+
+_T = TypeVar("_T")
+_encoder = msgspec.json.Encoder()
+_packer = msgspec.msgpack.Encoder()
+
+
+class Request:
+    """A request with its whole body.
+
+    Attributes:
+        method: e.g. "POST".
+        path: without the query, and decoded.
+        query: the bytes behind the "?", as received.
+        target: path and query, as received.
+        headers: in the order received, names in lower case.
+        body: b"" until it has arrived.
+        is_bare: whether the answer shows its status only.
+    """
+
+    __slots__ = ("body", "headers", "is_bare", "method", "path", "query", "target")
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        headers: Headers = (),
+        body: bytes = b"",
+        *,
+        query: bytes = b"",
+        target: bytes = b"",
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.query = query
+        self.target = target
+        self.headers = headers
+        self.body = body
+        self.is_bare = False
+
+    @classmethod
+    def of(cls, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> Request:
+        """Return a request for a target as it stands in a request line."""
+        if target.startswith(b"/"):
+            path, _, query = target.partition(b"?")
+        elif b"://" in target:  # as a proxy is asked
+            parsed = httptools.parse_url(target)
+            path, query = parsed.path or b"/", parsed.query or b""
+        else:
+            path, query = target, b""
+        text = path.decode("latin-1")
+        if "%" in text:
+            text = unquote(text)
+        return cls(method, text, headers, body, query=query, target=target)
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return a header field; the first of several."""
+        for field, value in self.headers:
+            if field == name:
+                return value
+        return None
+
+    @property
+    def media_type(self) -> bytes:
+        """The media type of the body, without parameters; b"" if none is named."""
+        named = self.header(b"content-type")
+        if named == JSON or named is None:
+            return named or b""
+        return named.partition(b";")[0].strip().lower()
+
+    @property
+    def parameters(self) -> Mapping[str, list[str]]:
+        """The parameters of the query."""
+        return parse_qs(self.query.decode("latin-1"), keep_blank_values=True)
+
+    def parameter(self, name: str, default: str = "") -> str:
+        """Return a parameter of the query; the last of several."""
+        return self.parameters.get(name, [default])[-1]
+
+
+class Reply(NamedTuple):
+    """A whole answer.
+
+    Attributes:
+        status: the HTTP status code.
+        body: its bytes.
+        content_type: what they are; b"" for an empty body.
+        headers: further fields.
+    """
+
+    status: int
+    body: bytes = b""
+    content_type: bytes = JSON
+    headers: Headers = ()
+
+
+class Stream(NamedTuple):
+    """An answer in pieces.
+
+    Attributes:
+        pieces: of the body; closed once the client has gone.
+        headers: all fields but those about the connection.
+        status: the HTTP status code.
+        length: bytes of the body, if that is known.
+        is_endless: whether it lasts until the client goes or the server ends.
+        send_within: seconds within which the client must read a piece; as `Limits` by default.
+        on_cut_off: called if it does not.
+    """
+
+    pieces: AsyncGenerator[bytes, None]
+    headers: Headers
+    status: int = 200
+    length: int | None = None
+    is_endless: bool = False
+    send_within: float | None = None
+    on_cut_off: Callable[[], None] = lambda: None
+
+
+Handler: TypeAlias = Callable[[Request], "Reply | Awaitable[Reply | Stream]"]
+
+
+class Route(NamedTuple):
+    """A path that is served.
+
+    Attributes:
+        method: GET stands for HEAD, too.
+        path: the whole of it.
+        serve: answers at once, or later.
+        operation: its description, as `openapi.operation` makes it; None: it is not described.
+    """
+
+    method: str
+    path: str
+    serve: Handler
+    operation: Mapping[str, Any] | None = None
+
+
+class RefusedError(Exception):
+    """A request that is refused, with the answer to it."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply)
+        self.reply = reply
+
+
+def json_reply(status: int, value: Any) -> Reply:
+    """Return a value as JSON."""
+    return Reply(status, _encoder.encode(value))
+
+
+def text_reply(status: int, message: str) -> Reply:
+    """Return an error as plain text."""
+    return Reply(status, message.encode(), TEXT)
+
+
+def packed(reply: Reply) -> Reply:
+    """Return a JSON reply as msgpack; others as they are."""
+    if reply.content_type != JSON:
+        return reply
+    return Reply(reply.status, _packer.encode(msgspec.json.decode(reply.body)), MSGPACK)
+
+
+def refused(status: int, message: str, reason: str | None = None) -> Reply:
+    """Return an error as `{"error": message}`, with a `reason` for programs if there is one."""
+    error = {"error": message}
+    return json_reply(status, error if reason is None else {**error, "reason": reason})
+
+
+def read_json(request: Request, kind: type[_T]) -> _T:
+    """Return the value of a JSON body.
+
+    Raises:
+        RefusedError: it is no JSON, or not of this form.
+    """
+    if request.media_type != JSON:
+        raise RefusedError(text_reply(415, "send the body with content-type: application/json"))
+    try:
+        return msgspec.json.decode(request.body, type=kind)
+    except msgspec.ValidationError as error:
+        raise RefusedError(text_reply(422, f"the body has not the right form: {error}")) from None
+    except UNREADABLE as error:
+        raise RefusedError(text_reply(400, f"the body is no JSON: {error}")) from None
+
+
+async def in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield pieces that take long to make, each made in a thread."""
+    while piece := await asyncio.to_thread(next, pieces, b""):
+        yield piece

@@ -1,0 +1,122 @@
+"""The routes of a server behind its guard: from a request to its answer, without sockets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from email.utils import formatdate
+from typing import Any, Final, TypeAlias
+
+from kvindex.service.guards import Guard, Refusal
+from kvindex.service.messages import (
+    Handler,
+    RefusedError,
+    Reply,
+    Request,
+    Route,
+    Stream,
+    refused,
+)
+from kvindex.service.traffic import OTHER
+
+__all__ = ["Count", "Site"]
+
+logger = logging.getLogger(__name__)
+
+Count: TypeAlias = Callable[[str, str, int], None]
+
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_ALIVE: Final = "/health"  # shows nothing, so every client may ask
+_READY: Final = "/ready"  # the status code is for every client, the reasons for admitted ones
+_FAILED: Final = refused(500, "this request failed: the server's log says how")
+
+
+class Site:
+    """What the connections of one server share.
+
+    Args:
+        routes: each path and method at most once.
+        guard: decides which requests are admitted.
+        count: called with method, route and status code of each request, refused ones too.
+        names: the paths that it is called with, others are OTHER; those of `routes` by default.
+        otherwise: answers for paths without a route; 404 by default.
+
+    Attributes:
+        guard: as given.
+        connections: those that are open.
+        is_ending: whether the server ends, and each connection with its last answer.
+        date: the header field with the time.
+
+    Owner: the server's event loop.
+    """
+
+    def __init__(
+        self,
+        routes: Iterable[Route],
+        guard: Guard,
+        count: Count | None = None,
+        *,
+        names: Iterable[str] | None = None,
+        otherwise: Handler | None = None,
+    ) -> None:
+        self.guard = guard
+        self.connections: set[Any] = set()
+        self.is_ending = False
+        self._count = count
+        self._otherwise = otherwise
+        self._routes: dict[str, dict[str, Handler]] = {}
+        for route in routes:
+            self._routes.setdefault(route.path, {})[route.method] = route.serve
+        self._names = frozenset(self._routes if names is None else names)
+        self.note_time()
+
+    def note_time(self) -> None:
+        """Set the time that answers have in their heads."""
+        self.date = b"date: %b\r\n" % formatdate(usegmt=True).encode()
+
+    def admit(self, request: Request) -> Refusal | None:
+        """Return why a request is refused, by its head; None if it is not."""
+        if request.path == _ALIVE:
+            return None
+        refusal = self.guard.admit(request.headers)
+        if refusal is not None and request.path == _READY and refusal.status in (401, 421):
+            request.is_bare = True
+            return None
+        return refusal
+
+    def answer(self, request: Request) -> Reply | Awaitable[Reply | Stream]:
+        """Return the answer to an admitted request, or what it is awaited from."""
+        served = self._routes.get(request.path)
+        method = "GET" if request.method == "HEAD" else request.method
+        serve = self._otherwise if served is None else served.get(method)
+        if serve is None:
+            if served is None:
+                return Reply(404, b"", b"")
+            allowed = [*served, "HEAD"] if "GET" in served else served
+            return Reply(405, b"", b"", ((b"allow", ", ".join(allowed).encode()),))
+        try:
+            answer = serve(request)
+        except RefusedError as error:
+            return error.reply
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            return _FAILED
+        return answer if isinstance(answer, Reply) else self._await(request, answer)
+
+    async def _await(
+        self, request: Request, answering: Awaitable[Reply | Stream]
+    ) -> Reply | Stream:
+        try:
+            answer = await answering
+        except RefusedError as error:
+            answer = error.reply
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            answer = _FAILED
+        return Reply(answer.status, b"", b"") if request.is_bare else answer
+
+    def count(self, request: Request, status: int) -> None:
+        """Count an answer."""
+        if self._count is not None:
+            method = request.method if request.method in _METHODS else OTHER
+            self._count(method, request.path if request.path in self._names else OTHER, status)
