@@ -1,7 +1,18 @@
 // A rank's image as bytes, and back.
 //
 // What is read is bounded by the bytes that are there, and checked: an image that comes back can be
-// restored. docs/snapshots.md has the layout of files and sections; a section's body is this:
+// restored.
+//
+// A file (kvindex/index/snapshot.py writes it; all fixed numbers are little-endian): magic 89 4b 56
+// 49 0d 0a 1a 0a; 2 bytes version, 1; 1 byte backend, 1 for native; a 0; 16 bytes seed. For each
+// rank: a 1; 4 bytes length of the worker's name, at most 65,536; 8 bytes dp_rank, signed; 4 bytes
+// length of the cursor, at most 65,536, or 2^32 - 1 for none; 8 bytes length of the section; name
+// (UTF-8), cursor, section. At the end: a 0; 8 bytes number of ranks; 32 bytes BLAKE2b of
+// everything before it.
+//
+// A section: magic "KVIR"; 2 bytes version, 2; 1 byte backend; a 0; 8 bytes length of the body; the
+// body; 32 bytes checksum, BLAKE2b of everything before it; 16 bytes seal, BLAKE2b of backend, key
+// check and checksum, keyed with the seed.
 //
 // A body is a sequence of *numbers* (7 bits to a byte, the lowest first, the high bit set in all
 // bytes but the last), *words* (8 bytes), *texts* (a number, then so many bytes) and *labels* (a
