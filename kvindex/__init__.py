@@ -5,7 +5,8 @@ Connect to the engines, then ask which rank holds a prompt:
     client = kvindex.connect([kvindex.Worker("vllm-0", "tcp://127.0.0.1:5557")])
     client.match(token_ids).best
 
-This module has what most programs need. The rooms, from the engine to the answer:
+This module has what most programs need. The packages below it ("rooms" in the docs), from the
+engine to the answer:
 
 - `kvindex.publish` publishes events as engines do; `kvindex.wire` knows their bytes;
 - `kvindex.subscribe` receives them, in order and whole (`sequencer`), and finds the engines

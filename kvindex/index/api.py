@@ -570,5 +570,4 @@ def _rank_limit(max_blocks: int | None, max_blocks_per_rank: int | None) -> int 
     """Return how many blocks one rank may have: by default not all of a large `max_blocks`."""
     if max_blocks is None or max_blocks_per_rank is not None:
         return max_blocks_per_rank
-    for_others = max_blocks // 10_000 * 1_000
-    return max_blocks - for_others if for_others else None
+    return max_blocks - max_blocks // 10 if max_blocks >= 10_000 else None

@@ -266,8 +266,8 @@ _WEIGHTS: Final[dict[str, tuple[Weights, float | None]]] = {
     "kvindex": (Weights(new=3.0, request=256.0, backlog=1.0, churn=1.0), None),
     # Keep homes: ranks that hold 0.8 of the prompt, unless they are 5 s of prefill behind.
     "affinity": (Weights(request=256.0, affinity=0.8), 5.0),
-    "least-queued": (Weights(0.0, 0.0, 0.0, new=0.0), None),
-    "least-requests": (Weights(0.0, 0.0, 0.0, new=0.0, queued=0.0, request=1.0), None),
+    "least-queued": (Weights(new=0.0, queued=1.0), None),
+    "least-requests": (Weights(new=0.0, queued=0.0, request=1.0), None),
     "longest-prefix": (Weights(queued=0.0), None),
 }
 POLICIES: Final = (*_WEIGHTS, RoundRobin.name)

@@ -35,7 +35,7 @@ from kvindex.wire.rank_lookup import RankName
 __all__ = ["Router"]
 
 _BLOCK_SIZE = 16  # tokens, until some rank has stored a block
-_MOST_HELD = 5.0  # seconds; no call holds the lock for longer than its filters and policy take
+_LOCKED_SECONDS = 5.0  # no call holds the lock for longer than its filters and policy take
 
 
 class Router:
@@ -427,7 +427,7 @@ class Router:
 
     def _prepare_fork(self, fork: Fork) -> None:
         """Keep the lock free and the load whole in a forked child, whoever held the lock."""
-        fork.hold(self._lock, _MOST_HELD)
+        fork.hold(self._lock, _LOCKED_SECONDS)
 
     def __repr__(self) -> str:
         return (

@@ -189,7 +189,7 @@ class Running:
         limits = self.settings.limits
         registry = Registry(
             self._client,
-            dial=lambda endpoint: self._networks.check(endpoint),
+            dial=lambda endpoint: self._networks.check(endpoint),  # a new file brings new networks
             max_ranks=limits.ranks,
             max_ranks_per_instance=limits.ranks_per_instance,
             besides=() if self._hashes is None else (self._hashes,),

@@ -1,7 +1,8 @@
 """Receive every rank's batches in order, whole, and from the right publisher.
 
 One thread owns all sockets. `sequencer/` decides on order, gaps and restarts without a socket or a
-clock; `discovery/` finds the engines. This room uses no index: the subscriber's owner gives a sink.
+clock; `discovery/` finds the engines. This room does not use the index: whoever creates a
+subscriber passes it a sink.
 Read first: `sequencer/__init__.py`, then `feed.py` and `subscriber_thread.py`.
 May import: `kvindex.wire`.
 """

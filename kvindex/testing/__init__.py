@@ -1,4 +1,4 @@
-"""Test tools: a fake engine with a real cache, over HTTP too, a link with faults, a clock by hand.
+"""Test tools: a fake engine with a real cache (over HTTP too), a faulty link, a manual clock.
 
 They are part of the product: authors of routers test with them, without a GPU.
 

@@ -1,7 +1,7 @@
 """Bytes to events and back, and what every room shares: errors, ranks, CURVE keys, forks.
 
 `decode_batch` reads what any engine version sends, `encode_batch` writes as a chosen one does. Both
-know no socket, no clock and no index. `backend.py` says whether the compiled `_native` runs.
+use neither sockets nor clocks nor the index. `backend.py` says whether the compiled `_native` runs.
 Read first: `dialect.py` (what each engine release sends), then `events.py` and `decode.py`.
 May import: no other room.
 """

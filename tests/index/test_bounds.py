@@ -209,6 +209,7 @@ def test_one_rank_does_not_use_up_a_large_max_blocks() -> None:
     apply(index, B, stored(0, 1))
     assert matched(index, prompt(2), B) == 2
     assert Index(max_blocks=20_000, max_blocks_per_rank=20_000).max_blocks_per_rank == 20_000
+    assert Index(max_blocks=19_999).max_blocks_per_rank == 18_000
 
 
 @pytest.mark.skipif(BACKEND != "native", reason="the Python index has no snapshots")

@@ -213,7 +213,7 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> Non
     wait_until(lambda: not sender.serve() and sender.statistics()["refused"] == 7, "all was read")
     assert stranger.poll(MILLISECONDS)
     answer = decode(stranger.recv())
-    assert answer == Refused(f"it speaks version {VERSION} of the protocol, not 99")
+    assert answer == Refused(f"the writer speaks version {VERSION}, the reader 99")
     stranger.send(bytes(1 << 20))  # more than ZeroMQ takes there: it closes the connection
     sender.send([b"unharmed"], PATIENCE)
     assert reader.frames(PATIENCE) == [b"unharmed"]

@@ -305,7 +305,7 @@ class RemoteSender(RemoteEnd):
         hello, received_at = self._hellos[routing_id]
         rank, reason = hello.rank, None
         if hello.version != protocol.VERSION:
-            reason = f"it speaks version {protocol.VERSION} of the protocol, not {hello.version}"
+            reason = f"the writer speaks version {protocol.VERSION}, the reader {hello.version}"
         elif rank in self._ranks.values() and not self._closed:
             if time.monotonic() < received_at + _HANDOVER:
                 return
