@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs, unquote, urlsplit
 
-import httptools
 import msgspec
 
 __all__ = [
@@ -85,8 +84,8 @@ class Request:
         if target.startswith(b"/"):
             path, _, query = target.partition(b"?")
         elif b"://" in target:  # as a proxy is asked
-            parsed = httptools.parse_url(target)
-            path, query = parsed.path or b"/", parsed.query or b""
+            parsed = urlsplit(target)
+            path, query = parsed.path or b"/", parsed.query
         else:
             path, query = target, b""
         text = path.decode("latin-1")

@@ -55,6 +55,18 @@ def test_a_path_is_served_as_a_whole_and_by_its_methods_alone(served: Listening)
         assert responses(connection, 1)[0][0] == 405
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [("http://localhost/query?a=1", 200), ("http://localhost", 200), ("http://[::1/query", 400)],
+)
+def test_a_target_may_be_whole_as_proxies_are_asked(
+    served: Listening, target: str, status: int
+) -> None:
+    head = f"POST {target} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+    with served.raw(head.encode()) as connection:
+        assert responses(connection, 1)[0][0] == status
+
+
 def test_a_request_may_be_answered_later(served: Listening) -> None:
     assert served.ask(b"unknown") == (200, b"app /query 7")
 
