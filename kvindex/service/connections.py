@@ -269,12 +269,24 @@ class Connection(asyncio.Protocol):
                 self._idle_since = self._loop.time()
 
     def _go_on(self) -> None:
-        """Ask the client for its body, if it waits for that."""
+        """Refuse the request whose body is to come, or ask the client for it if it waits for that.
+
+        Refusals are bounded as answers are: a client that never reads gets no more of them.
+        """
         incoming = self._incoming
-        if incoming is not None and incoming.expects and self._is_idle():
-            incoming.expects = False
-            if not incoming.is_answered:
+        if incoming is None or incoming.is_answered or not self._is_idle():
+            return
+        if incoming.refusal is None:
+            if incoming.expects:
+                incoming.expects = False
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._at_once >= _MOST_AT_ONCE:
+            self._loop.call_soon(self._begin_turn)
+        elif self._writable.is_set():
+            self._at_once += 1
+            self._reply(incoming, incoming.refusal.reply)
+            if incoming.expects:  # its body will not come
+                self.transport.close()
 
     def _answer(self, incoming: _Incoming) -> None:
         if incoming.refusal is not None:
@@ -379,10 +391,7 @@ class Connection(asyncio.Protocol):
         """Answer a request whose body is still to come; the body is read, and forgotten."""
         incoming.refusal = refusal
         incoming.is_last |= refusal.closes or incoming.expects
-        if self._is_idle():
-            self._reply(incoming, refusal.reply)
-            if incoming.expects:  # its body will not come
-                self.transport.close()
+        self._go_on()
 
     def _refuse(self, refusal: Refusal) -> None:
         """Answer, unless other answers are on their way, and close."""

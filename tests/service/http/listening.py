@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
@@ -166,9 +166,11 @@ class Transport(asyncio.Transport):
         return self.unread
 
 
-def connection_on(transport: Transport, serve: Handler = echo) -> Connection:
+def connection_on(
+    transport: Transport, serve: Handler = echo, tokens: Sequence[str] = ()
+) -> Connection:
     """Return a connection of a server on a transport. To be called in an event loop."""
-    connection = Connection(site_of(Guard(), serve=serve))
+    connection = Connection(site_of(Guard(tokens=tokens), serve=serve))
     connection.connection_made(transport)
     return connection
 

@@ -309,6 +309,48 @@ def test_many_queries_at_once_are_answered_in_turns() -> None:
     assert asyncio.run(main()) == [16, 20, 20]
 
 
+@pytest.mark.parametrize("body", [b"", b"x"])
+def test_a_flood_of_requests_without_a_token_is_refused_in_turns(body: bytes) -> None:
+    async def main() -> None:
+        transport = Transport()
+        connection = connection_on(transport, tokens=[TOKEN])
+        connection.data_received(post(b"/query", body=body) * 1000)
+        assert len(transport.written) <= 17
+        assert transport.closed
+        assert refused_on(connection, "pipelined") == 1
+
+    asyncio.run(main())
+
+
+def test_a_client_that_does_not_read_gets_no_further_refusals() -> None:
+    async def main() -> None:
+        transport = Transport()
+        connection = connection_on(transport, tokens=[TOKEN])
+        connection.pause_writing()
+        connection.data_received(post(b"/query", b"content-length: 1"))
+        assert transport.written == []
+        connection.resume_writing()
+        assert [answer[:12] for answer in transport.written] == [b"HTTP/1.1 401"]
+        connection.data_received(b"x")
+        assert len(transport.written) == 1
+
+    asyncio.run(main())
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body_is_refused_in_its_turn() -> None:
+    async def main() -> None:
+        transport = Transport()
+        connection = connection_on(transport, tokens=[TOKEN])
+        expecting = post(b"/query", b"expect: 100-continue", b"content-length: 3")
+        connection.data_received(post(b"/query") * 16 + expecting)
+        assert len(transport.written) == 16
+        await asyncio.sleep(0)
+        assert len(transport.written) == 17
+        assert transport.closed
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 def test_an_answer_in_pieces_is_whole(served: Listening, version: bytes) -> None:
     with served.raw(b"GET /pieces HTTP/%b\r\nhost: localhost\r\n\r\n" % version) as connection:
