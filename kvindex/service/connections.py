@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
         self.transport: Any = transport
         self._unread = Unread(self.transport)
         self._head_since = self._loop.time()
-        connections, limit = self._site.connections, self._site.guard.limits.connections
+        connections, limit = self._site.connections, self._site.most_connections
         connections.add(self)
         if len(connections) > limit:
             self._refuse(
@@ -303,16 +303,19 @@ class Connection(asyncio.Protocol):
     ) -> None:
         try:
             answer = await answering
-            if isinstance(answer, Reply):
-                self._reply(incoming, answer)
-            else:
+            if isinstance(answer, Stream):
                 await self._send(incoming, answer)
+            elif not self.transport.is_closing():  # the client has not gone meanwhile
+                self._reply(incoming, answer)
         finally:
             self._task = None
         self._advance()
 
     async def _send(self, incoming: _Incoming, stream: Stream) -> None:
         """Send a stream to its end, or until the client is gone or cut off."""
+        if self.transport.is_closing():
+            await stream.pieces.aclose()
+            return
         fields = list(stream.headers)
         is_chunked = stream.length is None and not incoming.is_old
         if stream.length is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import ssl
 from collections.abc import Iterable
@@ -52,6 +53,9 @@ class HttpServer:
         tls: tuple[str, str | None] | None = None,
     ) -> None:
         self.site = site
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if descriptors != resource.RLIM_INFINITY:  # the other half is for engines and processes
+            site.most_connections = min(site.most_connections, descriptors // 2)
         self.shutdown_within = shutdown_within
         self._tls: ssl.SSLContext | None = None
         if tls is not None:
@@ -124,7 +128,7 @@ class HttpServer:
                 logger.warning("a connection could not be accepted: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE)
                 continue
-            if len(self.site.connections) + len(self._shaking) >= guard.limits.connections:
+            if len(self.site.connections) + len(self._shaking) >= self.site.most_connections:
                 guard.counters.add("connections")
                 accepted.close()
                 continue

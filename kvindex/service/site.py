@@ -17,13 +17,15 @@ from kvindex.service.messages import (
     Stream,
     refused,
 )
-from kvindex.service.traffic import OTHER
 
-__all__ = ["Count", "Site"]
+__all__ = ["OTHER", "Count", "Site"]
 
 logger = logging.getLogger(__name__)
 
 Count: TypeAlias = Callable[[str, str, int], None]
+
+OTHER: Final = "(other)"
+"""The name of all methods and paths without a name of their own, where requests are counted."""
 
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ALIVE: Final = "/health"  # shows nothing, so every client may ask
@@ -44,6 +46,7 @@ class Site:
     Attributes:
         guard: as given.
         connections: those that are open.
+        most_connections: further ones are refused.
         is_ending: whether the server ends, and each connection with its last answer.
         date: the header field with the time.
 
@@ -61,6 +64,7 @@ class Site:
     ) -> None:
         self.guard = guard
         self.connections: set[Any] = set()
+        self.most_connections = guard.limits.connections
         self.is_ending = False
         self._count = count
         self._otherwise = otherwise

@@ -13,10 +13,10 @@ from typing import Final
 
 from kvindex.service.catalog import Partition
 from kvindex.service.metrics import BUCKETS, Outcomes, Queries, Requests, SeriesLabels
+from kvindex.service.site import OTHER
 
-__all__ = ["ASKED", "OTHER", "AllTraffic", "Rows", "Traffic"]
+__all__ = ["ASKED", "AllTraffic", "Rows", "Traffic"]
 
-OTHER: Final = "(other)"
 """Stands for methods and paths without a route, and for names without room."""
 
 ASKED: Final = (

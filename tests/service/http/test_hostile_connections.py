@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 import threading
@@ -253,3 +254,16 @@ def test_a_slow_reader_of_the_snapshot_keeps_nobody_waiting() -> None:
         return [first for _, first in answers]
 
     assert asyncio.run(ask()) == [b"1", b"1", b"2", b"2", b"3"]
+
+
+def test_half_of_the_descriptors_stay_free_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    with ExitStack() as opened:
+        served = Listening(Guard(limits=Limits(head_seconds=600.0)))
+        opened.callback(served.stop)
+        for _ in range(4):
+            opened.enter_context(served.raw(b"POST /query"))
+        until(lambda: len(served.server.site.connections) == 4)
+        with served.raw() as connection:
+            assert b" 503 " in rest_of(connection)
+        assert served.guard.counters.values()["connections"] == 1

@@ -351,6 +351,20 @@ def test_a_client_that_waits_to_be_asked_for_its_body_is_refused_in_its_turn() -
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("path", [b"/slow", b"/pieces"])
+def test_an_answer_to_a_client_that_has_gone_is_dropped(path: bytes) -> None:
+    async def main() -> None:
+        transport = Transport()
+        connection = connection_on(transport)
+        connection.data_received(post(path))
+        connection.transport.close()
+        connection.connection_lost(None)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        assert transport.written == []
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 def test_an_answer_in_pieces_is_whole(served: Listening, version: bytes) -> None:
     with served.raw(b"GET /pieces HTTP/%b\r\nhost: localhost\r\n\r\n" % version) as connection:
