@@ -36,7 +36,7 @@ class Engine:
     async def __call__(self, request: dict[str, Any], dp_rank: int = 0) -> dict[str, Any]:
         engine = self.engines[dp_rank]
         served = engine.serve(request["token_ids"], new_tokens=request.get("new_tokens", ()))
-        if request.get("hold"):  # until somebody calls `release`
+        if request.get("hold"):  # until somebody calls `release`, before or after it arrives
             await self.may_end.wait()
         return {
             "worker": self.name,
@@ -48,7 +48,6 @@ class Engine:
 
     async def release(self) -> None:
         self.may_end.set()
-        self.may_end = asyncio.Event()
 
     async def do_nothing(self) -> None:
         pass
