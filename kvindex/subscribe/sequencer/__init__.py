@@ -20,9 +20,9 @@ drops what the rank held, so batches of two publishers never stand together.
 **The parts**, from below. In `batches.py`, `Applied` remembers the delivered batches, and `Held`
 keeps those that came out of order, within bounds, with the evidence for each. In `repair.py`,
 `Replay` has the facts about the replay endpoint, and `Repair` the replay that is under way.
-`Machine` has the states, makes each move to another, and with them the items. `Sequencer` is a
-`Machine` with the entrances: it watches the time, and decides which moves to make, on live batches
-in `sequencer.py`, on the replies of replay in `repairing.py`.
+`StreamState` (`state.py`) has all facts, and makes each move to another state, with the items.
+The functions in `decisions.py` decide which moves to make. `Sequencer` has the entrances, and
+watches the time.
 
 **States.** ::
 

@@ -7,11 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
+import msgspec
 from sortedcontainers import SortedDict
 
 from kvindex.subscribe.sequencer.values import Batch, Cursor
 
 __all__ = ["Applied", "Held", "HeldBatch"]
+
+_IN_CURSOR = ("epoch", "seq", "ts", "next_seq", "complete", "oldest_ts")
 
 
 class Applied:
@@ -19,11 +22,11 @@ class Applied:
 
     Attributes:
         epoch: restarts so far.
-        count: batches applied, over all epochs.
         seq, ts: the last batch applied; seq is None before the first one of the epoch.
         next_seq: the seq that must follow; None while the epoch may start anywhere.
         complete: whether every batch from the publisher's first on was applied.
         oldest_ts: batches older than this belong to an earlier epoch (unless replay contains them).
+        count: batches applied, over all epochs.
         skipped: whether there was a loss in this epoch.
         unproven: whether the connection broke since; another publisher may be sending.
         start_in_doubt: whether the first batch of the epoch must come by replay: a live one may
@@ -33,18 +36,23 @@ class Applied:
 
     def __init__(self, *, recent: int) -> None:
         self.epoch = 0
-        self.count = 0
         self.seq: int | None = None
         self.ts = -math.inf
         self.next_seq: int | None = None
         self.complete = False
         self.oldest_ts = -math.inf
+        self.count = 0
         self.skipped = False
         self.unproven = False
         self.start_in_doubt = False
         self.replayed_to = -1
-        self._recent: dict[int, int] = {}
+        self._recent: dict[int, int] = {}  # fingerprints by seq
         self._capacity = recent
+
+    @property
+    def came_live(self) -> bool:
+        """Whether the last batch applied came live."""
+        return self.seq is not None and self.seq > self.replayed_to
 
     def start(self, seq: int) -> None:
         """Let the epoch start at `seq`: complete if that is the publisher's first."""
@@ -64,26 +72,25 @@ class Applied:
         self.count += 1
         self.seq, self.next_seq, self.ts = batch.seq, batch.seq + 1, batch.ts
         self._recent[batch.seq] = batch.fingerprint
-        if len(self._recent) > self._capacity:
-            self._forget_oldest()
+        self._forget_oldest()
 
     def apply_run(self, timestamps: Sequence[float], fingerprints: Sequence[int]) -> None:
         """Advance over several batches, the next ones, none of them older than `oldest_ts`.
 
         The same as `apply` for each; an epoch that has yet to begin needs `apply`.
         """
-        assert self.seq is not None
-        assert self.next_seq is not None
-        first, end = self.next_seq, self.next_seq + len(fingerprints)
+        first = self.next_seq
+        assert first is not None
+        end = first + len(fingerprints)
         self.count += len(fingerprints)
         self.seq, self.next_seq, self.ts = end - 1, end, timestamps[-1]
         self._recent.update(zip(range(first, end), fingerprints, strict=True))
-        if len(self._recent) > self._capacity:
-            self._forget_oldest()
+        self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        for seq in list(islice(self._recent, len(self._recent) - self._capacity)):
-            del self._recent[seq]
+        if (excess := len(self._recent) - self._capacity) > 0:
+            for seq in list(islice(self._recent, excess)):
+                del self._recent[seq]
 
     def skip_to(self, seq: int) -> None:
         """Advance over a loss that ends before `seq`."""
@@ -115,61 +122,46 @@ class Applied:
 
         `losses_kept` is whether a loss leaves what was applied before it in place.
         """
-        if self.seq is None or self.next_seq is None:
+        if self.seq is None:
             return None
-        return Cursor(
-            epoch=self.epoch,
-            seq=self.seq,
-            ts=self.ts,
-            next_seq=self.next_seq,
-            complete=self.complete,
-            oldest_ts=self.oldest_ts,
-            kept_losses=self.skipped and losses_kept,
-            recent=dict(self._recent),
-        )
+        facts = {name: getattr(self, name) for name in _IN_CURSOR}
+        kept = self.skipped and losses_kept
+        return Cursor(**facts, kept_losses=kept, recent=dict(self._recent))
 
     def resume(self, cursor: Cursor) -> None:
         """Stand where the cursor says, and wait for proof that the publisher is the same."""
-        self.epoch = cursor.epoch
-        self.seq = cursor.seq
-        self.ts = cursor.ts
-        self.next_seq = cursor.next_seq
-        self.complete = cursor.complete
-        self.oldest_ts = cursor.oldest_ts
+        for name in _IN_CURSOR:
+            setattr(self, name, getattr(cursor, name))
         self.skipped = cursor.kept_losses
         self.unproven = True
         self._recent.update(sorted(cursor.recent.items()))
-        if len(self._recent) > self._capacity:
-            self._forget_oldest()
+        self._forget_oldest()
 
 
-class HeldBatch:
+class HeldBatch(msgspec.Struct):
     """A held batch and the evidence for it.
 
     Attributes:
         batch: the batch.
+        arrived_at: when it came.
         asked: the newest replay request when it came; only later requests can testify.
         confirmed: whether a replay contained it.
         missed: how many replays that should have contained it ended without it.
         denied: whether one of them ended below it with nothing but what was applied already.
-        arrived_at: when it came.
     """
 
-    __slots__ = ("arrived_at", "asked", "batch", "confirmed", "denied", "missed")
-
-    def __init__(self, batch: Batch, *, asked: int, confirmed: bool, arrived_at: float) -> None:
-        self.arrived_at = arrived_at
-        self.batch = batch
-        self.asked = asked
-        self.confirmed = confirmed
-        self.denied = False
-        self.missed = 0
+    batch: Batch
+    arrived_at: float
+    asked: int
+    confirmed: bool
+    missed: int = 0
+    denied: bool = False
 
 
 class Held:
     """The batches that came out of order, and the seqs of known batches that came damaged.
 
-    A seq is held or damaged, never both; `bool` returns whether any is.
+    A seq is held or damaged, never both; `bool` returns whether any is. Owner: one sequencer.
 
     Args:
         max_batches: most batches held, and most damaged seqs remembered.
@@ -181,8 +173,6 @@ class Held:
         damaged: when each known batch came damaged, by seq.
         size: bytes held.
         dropped: highest seq of a batch that was not held for want of room; -1 if none.
-
-    Owner: one sequencer.
     """
 
     def __init__(self, *, max_batches: int, max_bytes: int, refuted_by: int = 2) -> None:
@@ -201,9 +191,6 @@ class Held:
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.damaged)
-
-    def __contains__(self, seq: object) -> bool:
-        return seq in self.entries
 
     @property
     def first(self) -> int | None:
@@ -227,11 +214,10 @@ class Held:
     def waiting_since(self) -> float | None:
         """When the batch held for longest came, or the first damaged one; or None."""
         times = [next(iter(self._arrivals.values()))] if self._arrivals else []
-        if self.damaged:
-            times.append(self.damaged.peekitem(0)[1])
+        times += [self.damaged.peekitem(0)[1]] if self.damaged else []
         return min(times, default=None)
 
-    def get(self, seq: int) -> HeldBatch | None:
+    def get(self, seq: int | None) -> HeldBatch | None:
         """Return the entry of `seq`, or None."""
         entry: HeldBatch | None = self.entries.get(seq)
         return entry
@@ -323,19 +309,13 @@ class Held:
                 entry.missed += 1
                 entry.denied |= ends_at is not None and ends_at < seq
 
-    def is_refuted(self, seq: int) -> bool:
-        """Return whether enough replays ended without the held batch of `seq`."""
-        entry = self.get(seq)
-        return entry is not None and entry.missed >= self._refuted_by
+    def is_refuted(self, entry: HeldBatch) -> bool:
+        """Return whether enough replays ended without a held batch."""
+        return entry.missed >= self._refuted_by
 
     def is_any_denied(self) -> bool:
         """Return whether a refuted batch was denied: the replay may not be its publisher's."""
-        entries = self.entries.values()
-        return any(entry.missed >= self._refuted_by and entry.denied for entry in entries)
-
-    def discard_refuted(self) -> int:
-        """Remove the batches that enough replays ended without; return how many."""
-        return self.discard(lambda entry: entry.missed >= self._refuted_by)
+        return any(self.is_refuted(entry) and entry.denied for entry in self.entries.values())
 
     def equals(self, batch: Batch) -> bool:
         """Return whether `batch` is held, and came live."""
@@ -346,19 +326,11 @@ class Held:
             and entry.batch.fingerprint == batch.fingerprint
         )
 
-    def precedes(self, seq: int, request: int) -> bool:
-        """Return whether the batch of `seq` was held before the replay `request` was asked for."""
-        entry = self.get(seq)
-        return entry is not None and entry.asked < request
-
-    def contradicts(self, batch: Batch) -> bool:
-        """Return whether another batch of the same seq is held, and a newer one."""
+    def contradicts(self, batch: Batch) -> HeldBatch | None:
+        """Return the entry of another and newer batch that is held under the same seq, or None."""
         entry = self.get(batch.seq)
-        return (
-            entry is not None
-            and entry.batch.fingerprint != batch.fingerprint
-            and entry.batch.ts > batch.ts
-        )
+        differs = entry is not None and entry.batch.fingerprint != batch.fingerprint
+        return entry if entry is not None and differs and entry.batch.ts > batch.ts else None
 
     def is_first_unconfirmed(self) -> bool:
         """Return whether no replay has contained the lowest batch held: it may be bogus."""
@@ -366,8 +338,5 @@ class Held:
 
     def is_hole_older_than(self, request: int) -> bool:
         """Return whether a batch in replay has shown the hole in front since before `request`."""
-        first = self.first
-        if first is None or first != self.hole_end:
-            return False
-        entry: HeldBatch = self.entries[first]
-        return entry.confirmed and entry.asked < request
+        entry = self.get(self.hole_end)
+        return entry is not None and entry.confirmed and entry.asked < request

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from kvindex.subscribe.sequencer.batches import Applied
-from kvindex.subscribe.sequencer.machine import Machine
 from kvindex.subscribe.sequencer.repair import Repair
+from kvindex.subscribe.sequencer.state import StreamState
 from kvindex.subscribe.sequencer.values import State
 
 __all__ = ["explain"]
 
 
-def explain(machine: Machine, state: State) -> str:
+def explain(stream: StreamState, state: State) -> str:
     """Return why a stream is not live and what it awaits; empty when it is live."""
-    applied, held, repair, now = machine.applied, machine.held, machine.repair, machine.now
+    applied, held, repair, now = stream.applied, stream.held, stream.repair, stream.now
     if state is State.CONNECTING:
         return "not connected" + (
             "" if applied.next_seq is None else f", next seq {applied.next_seq}"
@@ -20,7 +22,7 @@ def explain(machine: Machine, state: State) -> str:
     if state is State.CLOSED:
         return "closed"
     if state is State.STALE:
-        return f"no proof of life for {now - machine.alive_at:.1f} s"
+        return f"no proof of life for {now - stream.alive_at:.1f} s"
     if state is State.LIVE:
         if applied.unproven:
             return "reconnected: the next batch shows whether it is the same publisher"
@@ -30,8 +32,8 @@ def explain(machine: Machine, state: State) -> str:
         words.append(f"{len(held)} held")
     if repair is not None:
         words.append(_progress(repair, now))
-    elif (gap_due := machine.gap_due) is not None:
-        words.append(f"no replay, given up in {max(0.0, gap_due - now):.1f} s")
+    elif stream.gap_due < math.inf:
+        words.append(f"no replay, given up in {max(0.0, stream.gap_due - now):.1f} s")
     return ", ".join(words)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from random import Random
+
+import msgspec
 
 from kvindex.subscribe.sequencer.batches import Applied
 from kvindex.subscribe.sequencer.values import ReplayPolicy, SequencerConfig
@@ -62,10 +65,10 @@ class Replay:
         return self.exists and self.keeps is not False
 
     @property
-    def probe_due(self) -> float | None:
-        """When a stream that misses nothing is to be checked for a lost tail; None if never."""
+    def probe_due(self) -> float:
+        """When a stream that misses nothing is to be checked for a lost tail; inf if never."""
         if not (self.exists or self.foreign):
-            return None
+            return math.inf
         return self.quiet_since + self._probe_interval * self._probe_factor
 
     @property
@@ -85,14 +88,9 @@ class Replay:
         self.quiet_since = now
         self._probe_factor = 1
 
-    def agreed(self) -> None:
-        """Record that replay sent a batch that also came live."""
-        self.paired = True
-        self._disputes = 0
-
-    def forget_pair(self) -> None:
-        """Record another connection: another publisher may answer to it."""
-        self.paired = False
+    def pair(self, agreed: bool) -> None:
+        """Record that replay sent a batch that also came live, or that another may answer now."""
+        self.paired = agreed
         self._disputes = 0
 
     def dispute(self) -> bool:
@@ -104,7 +102,7 @@ class Replay:
         """Treat the endpoint as another publisher's from now on, or as this one's again."""
         self.foreign = foreign
         self.exists = not foreign
-        self.forget_pair()
+        self.pair(False)
 
     def probe_rarely(self) -> None:
         """Record that replay did not help: double the time between probes, up to a bound."""
@@ -124,11 +122,13 @@ class Purpose(enum.Enum):
     """Nothing is known to be missing: was the last batch lost?"""
 
 
-class Repair:
+class Repair(msgspec.Struct):
     """The state of a repair: tries, back-off, time-outs and the replies to the open request.
 
     Attributes:
         purpose: why.
+        policy, random: the patience with replay, and the jitter of back-off.
+        applied: the stream's batches, whose count shows progress.
         asked: requests made in all.
         tries: requests made since the last progress.
         request: the open request; None between tries.
@@ -138,30 +138,37 @@ class Repair:
         first_seq, highest_seq: of these replies, the damaged included; None if none yet.
         replied_at: time of its latest reply, or of the request itself.
         until_end: whether only the end of a replay can show that nothing is missing.
+        applied_before, advanced_at, idle_replies: batches applied before the latest request, when
+            a reply last brought something new, and the replies since.
     """
 
-    def __init__(self, purpose: Purpose, policy: ReplayPolicy, applied: Applied) -> None:
-        self.purpose = purpose
-        self.asked = 0
-        self.tries = 0
-        self.request: int | None = None
-        self.start_seq = 0
-        self.due = 0.0
-        self.replies = 0
-        self.first_seq: int | None = None
-        self.highest_seq: int | None = None
-        self.replied_at = 0.0
-        self.until_end = False
-        self._policy = policy
-        self._applied = applied
-        self._applied_before = applied.count
-        self._idle_replies = 0
-        self._advanced_at = 0.0
+    purpose: Purpose
+    policy: ReplayPolicy
+    random: Random
+    applied: Applied
+    asked: int = 0
+    tries: int = 0
+    request: int | None = None
+    start_seq: int = 0
+    due: float = 0.0
+    replies: int = 0
+    first_seq: int | None = None
+    highest_seq: int | None = None
+    replied_at: float = 0.0
+    until_end: bool = False
+    applied_before: int = 0
+    advanced_at: float = 0.0
+    idle_replies: int = 0
 
     @property
     def progress(self) -> bool:
         """Whether batches were applied since the latest request."""
-        return self._applied.count != self._applied_before
+        return self.applied.count != self.applied_before
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all tries without progress are used up."""
+        return self.tries >= self.policy.attempts
 
     def ask(self, request: int, start_seq: int, now: float) -> None:
         """Begin a try."""
@@ -169,18 +176,17 @@ class Repair:
         self.tries += 1
         self.request = request
         self.start_seq = start_seq
-        self.due = now + self._policy.timeout
-        self.replies = 0
+        self.due = now + self.policy.timeout
+        self.replies = self.idle_replies = 0
         self.first_seq = self.highest_seq = None
-        self._applied_before = self._applied.count
-        self.replied_at = self._advanced_at = now
-        self._idle_replies = 0
+        self.applied_before = self.applied.count
+        self.replied_at = self.advanced_at = now
 
     def saw(self, seq: int, now: float) -> None:
         """Note a reply, good or damaged, to the open request."""
         self.replies += 1
         self.replied_at = now
-        self.due = now + self._policy.timeout
+        self.due = now + self.policy.timeout
         if self.first_seq is None:
             self.first_seq = seq
         if self.highest_seq is None or seq > self.highest_seq:
@@ -189,14 +195,14 @@ class Repair:
     def judge(self, advanced: bool, now: float) -> bool:
         """Note whether the reply brought something new; return False when it is a flood."""
         if advanced:
-            self._advanced_at = now
-            self._idle_replies = 0
+            self.advanced_at = now
+            self.idle_replies = 0
         else:
-            self._idle_replies += 1
+            self.idle_replies += 1
         return not (
             self.replies >= MAX_REPLIES
-            or self._idle_replies >= MAX_IDLE_REPLIES
-            or now - self._advanced_at > MAX_IDLE_TIMEOUTS * self._policy.timeout
+            or self.idle_replies >= MAX_IDLE_REPLIES
+            or now - self.advanced_at > MAX_IDLE_TIMEOUTS * self.policy.timeout
         )
 
     def close_try(self) -> None:
@@ -205,14 +211,9 @@ class Repair:
         if self.progress:
             self.tries = 0
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether all tries without progress are used up."""
-        return self.tries >= self._policy.attempts
-
-    def back_off(self, random: Random, now: float) -> None:
+    def back_off(self, now: float) -> None:
         """Set `due` to the next try: doubling from `backoff`, capped, less up to half of it."""
         # The exponent is bounded too: a float power of thousands of tries would overflow.
         doublings = min(max(self.tries - 1, 0), 60)
-        delay = min(self._policy.max_backoff, self._policy.backoff * 2.0**doublings)
-        self.due = now + delay * random.uniform(0.5, 1.0)
+        delay = min(self.policy.max_backoff, self.policy.backoff * 2.0**doublings)
+        self.due = now + delay * self.random.uniform(0.5, 1.0)

@@ -1,21 +1,29 @@
-"""Accepts each event of a stream, and decides what to do about it; the package says how."""
+"""Accepts each event of a stream, and returns what is to be done; the package says how."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from random import Random
 
+from kvindex.subscribe.sequencer import decisions
 from kvindex.subscribe.sequencer.explain import explain
 from kvindex.subscribe.sequencer.repair import Purpose, Repair
-from kvindex.subscribe.sequencer.repairing import Repairing
-from kvindex.subscribe.sequencer.values import MAX_SEQ, Action, Batch, Cursor, State
+from kvindex.subscribe.sequencer.state import StreamState
+from kvindex.subscribe.sequencer.values import (
+    MAX_SEQ,
+    Action,
+    Batch,
+    Cursor,
+    SequencerConfig,
+    State,
+)
+from kvindex.wire.rank import Rank
 
 __all__ = ["Sequencer"]
 
-MAX_REFUSED = 16
-"""Without replay: batches refused in a row for their age until the clock is taken as set back."""
 
-
-class Sequencer(Repairing):
+class Sequencer:
     """Orders the batches of one publisher; see the package for how.
 
     Every entrance takes the time (seconds, any monotonic clock) and returns the actions to carry
@@ -31,8 +39,8 @@ class Sequencer(Repairing):
         random: source of the jitter of back-off.
 
     Attributes:
-        rank: assign another one to rename it in all later items.
         applied: what was delivered: `epoch`, `seq`, `complete`, … Read, do not write.
+        held: the batches that wait behind. Read, do not write.
         counters: what happened how often, by name. Read, do not write.
 
     Examples:
@@ -48,12 +56,31 @@ class Sequencer(Repairing):
         (Rank(worker='w', dp_rank=0), 0, 'events', 1, 'live')
     """
 
+    def __init__(
+        self, rank: Rank, config: SequencerConfig, *, now: float, random: Random | None = None
+    ) -> None:
+        self._stream = stream = StreamState(rank, config, now, random or Random())
+        self.applied = stream.applied
+        self.held = stream.held
+        self.counters = stream.counters
+        self._replay = stream.replay
+
     # How it stands ----------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> Rank:
+        """The rank; assign another one to rename it in all later items."""
+        return self._stream.rank
+
+    @rank.setter
+    def rank(self, rank: Rank) -> None:
+        self._stream.rank = rank
 
     @property
     def state(self) -> State:
         """The state."""
-        return State.STALE if self._stale and self._state is State.LIVE else self._state
+        state = self._stream.state
+        return State.STALE if self._stream.is_stale and state is State.LIVE else state
 
     @property
     def lag(self) -> int:
@@ -64,29 +91,12 @@ class Sequencer(Repairing):
     @property
     def reason(self) -> str:
         """Why the state is not LIVE and what it waits for, for people; empty when LIVE."""
-        return explain(self, self.state)
+        return explain(self._stream, self.state)
 
     @property
     def unrepairable(self) -> str:
         """Why nothing can be repaired at present, for people; empty while replay may help."""
-        return self.replay.trouble
-
-    @property
-    def deadline(self) -> float | None:
-        """When `tick` must be called next; None if there is nothing to wait for."""
-        if self._state in (State.CONNECTING, State.CLOSED):
-            return None
-        waits = []
-        if self.repair is not None:  # as in `tick`: it decides before a gap's time-out
-            waits.append(self.repair.due)
-        elif (gap_due := self.gap_due) is not None:
-            waits.append(gap_due)
-        if self._state is State.LIVE:
-            if self.repair is None and (probe_due := self.replay.probe_due) is not None:
-                waits.append(probe_due)
-            if not self._stale:
-                waits.append(self.alive_at + self._config.stale_after)
-        return min(waits, default=None)
+        return self._replay.trouble
 
     # Joining, and going on elsewhere ------------------------------------------------------------
 
@@ -96,9 +106,9 @@ class Sequencer(Repairing):
         None where that is impossible: nothing was applied in this epoch, the publisher keeps no
         batches to prove its identity, or the sequencer is closed.
         """
-        if self._state is State.CLOSED or not self.replay.usable:
+        if self._stream.state is State.CLOSED or not self._replay.usable:
             return None
-        return self.applied.cursor(losses_kept=self._config.on_loss == "keep")
+        return self.applied.cursor(losses_kept=self._stream.config.on_loss == "keep")
 
     def resume(self, cursor: Cursor | None, now: float, *, refused: str = "") -> list[Action]:
         """Go on from an earlier sequencer's cursor, before anything else has happened.
@@ -112,40 +122,30 @@ class Sequencer(Repairing):
             refused: why the caller refuses the cursor, one word; "" if it accepts it.
         """
         if self._enter(now):
-            assert self._state is State.CONNECTING
+            assert self._stream.state is State.CONNECTING
             assert self.applied.seq is None
-            self.go_on_from(cursor, refused or self._why_not_resume(cursor))
+            self._stream.go_on_from(cursor, refused or self._why_not_resume(cursor))
         return self._leave()
 
     def _why_not_resume(self, cursor: Cursor | None) -> str:
         if cursor is None:
             return "no_cursor"
-        if not self.replay.exists:
+        if not self._replay.exists:
             return "no_replay"
         # A lost batch may have removed blocks that were kept; this policy would drop them.
-        return "kept_losses" if cursor.kept_losses and self._config.on_loss == "reset" else ""
+        drops_losses = self._stream.config.on_loss == "reset"
+        return "kept_losses" if cursor.kept_losses and drops_losses else ""
 
     def connected(self, now: float) -> list[Action]:
         """Record a connection to the publisher."""
         if self._enter(now):
-            if self._state is not State.CONNECTING:
-                self.disconnect()
-            self.alive_at = self.replay.quiet_since = now
-            if self.replay.exists:
-                self.begin(Purpose.JOIN if self.applied.seq is None else Purpose.PROVE)
-            else:
-                if self.applied.unproven:
-                    # No replay can prove that the publisher is the same, nor which publisher sent
-                    # the batches since the connection broke.
-                    self.held.clear()
-                    self.restart("unproven_reconnect")
-                self.go_live()
+            self._stream.connect()
         return self._leave()
 
     def disconnected(self, now: float) -> list[Action]:
         """Record that the connection broke."""
-        if self._enter(now) and self._state is not State.CONNECTING:
-            self.disconnect()
+        if self._enter(now) and self._stream.state is not State.CONNECTING:
+            self._stream.disconnect()
         return self._leave()
 
     # Live batches -----------------------------------------------------------------------------
@@ -157,98 +157,25 @@ class Sequencer(Repairing):
         if self._enter(now):
             self._prove_life()
             self.counters["live"] += 1
-            self._judge_live(batch)
+            decisions.judge_live(self._stream, batch)
         return self._leave()
-
-    def _judge_live(self, batch: Batch) -> None:
-        applied = self.applied
-        if applied.seq is not None and batch.seq <= applied.seq:
-            self._judge_fallen_back(batch)
-        elif applied.next_seq is not None and batch.seq < applied.next_seq:
-            if self.replay.foreign and batch.ts >= applied.oldest_ts:
-                self.restart("seq_fell_back", batch)
-            else:
-                self.counters["delayed"] += 1
-        elif batch.ts < applied.oldest_ts:
-            self._refuse(batch, "old_epoch")
-        elif self._state is State.CONNECTING:
-            self.hold(batch)
-        elif applied.unproven and not self.replay.usable:
-            self.restart("unproven_reconnect", batch)
-        elif self._follows(batch):
-            if batch.seq in self.held:  # it waited for a replay that proved empty
-                self.counters["duplicates"] += 1
-            self.deliver(batch, replayed=False)
-            self.drain()
-            self.after_advance()
-        elif self.hold(batch):
-            self.notice_gap()
-
-    def _follows(self, batch: Batch) -> bool:
-        """Return whether a live batch may be delivered at once."""
-        applied = self.applied
-        if applied.unproven or self.awaits_replay:
-            return False
-        if applied.next_seq is None:
-            return self._state is State.LIVE
-        return batch.seq == applied.next_seq
-
-    def _judge_fallen_back(self, batch: Batch) -> None:
-        """Judge a live batch that is not above the last applied one: a duplicate or a restart."""
-        recognised = self.applied.recognise(batch)
-        if recognised:
-            self.counters["duplicates"] += 1
-            if batch.seq <= self.applied.replayed_to:
-                self.replay.agreed()
-        elif batch.ts > self.applied.ts:
-            self.restart("seq_fell_back", batch)
-        elif recognised is None and self.replay.exists:
-            self.counters["delayed"] += 1
-        else:
-            self._refuse(batch, "delayed")
-
-    def _refuse(self, batch: Batch, counter: str) -> None:
-        """Drop a batch that seems too old; ask replay, or count, in case the clock is wrong."""
-        self.counters[counter] += 1
-        if self.replay.usable:
-            if self._state is State.LIVE and self.repair is None:
-                self.begin(Purpose.PROBE)
-            return
-        self._refused += 1
-        if self._refused >= MAX_REFUSED and self._state is not State.CONNECTING:
-            self.restart("clock_fell_back", batch)
 
     def damaged(self, seq: int | None, now: float) -> list[Action]:
         """Record a live message that cannot be read, with its seq where legible."""
         if self._enter(now):
-            self.counters["damaged"] += 1
-            self._judge_damaged(_legible(seq))
+            decisions.judge_damaged(self._stream, _legible(seq))
         return self._leave()
-
-    def _judge_damaged(self, seq: int | None) -> None:
-        next_seq, connecting = self.applied.next_seq, self._state is State.CONNECTING
-        if seq is not None and next_seq is not None and seq < next_seq:
-            return
-        if self.replay.usable:
-            self.replay.wanted = True
-            if not connecting:
-                self.notice_gap()
-        elif seq is not None and next_seq is not None and not self.applied.unproven:
-            self.note_damaged(seq)
-            if not connecting:
-                self.lose_damaged()
-                self.go_live()
 
     @property
     def run_start(self) -> int | None:
         """The first seq that `live_run` accepts; None while `live` must see each batch."""
-        applied, held = self.applied, self.held
+        stream, applied, held = self._stream, self.applied, self.held
         ordinary = (
-            self._state is State.LIVE
-            and self.repair is None
+            stream.state is State.LIVE
+            and stream.repair is None
             and applied.seq is not None
             and not (held.entries or held.damaged)
-            and not (self.replay.wanted or applied.unproven or applied.start_in_doubt)
+            and not (self._replay.wanted or applied.unproven or applied.start_in_doubt)
         )
         return applied.next_seq if ordinary else None
 
@@ -275,12 +202,12 @@ class Sequencer(Repairing):
         if count and min(timestamps) < applied.oldest_ts:
             count = min(count, next(i for i, ts in enumerate(timestamps) if ts < applied.oldest_ts))
         if count:  # what `live` does, without a call for each step: nearly all batches come here
-            self.now = self.alive_at = now
-            self._stale = False
-            self._refused = 0
-            self.counters["live"] += count
-            self.counters["delivered"] += count
-            replay = self.replay
+            stream, replay, counters = self._stream, self._replay, self.counters
+            stream.now = stream.alive_at = now
+            stream.is_stale = False
+            stream.refused = 0
+            counters["live"] += count
+            counters["delivered"] += count
             if replay.paired and replay.exists and replay.keeps is not False:
                 replay.quiet_since = now
             applied.apply_run(timestamps[:count], fingerprints[:count])
@@ -293,77 +220,104 @@ class Sequencer(Repairing):
         if not 0 <= batch.seq <= MAX_SEQ:
             return self.replayed_damaged(request, batch.seq, now)
         if repair := self._answered(request, now):
-            self._accept_reply(repair, batch)
+            decisions.accept_reply(self._stream, repair, batch)
         return self._leave()
 
     def replayed_damaged(self, request: int, seq: int, now: float) -> list[Action]:
         """Record a reply to `request` that cannot be read, under the number `seq`."""
         if repair := self._answered(request, now):
-            self._accept_damaged_reply(repair, _legible(seq))
+            decisions.accept_damaged_reply(self._stream, repair, _legible(seq))
         return self._leave()
 
     def replay_ended(self, request: int, now: float) -> list[Action]:
         """Record the end marker of `request`."""
         if repair := self._answered(request, now):
-            self._accept_end(repair, request)
+            decisions.accept_end(self._stream, repair, request)
         return self._leave()
 
     def replay_failed(self, request: int, now: float) -> list[Action]:
         """Record that the socket of `request` failed."""
         if self._enter(now) and (repair := self._current(request)) is not None:
-            self._fail(repair)
+            decisions.fail(self._stream, repair)
         return self._leave()
 
     # Time -------------------------------------------------------------------------------------
 
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` must be called next; None if there is nothing to wait for."""
+        due, _ = self._next_step()
+        due = min(due, self._stale_at)
+        return due if due < math.inf else None
+
     def tick(self, now: float) -> list[Action]:
         """Do what is due; call it at `deadline` or at any time."""
-        if self._enter(now) and self._state is not State.CONNECTING:
-            if self.repair is not None:
-                if now >= self.repair.due:
-                    self._time_out(self.repair)
-            elif self.gap_due is not None:
-                # Without replay: every hole behind which a batch has waited for a time-out is lost.
-                while (gap_due := self.gap_due) is not None and now >= gap_due:
-                    self.lose("gap_without_replay")
-                    self.go_live()
-            elif (
-                self._state is State.LIVE
-                and (probe_due := self.replay.probe_due) is not None
-                and now >= probe_due
-            ):
-                self.counters["probes"] += 1
-                self.begin(Purpose.PROBE)
-            silent = now >= self.alive_at + self._config.stale_after
-            if self._state is State.LIVE and not self._stale and silent:
-                self._stale = True
+        if self._enter(now):
+            due, act = self._next_step()
+            if now >= due:
+                act()
+            if now >= self._stale_at:
+                self._stream.is_stale = True
                 self.counters["stale"] += 1
         return self._leave()
+
+    def _next_step(self) -> tuple[float, Callable[[], None]]:
+        """Return what is to be done next, and when."""
+        stream = self._stream
+        if stream.repair is not None:  # decides before the time-out of a gap
+            return stream.repair.due, self._time_out
+        if stream.state is State.LIVE:
+            return self._replay.probe_due, self._probe
+        return stream.gap_due, self._give_up_gaps
+
+    @property
+    def _stale_at(self) -> float:
+        stream = self._stream
+        if stream.state is not State.LIVE or stream.is_stale:
+            return math.inf
+        return stream.alive_at + stream.config.stale_after
+
+    def _time_out(self) -> None:
+        assert self._stream.repair is not None
+        decisions.time_out(self._stream, self._stream.repair)
+
+    def _give_up_gaps(self) -> None:
+        """Without replay: lose every hole behind which a batch has waited for a time-out."""
+        stream = self._stream
+        while stream.now >= stream.gap_due:
+            stream.lose("gap_without_replay")
+            stream.go_live()
+
+    def _probe(self) -> None:
+        self.counters["probes"] += 1
+        self._stream.begin(Purpose.PROBE)
 
     def close(self, now: float) -> list[Action]:
         """End for good; idempotent."""
         if self._enter(now):
-            self.end()
+            self._stream.end()
         return self._leave()
 
     # What the entrances share -----------------------------------------------------------------
 
     def _enter(self, now: float) -> bool:
         """Set the time; return False when closed."""
-        if self._state is State.CLOSED:
+        if self._stream.state is State.CLOSED:
             return False
-        self.now = now
+        self._stream.now = now
         return True
 
     def _leave(self) -> list[Action]:
         """Return the accumulated actions."""
-        out, self._out = self._out, []
+        stream = self._stream
+        out, stream.out = stream.out, []
         return out
 
     def _current(self, request: int) -> Repair | None:
         """Return the repair if `request` is its open request; count the reply as stale if not."""
-        if self.repair is not None and self.repair.request == request:
-            return self.repair
+        repair = self._stream.repair
+        if repair is not None and repair.request == request:
+            return repair
         self.counters["stale_replies"] += 1
         return None
 
@@ -375,8 +329,8 @@ class Sequencer(Repairing):
         return repair
 
     def _prove_life(self) -> None:
-        self.alive_at = self.now
-        self._stale = False
+        self._stream.alive_at = self._stream.now
+        self._stream.is_stale = False
 
 
 def _legible(seq: int | None) -> int | None:

@@ -1,7 +1,7 @@
-"""The states of a stream and the moves between them; every item and every request is made here.
+"""The state of a stream, and every move to another; all items and requests are made here.
 
-Only this file changes a stream's state and its cursor (`applied`), except that `live_run` advances
-the cursor by a whole run. `repairing.py` and `sequencer.py` decide which move to make.
+`decisions.py` decides which move to make. Only this file changes the state and delivers batches,
+except that `Sequencer.live_run` delivers a whole run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvindex.subscribe.sequencer.values import (
 )
 from kvindex.wire.rank import Rank
 
-__all__ = ["Machine"]
+__all__ = ["StreamState"]
 
 _MOVES: Mapping[State, tuple[State, ...]] = {
     State.CONNECTING: (State.SYNCING, State.LIVE, State.CLOSED),
@@ -37,7 +37,7 @@ _MOVES: Mapping[State, tuple[State, ...]] = {
     State.REPAIRING: (State.LIVE, State.SYNCING, State.CONNECTING, State.CLOSED),
     State.CLOSED: (),
 }
-"""The states that may follow each state; `STALE` is `LIVE` to the machine."""
+"""The states that may follow each state; a stale stream is LIVE here, with `is_stale`."""
 
 _STATE_DURING: Mapping[Purpose, State] = {
     Purpose.JOIN: State.SYNCING,
@@ -48,21 +48,28 @@ _STATE_DURING: Mapping[Purpose, State] = {
 """The state during a replay, by its purpose."""
 
 
-class Machine:
-    """Moves a stream from state to state, and makes its items; the base of `Sequencer`.
+class StreamState:
+    """The facts about a stream, and its moves from state to state. Owner: one `Sequencer`.
 
     Attributes:
-        held: the batches that wait behind the delivered ones.
+        rank, config: as the sequencer's.
+        state: the state; change it by a move only.
+        applied: the delivered batches.
+        held: the batches that wait behind them.
         replay: the facts about the replay endpoint.
         repair: the replay that is under way, or None.
+        counters: what happened how often, by name.
         now: the time of the latest entrance.
         alive_at: when the publisher last gave a sign of life.
+        is_stale: whether that is too long ago.
+        refused: batches refused in a row for their age.
+        out: what the sequencer's owner is to carry out next.
     """
 
-    def __init__(
-        self, rank: Rank, config: SequencerConfig, *, now: float, random: Random | None = None
-    ) -> None:
+    def __init__(self, rank: Rank, config: SequencerConfig, now: float, random: Random) -> None:
         self.rank = rank
+        self.config = config
+        self.state = State.CONNECTING
         self.applied = Applied(recent=config.recent)
         self.held = Held(
             max_batches=config.max_held,
@@ -73,14 +80,11 @@ class Machine:
         self.replay = Replay(config, now)
         self.repair: Repair | None = None
         self.counters: Counter[str] = Counter()
-        self._config = config
-        self._random = Random() if random is None else random
-        self.now = now
-        self._state = State.CONNECTING
-        self._out: list[Action] = []  # what the owner is to carry out next
-        self.alive_at = now
-        self._stale = False
-        self._refused = 0  # batches refused in a row for their age
+        self.now = self.alive_at = now
+        self.is_stale = False
+        self.refused = 0
+        self.out: list[Action] = []
+        self._random = random
         self._disconnected_at = -math.inf
 
     # Questions --------------------------------------------------------------------------------
@@ -94,25 +98,25 @@ class Machine:
     def awaits_replay(self) -> bool:
         """Whether only batches that replay contains may be delivered for now."""
         repair = self.repair
-        syncing = self._state is State.SYNCING and repair is not None and repair.request is not None
+        syncing = self.state is State.SYNCING and repair is not None and repair.request is not None
         return self.replay.usable and (syncing or self.applied.start_in_doubt)
 
     @property
-    def gap_due(self) -> float | None:
-        """Without replay: when the hole in front is given up; None while nothing waits behind one.
+    def gap_due(self) -> float:
+        """Without replay: when the hole in front is given up; inf while nothing waits behind one.
 
         No batch waits for longer than a time-out, however many holes are in front of it.
         """
-        if self._state is not State.REPAIRING or self.replay.usable or self.applied.unproven:
-            return None
+        if self.state is not State.REPAIRING or self.replay.usable or self.applied.unproven:
+            return math.inf
         since = self.held.waiting_since
-        return None if since is None else since + self._config.replay_policy.timeout
+        return math.inf if since is None else since + self.config.replay_policy.timeout
 
     # From state to state ----------------------------------------------------------------------
 
     def _be(self, state: State) -> None:
-        assert state is self._state or state in _MOVES[self._state], (self._state, state)
-        self._state = state
+        assert state is self.state or state in _MOVES[self.state], (self.state, state)
+        self.state = state
 
     def go_on_from(self, cursor: Cursor | None, refusal: str) -> None:
         """Stand at a cursor until the publisher proves to be the same; or begin a new epoch."""
@@ -125,12 +129,27 @@ class Machine:
             self.counters["resumed"] += 1
             self.applied.resume(cursor)
 
+    def connect(self) -> None:
+        """Join, or have the publisher prove that it is the same; without replay, be LIVE."""
+        if self.state is not State.CONNECTING:
+            self.disconnect()
+        self.alive_at = self.replay.quiet_since = self.now
+        if self.replay.exists:
+            self.begin(Purpose.JOIN if self.applied.seq is None else Purpose.PROVE)
+            return
+        if self.applied.unproven:
+            # Nothing can prove that the publisher is the same, nor which publisher sent the
+            # batches since the connection broke.
+            self.held.clear()
+            self.restart("unproven_reconnect")
+        self.go_live()
+
     def disconnect(self) -> None:
         """Be CONNECTING again; the next publisher may be another one."""
         self.counters["disconnects"] += 1
         self._disconnected_at = self.now
         self.abandon_repair()
-        self.replay.forget_pair()
+        self.replay.pair(False)
         if not self.replay.usable:
             # The missing batches were on their way over the broken connection: the gap stays.
             self.lose_all_gaps("gap_without_replay")
@@ -154,7 +173,7 @@ class Machine:
         self._begin_epoch(reason, trigger)
         if trigger is not None:
             self.hold(trigger)
-        if self._state is State.CONNECTING:
+        if self.state is State.CONNECTING:
             return
         if self.replay.exists and resync:
             self.begin(Purpose.JOIN)
@@ -171,11 +190,11 @@ class Machine:
             self.held.discard(lambda entry: entry.batch.ts < oldest)
         self.held.forget_losses()
         self.applied.restart(trigger)
-        self._refused = 0
+        self.refused = 0
         self.replay.wanted = self.replay.paired = False
         if self.replay.keeps is False:
             self.replay.keeps = None
-        self._out.append(RankRestarted(self.rank, self.applied.epoch, reason))
+        self.out.append(RankRestarted(self.rank, self.applied.epoch, reason))
 
     def disown_replay(self) -> None:
         """Go on with the live batches alone: the replay is another publisher's."""
@@ -186,10 +205,9 @@ class Machine:
         # Only a replay could prove that an earlier connection's batches are the same publisher's.
         broke_at = self._disconnected_at
         self.counters["held_dropped"] += self.held.discard(lambda e: e.arrived_at <= broke_at)
-        first = self.held.first
-        entry = None if first is None else self.held.get(first)
-        applied = self.applied
-        if entry is None and applied.seq is not None and applied.seq > applied.replayed_to:
+        first, applied = self.held.first, self.applied
+        entry = self.held.get(first)
+        if entry is None and applied.seq is not None and applied.came_live:
             first = applied.seq + 1
         self._begin_epoch("foreign_replay", None if entry is None else entry.batch)
         self.lose_join("foreign_replay", first)
@@ -197,7 +215,7 @@ class Machine:
 
     def begin(self, purpose: Purpose) -> None:
         """Begin a repair."""
-        self.repair = Repair(purpose, self._config.replay_policy, self.applied)
+        self.repair = Repair(purpose, self.config.replay_policy, self._random, self.applied)
         self._be(_STATE_DURING[purpose])
         self.ask(self.repair)
 
@@ -206,7 +224,7 @@ class Machine:
         if not (self.held or self.replay.wanted):
             return
         if not self.replay.usable:
-            if self._state is not State.REPAIRING and self.held:
+            if self.state is not State.REPAIRING and self.held:
                 self.counters["gaps"] += 1
                 self._be(State.REPAIRING)
                 if self.replay.foreign:
@@ -223,7 +241,7 @@ class Machine:
         """Be live again as soon as a gap has closed; the open request goes on as a probe."""
         repair = self.repair
         if repair is None:
-            if self._state is State.REPAIRING and not len(self.held):
+            if self.state is State.REPAIRING and not len(self.held):
                 self.go_live()
         elif repair.purpose is Purpose.GAP and not repair.until_end and not self.missing:
             if repair.request is None:
@@ -236,9 +254,7 @@ class Machine:
         """End the repair; deliver the batches that follow; look for a further gap."""
         self.abandon_repair()
         self._be(State.LIVE)
-        if self.applied.unproven and (first := self.held.first) is not None:
-            entry = self.held.get(first)
-            assert entry is not None
+        if self.applied.unproven and (entry := self.held.get(self.held.first)) is not None:
             self.restart("unproven_reconnect", entry.batch)
             return
         if self.applied.next_seq is None and (start := self.held.hole_end) is not None:
@@ -248,6 +264,12 @@ class Machine:
             self.lose_damaged()
         self.notice_gap()
 
+    def end(self) -> None:
+        """End for good."""
+        self.abandon_repair()
+        self.held.clear()
+        self._be(State.CLOSED)
+
     # Delivering -------------------------------------------------------------------------------
 
     def start_at(self, seq: int) -> None:
@@ -255,24 +277,9 @@ class Machine:
         self.applied.start(seq)
         self.held.discard_below(seq)
 
-    def forget_start(self) -> None:
-        """Let the epoch start anywhere after all, while nothing was delivered or lost."""
-        if self.applied.next_seq == 0:
-            self.applied.forget_start()
-
-    def prove(self) -> None:
-        """Go on with the publisher, which has proven to be the same."""
-        self.applied.unproven = False
-        self.drain()
-
-    def trust_live(self) -> None:
-        """Let the epoch start with live batches: no replay brings its first one."""
-        self.applied.start_in_doubt = False
-        self.drain()
-
     def deliver(self, batch: Batch, *, replayed: bool) -> None:
         """Deliver the next batch; where the epoch may start anywhere, start it there."""
-        applied = self.applied
+        applied, replay = self.applied, self.replay
         starts_epoch = applied.seq is None
         if applied.next_seq is None:
             applied.start(batch.seq)
@@ -281,28 +288,21 @@ class Machine:
         if replayed:
             applied.replayed_to = batch.seq
             self.counters["replayed"] += 1
-        self.note_delivered(1)
-        self._out.append(RankBatch(self.rank, applied.epoch, batch.seq, batch.content, replayed))
-        if starts_epoch and self.replay.exists:
-            self.counters["old_epoch"] += self.held.discard(self._is_straggler)
-
-    def note_delivered(self, count: int) -> None:
-        """Count batches delivered."""
-        self.counters["delivered"] += count
-        self._refused = 0
-        replay = self.replay
+        self.counters["delivered"] += 1
+        self.refused = 0
         if replay.paired and replay.usable:  # else check soon whose replay it is
             replay.quiet_since = self.now
-
-    def _is_straggler(self, entry: HeldBatch) -> bool:
-        """Return whether a held batch is older than the epoch and no replay contains it."""
-        return not entry.confirmed and entry.batch.ts < self.applied.oldest_ts
+        self.out.append(RankBatch(self.rank, applied.epoch, batch.seq, batch.content, replayed))
+        if starts_epoch and replay.exists:  # stragglers of an earlier epoch may be held
+            oldest = applied.oldest_ts
+            self.counters["old_epoch"] += self.held.discard(
+                lambda entry: not entry.confirmed and entry.batch.ts < oldest
+            )
 
     def drain(self) -> None:
         """Deliver the held batches that follow; where replay decides, only those it contains."""
-        applied = self.applied
-        while not applied.unproven and (seq := applied.next_seq) is not None:
-            entry = self.held.get(seq)
+        while not self.applied.unproven:
+            entry = self.held.get(self.applied.next_seq)
             if entry is None or (self.awaits_replay and not entry.confirmed):
                 return
             self.deliver(entry.batch, replayed=entry.confirmed)
@@ -321,9 +321,7 @@ class Machine:
             self.counters["conflicting"] += 1
             if batch.ts < known.batch.ts:
                 return False
-        entry = HeldBatch(
-            batch, asked=self.replay.requests, confirmed=confirmed, arrived_at=self.now
-        )
+        entry = HeldBatch(batch, self.now, self.replay.requests, confirmed)
         if self.held.add(entry):
             return True
         self._overflow(entry)
@@ -331,14 +329,14 @@ class Machine:
 
     def _overflow(self, entry: HeldBatch) -> None:
         """Drop the newest arrival, for replay to bring; without replay lose the gap before it."""
-        batch = entry.batch
-        if self.replay.usable or self._state is State.CONNECTING:
+        seq = entry.batch.seq
+        if self.replay.usable or self.state is State.CONNECTING:
             self.counters["held_dropped"] += 1
             self.replay.wanted = self.replay.usable
-            self.held.dropped = max(self.held.dropped, batch.seq)
+            self.held.dropped = max(self.held.dropped, seq)
             return
         self.lose_all_gaps("held_overflow")
-        if batch.seq < (self.applied.next_seq or 0):
+        if seq < (self.applied.next_seq or 0):
             self.counters["delayed"] += 1
             return
         self.held.add(entry)
@@ -353,6 +351,10 @@ class Machine:
         next_seq = self.applied.next_seq
         if next_seq is None or seq >= next_seq:
             self.held.note_damaged(seq, self.now)
+
+    def discard_refuted(self) -> None:
+        """Drop the held batches that enough replays ended without."""
+        self.counters["unconfirmed"] += self.held.discard(self.held.is_refuted)
 
     # Losing -----------------------------------------------------------------------------------
 
@@ -402,13 +404,12 @@ class Machine:
             self._declare_lost("held_overflow", first, last)
 
     def _declare_lost(self, reason: str, first: int, last: int) -> None:
-        """Report that these batches will never come."""
         self.counters["losses"] += 1
         lost = self.counters["lost_batches"] + last - first + 1
         self.counters["lost_batches"] = min(lost, MAX_COUNT)
         self.held.forget_damaged(last)
-        reset = self._config.on_loss == "reset"
-        self._out.append(RankLost(self.rank, self.applied.epoch, reason, first, last, reset))
+        reset = self.config.on_loss == "reset"
+        self.out.append(RankLost(self.rank, self.applied.epoch, reason, first, last, reset))
 
     # Asking for replay ------------------------------------------------------------------------
 
@@ -421,16 +422,12 @@ class Machine:
         replay.wanted = False
         repair.ask(replay.requests, start_seq, self.now)
         self.counters["replays_asked"] += 1
-        self._out.append(AskReplay(replay.requests, start_seq))
-
-    def ask_later(self, repair: Repair) -> None:
-        """Schedule the next request after a pause."""
-        repair.back_off(self._random, self.now)
+        self.out.append(AskReplay(replay.requests, start_seq))
 
     def close_request(self, repair: Repair) -> None:
         """End the open request, if there is one."""
         if repair.request is not None:
-            self._out.append(CloseReplay(repair.request))
+            self.out.append(CloseReplay(repair.request))
         repair.close_try()
 
     def abandon_repair(self) -> None:
@@ -438,9 +435,3 @@ class Machine:
         if self.repair is not None:
             self.close_request(self.repair)
             self.repair = None
-
-    def end(self) -> None:
-        """End for good."""
-        self.abandon_repair()
-        self.held.clear()
-        self._be(State.CLOSED)
