@@ -18,6 +18,7 @@ __all__ = [
     "addresses_of",
     "is_sglang",
     "named_models",
+    "positive",
     "reach",
     "read_server_info",
     "read_sources",
@@ -101,11 +102,11 @@ def read_server_info(info: Mapping[str, Any]) -> tuple[list[Announcement], int |
         config = msgspec.json.decode(config) if config.strip() else None
     config = config if isinstance(config, Mapping) else {}
     described = info.get("kv_events")
-    block_size = _positive(info.get("page_size"))
+    block_size = positive(info.get("page_size"))
     size = _count(info.get("dp_size"))
     if isinstance(described, Mapping) and _publishes(described):
         size = _count(described.get("dp_size", size))
-        block_size = _positive(described.get("block_size")) or block_size
+        block_size = positive(described.get("block_size")) or block_size
         base = _described(described, "", "endpoint_port_base")
         replay = _described(described, "replay_", "replay_endpoint_port_base")
         topic = _text(described, "topic") or ""
@@ -134,7 +135,7 @@ def named_models(answer: Any) -> tuple[tuple[str, ...], str]:
         (('llama',), 'vllm')
     """
     data = answer.get("data") if isinstance(answer, Mapping) else None
-    entries = [entry for entry in data if isinstance(entry, Mapping)] if data else []
+    entries = [entry for entry in data or () if isinstance(entry, Mapping)]
     names = [entry["id"] for entry in entries[:_MAX_MODELS] if _is_text(entry.get("id"))]
     owner = entries[0].get("owned_by") if entries else None
     return tuple(names), str(owner) if _is_text(owner) else ""
@@ -207,7 +208,8 @@ def _number(text: str, what: str) -> int:
     return int(text)
 
 
-def _positive(value: Any) -> int | None:
+def positive(value: Any) -> int | None:
+    """Return a number above 0 and of 31 bits, or None."""
     return value if isinstance(value, int) and 0 < value < 1 << 31 else None
 
 

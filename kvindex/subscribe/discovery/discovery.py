@@ -15,9 +15,10 @@ from typing import Any
 
 import msgspec
 
-from kvindex.subscribe.discovery.engine import EngineReport, ask_engine
-from kvindex.subscribe.discovery.targets import Engine, Source, Target
+from kvindex.subscribe.discovery.engine import ask_engine
+from kvindex.subscribe.discovery.targets import Engine, Source, Target, check_names
 from kvindex.subscribe.discovery.tracker import Step, Tracker
+from kvindex.subscribe.following import LoopBell
 from kvindex.wire.errors import ClosedError, ConfigurationError, DiscoveryError, KVIndexError
 from kvindex.wire.forks import Fork, prepare_forks
 
@@ -126,12 +127,9 @@ class Discovery:
         self._reason = "closed"
         self._listeners: dict[object, Callable[[], object]] = {}
         self._threads = [
-            threading.Thread(target=self._watch, args=(s,), name="kvindex-source", daemon=True)
+            threading.Thread(target=partial(self._watch, s), name="kvindex-source", daemon=True)
             for s in self.sources
-        ]
-        self._threads.append(
-            threading.Thread(target=self._run, name="kvindex-discovery", daemon=True)
-        )
+        ] + [threading.Thread(target=self._run, name="kvindex-discovery", daemon=True)]
         prepare_forks(self, Discovery._prepare_fork)
         for thread in self._threads:
             thread.start()
@@ -139,10 +137,10 @@ class Discovery:
     # Calls from any thread --------------------------------------------------------------------
 
     def missing(self) -> dict[str, str]:
-        """Return the sources and engines that are not subscribed to yet, and why.
+        """Return why sources have listed nothing, and engines are not subscribed to yet.
 
-        By the name of a source that has listed nothing, or the URL (or name) of an engine that is
-        not subscribed to; empty when every known engine is added.
+        By the name of a source, and by the URL (or name) of an engine; empty when every known
+        engine is added.
         """
         with self._changed:
             return self._tracker.missing()
@@ -169,21 +167,17 @@ class Discovery:
     async def wait_found_async(
         self, timeout: float, enough: Callable[[], bool] = lambda: False
     ) -> dict[str, str]:
-        """Wait until nothing is missing, as `wait_found`; for asyncio: no thread waits.
-
-        Args and Raises: as `wait_found`.
-        """
+        """Wait as `wait_found`, for asyncio: no thread waits."""
         loop = asyncio.get_running_loop()
-        changed = asyncio.Event()
         until = loop.time() + timeout
-        stop = self.on_change(lambda: loop.call_soon_threadsafe(changed.set))
+        bell = LoopBell()
+        stop = self.on_change(bell.ring)
         try:
             while not self._ended.is_set() and self.missing() and not enough():
                 try:
-                    await asyncio.wait_for(changed.wait(), until - loop.time())
+                    await asyncio.wait_for(bell.wait(), until - loop.time())
                 except asyncio.TimeoutError:
                     break
-                changed.clear()
         finally:
             stop()
         self._check_open()
@@ -301,11 +295,12 @@ class Discovery:
             self._calls[step.do](step.engine)
         except ClosedError:
             raise
-        except KVIndexError as error:
-            outcome = partial(self._tracker.refused, step, str(error), self._clock())
         except Exception as error:
-            logger.exception("%s of %s failed", step.do, step.engine.worker.name)
-            outcome = partial(self._tracker.refused, step, repr(error), self._clock())
+            reason = str(error)
+            if not isinstance(error, KVIndexError):
+                logger.exception("%s of %s failed", step.do, step.engine.worker.name)
+                reason = repr(error)
+            outcome = partial(self._tracker.refused, step, reason, self._clock())
         with self._changed:
             outcome()
 
@@ -327,18 +322,15 @@ class Discovery:
             return
         event: Callable[[float], None]
         try:
-            report: EngineReport = self._ask(target.url)
-            event = partial(self._tracker.answered, target, report)
-        except (DiscoveryError, ConfigurationError) as error:
-            failure = (
-                error
-                if isinstance(error, DiscoveryError)
-                else DiscoveryError(str(error), url=target.url, reason="content")
-            )
-            event = partial(self._tracker.unanswered, target, failure)
+            event = partial(self._tracker.answered, target, self._ask(target.url))
+        except DiscoveryError as error:
+            event = partial(self._tracker.unanswered, target, error)
         except Exception as error:  # else it would never be asked again
-            logger.exception("%s could not be asked", target.url)
-            failure = DiscoveryError(repr(error)[:400], url=target.url, reason="content")
+            text = str(error)
+            if not isinstance(error, ConfigurationError):
+                logger.exception("%s could not be asked", target.url)
+                text = repr(error)[:400]
+            failure = DiscoveryError(text, url=target.url, reason="content")
             event = partial(self._tracker.unanswered, target, failure)
         self._inbox.put(event)
 
@@ -387,20 +379,14 @@ def _checked(sources: Iterable[Source] | Source) -> tuple[Source, ...]:
     for source in given:
         if not isinstance(source, Source):
             raise ConfigurationError(f"{source!r:.200} is no source of engines")
-    names = [source.name for source in given]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigurationError(f"two sources are {name!r}: name each once")
+    check_names((source.name for source in given), "two sources are {!r}: name each once")
     return given
 
 
 class _Askers:
-    """Runs calls in a few threads, which are started when there is work for them.
+    """Runs calls, which must not raise, in up to `most` threads, started when there is work.
 
     They are daemons: a name server that never answers does not delay the end of the process.
-
-    Args:
-        most: most threads.
 
     Thread safety: `run` and `close` from one thread.
     """
@@ -426,8 +412,5 @@ class _Askers:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            try:
-                call()
-            except Exception:
-                logger.exception("an engine could not be asked")
+            call()
             self._idle.release()

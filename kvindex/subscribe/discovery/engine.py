@@ -16,12 +16,13 @@ from kvindex.subscribe.discovery.answers import (
     addresses_of,
     is_sglang,
     named_models,
+    positive,
     reach,
     read_server_info,
     read_sources,
     without_secrets,
 )
-from kvindex.subscribe.discovery.web import HttpReply, Web
+from kvindex.subscribe.discovery.web import Web
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 
@@ -30,7 +31,7 @@ __all__ = ["ASK_TIMEOUT", "EngineReport", "ask_engine", "engine_name"]
 ASK_TIMEOUT: Final = 5.0
 """Seconds in which an engine must have answered."""
 
-
+_SERVER_INFO = ("/server_info", "/get_server_info")
 _MAX_NAMES = 16  # hosts that are looked up for one answer; further ones are used as given
 
 
@@ -141,8 +142,8 @@ def ask_engine(
     Args:
         url: of the engine's HTTP server, http://HOST:PORT.
         timeout: seconds for all of it.
-        token: sent as a bearer token: what vLLM and SGLang call --api-key.
-        context: of TLS, for https; by default certificates are checked as the system does.
+        token: as for `DiscoveryOptions`.
+        context: as for `DiscoveryOptions`.
         resolve: looks host names up; for tests.
 
     Raises:
@@ -229,46 +230,41 @@ class _Asking:
         except DiscoveryError as error:
             if error.reason != "content":
                 raise  # no other path will answer either
-            self._note(path, str(error).removeprefix(f"{self.web.url}{path} "), error)
-            return None
+            return self._note(path, "content", str(error).removeprefix(f"{self.web.url}{path} "))
+        if answer.status in (401, 403):
+            text = f"answers {answer.status}: give the engine's API key as token="
+            return self._note(path, "denied", text)
         if answer.status != 200:
-            self._note_status(path, answer)
-            return None
+            return self._note(path, "status", f"answers {answer.status}")
         try:
             content = answer.json()
             result = read(content)
             self.answers[path] = without_secrets(content)
         except (ValueError, TypeError, RecursionError) as error:
-            text = f"answers what cannot be used: {str(error)[:200]}"
-            self._note(path, text, self._error(path, "content", text))
-            return None
+            return self._note(path, "content", _unusable(error))
         return result
 
     def server_info(self) -> tuple[list[Announcement], int | None] | None:
         """Return SGLang's server info; None from any other engine."""
-        for path in ("/server_info", "/get_server_info"):
+        for path in _SERVER_INFO:
             info = self.get(path, lambda answer: answer)
             if is_sglang(info):
                 try:
                     return read_server_info(info)
                 except (ValueError, TypeError, RecursionError) as error:
-                    text = f"answers what cannot be used: {str(error)[:200]}"
-                    raise self._error(path, "content", text) from None
+                    raise self.web.error(path, "content", _unusable(error)) from None
         return None
 
     def version(self) -> str:
         """Return the engine's version, which SGLang reports in its server info."""
-        for path in ("/server_info", "/get_server_info"):
-            version = _text_of(self.answers.get(path), "version")
-            if version:
-                return version
-        return _text_of(self.get("/version", lambda answer: answer), "version")
+        infos = (self.answers.get(path) for path in _SERVER_INFO)
+        known = next(filter(None, (_text_of(info, "version") for info in infos)), "")
+        return known or _text_of(self.get("/version", lambda answer: answer), "version")
 
     def kv_block_size(self) -> int | None:
         """Return the block size in the other `/get_server_info`, that of vLLM's Rust front end."""
         info = self.answers.get("/get_server_info")
-        size = info.get("kv_block_size") if isinstance(info, Mapping) else None
-        return size if isinstance(size, int) and 0 < size < 1 << 31 else None
+        return positive(info.get("kv_block_size")) if isinstance(info, Mapping) else None
 
     def bounded(self, resolve: Resolve) -> Resolve:
         """Return a resolver of a few names only, each once, and only while there is time."""
@@ -295,19 +291,14 @@ class _Asking:
             raise DiscoveryError(text, url=self.web.url, reason="timeout")
         return left
 
-    def _note_status(self, path: str, answer: HttpReply) -> None:
-        denied = answer.status in (401, 403)
-        text = f"answers {answer.status}" + (": give the engine's API key as token=" * denied)
-        reason = "denied" if denied else "status"
-        self._note(path, text, self._error(path, reason, text))
-
-    def _note(self, path: str, text: str, error: DiscoveryError) -> None:
+    def _note(self, path: str, reason: str, text: str) -> None:
         self.failures[path] = text
-        if self._failure is None or error.reason == "denied":
-            self._failure = error
+        if self._failure is None or reason == "denied":
+            self._failure = self.web.error(path, reason, text)
 
-    def _error(self, path: str, reason: str, text: str) -> DiscoveryError:
-        return DiscoveryError(f"{self.web.url}{path} {text}", url=self.web.url, reason=reason)
+
+def _unusable(error: Exception) -> str:
+    return f"answers what cannot be used: {str(error)[:200]}"
 
 
 def _text_of(answer: Any, key: str) -> str:

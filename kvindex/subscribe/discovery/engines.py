@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, cast
 
 from kvindex.subscribe import RankStatus, State, Worker
 from kvindex.subscribe.discovery.discovery import Discovery, DiscoveryOptions
 from kvindex.subscribe.discovery.engine import engine_name
-from kvindex.subscribe.discovery.targets import Engine, Notify, Source, Target
+from kvindex.subscribe.discovery.targets import Engine, Notify, Source, Target, check_names
 from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ClosedError, ConfigurationError, UnknownRankError
@@ -25,9 +26,7 @@ class EngineSource:
 
     Args:
         urls: one URL or several, http://HOST:PORT. The worker is called HOST:PORT.
-        model: the model that they serve; by default each is asked.
-        routing_group: separates deployments of one model.
-        cache: what their events do not state.
+        model, routing_group, cache: as for `Target`; by default each is asked for its model.
 
     Raises:
         ConfigurationError: a URL is invalid, or is given twice.
@@ -62,10 +61,7 @@ class EngineSource:
             )
             for url in given
         )
-        names = [target.name for target in self.targets]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigurationError(f"the engine at {name} is given twice")
+        check_names((target.name for target in self.targets), "the engine at {} is given twice")
         more = f" and {len(given) - 1} more" if len(given) > 1 else ""
         self.name = f"{'engines' if more else 'engine'} {self.targets[0].url}{more}"
         self._closed = threading.Event()
@@ -104,11 +100,9 @@ def split_engines(given: Engines) -> tuple[Iterable[Worker] | Worker, list[Sourc
     else:
         listed = list(given)
     urls = [entry for entry in listed if _is_url(entry)]
-    sources: list[Source] = [EngineSource(urls)] if urls else []
-    sources += [entry for entry in listed if isinstance(entry, Source)]
-    return [
-        entry for entry in listed if not isinstance(entry, Source) and not _is_url(entry)
-    ], sources
+    sources = [entry for entry in listed if isinstance(entry, Source)]
+    workers = [entry for entry in listed if entry not in urls and entry not in sources]
+    return workers, [EngineSource(urls), *sources] if urls else sources
 
 
 def _is_url(given: object) -> bool:
@@ -143,10 +137,8 @@ def follow_engines(
         name = engine.worker.name
         ranks = [Rank(name, address.dp_rank) for address in engine.worker.publishers()]
         for rank in ranks if engine.is_part else [name]:
-            try:
+            with suppress(UnknownRankError):  # another caller removed it
                 living().remove(rank)
-            except UnknownRankError:
-                pass  # another caller removed it
 
     def is_alive(worker: str) -> bool:
         return any(rank.worker == worker for rank in living().connected_ranks())

@@ -13,7 +13,7 @@ import msgspec
 
 from kvindex.subscribe import Worker
 from kvindex.subscribe.discovery.engine import engine_name
-from kvindex.subscribe.discovery.targets import Notify, Target
+from kvindex.subscribe.discovery.targets import Notify, Target, check_names
 from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
@@ -71,10 +71,9 @@ def read_targets(listed: Mapping[str, Any] | Iterable[Any]) -> tuple[Target, ...
     else:
         entries = list(listed)
     targets = tuple(_target(entry, number) for number, entry in enumerate(entries, 1))
-    names = [target.name for target in targets]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigurationError(f"two engines are called {twice!r}: give each its own name")
+    check_names(
+        (target.name for target in targets), "two engines are called {!r}: give each its own name"
+    )
     return targets
 
 
@@ -83,15 +82,12 @@ def _target(entry: Any, number: int) -> Target:
         given = _Entry(url=entry) if isinstance(entry, str) else msgspec.convert(entry, _Entry)
         if bool(given.url) == (given.endpoint is not None):
             raise ConfigurationError("give either `url`, to ask the engine, or `endpoint`")
-        worker = None
         if given.url:
             split_url(given.url)
-        else:
-            worker = _worker(given)
         return Target(
             given.name or engine_name(given.url),
             given.url.rstrip("/"),
-            worker,
+            None if given.url else _worker(given),
             given.model,
             given.routing_group,
             given.labels,
@@ -212,10 +208,9 @@ class FollowedFile:
 class FileSource(FollowedFile):
     """Lists the engines in a file, and reads it again whenever it changes.
 
-    The name decides the form: .toml, .json, or .ndjson and .jsonl with an entry on each line;
-    `read_targets` describes the entries. `FollowedFile` describes when the file is read again, and
-    what a mistake in it does: the file of `kvindex serve` is followed likewise. To list no engine,
-    write `[]` (TOML: `engines = []`).
+    The name decides the form: .toml, .json, or .ndjson and .jsonl with an entry on each line, as
+    `read_targets` describes. `FollowedFile` describes when the file is read again, and what a
+    mistake in it does. To list no engine, write `[]` (TOML: `engines = []`).
 
     Args:
         path: the file.
@@ -240,20 +235,13 @@ class FileSource(FollowedFile):
         if self.path.suffix == ".toml":
             _toml()  # raises now rather than at the first reading
 
-    def _error(self, reason: str, text: str) -> DiscoveryError:
-        return DiscoveryError(f"{self.path} {text}", url=str(self.path), reason=reason)
-
     def read(self) -> tuple[Target, ...]:
-        """Return the engines that the file lists now.
-
-        Raises:
-            DiscoveryError: it cannot be read, or understood.
-        """
         try:
             with self.path.open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)
         except OSError as error:
-            raise self._error("unreachable", f"cannot be read: {error.strerror}") from None
+            text = f"{self.path} cannot be read: {error.strerror}"
+            raise DiscoveryError(text, url=str(self.path), reason="unreachable") from None
         try:
             if len(content) > _MAX_BYTES:
                 raise ConfigurationError(f"it has more than {_MAX_BYTES} bytes")
@@ -261,7 +249,8 @@ class FileSource(FollowedFile):
                 raise ConfigurationError("it is empty")
             return read_targets(self._decoded(content))
         except (ValueError, RecursionError) as error:
-            raise self._error("content", f"cannot be understood: {error}") from None
+            text = f"{self.path} cannot be understood: {error}"
+            raise DiscoveryError(text, url=str(self.path), reason="content") from None
 
     def _decoded(self, content: bytes) -> Any:
         if self.path.suffix == ".toml":

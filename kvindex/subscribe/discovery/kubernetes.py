@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvindex.subscribe.discovery.kube_api import KubeApi
-from kvindex.subscribe.discovery.names import usual_worker
+from kvindex.subscribe.discovery.names import UsualPorts, usual_worker
 from kvindex.subscribe.discovery.targets import Notify, Target
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
@@ -36,12 +36,8 @@ class PodRules(msgspec.Struct, frozen=True, kw_only=True):
             `port_name`, else 8000.
         port_name: a container port.
         port_label: a label that has the port.
-        model_label: a label that has the name of the model.
-        events_port: where rank 0 publishes if the engine does not report it; None assumes nothing.
-        replay_port: where rank 0 then answers replay requests.
-        dp_size: number of ranks of such an engine.
-        routing_group: of all of them.
-        cache: what their events do not state.
+        model_label, events_port, replay_port, dp_size, routing_group, cache: as for
+            `KubernetesSource`.
     """
 
     ports: tuple[int, ...] = ()
@@ -61,10 +57,7 @@ class PodRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _PRESETS: Mapping[str, tuple[str, PodRules]] = {
-    "llm-d": (
-        "llm-d.ai/inference-serving=true",
-        PodRules(model_label="llm-d.ai/model"),
-    ),
+    "llm-d": ("llm-d.ai/inference-serving=true", PodRules(model_label="llm-d.ai/model")),
     "aibrix": (
         "model.aibrix.ai/kv-events-enabled=true",
         PodRules(
@@ -73,10 +66,7 @@ _PRESETS: Mapping[str, tuple[str, PodRules]] = {
             replay_port=5558,
         ),
     ),
-    "vllm-production-stack": (
-        "helm-release-name,model",
-        PodRules(port_name="container-port"),
-    ),
+    "vllm-production-stack": ("helm-release-name,model", PodRules(port_name="container-port")),
 }
 
 
@@ -120,14 +110,13 @@ def pod_of(listed: Any) -> Pod:
         ValueError: it is no pod.
     """
     metadata, spec, status = (_part(listed, key) for key in ("metadata", "spec", "status"))
+    labels = _part(metadata, "labels")
     name = metadata.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError("a pod has no name")
     conditions = [c for c in _list(status, "conditions") if isinstance(c, Mapping)]
     containers = [c for c in _list(spec, "containers") if isinstance(c, Mapping)]
     ports = [p for c in containers for p in _list(c, "ports") if isinstance(p, Mapping)]
-    labels = metadata.get("labels")
-    labels = labels if isinstance(labels, Mapping) else {}
     return Pod(
         name,
         _text(metadata.get("uid")),
@@ -166,24 +155,14 @@ def targets_of(pod: Pod, rules: PodRules) -> Iterator[Target]:
         ConfigurationError: its ports are invalid.
     """
     ports = _ports(pod, rules)
+    usual = UsualPorts(rules.events_port, rules.replay_port, rules.dp_size)
     host = f"[{pod.address}]" if ":" in pod.address else pod.address
     for place, port in enumerate(ports):
         name = pod.name if len(ports) == 1 else f"{pod.name}:{port}"
-        worker = None
-        if rules.events_port is not None:
-            worker = usual_worker(
-                name,
-                pod.address,
-                rules.events_port,
-                rules.replay_port,
-                rules.dp_size,
-                rules.cache,
-                place * rules.dp_size,
-            )
         yield Target(
             name,
             f"http://{host}:{port}",
-            worker,
+            usual_worker(name, pod.address, usual, rules.cache, place * rules.dp_size),
             pod.labels.get(rules.model_label, ""),
             rules.routing_group,
             pod.labels,
@@ -241,8 +220,7 @@ class KubernetesSource:
         replay_port: where it then answers replay requests.
         dp_size: number of ranks of such an engine.
         model_label: a label that has the name of the model; by default each engine is asked.
-        routing_group: of these engines.
-        cache: what their events do not state.
+        routing_group, cache: as for `Target`.
         kube_url: the API server's URL, or that of a `kubectl proxy`; by default that of the cluster
             around this process, with the token and certificate of its service account.
         token, certificate: files that have others.
@@ -296,6 +274,7 @@ class KubernetesSource:
             kube_url, token=token, certificate=certificate, watch_seconds=60 if pool else 240
         )
         self.namespace = namespace or self._api.namespace or "default"
+        self._path = f"/api/v1/namespaces/{self.namespace}/pods"
         self._selector = "" if pool else selector or usual
         self._pool = pool
         self.name = f"pods {f'of pool {pool}' if pool else self._selector} in {self.namespace}"
@@ -349,10 +328,6 @@ class KubernetesSource:
         if ports and not self.rules.ports:
             return selector, msgspec.structs.replace(self.rules, ports=ports)
         return selector, self.rules
-
-    @property
-    def _path(self) -> str:
-        return f"/api/v1/namespaces/{self.namespace}/pods"
 
     def _list(self, selector: str, rules: PodRules, notify: Notify) -> str:
         """Receive all pods; return the version of the list."""
@@ -412,6 +387,4 @@ class KubernetesSource:
 
 
 def _version(listed: Any) -> str:
-    metadata = listed.get("metadata") if isinstance(listed, Mapping) else None
-    version = metadata.get("resourceVersion") if isinstance(metadata, Mapping) else None
-    return version if isinstance(version, str) else ""
+    return _text(_part(listed, "metadata").get("resourceVersion"))

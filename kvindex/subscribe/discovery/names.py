@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvindex.subscribe import Worker
 from kvindex.subscribe.discovery.answers import with_host
@@ -14,7 +14,7 @@ from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 
-__all__ = ["DnsSource", "usual_worker"]
+__all__ = ["DnsSource", "UsualPorts", "usual_worker"]
 
 LookUp: TypeAlias = Callable[[str], Sequence[str]]
 """Returns the addresses of a name, or raises an OSError."""
@@ -37,8 +37,7 @@ class DnsSource:
         events_port: where rank 0 publishes if its engine does not report it; None assumes
             nothing.
         interval: seconds between two look-ups.
-        model, routing_group: of these engines; by default each is asked for its model.
-        cache: what their events do not state.
+        model, routing_group, cache: as for `Target`; by default each is asked for its model.
         look_up: returns a name's addresses; for tests.
 
     Raises:
@@ -74,8 +73,7 @@ class DnsSource:
         self.name = f"name {self._host}"
         self._scheme = parts.scheme if is_asked else ""
         self._rest = ("" if parts.port is None else f":{parts.port}") + parts.path.rstrip("/")
-        self._events_port = events_port if is_asked else parts.port
-        self._ports = replay_port, dp_size
+        self._ports = UsualPorts(events_port if is_asked else parts.port, replay_port, dp_size)
         self._facts = model, routing_group, cache or CacheSettings()
         self._interval = interval
         self._look_up = look_up or _addresses
@@ -106,45 +104,47 @@ class DnsSource:
         model, group, cache = self._facts
         for address in addresses:
             shown = f"[{address}]" if ":" in address else address
-            replay_port, dp_size = self._ports
-            worker = None
-            if self._events_port is not None:
-                worker = usual_worker(
-                    address, address, self._events_port, replay_port, dp_size, cache
-                )
+            worker = usual_worker(address, address, self._ports, cache)
             url = f"{self._scheme}://{shown}{self._rest}" if self._scheme else ""
             yield Target(address, url, worker, model, group, cache=cache)
 
 
+class UsualPorts(NamedTuple):
+    """Where the ranks of an engine publish: at port + rank, where engines put them.
+
+    Attributes:
+        events: where rank 0 publishes; None assumes nothing.
+        replay: where rank 0 answers replay requests, or None.
+        dp_size: number of ranks.
+    """
+
+    events: int | None
+    replay: int | None
+    dp_size: int
+
+
 def usual_worker(
-    name: str,
-    host: str,
-    events_port: int,
-    replay_port: int | None,
-    dp_size: int,
-    cache: CacheSettings,
-    first_rank: int = 0,
-) -> Worker:
-    """Return an engine whose ranks publish at port + rank, where engines put them.
+    name: str, host: str, ports: UsualPorts, cache: CacheSettings, first_rank: int = 0
+) -> Worker | None:
+    """Return an engine at its usual ports; None if they assume nothing.
 
     Raises:
         ConfigurationError: a port is invalid, or the engine's two ranges of ports overlap.
     """
-    ranks = range(first_rank, first_rank + dp_size)
-    if replay_port is not None and events_port < replay_port <= events_port + ranks[-1]:
+    events, replay, dp_size = ports
+    if events is None:
+        return None
+    end = first_rank + dp_size
+    if replay is not None and events < replay < events + end:
         raise ConfigurationError(
-            f"with {ranks[-1] + 1} ranks, replay port {replay_port} is where rank "
-            f"{replay_port - events_port} publishes: keep it at least {ranks[-1] + 1} above "
-            f"{events_port}"
+            f"with {end} ranks, replay port {replay} is where rank {replay - events} publishes: "
+            f"keep it at least {end} above {events}"
         )
-    return Worker(
-        name,
-        {rank: with_host(host, events_port + rank) for rank in ranks},
-        replay=None
-        if replay_port is None
-        else {rank: with_host(host, replay_port + rank) for rank in ranks},
-        cache=cache,
-    )
+
+    def at(base: int) -> dict[int, str]:
+        return {rank: with_host(host, base + rank) for rank in range(first_rank, end)}
+
+    return Worker(name, at(events), replay=None if replay is None else at(replay), cache=cache)
 
 
 def _addresses(host: str) -> list[str]:

@@ -9,16 +9,16 @@ import msgspec
 
 from kvindex.subscribe import PublisherAddress, Worker
 from kvindex.wire import CacheSettings
+from kvindex.wire.errors import ConfigurationError
 
 __all__ = [
     "Engine",
     "Notify",
     "Source",
     "Target",
+    "check_names",
     "described",
     "is_other",
-    "part_of",
-    "place_of",
     "ranks_of",
     "with_ranks",
 ]
@@ -53,6 +53,11 @@ class Target(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.url and self.worker is None:
             raise ValueError(f"{self.name}: give a URL or a worker")
+
+    @property
+    def place(self) -> str:
+        """A text that differs when another engine has come under this name."""
+        return f"{self.url} {self.version}"
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -109,12 +114,16 @@ class Source(Protocol):
         """Have `watch` return, now and whenever it is called. From any thread; idempotent."""
 
 
+def check_names(names: Iterable[str], refusal: str) -> None:
+    """Raise ConfigurationError with `refusal`, formatted with the first name given twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ConfigurationError(refusal.format(name))
+        seen.add(name)
+
+
 # Two reports on one engine -----------------------------------------------------------------------
-
-
-def place_of(target: Target) -> str:
-    """Return a text that differs when another engine has come under a name."""
-    return f"{target.url} {target.version}"
 
 
 def ranks_of(engine: Engine | None) -> dict[int, PublisherAddress]:
@@ -125,22 +134,23 @@ def ranks_of(engine: Engine | None) -> dict[int, PublisherAddress]:
 def is_other(before: Engine, latest: Engine) -> bool:
     """Return whether more has changed than ranks that have come or gone."""
     old, new = ranks_of(before), ranks_of(latest)
-    is_moved = any(old[rank] != new[rank] for rank in old.keys() & new.keys())
-    return (
-        is_moved
-        or not old.keys() & new.keys()
-        or _settings(before) != _settings(latest)
-        or (before.model, before.routing_group) != (latest.model, latest.routing_group)
-    )
+    kept = old.keys() & new.keys()
+    is_moved = any(old[rank] != new[rank] for rank in kept)
+    return is_moved or not kept or _settings(before) != _settings(latest)
 
 
 def _settings(engine: Engine) -> tuple[object, ...]:
     worker = engine.worker
-    return worker.topic, worker.bind, worker.curve, worker.cache
+    return (
+        *(worker.topic, worker.bind, worker.curve, worker.cache),
+        *(engine.model, engine.routing_group),
+    )
 
 
-def with_ranks(engine: Engine, addresses: Iterable[PublisherAddress]) -> Engine:
-    """Return the same engine with these ranks."""
+def with_ranks(
+    engine: Engine, addresses: Iterable[PublisherAddress], *, is_part: bool = False
+) -> Engine:
+    """Return the same engine with these ranks, or these as a part of it."""
     kept = sorted(addresses, key=lambda address: address.dp_rank)
     replays = {a.dp_rank: a.replay for a in kept if a.replay is not None}
     worker = msgspec.structs.replace(
@@ -149,12 +159,7 @@ def with_ranks(engine: Engine, addresses: Iterable[PublisherAddress]) -> Engine:
         replay=replays if len(replays) == len(kept) else None,
         dp_size=None,
     )
-    return msgspec.structs.replace(engine, worker=worker)
-
-
-def part_of(engine: Engine, addresses: Iterable[PublisherAddress]) -> Engine:
-    """Return these ranks of an engine."""
-    return msgspec.structs.replace(with_ranks(engine, addresses), is_part=True)
+    return msgspec.structs.replace(engine, worker=worker, is_part=is_part)
 
 
 def described(engine: Engine) -> str:

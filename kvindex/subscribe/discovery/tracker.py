@@ -21,8 +21,6 @@ from kvindex.subscribe.discovery.targets import (
     Target,
     described,
     is_other,
-    part_of,
-    place_of,
     ranks_of,
     with_ranks,
 )
@@ -295,7 +293,7 @@ class Tracker:
     def _change(self, engine: _Followed, owner: str, target: Target, now: float) -> None:
         before, engine.target, engine.source = engine.target, target, owner
         engine.absent_since = None
-        if place_of(before) != place_of(target):
+        if before.place != target.place:
             engine.ask_at, engine.is_asking = now, False
             engine.answered_at, engine.failures = None, 0
         if not target.url and before != target:
@@ -310,7 +308,7 @@ class Tracker:
     def _drop(self, name: str, engine: _Followed, why: str) -> None:
         del self._engines[name]
         if engine.subscribed is not None:
-            self._steps.append(Step("remove", engine.subscribed))
+            self._unsubscribe(engine)
             logger.info("removes %s: %s", name, why)
 
     def _forget_at(self, engine: _Followed) -> float:
@@ -322,24 +320,18 @@ class Tracker:
 
     def _forget(self, name: str, engine: _Followed) -> None:
         self.counters["forgotten"] += 1
+        after = self._forget_after
         if engine.absent_since is not None:
-            self._drop(
-                name, engine, f"{engine.source} has not listed it for {self._forget_after:g} s"
-            )
-        elif engine.subscribed is not None:
-            self._steps.append(Step("remove", engine.subscribed))
-            engine.subscribed, engine.is_added = None, False
-            logger.warning(
-                "removes %s until it answers again, after %g s: %s",
-                name,
-                self._forget_after,
-                engine.reason,
-            )
+            self._drop(name, engine, f"{engine.source} has not listed it for {after:g} s")
+        else:
+            self._unsubscribe(engine)
+            why = engine.reason
+            logger.warning("removes %s until it answers again, after %g s: %s", name, after, why)
 
     def _asked(self, target: Target) -> _Followed | None:
         """Return the engine that was asked, unless it has changed meanwhile."""
         engine = self._engines.get(target.name)
-        if engine is None or place_of(engine.target) != place_of(target):
+        if engine is None or engine.target.place != target.place:
             return None
         engine.is_asking = False
         return engine
@@ -351,7 +343,7 @@ class Tracker:
         wait = min(self._interval, _FIRST_RETRY * 2 ** min(engine.failures, 16))
         engine.failures += 1
         engine.ask_at = now + wait * (0.9 + 0.2 * self._jitter())
-        is_known = engine.subscribed is not None and engine.place == place_of(target)
+        is_known = engine.subscribed is not None and engine.place == target.place
         if is_known:
             if error.reason != "unsaid":
                 self._log_once(engine, logging.WARNING, f"{error}; what is known of it is kept")
@@ -360,9 +352,12 @@ class Tracker:
             self._accept(engine, target.worker, now)
         else:
             self._log_once(engine, logging.WARNING, str(error))
-            if engine.subscribed is not None:  # of an earlier engine of this name
-                self._steps.append(Step("remove", engine.subscribed))
-                engine.subscribed, engine.is_added = None, False
+            self._unsubscribe(engine)  # from an earlier engine of this name
+
+    def _unsubscribe(self, engine: _Followed) -> None:
+        if engine.subscribed is not None:
+            self._steps.append(Step("remove", engine.subscribed))
+            engine.subscribed, engine.is_added = None, False
 
     def _accept(
         self, engine: _Followed, worker: Worker | None, now: float, model: str = ""
@@ -374,18 +369,17 @@ class Tracker:
             worker = msgspec.structs.replace(worker, name=target.name)
         if not target.url:
             engine.ask_at, engine.reason = math.inf, ""
-        was_here = engine.subscribed is not None and engine.place == place_of(target)
+        was_here = engine.subscribed is not None and engine.place == target.place
+        known_model = engine.subscribed.model if engine.subscribed and was_here else ""
         latest = Engine(
             worker,
-            target.model
-            or model
-            or (engine.subscribed.model if engine.subscribed and was_here else ""),
+            target.model or model or known_model,
             target.routing_group,
             target.url or None,
             target.labels,
             engine.source,
         )
-        before, engine.subscribed, engine.place = engine.subscribed, latest, place_of(target)
+        before, engine.subscribed, engine.place = engine.subscribed, latest, target.place
         if before is None:
             self._steps.append(Step("add", latest))
             logger.info("adds %s", described(latest))
@@ -398,11 +392,8 @@ class Tracker:
         self.counters["moved"] += 1
         engine.is_added = False
         self._steps += [Step("remove", before), Step("add", latest)]
-        logger.info(
-            "removes %s and adds it anew: it has changed to %s",
-            latest.worker.name,
-            described(latest),
-        )
+        name = latest.worker.name
+        logger.info("removes %s and adds it anew: it has changed to %s", name, described(latest))
 
     def _resize(self, engine: _Followed, before: Engine, latest: Engine, now: float) -> None:
         """Add the ranks that have come, and remove those that two answers running lack."""
@@ -419,13 +410,12 @@ class Tracker:
         come = [new[rank] for rank in sorted(new.keys() - old.keys())]
         if come:
             self.counters["grown"] += 1
-            self._steps.append(Step("add", part_of(latest, come)))
+            self._steps.append(Step("add", with_ranks(latest, come, is_part=True)))
             logger.info("adds dp_ranks %s of %s", [a.dp_rank for a in come], latest.worker.name)
         if gone:
             self.counters["shrunk"] += 1
-            self._steps.append(
-                Step("remove", part_of(before, [old[rank] for rank in sorted(gone)]))
-            )
+            left = with_ranks(before, [old[rank] for rank in gone], is_part=True)
+            self._steps.append(Step("remove", left))
             logger.info("removes dp_ranks %s of %s", sorted(gone), latest.worker.name)
 
     def _log_once(self, engine: _Followed, level: int, text: str) -> None:

@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -24,6 +25,8 @@ __all__ = ["MAX_ANSWER", "HttpReply", "Web", "split_url"]
 
 MAX_ANSWER: Final = 8 << 20
 """Most bytes of one answer. SGLang's `/server_info` is the longest of an engine, with 20 kB."""
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class HttpReply(msgspec.Struct, frozen=True):
@@ -94,11 +97,8 @@ class Web:
         self.host = parts.hostname or ""
         self._path = parts.path.rstrip("/")
         self._token = token
-        self._tls = context
-        if parts.scheme.lower() == "https" and context is None:
-            self._tls = ssl.create_default_context()
-        elif parts.scheme.lower() == "http":
-            self._tls = None
+        is_safe = parts.scheme.lower() == "https"
+        self._tls = (context or ssl.create_default_context()) if is_safe else None
         self.port = parts.port or (443 if self._tls else 80)
 
     def get(self, path: str, timeout: float, *, limit: int = MAX_ANSWER) -> HttpReply:
@@ -113,7 +113,7 @@ class Web:
         Raises:
             DiscoveryError: no whole answer came; `reason` says why.
         """
-        return self._whole(path, self.open(path, timeout), limit)
+        return self._whole(self.open(path, timeout), limit)
 
     def post(
         self,
@@ -121,30 +121,12 @@ class Web:
         body: bytes,
         timeout: float,
         *,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
         limit: int = MAX_ANSWER,
     ) -> HttpReply:
-        """Return what the server answers to a JSON body; otherwise as `get`.
-
-        Args:
-            path: from "/" on.
-            body: JSON.
-            timeout: as for `get`.
-            headers: further ones.
-            limit: as for `get`.
-
-        Raises:
-            DiscoveryError: as `get`.
-        """
-        named = {"Content-Type": "application/json", **(headers or {})}
-        return self._whole(path, self._opened("POST", path, timeout, body, named), limit)
-
-    def _whole(self, path: str, answer: Stream, limit: int) -> HttpReply:
-        with answer as stream:
-            body = stream.read(limit + 1)
-        if len(body) > limit:
-            raise self._error(path, "content", f"answers more than {limit} bytes")
-        return HttpReply(stream.status, body)
+        """Return what the server answers to a JSON body, with further headers; else as `get`."""
+        named = {"Content-Type": "application/json", **headers}
+        return self._whole(self._opened("POST", path, timeout, body, named), limit)
 
     def open(self, path: str, timeout: float) -> Stream:
         """Return an answer whose body can be read as it comes; the caller closes it.
@@ -152,11 +134,26 @@ class Web:
         Raises:
             DiscoveryError: no answer began within `timeout` seconds.
         """
-        return self._opened("GET", path, timeout, None, {})
+        return self._opened("GET", path, timeout)
+
+    def _whole(self, answer: Stream, limit: int) -> HttpReply:
+        with answer as stream:
+            body = stream.read(limit + 1)
+        if len(body) > limit:
+            raise self.error(answer.path, "content", f"answers more than {limit} bytes")
+        return HttpReply(stream.status, body)
 
     def _opened(
-        self, method: str, path: str, timeout: float, body: bytes | None, named: Mapping[str, str]
+        self,
+        method: str,
+        path: str,
+        timeout: float,
+        body: bytes | None = None,
+        named: Mapping[str, str] = _NO_HEADERS,
     ) -> Stream:
+        headers = {"Accept": "application/json", "Connection": "close", "User-Agent": "kvindex"}
+        if token := self._token() if callable(self._token) else self._token:
+            headers["Authorization"] = f"Bearer {token}"
         deadline = _Deadline(timeout)
         sock: socket.socket | None = None
         try:
@@ -165,40 +162,24 @@ class Web:
                 sock.settimeout(deadline.left())
                 sock = self._tls.wrap_socket(sock, server_hostname=self.host)
             close_in_children(sock)
-            response = self._request(sock, method, path, deadline, body, named)
+            connection = http.client.HTTPConnection(self.host, self.port)
+            connection.default_port = 443 if self._tls else 80  # the Host header leaves it out
+            connection.sock = _Wire(sock, deadline)
+            connection.request(method, self._path + path, body, {**headers, **named})
+            return Stream(self, path, sock, connection.getresponse(), deadline)
         except BaseException as error:
             if sock is not None:
                 sock.close()
-            is_known = isinstance(error, DiscoveryError)  # the token cannot be read
-            if isinstance(error, OSError | http.client.HTTPException | ValueError) and not is_known:
-                raise self._explain(path, error, timeout) from error
+            if isinstance(error, OSError | http.client.HTTPException | ValueError):
+                raise self.explain(path, error, timeout) from error
             raise
-        return Stream(self, path, sock, response, deadline)
 
-    def _request(
-        self,
-        sock: socket.socket,
-        method: str,
-        path: str,
-        deadline: _Deadline,
-        body: bytes | None,
-        named: Mapping[str, str],
-    ) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection(self.host, self.port)
-        connection.default_port = 443 if self._tls else 80  # the Host header leaves it out
-        connection.sock = _Wire(sock, deadline)
-        headers = {"Accept": "application/json", "Connection": "close", "User-Agent": "kvindex"}
-        token = self._token() if callable(self._token) else self._token
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
-        connection.request(method, self._path + path, body, {**headers, **named})
-        return connection.getresponse()
+    def explain(self, path: str, error: Exception, timeout: float) -> DiscoveryError:
+        """Return the error for a failure of a socket, of TLS, or of HTTP."""
+        return self.error(path, *_cause(error, timeout))
 
-    def _explain(self, path: str, error: Exception, timeout: float) -> DiscoveryError:
-        reason, text = _cause(error, timeout)
-        return self._error(path, reason, text)
-
-    def _error(self, path: str, reason: str, text: str) -> DiscoveryError:
+    def error(self, path: str, reason: str, text: str) -> DiscoveryError:
+        """Return an error about what the server answers at a path."""
         return DiscoveryError(f"{self.url}{path} {text}", url=self.url, reason=reason)
 
 
@@ -215,8 +196,8 @@ class Stream:
     ) -> None:
         self.status = response.status
         self.length = response.length  # bytes of the body; None if not given
+        self.path = path
         self._web = web
-        self._path = path
         self._sock = sock
         self._response = response
         self._deadline = deadline
@@ -230,7 +211,7 @@ class Stream:
         """
         if timeout is not None:
             self._deadline.restart(timeout)
-        return self._reading(lambda: self._response.read(limit), self._deadline.seconds)
+        return self._reading(self._response.read, limit)
 
     def read_line(self, limit: int, timeout: float) -> bytes:
         """Return the body's next line that is not empty; b"" if the body has ended.
@@ -240,18 +221,18 @@ class Stream:
                 than `limit` bytes ("content"), or the connection broke.
         """
         self._deadline.restart(timeout)
-        while line := self._reading(lambda: self._response.readline(limit + 1), timeout):
+        while line := self._reading(self._response.readline, limit + 1):
             if len(line) > limit:
-                raise self._web._error(self._path, "content", f"sends a line above {limit} bytes")
+                raise self._web.error(self.path, "content", f"sends a line above {limit} bytes")
             if line := line.strip():
                 return line
         return b""
 
-    def _reading(self, read: Callable[[], bytes], timeout: float) -> bytes:
+    def _reading(self, read: Callable[[int], bytes], most: int) -> bytes:
         try:
-            return read()
+            return read(most)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._web._explain(self._path, error, timeout) from error
+            raise self._web.explain(self.path, error, self._deadline.seconds) from error
 
     def close(self) -> None:
         """Hang up; a thread that is reading gets an error."""
@@ -290,7 +271,7 @@ class _Deadline:
         return left
 
 
-class _Wire:
+class _Wire(io.RawIOBase):
     """A socket as http.client needs it, within a deadline. `Web.open` or `Stream` closes it."""
 
     def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
@@ -302,18 +283,7 @@ class _Wire:
         self._sock.sendall(data)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_Incoming(self._sock, self._deadline))
-
-    def close(self) -> None:
-        """Leave it open: http.client closes before the body is read."""
-
-
-class _Incoming(io.RawIOBase):
-    """The bytes that come in, each of them before the deadline."""
-
-    def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
-        self._sock = sock
-        self._deadline = deadline
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
@@ -321,6 +291,9 @@ class _Incoming(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         self._sock.settimeout(self._deadline.left())
         return self._sock.recv_into(buffer)
+
+    def close(self) -> None:
+        """Leave it open: http.client closes before the body is read."""
 
 
 def _dial(host: str, port: int, deadline: _Deadline) -> socket.socket:
