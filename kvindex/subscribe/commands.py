@@ -58,23 +58,16 @@ class Commands:
                 has been running for as long.
         """
         call = self._put(command)
-        result: _Result
-        try:
-            result = call.done.result(timeout)
-        except concurrent.futures.TimeoutError:
-            if call.done.cancel():
-                raise BusyError(timeout) from None
-            result = self._rest(call, timeout)
-        return result
-
-    @staticmethod
-    def _rest(call: _Call, timeout: float) -> Any:
-        """Wait for a command that has begun until it has run for `timeout` seconds."""
-        left = call.begun_at + timeout - time.monotonic()
-        concurrent.futures.wait([call.done], max(0.0, left))
+        concurrent.futures.wait([call.done], timeout)
         if not call.done.done():
-            raise BusyError(timeout, begun=True)
-        return call.done.result()
+            if call.done.cancel():
+                raise BusyError(timeout)
+            left = call.begun_at + timeout - time.monotonic()
+            concurrent.futures.wait([call.done], max(0.0, left))
+            if not call.done.done():
+                raise BusyError(timeout, begun=True)
+        result: _Result = call.done.result()
+        return result
 
     def post(self, command: Callable[[], None]) -> None:
         """Enqueue a command from the owning thread itself; failures are logged."""
@@ -97,23 +90,21 @@ class Commands:
         self.running = True
         try:
             while self.waiting:
-                self._run(self.waiting.popleft())
+                call = self.waiting.popleft()
+                call.begun_at = time.monotonic()
+                if call.done.set_running_or_notify_cancel():
+                    self._run(call)
         finally:
             self.running = False
 
     @staticmethod
     def _run(call: _Call) -> None:
-        call.begun_at = time.monotonic()
-        if not call.done.set_running_or_notify_cancel():
-            return
         try:
-            result = call.command()
+            call.done.set_result(call.command())
         except BaseException as error:
             call.done.set_exception(error)
             if not isinstance(error, Exception):
                 raise
-        else:
-            call.done.set_result(result)
 
     def close(self) -> None:
         """Refuse the queued commands and all later ones."""

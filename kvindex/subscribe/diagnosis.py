@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvindex.subscribe.delivery import RankStatus
 from kvindex.subscribe.sequencer import MAX_COUNT, State
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _OVERFLOW_SHOWN = 60.0  # seconds after messages were dropped
 _GRACE = 1.0  # seconds after connecting in which a wrong topic may still show
 _MAX_TOPICS = 8
+_SHOWN = ("gaps", "replays_asked", "losses", "restarts", "duplicates", "decode_failures")
 _MAX_TOPIC_BYTES = 64  # the network chooses the topic
 
 
@@ -134,7 +135,10 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
     Its `last_event_age` is the time of the last event; the board turns it into an age.
     """
     sequencer = feed.sequencer
-    counters = _all_counters(feed)
+    all_counters = {**feed.sequencer.counters, **feed.notes.counters}  # no name is in both
+    all_counters["filtered_by_topic"] = feed.reader.topic.filtered
+    counters = {name: count for name, count in all_counters.items() if count}
+    shown: dict[str, Any] = {name: counters.get(name, 0) for name in _SHOWN}
     status = RankStatus(
         rank=feed.rank,
         state=_state(feed),
@@ -147,14 +151,9 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
         endpoint=feed.address.endpoint,
         replay_endpoint=feed.address.replay,
         last_event_age=feed.delivery.batch_at,
-        gaps=counters.get("gaps", 0),
-        replays_asked=counters.get("replays_asked", 0),
         replays_filled=counters.get("replays_ended", 0),
         replays_failed=counters.get("replays_failed", 0) + counters.get("replay_timeouts", 0),
-        losses=counters.get("losses", 0),
-        restarts=counters.get("restarts", 0),
-        duplicates=counters.get("duplicates", 0),
-        decode_failures=counters.get("decode_failures", 0),
+        **shown,
         counters=counters,
     )
     _log_news(feed, status)
@@ -200,13 +199,6 @@ def _lag(feed: Feed) -> int:
     topic = feed.reader.topic
     filtered = topic.filtered if topic.contradicted else 0
     return min(MAX_COUNT, feed.sequencer.lag + feed.delivery.lag + filtered)
-
-
-def _all_counters(feed: Feed) -> dict[str, int]:
-    """Return the counters above 0."""
-    counters = {**feed.sequencer.counters, **feed.notes.counters}  # no name is in both
-    counters["filtered_by_topic"] = feed.reader.topic.filtered
-    return {name: count for name, count in counters.items() if count}
 
 
 def _reason(feed: Feed, now: float) -> str:

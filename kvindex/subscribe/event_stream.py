@@ -31,7 +31,7 @@ class _Waiting:
     def __init__(self, max_items: int) -> None:
         self.closed = ""  # the reason, once it is closed
         self.bell: LoopBell | None = None  # of an iterating task
-        self.on_room: Callable[[], None] = _nobody_waits
+        self.on_room: Callable[[], None] = lambda: None
         self._ended = False  # nothing more comes
         self._max_items = max_items
         self._batches = 0  # of the items; the few others are not counted: calls depend on them
@@ -113,10 +113,6 @@ class _Waiting:
         self._make_lock()
         self.bell = None  # the parent's
         self.close(FORKED)
-
-
-def _nobody_waits() -> None:
-    """Do nothing."""
 
 
 class EventStream(Following):
@@ -203,13 +199,10 @@ class EventStream(Following):
                 raise
 
     async def __aiter__(self) -> AsyncGenerator[StreamItem, None]:
-        """Iterate in an asyncio task until the stream is closed; the event loop goes on meanwhile.
+        """Iterate as `__iter__`, in an asyncio task; no thread waits for it.
 
-        No thread waits for the task. Other tasks get their turn every millisecond, also while items
-        wait. A task that is cancelled takes no item: the next iteration goes on where it was.
-
-        Raises:
-            ClosedError: as `__iter__`.
+        Other tasks get their turn every millisecond, also while items wait. A task that is
+        cancelled takes no item: the next iteration goes on where it was.
         """
         import asyncio
 

@@ -1,8 +1,4 @@
-"""The questions that every follower of ranks' streams answers: their statuses, and waiting.
-
-No thread waits for an asyncio task, and nothing is polled: the writing thread rings a bell of the
-task's event loop.
-"""
+"""The questions that every follower of ranks' streams answers: their statuses, and waiting."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _Self = TypeVar("_Self", bound="Following")
 
 
 class LoopBell:
-    """Wakes one task of the running event loop; ringing twice is as good as once.
+    """Wakes one task of the running event loop, so that no thread waits and nothing is polled.
 
     Thread safety: `ring` from any thread, within any lock; `wait` by the task only.
     """
@@ -48,10 +44,7 @@ class LoopBell:
                 pass  # the loop is closed: nobody waits
 
     async def wait(self) -> None:
-        """Return once the bell was rung since the last return; then look for what has changed.
-
-        It may return once without a ring.
-        """
+        """Return once the bell was rung since the last return, or once more without a ring."""
         await self._event.wait()
         self._event.clear()
         self._rung = False
@@ -121,10 +114,9 @@ class Following(ABC):
     def status(self, rank: RankName) -> RankStatus:
         """Return how a rank's stream stands.
 
-        A rank whose batches name another dp_rank than its port is found under both.
-
         Args:
-            rank: a `Rank`, or its text "a/0", or "a" if that worker has one rank only.
+            rank: a `Rank`, or its text "a/0", or "a" if that worker has one rank only. A rank whose
+                batches name another dp_rank than its port is found under both.
 
         Raises:
             UnknownRankError: the rank is not subscribed to (a KeyError).
@@ -188,12 +180,7 @@ class Following(ABC):
         ranks: Iterable[RankName] | str | None = None,
         complete: bool = False,
     ) -> None:
-        """Return once every rank (or each of those given) is live; for asyncio.
-
-        The event loop goes on meanwhile. No thread waits, and cancelling leaves nothing behind.
-
-        Args and Raises: as `wait_live`.
-        """
+        """Return as `wait_live`, for asyncio: no thread waits, and cancelling leaves nothing."""
         import asyncio
 
         board = self._board
@@ -226,11 +213,8 @@ class Following(ABC):
         yielded once more, as closed. The iteration ends when this is closed.
 
         A slow consumer gets the latest status of each rank that has changed, and misses those in
-        between. So no more than one status of each rank waits, however slow it is.
-
-        There may be any number of consumers, on any number of event loops. No thread waits for
-        them. Cancelling the task leaves nothing behind. After a `break`, the event loop ends the
-        iteration by itself, as it does with every asynchronous generator.
+        between: no more than one status of each rank waits. There may be any number of consumers,
+        on any number of event loops. Cancelling the task leaves nothing behind.
         """
         changes = Changes(self._board)
         try:

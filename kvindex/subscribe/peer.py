@@ -22,7 +22,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -57,15 +57,10 @@ class HostCheck:
         self._resolve = resolve
         self._asked_at: float | None = None
         self._asking: threading.Thread | None = None
+        self._is_name = bool(self._host)
+        with suppress(ValueError):
+            self._is_name = not ipaddress.ip_address(self._host)
         self.trouble: str | None = None if self._is_name else ""
-
-    @property
-    def _is_name(self) -> bool:
-        try:
-            ipaddress.ip_address(self._host)
-        except ValueError:
-            return bool(self._host)
-        return False
 
     def ask(self, now: float) -> None:
         """Resolve the host in the background, unless it was resolved just now."""
@@ -111,10 +106,7 @@ class Inflow:
 
     def unread(self, descriptors: Iterable[int]) -> int:
         """Return how many bytes wait to be read, as far as is known."""
-        brought = 0
-        for descriptor in descriptors:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                brought += _received(connection) or 0
+        brought = sum(_received(connection) or 0 for _, connection in _opened(descriptors))
         return max(0, brought - self._unseen - self.read)
 
     def cut(self, descriptors: Collection[int], unchanged: Callable[[], bool]) -> int:
@@ -129,18 +121,13 @@ class Inflow:
         """
         brought = {}
         cut = 0
-        for descriptor in descriptors:
-            try:
-                connection = socket.socket(fileno=os.dup(descriptor))
-            except OSError:
-                continue  # closed just now
-            with connection:
-                size = _received(connection)
-                if size is None or not unchanged():
-                    continue
-                brought[descriptor] = size
-                if not self.whole and size - self._brought.get(descriptor, 0) > self._limit:
-                    cut += _shut_down(connection)
+        for descriptor, connection in _opened(descriptors):
+            size = _received(connection)
+            if size is None or not unchanged():
+                continue
+            brought[descriptor] = size
+            if not self.whole and size - self._brought.get(descriptor, 0) > self._limit:
+                cut += _shut_down(connection)
         if self.whole:
             self.whole, self._brought = False, brought
             if len(brought) == len(descriptors):
@@ -149,9 +136,20 @@ class Inflow:
 
     def hang_up(self, descriptors: Iterable[int]) -> None:
         """Shut down all connections; received bytes can still be read."""
-        for descriptor in descriptors:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        for _, connection in _opened(descriptors):
+            with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _opened(descriptors: Iterable[int]) -> Iterator[tuple[int, socket.socket]]:
+    """Yield a socket for each descriptor that is open, and close that socket afterwards."""
+    for descriptor in descriptors:
+        try:
+            connection = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            continue  # closed just now
+        with connection:
+            yield descriptor, connection
 
 
 def _received(connection: socket.socket) -> int | None:

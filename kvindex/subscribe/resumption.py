@@ -29,7 +29,7 @@ _VERSION = 1
 _NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
-class Claim(msgspec.Struct, frozen=True):
+class Claim(NamedTuple):
     """One publisher's dp_rank, by its port and by its batches.
 
     Attributes:
@@ -58,20 +58,11 @@ def settle(claims: Sequence[Claim]) -> list[int]:
         >>> settle([Claim(0, 5)])
         [5]
     """
-    said = Counter(claim.named for claim in claims if claim.named is not None)
-    believed = [
-        claim.named if claim.named is not None and said[claim.named] == 1 else None
-        for claim in claims
-    ]
-    doubted = {
-        claim.expected
-        for claim, dp_rank in zip(claims, believed, strict=True)
-        if dp_rank is None and claim.named is not None
-    }
+    users = Counter(claim.named for claim in claims)
     # A port's own rank goes first to publishers whose names were not accepted.
-    believed = [None if dp_rank in doubted else dp_rank for dp_rank in believed]
-    taken = {dp_rank for dp_rank in believed if dp_rank is not None}
-    names: list[int | None] = list(believed)
+    doubted = {c.expected for c in claims if c.named is not None and users[c.named] > 1}
+    names = [None if users[c.named] > 1 or c.named in doubted else c.named for c in claims]
+    taken = set(names)
     for i, claim in enumerate(claims):
         if names[i] is None and claim.expected not in taken:
             names[i] = claim.expected
@@ -170,11 +161,11 @@ class Resumption(NamedTuple):
     restored: bool
 
 
-class _Cursors(SavedRanks):
-    """Cursors alone: the sink has restored the contents by itself.
+_ANEW = Resumption(0, None, "no_cursor", False)
 
-    Read only, so any thread may call it.
-    """
+
+class _Cursors(SavedRanks):
+    """Cursors alone: the sink has restored the contents by itself. Immutable."""
 
     def __init__(self, cursors: Mapping[Rank, bytes]) -> None:
         self._cursors = cursors
@@ -213,9 +204,9 @@ def resume_ranks(
     Args:
         saved: the saved states; it restores into the sink those of ranks that go on.
         worker: whose publishers they are.
-        dp_ranks: the publishers, by their ports.
-        fingerprints: identity of the function in use.
-        present: the names of publishers that the worker has already, by their ports.
+        dp_ranks: as for `plan_resumption`.
+        fingerprints: as for `plan_resumption`.
+        present: as for `plan_resumption`.
     """
     cursors = saved.cursors(worker)
     plan = plan_resumption(dp_ranks, cursors, fingerprints, present)
@@ -246,36 +237,30 @@ def plan_resumption(
         present: the names of publishers that the worker has already, by their ports; they stay.
     """
     taken = set(present.values())
-    assigned: dict[int, tuple[int, SavedCursor | None, str]] = {}
-    for name, saved, refused in sorted(
-        _read(cursors, fingerprints), key=lambda read: read[1] is None
-    ):
+    assigned: dict[int, Resumption] = {}
+    read = [_read(name, data, fingerprints) for name, data in sorted(cursors.items())]
+    for resumption in sorted(read, key=lambda resumption: resumption.saved is None):
+        name, saved = resumption.dp_rank, resumption.saved
         port = name if saved is None else saved.dp_rank
         if port in dp_ranks and name not in taken:
-            assigned.setdefault(port, (name, saved, refused))
+            assigned.setdefault(port, resumption)
+    named = {port: resumption.dp_rank for port, resumption in assigned.items()}
     claims = [Claim(port, name) for port, name in present.items()]
-    claims += [Claim(port, assigned[port][0] if port in assigned else None) for port in dp_ranks]
+    claims += [Claim(port, named.get(port)) for port in dp_ranks]
     names = settle(claims)[len(present) :]
     return [
-        Resumption(name, *assigned.get(port, (name, None, "no_cursor"))[1:], name in cursors)
+        assigned.get(port, _ANEW)._replace(dp_rank=name, restored=name in cursors)
         for port, name in zip(dp_ranks, names, strict=True)
     ]
 
 
-def _read(
-    cursors: Mapping[int, bytes | None], fingerprints: str
-) -> list[tuple[int, SavedCursor | None, str]]:
-    """Return each name's cursor, and why it cannot be used."""
-    read: list[tuple[int, SavedCursor | None, str]] = []
-    for name, data in sorted(cursors.items()):
-        if data is None:
-            read.append((name, None, "no_cursor"))
-            continue
-        try:
-            saved = SavedCursor.decode(data)
-        except DecodeError:
-            read.append((name, None, "unreadable_cursor"))
-        else:
-            same = saved.fingerprints == fingerprints
-            read.append((name, saved, "" if same else "other_fingerprints"))
-    return read
+def _read(name: int, data: bytes | None, fingerprints: str) -> Resumption:
+    """Return how the rank of a name begins, with its cursor or why that cannot be used."""
+    if data is None:
+        return _ANEW._replace(dp_rank=name)
+    try:
+        saved = SavedCursor.decode(data)
+    except DecodeError:
+        return _ANEW._replace(dp_rank=name, refused="unreadable_cursor")
+    refused = "" if saved.fingerprints == fingerprints else "other_fingerprints"
+    return Resumption(name, saved, refused, True)

@@ -87,7 +87,7 @@ class Roster:
         Raises:
             ConfigurationError: one of them is subscribed to, or ZeroMQ refuses an endpoint.
         """
-        present = {feed.address.dp_rank: feed for feed in self._feeds_of(worker.name)}
+        present = {feed.address.dp_rank: feed.rank.dp_rank for feed in self._feeds_of(worker.name)}
         twice = sorted(present.keys() & {address.dp_rank for address in worker.publishers()})
         if twice:
             raise ConfigurationError(
@@ -100,13 +100,9 @@ class Roster:
         try:
             for address in worker.publishers():
                 feeds.append(Feed(worker, address, self._settings, self._watch, self._settle_names))
-            plan, unused = resume_ranks(
-                saved,
-                worker.name,
-                [feed.address.dp_rank for feed in feeds],
-                self._settings.fingerprints.identity,
-                {port: feed.rank.dp_rank for port, feed in present.items()},
-            )
+            ports = [feed.address.dp_rank for feed in feeds]
+            identity = self._settings.fingerprints.identity
+            plan, unused = resume_ranks(saved, worker.name, ports, identity, present)
         except BaseException:
             for feed in feeds:
                 feed.close(now)
@@ -208,9 +204,7 @@ class Roster:
             self._rename(feeds, names)
 
     def _rename(self, feeds: list[Feed], names: dict[Rank, Rank]) -> None:
-        moved = [feed for feed in feeds if feed.rank in names]
-        for feed in moved:
-            del self.feeds[feed.rank]
+        moved = [self.feeds.pop(rank) for rank in names]
         for feed in moved:
             feed.rename(names[feed.rank])
             self.feeds[feed.rank] = feed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -135,13 +135,9 @@ class Worker(msgspec.Struct, frozen=True):
         return [PublisherAddress(r, e, replays[r]) for r, e in sorted(endpoints.items())]
 
     def shared_endpoints(self, beside: Iterable[PublisherAddress] = ()) -> list[str]:
-        """Return endpoints where one rank publishes and another replays: a known mistake.
+        """Return endpoints where one rank publishes and another replays, as with ports one apart.
 
-        With the engines' usual ports 5557 and 5558 and two ranks, rank 1 would publish at the
-        port where rank 0 replays.
-
-        Args:
-            beside: further ranks of this worker, already checked among themselves.
+        `beside` are further ranks of this worker, already checked among themselves.
         """
         own, beside = self.publishers(), list(beside)
         replays = {address.replay for address in own}
@@ -158,9 +154,8 @@ def workers_of(workers: Iterable[Worker] | Worker) -> list[Worker]:
     """
     if isinstance(workers, Worker):
         return [workers]
-    if isinstance(workers, (str, bytes, Mapping)) or not isinstance(workers, Iterable):
-        raise not_a_worker(workers)
-    given = list(workers)
+    is_list = isinstance(workers, Iterable) and not isinstance(workers, (str, bytes, Mapping))
+    given: list[Any] = list(workers) if is_list else [workers]
     for worker in given:
         if not isinstance(worker, Worker):
             raise not_a_worker(worker)
@@ -201,15 +196,14 @@ def _by_rank(
 
 def _offset(endpoint: str, dp_rank: int, name: str) -> str:
     """Return a rank's endpoint from rank 0's, by the engines' own rule."""
-    if endpoint.startswith("inproc://") and len(endpoint) > len("inproc://"):
-        return endpoint if dp_rank == 0 else f"{endpoint}_dp{dp_rank}"
-    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
-        if dp_rank:
+    scheme, _, address = endpoint.partition("://")
+    if scheme in ("inproc", "ipc") and address:
+        if dp_rank and scheme == "ipc":
             raise ConfigurationError(
                 f"{name} {endpoint!r}: ranks of an ipc endpoint follow no rule; "
                 "give a list with one for each rank"
             )
-        return endpoint
+        return f"{endpoint}_dp{dp_rank}" if dp_rank else endpoint
     tcp = _TCP_PORT.fullmatch(endpoint)
     if tcp is None:
         raise ConfigurationError(
